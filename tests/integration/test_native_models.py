@@ -34,6 +34,7 @@ from tests.integration.test_engine_models import (
     WINDOWED,
     answers,
     edit_config,
+    edit_weights,
     engine_of,
     fork_and_compare,
     load_reference,
@@ -61,6 +62,15 @@ CASES = [
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
         id="llama-scaled-rope",
     ),
+    pytest.param("ernie4_5", {"head_dim": 32, "use_bias": True}, id="ernie4_5-biases"),
+    pytest.param("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 1}, id="mixtral-one-of-five"),
+    pytest.param("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3}, id="mixtral-all-of-three"),
+    pytest.param(
+        "qwen3_moe",
+        EXTRAS["qwen3_moe"] | {"norm_topk_prob": True, "mlp_only_layers": [1], "num_experts": 40, "num_local_experts": 40},
+        id="qwen3_moe-one-dense",
+    ),
+    pytest.param("qwen3_moe", EXTRAS["qwen3_moe"] | {"decoder_sparse_step": 2}, id="qwen3_moe-every-other"),
 ]
 
 
@@ -139,26 +149,41 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_logits_are_the_same_bits_in_any_batch_chunk_and_number_of_threads(uneven: Path) -> None:
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts in three layers of four, wider than what the router's panel needs, and narrower than the perceptron."""
+    folder = tmp_path_factory.mktemp("mixed")
+    experts = {"num_experts": 40, "num_local_experts": 40, "num_experts_per_tok": 3, "mlp_only_layers": [2]}
+    save_tiny("qwen3_moe", {"head_dim": 32, "moe_intermediate_size": 80, **experts}, folder)
+    return folder
+
+
+@pytest.fixture(params=["uneven", "mixed"])
+def either(request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.getfixturevalue(request.param)
+    return folder
+
+
+def test_logits_are_the_same_bits_in_any_batch_chunk_and_number_of_threads(either: Path) -> None:
     draw = random.Random(21)
     prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 150, 33, 64, 7)]
-    runner = native_runner(uneven)
+    runner = native_runner(either)
     alone = [all_logits(runner, [prompt], draw, 1)[0] for prompt in prompts]
     for most in (1, 3, 40, 48):
         assert same_bits(all_logits(runner, prompts, draw, most), alone), f"chunks of up to {most}"
     runner.close()
-    two = native_runner(uneven, replace(ENGINE, num_threads=2))
+    two = native_runner(either, replace(ENGINE, num_threads=2))
     for most in (2, 48):
         assert same_bits(all_logits(two, prompts, draw, most), alone), f"two threads, chunks of up to {most}"
     two.close()
-    plain = TransformersRunner(ModelConfig(path=str(uneven), device="cpu"), ENGINE)
+    plain = TransformersRunner(ModelConfig(path=str(either), device="cpu"), ENGINE)
     theirs = all_logits(plain, prompts, draw, 48)
     for ours, reference in zip(alone, theirs, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-3)
     assert not same_bits(theirs, alone), "or nothing was compared"
 
 
-def test_logits_are_the_same_bits_on_every_variant(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_the_same_bits_on_every_variant(either: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(22)
     prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in (100, 1, 30)]
     best = build.variant_of(build.cpu_flags())
@@ -166,7 +191,7 @@ def test_logits_are_the_same_bits_on_every_variant(uneven: Path, monkeypatch: py
     for variant in build.VARIANTS:
         if build.VARIANTS[variant] <= build.cpu_flags():
             monkeypatch.setattr(build, "variant_of", lambda flags, variant=variant: variant)
-            runner = native_runner(uneven)
+            runner = native_runner(either)
             found += [all_logits(runner, prompts, draw, most) for most in (1, 48)]
             runner.close()
     assert best == "x86-64-v3" or len(found) == 2 * len(build.VARIANTS)
@@ -342,6 +367,8 @@ def test_a_model_runs_natively_unless_the_setting_says_otherwise(
         ("llama", {}, {"of_tomorrow": 7}, "config.json has of_tomorrow, which the native step does not know"),
         ("llama", {}, {"hidden_act": "relu"}, "the activation 'relu' is not among silu"),
         ("gemma", EXTRAS["gemma"], {"use_bidirectional_attention": True}, "has use_bidirectional_attention True"),
+        ("mixtral", EXTRAS["mixtral"], {"num_experts_per_tok": 5}, "cannot choose 5 of 4 experts in each layer of 1"),
+        ("qwen3_moe", EXTRAS["qwen3_moe"], {"scoring_func": "sigmoid"}, "config.json has scoring_func, which"),
         ("llama", {"head_dim": 8}, {}, "heads of 8 or a residual of 64 are no multiples of 16"),
     ],
     ids=str,
@@ -366,6 +393,19 @@ def test_a_model_that_does_not_compute_the_same_is_left_to_transformers(
     save_tiny("granite", EXTRAS["granite"], tmp_path)
     family = FAMILIES["granite"]
     monkeypatch.setitem(FAMILIES, "granite", replace(family, norm_offset=0.01))
+    refused(tmp_path, caplog, "the first step's logits differ from transformers' by a share of")
+
+
+def test_a_model_whose_experts_tie_is_left_to_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Which of equal ones torch chooses is its own affair; here it is the first."""
+    save_tiny("mixtral", EXTRAS["mixtral"], tmp_path)
+
+    def forget_the_router(weights: dict[str, torch.Tensor]) -> None:
+        for name in weights:
+            if name.endswith(".gate.weight"):
+                weights[name].zero_()
+
+    edit_weights(tmp_path, forget_the_router)
     refused(tmp_path, caplog, "the first step's logits differ from transformers' by a share of")
 
 

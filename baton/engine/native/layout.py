@@ -30,6 +30,15 @@ class MatrixStruct(Structure):
     )  # fmt: skip
 
 
+class ExpertsStruct(Structure):
+    """`Experts`."""
+
+    _fields_ = (
+        ("count", c_int32), ("chosen", c_int32), ("inner", c_int32), ("normalized", c_int32),
+        ("router", MatrixStruct), ("gate_up", POINTER(MatrixStruct)), ("down", POINTER(MatrixStruct)),
+    )  # fmt: skip
+
+
 class LayerStruct(Structure):
     """`Layer`."""
 
@@ -37,7 +46,7 @@ class LayerStruct(Structure):
         ("before_attention", c_void_p), ("query", c_void_p), ("key", c_void_p),
         ("after_attention", c_void_p), ("before_mlp", c_void_p), ("after_mlp", c_void_p),
         ("qkv", MatrixStruct), ("out", MatrixStruct), ("gate_up", MatrixStruct), ("down", MatrixStruct),
-        ("window", c_int32), ("rotates", c_int32),
+        ("window", c_int32), ("rotates", c_int32), ("experts", POINTER(ExpertsStruct)),
     )  # fmt: skip
 
 
@@ -49,8 +58,9 @@ class ModelStruct(Structure):
         ("head_dim", c_int32), ("rotary_dim", c_int32), ("intermediate", c_int32), ("vocab", c_int32),
         ("activation", c_int32), ("qk_norm", c_int32), ("block_size", c_int32), ("blocks", c_int32),
         ("max_len", c_int32), ("max_tokens", c_int32), ("threads", c_int32), ("embedding_form", c_int32),
+        ("norm_kind", c_int32), ("rotates_neighbours", c_int32), ("gated", c_int32), ("parallel", c_int32),
         ("eps", c_float), ("embedding_scale", c_float), ("attention_scale", c_float),
-        ("residual_scale", c_float), ("logits_divisor", c_float), ("padding", c_float),
+        ("residual_scale", c_float), ("logits_divisor", c_float), ("clip", c_float),
         ("embedding", c_void_p), ("embedding_codes_scale", c_void_p),
         ("cos", c_void_p), ("sin", c_void_p), ("norm", c_void_p),
         ("layer", POINTER(LayerStruct)), ("head", POINTER(MatrixStruct)), ("kv", c_void_p), ("layer_stride", c_int64),

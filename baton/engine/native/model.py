@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,8 +10,18 @@ from typing import Any
 import torch
 
 from baton.engine.model.kv_cache import KVCache
-from baton.engine.native.layout import PANEL, LayerStruct, MatrixStruct, ModelStruct
-from baton.engine.native.spec import EMBEDDING, HEAD, NORM, LayerNames, ModelDescription, layer_names, require_all_known
+from baton.engine.native.layout import PANEL, ExpertsStruct, LayerStruct, MatrixStruct, ModelStruct
+from baton.engine.native.spec import (
+    EMBEDDING,
+    HEAD,
+    NORM,
+    Experts,
+    LayerNames,
+    ModelDescription,
+    NormKind,
+    layer_names,
+    require_all_known,
+)
 from baton.engine.native.weights import PackedLayer, PackedWeights, embedding_rows, pack
 from baton.errors import NotNative
 
@@ -28,44 +39,50 @@ def pack_model(description: ModelDescription, loaded: Any, num_positions: int) -
         NotNative: the model has a weight that has no place in a step, or rotates in another way.
     """
     weights = dict(loaded.named_parameters(remove_duplicate=False))
-    require_all_known(weights)
+    require_all_known(description, weights)
     names = [layer_names(description, layer, weights) for layer in range(description.num_layers)]
     in_layers = [name for name in weights if name.startswith("model.layers.")]
     if beyond := [name for name in in_layers if int(name.split(".")[2]) >= description.num_layers]:
         raise NotNative(f"the model has {beyond[0]}, which the native step does not know")
-    offset = description.family.norm_offset
-    cos, sin = _rotary_table(loaded, num_positions)
+    cos, sin = _rotary_table(loaded, num_positions, description.family.rotates_neighbours)
     return PackedWeights(
         cos=cos,
         sin=sin,
         embedding=embedding_rows(weights[EMBEDDING]),
-        norm=_norm(weights[NORM], offset),
+        norm=_norm(description, weights, NORM),
         head=pack([weights[f"{HEAD}.weight"]], [weights.get(f"{HEAD}.bias")]),
-        layers=[_pack_layer(one, weights, offset) for one in names],
+        layers=[_pack_layer(description, one, weights) for one in names],
     )
 
 
-def _pack_layer(names: LayerNames, weights: Mapping[str, torch.nn.Parameter], norm_offset: float) -> PackedLayer:
+def _pack_layer(
+    description: ModelDescription, names: LayerNames, weights: Mapping[str, torch.nn.Parameter]
+) -> PackedLayer:
     packed = {}
-    for place, parts in (
-        ("qkv", names.qkv),
-        ("out", (names.out,)),
-        ("gate_up", names.gate_up),
-        ("down", (names.down,)),
-    ):
+    for place, parts in names.matrices.items():
         given: list[torch.Tensor] = [weights[f"{part}.weight"] for part in parts]
         biases: list[torch.Tensor | None] = [weights.get(f"{part}.bias") for part in parts]
-        if place == "gate_up" and len(parts) == 1:  # one below the other
+        if place == "gate_up" and description.family.is_gated and len(parts) == 1:  # one below the other
             given = list(given[0].chunk(2))
             biases = [None, None] if biases[0] is None else list(biases[0].chunk(2))
         packed[place] = pack(given, biases, apart=place == "gate_up")
         for part in parts:
             weights[f"{part}.weight"].data = torch.empty(0)
-    return PackedLayer({place: _norm(weights[name], norm_offset) for place, name in names.norms.items()}, packed)
+    for place, name in names.experts.items():
+        for index, weight in enumerate(weights[name]):
+            parts_of_one = list(weight.chunk(2)) if place == "gate_up" else [weight]
+            packed[f"{place} {index}"] = pack(parts_of_one, [None] * len(parts_of_one), apart=True)
+        weights[name].data = torch.empty(0)
+    return PackedLayer({place: _norm(description, weights, name) for place, name in names.norms.items()}, packed)
 
 
-def _norm(weight: torch.Tensor, offset: float) -> torch.Tensor:
-    return (weight.detach().float() + offset).contiguous()
+def _norm(description: ModelDescription, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Returns a norm's weights; of one by variance, what is added follows."""
+    family, width = description.family, description.hidden
+    weight = weights.get(f"{name}.weight", torch.ones(width)).detach().float() + family.norm_offset
+    if family.norm_kind is NormKind.BY_VARIANCE:
+        weight = torch.cat([weight, weights.get(f"{name}.bias", torch.zeros(width)).detach().float()])
+    return weight.contiguous()
 
 
 class PackedModel:
@@ -99,6 +116,7 @@ class PackedModel:
             max_tokens: most tokens of a step.
         """
         what, pages = self.description, self._cache.groups[0]
+        self._experts: list[ctypes.Array[Any]] = []
         self._layer_structs = (LayerStruct * what.num_layers)(*map(self._layer, range(what.num_layers)))
         self._head_struct = (MatrixStruct * 1)(self._weights.head.struct())
         return ModelStruct(
@@ -112,6 +130,10 @@ class PackedModel:
             vocab=what.vocab_size,
             activation=what.activation,
             qk_norm=what.family.qk_norm,
+            norm_kind=what.family.norm_kind,
+            rotates_neighbours=what.family.rotates_neighbours,
+            gated=what.family.is_gated,
+            parallel=what.family.is_parallel,
             block_size=self._cache.spec.groups[0].block_size,
             blocks=self._cache.num_blocks,
             max_len=self._max_len,
@@ -123,6 +145,7 @@ class PackedModel:
             attention_scale=what.attention_scale,
             residual_scale=what.residual_scale,
             logits_divisor=what.logits_divisor,
+            clip=what.clip,
             embedding=self._weights.embedding.rows.data_ptr(),
             embedding_codes_scale=0
             if self._weights.embedding.scale is None
@@ -140,20 +163,40 @@ class PackedModel:
         norms = {place: norm.data_ptr() for place, norm in self._weights.layers[index].norms.items()}
         matrices = {place: matrix.struct() for place, matrix in self._weights.layers[index].matrices.items()}
         what = self.description
-        return LayerStruct(window=what.windows[index], rotates=what.rotates[index], **norms, **matrices)
+        layer = LayerStruct(window=what.windows[index], rotates=what.rotates[index], **norms)
+        for place in ("qkv", "out", "gate_up", "down"):
+            if place in matrices:
+                setattr(layer, place, matrices[place])
+        if what.experts is not None and "router" in matrices:
+            layer.experts = self._layer_experts(what.experts, matrices)
+        return layer
+
+    def _layer_experts(self, experts: Experts, matrices: Mapping[str, MatrixStruct]) -> ctypes.Array[Any]:
+        of_each = [
+            (MatrixStruct * experts.count)(*(matrices[f"{place} {index}"] for index in range(experts.count)))
+            for place in ("gate_up", "down")
+        ]
+        found = ExpertsStruct(
+            experts.count, experts.chosen, experts.inner, experts.normalized, matrices["router"], *of_each
+        )
+        self._experts.append((ExpertsStruct * 1)(found))
+        return self._experts[-1]
 
 
 @torch.inference_mode()
-def _rotary_table(loaded: Any, num_positions: int) -> Sequence[torch.Tensor]:
+def _rotary_table(loaded: Any, num_positions: int, rotates_neighbours: bool) -> Sequence[torch.Tensor]:
     """Returns cosines and sines, `[num_positions, half of the rotated dimensions]`, as transformers computes them.
 
     Raises:
-        NotNative: dimension j is not rotated with dimension j + half.
+        NotNative: two dimensions that are rotated together have different ones.
     """
     tables = loaded.model.rotary_emb(torch.zeros(1, 1, 1), torch.arange(num_positions)[None])
     halves = []
     for table in tables:
-        first, second = table[0].float().chunk(2, -1)
+        rows = table[0].float()
+        first, second = rows.chunk(2, -1)
+        if rotates_neighbours and not torch.equal(first, second):  # which of the two, no computation shows
+            first, second = rows[:, ::2], rows[:, 1::2]
         if not torch.equal(first, second):
             raise NotNative("the model rotates other pairs of dimensions than the native step")
         halves.append(first.contiguous())

@@ -1,7 +1,7 @@
 """Which models `step.c` computes, and how: a description made of a transformers configuration and its weights' names.
 
 A key of the configuration, a value or a weight that is not known here means that the model is left to transformers. A
-dense type more is an entry in `FAMILIES`.
+type more whose steps have nothing that is new here is an entry in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ WITHOUT_MEANING = frozenset({
     "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout", "bos_token_id",
     "chunk_size_feed_forward", "dtype", "embd_pdrop", "eos_token_id", "id2label", "initializer_range",
     "is_encoder_decoder", "is_llama_config", "label2id", "max_window_layers", "model_type", "output_attentions",
-    "output_hidden_states", "pad_token_id", "problem_type", "resid_pdrop", "return_dict", "torch_dtype",
-    "transformers.js_config", "transformers_version", "use_cache",
+    "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type", "resid_pdrop", "return_dict",
+    "router_aux_loss_coef", "router_jitter_noise", "torch_dtype", "transformers.js_config", "transformers_version",
+    "use_cache",
 })  # fmt: skip
 """Keys that change nothing in a step."""
-SEEN_BY_WEIGHTS = frozenset({"attention_bias", "mlp_bias", "quantization_config", "tie_word_embeddings"})
+SEEN_BY_WEIGHTS = frozenset({"attention_bias", "mlp_bias", "quantization_config", "tie_word_embeddings", "use_bias"})
 """Keys whose meaning the loaded weights show."""
 SEEN_BY_TRANSFORMERS = frozenset({"max_position_embeddings", "original_max_position_embeddings", "rope_parameters"})
 """Keys of which transformers' own functions make the rotary table."""
 SIZES = frozenset({
     "head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
-    "rms_norm_eps", "vocab_size",
+    "vocab_size",
 })  # fmt: skip
 WINDOWS = frozenset({"layer_types", "sliding_window", "use_sliding_window"})
+EXPERTS = frozenset({"num_experts", "num_experts_per_tok", "num_local_experts"})
 MULTIPLE = 16
 """Widths of heads are multiples of this, and those of the residual of twice as much."""
 
@@ -37,9 +39,19 @@ MULTIPLE = 16
 class Activation(IntEnum):
     SILU = 0
     GELU_TANH = 1
+    RELU_SQUARED = 2
 
 
-ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+ACTIVATIONS = {
+    "silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH, "relu2": Activation.RELU_SQUARED,
+}  # fmt: skip
+
+
+class NormKind(IntEnum):
+    """What a norm divides by; the one by variance takes the mean away before."""
+
+    BY_SQUARES = 0
+    BY_VARIANCE = 1
 
 
 class QKNorm(IntEnum):
@@ -51,7 +63,7 @@ class QKNorm(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DenseFamily:
+class ModelFamily:
     """What distinguishes a model type from Llama."""
 
     keys: frozenset[str] = frozenset()
@@ -62,30 +74,52 @@ class DenseFamily:
         default_factory=lambda: {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
     )
     """A layer's norms by their place; each has a field of that name in `step.c`."""
-    qk_norm: QKNorm = QKNorm.PLAIN
+    norm_kind: NormKind = NormKind.BY_SQUARES
+    norm_parts: Collection[str] = ("weight",)
+    """Which weights a norm has."""
     norm_offset: float = 0.0
     """What is added to the weights of norms."""
+    eps: str | float = "rms_norm_eps"
+    """What norms add before they divide, or the key that says it."""
+    qk_norm: QKNorm = QKNorm.PLAIN
     scales_embedding: bool = False
     """Whether embeddings are multiplied by the square root of their width."""
+    rotates_neighbours: bool = False
+    """Whether dimension 2 j is rotated with 2 j + 1, in place of j with j + half."""
+    rotates_in_windows: bool = False
+    """Whether, in a model that has a window, only its layers with one are rotated."""
+    is_parallel: bool = False
+    """Whether the perceptron has the input of attention."""
+    perceptron: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """Names of its matrices, the one back to the residual last; without a gate there are two."""
+    has_experts: bool = False
+
+    @property
+    def is_gated(self) -> bool:
+        return len(self.perceptron) == 3
 
 
+POST_NORMS = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
 FAMILIES = {
-    "gemma": DenseFamily(
+    "ernie4_5": ModelFamily(rotates_neighbours=True),
+    "gemma": ModelFamily(
         fixed={"use_bidirectional_attention": (None, False)}, norm_offset=1.0, scales_embedding=True,
     ),
-    "granite": DenseFamily(
+    "granite": ModelFamily(
         keys=frozenset({"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"})
     ),
-    "llama": DenseFamily(fixed={"pretraining_tp": (1,), "rope_interleaved": (False,)}),
-    "mistral": DenseFamily(keys=WINDOWS),
-    "olmo2": DenseFamily(
-        norms={"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"},
-        qk_norm=QKNorm.WHOLE,
+    "llama": ModelFamily(fixed={"pretraining_tp": (1,), "rope_interleaved": (False,)}),
+    "mistral": ModelFamily(keys=WINDOWS),
+    "mixtral": ModelFamily(keys=WINDOWS | EXPERTS, has_experts=True),
+    "olmo2": ModelFamily(norms=POST_NORMS, qk_norm=QKNorm.WHOLE),
+    "phi3": ModelFamily(keys=WINDOWS),
+    "qwen2": ModelFamily(keys=WINDOWS),
+    "qwen3": ModelFamily(keys=WINDOWS, qk_norm=QKNorm.BY_HEAD),
+    "qwen3_moe": ModelFamily(
+        keys=WINDOWS | EXPERTS | {"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob"},
+        qk_norm=QKNorm.BY_HEAD, has_experts=True,
     ),
-    "phi3": DenseFamily(keys=WINDOWS),
-    "qwen2": DenseFamily(keys=WINDOWS),
-    "qwen3": DenseFamily(keys=WINDOWS, qk_norm=QKNorm.BY_HEAD),
-    "smollm3": DenseFamily(
+    "smollm3": ModelFamily(
         keys=WINDOWS | {"no_rope_layer_interval", "no_rope_layers"}, fixed={"pretraining_tp": (1, 2)},
     ),
 }  # fmt: skip
@@ -93,10 +127,24 @@ FAMILIES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The perceptrons of which a router chooses some for each token."""
+
+    count: int
+    chosen: int
+    inner: int
+    """Width between an expert's two matrices."""
+    normalized: bool
+    """Whether the weights of those that are chosen are made to sum to 1."""
+    layers: frozenset[int]
+    """The layers that have them; others have a perceptron."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescription:
     """A model as `step.c` sees it."""
 
-    family: DenseFamily
+    family: ModelFamily
     num_layers: int
     hidden: int
     num_heads: int
@@ -114,6 +162,9 @@ class ModelDescription:
     """Tokens that a token sees, itself among them, in each layer; 0: all."""
     rotates: tuple[bool, ...]
     """Whether queries and keys are rotated, in each layer."""
+    clip: float
+    """Largest query, key and value; 0: there is none."""
+    experts: Experts | None
 
 
 def describe(config: Any) -> ModelDescription:
@@ -129,6 +180,7 @@ def describe(config: Any) -> ModelDescription:
     _require_known(config, family)
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    windows = _windows(config)
     description = ModelDescription(
         family=family,
         num_layers=config.num_hidden_layers,
@@ -139,25 +191,27 @@ def describe(config: Any) -> ModelDescription:
         intermediate=config.intermediate_size,
         vocab_size=config.vocab_size,
         activation=ACTIVATIONS[config.hidden_act],
-        eps=config.rms_norm_eps,
+        eps=getattr(config, family.eps) if isinstance(family.eps, str) else family.eps,
         embedding_scale=config.hidden_size**0.5
         if family.scales_embedding
         else getattr(config, "embedding_multiplier", 1.0),
         attention_scale=getattr(config, "attention_multiplier", head_dim**-0.5),
         residual_scale=getattr(config, "residual_multiplier", 1.0),
-        logits_divisor=getattr(config, "logits_scaling", 1.0),
-        windows=_windows(config),
-        rotates=tuple(bool(one) for one in getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers),
+        logits_divisor=getattr(config, "logits_scaling", 1.0) / getattr(config, "logit_scale", 1.0),
+        windows=windows,
+        rotates=_rotates(config, family, windows),
+        clip=getattr(config, "clip_qkv", None) or 0.0,
+        experts=_experts(config) if family.has_experts else None,
     )
     if head_dim % MULTIPLE or description.hidden % (2 * MULTIPLE):
         raise NotNative(f"heads of {head_dim} or a residual of {description.hidden} are no multiples of {MULTIPLE}")
     return description
 
 
-def _require_known(config: Any, family: DenseFamily) -> None:
+def _require_known(config: Any, family: ModelFamily) -> None:
     """Raises NotNative unless every key is known, and those that are fixed have a value that is."""
     values = config.to_dict()
-    known = WITHOUT_MEANING | SEEN_BY_WEIGHTS | SEEN_BY_TRANSFORMERS | SIZES | family.keys | {"hidden_act"}
+    known = WITHOUT_MEANING | SEEN_BY_WEIGHTS | SEEN_BY_TRANSFORMERS | SIZES | family.keys | {"hidden_act", family.eps}
     if unknown := sorted(set(values) - known - set(family.fixed)):
         raise NotNative(f"config.json has {', '.join(unknown[:3])}, which the native step does not know")
     for key, allowed in family.fixed.items():
@@ -176,16 +230,38 @@ def _windows(config: Any) -> tuple[int, ...]:
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
+def _rotates(config: Any, family: ModelFamily, windows: Collection[int]) -> tuple[bool, ...]:
+    if family.rotates_in_windows and config.sliding_window is not None:
+        return tuple(window > 0 for window in windows)
+    return tuple(bool(one) for one in getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers)
+
+
+def _experts(config: Any) -> Experts:
+    count: int = getattr(config, "num_local_experts", None) or config.num_experts
+    chosen: int = config.num_experts_per_tok
+    every: int = getattr(config, "decoder_sparse_step", 1)
+    if not 1 <= chosen <= count or every < 1:
+        raise NotNative(f"the native step cannot choose {chosen} of {count} experts in each layer of {every}")
+    without = getattr(config, "mlp_only_layers", None) or ()
+    layers = (layer for layer in range(config.num_hidden_layers) if layer not in without and (layer + 1) % every == 0)
+    return Experts(
+        count=count,
+        chosen=chosen,
+        inner=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+        normalized=getattr(config, "norm_topk_prob", True),
+        layers=frozenset(layers),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNames:
-    """The names of one layer's weights. A matrix is made of several, one below the other."""
+    """The names of one layer's weights, by the field of `step.c`."""
 
     norms: Mapping[str, str]
-    """Names by the field of `step.c`."""
-    qkv: tuple[str, ...]
-    out: str
-    gate_up: tuple[str, ...]
-    down: str
+    matrices: Mapping[str, tuple[str, ...]]
+    """A matrix is made of several, one below the other."""
+    experts: Mapping[str, str]
+    """The matrices of all experts, `[experts, outputs, inputs]`."""
 
 
 def layer_names(description: ModelDescription, layer: int, names: Collection[str]) -> LayerNames:
@@ -199,42 +275,49 @@ def layer_names(description: ModelDescription, layer: int, names: Collection[str
     """
     begin = f"model.layers.{layer}."
     family = description.family
-    norms = {place: f"{begin}{name}.weight" for place, name in family.norms.items()}
+    norms = {place: f"{begin}{name}" for place, name in family.norms.items()}
     if family.qk_norm is not QKNorm.PLAIN:
-        norms |= {which: f"{begin}self_attn.{which[0]}_norm.weight" for which in ("query", "key")}
+        norms |= {which: f"{begin}self_attn.{which[0]}_norm" for which in ("query", "key")}
     attention, perceptron = f"{begin}self_attn.", f"{begin}mlp."
     is_split = f"{attention}q_proj.weight" in names
-    found = LayerNames(
-        norms=norms,
-        qkv=tuple(f"{attention}{which}_proj" for which in (("q", "k", "v") if is_split else ("qkv",))),
-        out=f"{attention}o_proj",
-        gate_up=tuple(
-            f"{perceptron}{which}_proj"
-            for which in (("gate", "up") if f"{perceptron}gate_proj.weight" in names else ("gate_up",))
-        ),
-        down=f"{perceptron}down_proj",
-    )
-    matrices = (*found.qkv, found.out, *found.gate_up, found.down)
-    known = {*norms.values(), *(f"{one}.{part}" for one in matrices for part in ("weight", "bias"))}
-    needed = known - {f"{one}.bias" for one in matrices}
+    matrices = {
+        "qkv": tuple(f"{attention}{which}_proj" for which in (("q", "k", "v") if is_split else ("qkv",))),
+        "out": (f"{attention}o_proj",),
+    }
+    experts = {}
+    if description.experts is not None and layer in description.experts.layers:
+        matrices |= {"router": (f"{perceptron}gate",)}
+        experts = {place: f"{perceptron}experts.{place}_proj" for place in ("gate_up", "down")}
+    else:
+        *inner, outer = family.perceptron
+        is_fused = f"{perceptron}gate_up_proj.weight" in names
+        matrices |= {
+            "gate_up": tuple(f"{perceptron}{name}" for name in (["gate_up_proj"] if is_fused else inner)),
+            "down": (f"{perceptron}{outer}",),
+        }
+    found = LayerNames(norms=norms, matrices=matrices, experts=experts)
+    parts = [part for several in matrices.values() for part in several]
+    needed = {*experts.values(), *(f"{part}.weight" for part in parts)}
+    needed |= {f"{norm}.{part}" for norm in norms.values() for part in family.norm_parts}
     if missing := sorted(needed.difference(names)):
         raise NotNative(f"the model has no {missing[0]}")
+    known = needed | {f"{part}.bias" for part in parts}
     if unknown := sorted({name for name in names if name.startswith(begin)} - known):
         raise NotNative(f"the model has {unknown[0]}, which the native step does not know")
     return found
 
 
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head"
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm", "lm_head"
 
 
-def require_all_known(names: Collection[str]) -> None:
+def require_all_known(description: ModelDescription, names: Collection[str]) -> None:
     """Checks the names of the weights outside the layers.
 
     Raises:
         NotNative: one has no place in a step, or is missing.
     """
     outside = {name for name in names if not name.startswith("model.layers.")}
-    known = {EMBEDDING, NORM, f"{HEAD}.weight"}
+    known = {EMBEDDING, f"{HEAD}.weight", *(f"{NORM}.{part}" for part in description.family.norm_parts)}
     if unknown := sorted(outside - known - {f"{HEAD}.bias"}):
         raise NotNative(f"the model has {unknown[0]}, which the native step does not know")
     if missing := sorted(known - outside):

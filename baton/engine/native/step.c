@@ -8,6 +8,7 @@
        a softmax's sum       16 chains (lane j: tokens j, j + 16, ... from a multiple of 16 on), then the same
        an attended value     one chain, from the first token that is seen to the last
        a norm's sum          16 chains, then the same
+       a sum of experts      one chain, from the first expert that is chosen to the last
 
    So a sequence's logits are the same bits alone, in a batch, in chunks, after a hand-over, on AVX2 and on AVX-512. The
    compiler may not contract or reorder what is written here (-ffp-contract=off, and no -ffast-math).
@@ -44,8 +45,9 @@
 
 enum { PANEL = 32, GROUP = 16, MAX_TILE_ROWS = 12 };
 enum { F32, BF16, Q8_0, Q4_1 };                                 /* forms of weights */
-enum { SILU, GELU_TANH };                                       /* activations */
+enum { SILU, GELU_TANH, RELU_SQUARED };                         /* activations */
 enum { QK_PLAIN, QK_BY_HEAD, QK_WHOLE };                        /* norms of queries and keys */
+enum { BY_SQUARES, BY_VARIANCE };                               /* kinds of norms: RMSNorm, LayerNorm */
 enum { OK, TOO_MANY_TOKENS, NO_SUCH_TOKEN, TOO_LONG, NO_SUCH_BLOCK, NO_SUCH_ROW, NO_SUCH_LAYER };
 
 /* ---- values that Python fills in (runner.py has the same fields in the same order) ------------------------------- */
@@ -58,20 +60,28 @@ typedef struct {
 } Matrix;
 
 typedef struct {
+    int32_t count, chosen, inner, normalized; /* `chosen` of `count` for a token; whether their weights are made to sum to 1 */
+    Matrix router;
+    const Matrix *gate_up, *down; /* [count]; `inner` is the width between them */
+} Experts;
+
+typedef struct {
     const float *before_attention, *query, *key, *after_attention, *before_mlp, *after_mlp; /* norms; none: no norm */
     Matrix qkv, out, gate_up, down;
     int32_t window;  /* tokens that a token sees, with itself; 0: all */
     int32_t rotates; /* whether queries and keys are rotated */
+    const Experts *experts; /* in place of gate_up and down, which are empty then; or none */
 } Layer;
 
 typedef struct {
     int32_t layers, hidden, heads, kv_heads, head_dim, rotary_dim, intermediate, vocab;
     int32_t activation, qk_norm, block_size, blocks, max_len, max_tokens, threads, embedding_form;
-    float eps, embedding_scale, attention_scale, residual_scale, logits_divisor, padding;
+    int32_t norm_kind, rotates_neighbours, gated, parallel; /* parallel: attention and perceptron have the same input */
+    float eps, embedding_scale, attention_scale, residual_scale, logits_divisor, clip; /* clip: most of q, k and v; 0: any */
     const void *embedding;  /* [vocab][hidden], of form F32, BF16 or Q8_0 */
     const float *embedding_codes_scale; /* [vocab][hidden / 32], of Q8_0 */
     const float *cos, *sin; /* [max_len][rotary_dim / 2] */
-    const float *norm;
+    const float *norm; /* weights of a norm; those of BY_VARIANCE are followed by what is added */
     const Layer *layer;
     const Matrix *head;
     float *kv;
@@ -249,14 +259,17 @@ struct Step {
     const Model *model;
     Pool pool;
     float *x, *normed, *qkv, *attended, *gate_up, *active, *delta; /* [max_tokens][...] */
+    float *gathered, *routing;                                     /* the same, of a model with experts */
     float **scores, **keys, **panels;                              /* [threads]: room of its own */
-    int32_t *sequence, *position;                                  /* [max_tokens] */
+    int32_t *sequence, *position, *picked;                         /* [max_tokens] */
     Span *spans;
-    int num_spans, qkv_width, gate_width;
+    int num_spans, qkv_width;
     const Batch *batch; /* from here on: what a phase is about */
     int layer;
     struct { const Matrix *matrix; const float *x; float *y; int rows, ldx, ldy, adds; float scale; } product;
     struct { const float *x, *weight; float *y; const int32_t *row; int rows, adds; } norm;
+    struct { int rows, width, inner; } active_rows;
+    struct { const float *x; int expert, rows; } mix;
 };
 
 /* ---- products: y = x W, by tiles of rows and panels ------------------------------------------------------------------ */
@@ -453,8 +466,8 @@ enum { ROWS_A_JOB = 8 };
 static int row_jobs(int rows) { return (rows + ROWS_A_JOB - 1) / ROWS_A_JOB; }
 static int last_row(int job, int rows) { return (job + 1) * ROWS_A_JOB < rows ? (job + 1) * ROWS_A_JOB : rows; }
 
-/* y = x / root mean square of x * weight; `width` is a multiple of 16. */
-static void normalize(const float *x, const float *weight, float *y, int width, float eps) {
+/* `width` is a multiple of 16. */
+static float sum_of_squares(const float *x, int width) {
     Vector sum[GROUP_PARTS];
     float lane[GROUP];
     for (int v = 0; v < GROUP_PARTS; v++) sum[v] = splat(0.0f);
@@ -464,8 +477,29 @@ static void normalize(const float *x, const float *weight, float *y, int width, 
             sum[v] = multiply_add(value, value, sum[v]);
         }
     for (int v = 0; v < GROUP_PARTS; v++) store(lane + v * LANES, sum[v]);
-    float factor = 1.0f / sqrtf(sum_of_lanes(lane) / (float)width + eps);
+    return sum_of_lanes(lane);
+}
+
+static float sum_of(const float *x, int width) {
+    float lane[GROUP];
+    for (int j = 0; j < GROUP; j++) lane[j] = 0.0f;
+    for (int i = 0; i < width; i += GROUP)
+        for (int j = 0; j < GROUP; j++) lane[j] += x[i + j];
+    return sum_of_lanes(lane);
+}
+
+/* y = x / root mean square of x * weight */
+static void normalize(const float *x, const float *weight, float *y, int width, float eps) {
+    const float factor = 1.0f / sqrtf(sum_of_squares(x, width) / (float)width + eps);
     for (int i = 0; i < width; i++) y[i] = weight[i] * (x[i] * factor);
+}
+
+/* y = (x - mean) / standard deviation of x * weight + what is added */
+static void normalize_by_variance(const float *x, const float *weight, float *y, int width, float eps) {
+    const float mean = sum_of(x, width) / (float)width;
+    for (int i = 0; i < width; i++) y[i] = x[i] - mean;
+    const float factor = 1.0f / sqrtf(sum_of_squares(y, width) / (float)width + eps);
+    for (int i = 0; i < width; i++) y[i] = weight[i] * (y[i] * factor) + weight[width + i];
 }
 
 static void norm_job(Step *step, int job, int thread) {
@@ -475,7 +509,9 @@ static void norm_job(Step *step, int job, int thread) {
     for (int r = job * ROWS_A_JOB; r < last_row(job, step->norm.rows); r++) {
         const float *x = step->norm.x + (int64_t)(step->norm.row ? step->norm.row[r] : r) * width;
         float *y = step->norm.y + (int64_t)r * width;
-        normalize(x, step->norm.weight, step->norm.adds ? normed : y, width, step->model->eps);
+        float *into = step->norm.adds ? normed : y;
+        if (step->model->norm_kind == BY_VARIANCE) normalize_by_variance(x, step->norm.weight, into, width, step->model->eps);
+        else normalize(x, step->norm.weight, into, width, step->model->eps);
         if (step->norm.adds)
             for (int i = 0; i < width; i++) y[i] += step->model->residual_scale * normed[i];
     }
@@ -490,16 +526,28 @@ static const float *normed(Step *step, const float *weight, const int32_t *row, 
     return step->normed;
 }
 
-/* Adds to the residual what attention or perceptron gave, through a norm where the layer has one there. */
+static void residual_job(Step *step, int job, int thread) {
+    (void)thread;
+    const Model *model = step->model;
+    for (int64_t i = (int64_t)job * ROWS_A_JOB * model->hidden; i < (int64_t)last_row(job, step->norm.rows) * model->hidden; i++)
+        step->x[i] += model->residual_scale * step->delta[i];
+}
+
+/* Adds `delta` to the residual, through a norm where the layer has one there. */
+static void add_delta(Step *step, const float *weight, int rows) {
+    step->norm.x = step->delta, step->norm.weight = weight, step->norm.y = step->x;
+    step->norm.row = NULL, step->norm.rows = rows, step->norm.adds = 1;
+    run(step, row_jobs(rows), weight ? norm_job : residual_job);
+}
+
+/* Adds to the residual what attention or perceptron gave. */
 static void add(Step *step, const Matrix *m, const float *y, int ldy, const float *weight, int rows) {
     if (!weight) {
         multiply_into_residual(step, m, y, ldy, rows);
         return;
     }
     multiply(step, m, y, ldy, rows, step->delta, step->model->hidden);
-    step->norm.x = step->delta, step->norm.weight = weight, step->norm.y = step->x;
-    step->norm.row = NULL, step->norm.rows = rows, step->norm.adds = 1;
-    run(step, row_jobs(rows), norm_job);
+    add_delta(step, weight, rows);
 }
 
 static float embedding_at(const Model *model, int64_t at) {
@@ -521,11 +569,21 @@ static void embed_job(Step *step, int job, int thread) {
     }
 }
 
+/* Turns pairs of dimensions: j and j + half. */
 static void rotate(float *head, const float *cos, const float *sin, int half) {
     for (int j = 0; j < half; j++) {
         float first = head[j], second = head[j + half];
         head[j] = first * cos[j] - second * sin[j];
         head[j + half] = second * cos[j] + first * sin[j];
+    }
+}
+
+/* The same for dimensions 2 j and 2 j + 1. */
+static void rotate_neighbours(float *head, const float *cos, const float *sin, int half) {
+    for (int j = 0; j < half; j++) {
+        float first = head[2 * j], second = head[2 * j + 1];
+        head[2 * j] = first * cos[j] - second * sin[j];
+        head[2 * j + 1] = second * cos[j] + first * sin[j];
     }
 }
 
@@ -559,6 +617,8 @@ static void keep_job(Step *step, int job, int thread) {
         float *query = step->qkv + (int64_t)r * step->qkv_width, *key = query + heads * dim;
         const float *value = key + kv_heads * dim;
         const int sequence = step->sequence[r], position = step->position[r], place = position % model->block_size;
+        for (int i = 0; model->clip > 0.0f && i < (heads + 2 * kv_heads) * dim; i++)
+            query[i] = query[i] < -model->clip ? -model->clip : query[i] > model->clip ? model->clip : query[i];
         if (model->qk_norm == QK_WHOLE) {
             normalize(query, layer->query, query, heads * dim, model->eps);
             normalize(key, layer->key, key, kv_heads * dim, model->eps);
@@ -568,7 +628,8 @@ static void keep_job(Step *step, int job, int thread) {
             if (model->qk_norm == QK_BY_HEAD)
                 normalize(one, head < heads ? layer->query : layer->key, one, dim, model->eps);
             if (layer->rotates)
-                rotate(one, model->cos + (int64_t)position * half, model->sin + (int64_t)position * half, half);
+                (model->rotates_neighbours ? rotate_neighbours : rotate)(
+                    one, model->cos + (int64_t)position * half, model->sin + (int64_t)position * half, half);
         }
         for (int head = 0; head < kv_heads; head++) {
             float *page = page_at(step, sequence, position, head);
@@ -580,20 +641,102 @@ static void keep_job(Step *step, int job, int thread) {
     }
 }
 
+static float gelu(float x) { /* x (1 + tanh u) / 2 = x / (1 + e to the -2u) */
+    const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+    return x / (1.0f + exponential(-2.0f * u));
+}
+
 static void activate_job(Step *step, int job, int thread) {
     (void)thread;
-    const Model *model = step->model;
-    const int width = model->intermediate;
-    for (int r = job * ROWS_A_JOB; r < last_row(job, step->batch->tokens); r++) {
-        const float *gate = step->gate_up + (int64_t)r * step->gate_width, *up = gate + step->gate_width / 2;
-        float *y = step->active + (int64_t)r * width;
-        if (model->activation == SILU)
-            for (int i = 0; i < width; i++) y[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
-        else
-            for (int i = 0; i < width; i++) { /* x (1 + tanh u) / 2 = x / (1 + e to the -2u) */
-                float x = gate[i], u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-                y[i] = x / (1.0f + exponential(-2.0f * u)) * up[i];
-            }
+    const int width = step->active_rows.width, inner = step->active_rows.inner, activation = step->model->activation;
+    for (int r = job * ROWS_A_JOB; r < last_row(job, step->active_rows.rows); r++) {
+        const float *gate = step->gate_up + (int64_t)r * width, *up = gate + width / 2;
+        float *y = step->active + (int64_t)r * inner;
+        if (activation == SILU) for (int i = 0; i < inner; i++) y[i] = gate[i] / (1.0f + exponential(-gate[i]));
+        else if (activation == GELU_TANH) for (int i = 0; i < inner; i++) y[i] = gelu(gate[i]);
+        else for (int i = 0; i < inner; i++) y[i] = gate[i] > 0.0f ? gate[i] * gate[i] : 0.0f;
+        for (int i = 0; step->model->gated && i < inner; i++) y[i] *= up[i];
+    }
+}
+
+/* The first half of a perceptron: active = activation(x gate) * (x up). */
+static void activate(Step *step, const Matrix *gate_up, const float *x, int rows, int inner) {
+    step->active_rows.rows = rows, step->active_rows.width = gate_up->panels * PANEL, step->active_rows.inner = inner;
+    multiply(step, gate_up, x, step->model->hidden, rows, step->gate_up, step->active_rows.width);
+    run(step, row_jobs(rows), activate_job);
+}
+
+/* ---- experts -------------------------------------------------------------------------------------------------------------
+
+   A token's scores become its weights: of the experts that are chosen for it, and NOT_CHOSEN for the others. Then, expert
+   by expert, the rows that chose it are gathered, go through it together, and are added to where they came from. So a
+   token's sum has the order of its experts, whatever other tokens there are. */
+
+static const float NOT_CHOSEN = -1.0f;
+
+/* Of equal probabilities that of the lower expert is the larger one. */
+static void choose(const Experts *experts, float *score) {
+    const int count = experts->count, chosen = experts->chosen;
+    float largest = -INFINITY, sum = 0.0f, total = 0.0f, weight[chosen];
+    int32_t expert[chosen];
+    for (int e = 0; e < count; e++) largest = score[e] > largest ? score[e] : largest;
+    for (int e = 0; e < count; e++) score[e] = exponential(score[e] - largest), sum += score[e];
+    for (int e = 0; e < count; e++) score[e] /= sum;
+    for (int i = 0; i < chosen; i++) {
+        int best = 0;
+        for (int e = 1; e < count; e++)
+            if (score[e] > score[best]) best = e;
+        expert[i] = best, weight[i] = score[best], total += score[best];
+        score[best] = NOT_CHOSEN;
+    }
+    for (int e = 0; e < count; e++) score[e] = NOT_CHOSEN;
+    for (int i = 0; i < chosen; i++) score[expert[i]] = experts->normalized ? weight[i] / total : weight[i];
+}
+
+static void choose_job(Step *step, int job, int thread) {
+    (void)thread;
+    const Experts *experts = step->model->layer[step->layer].experts;
+    for (int r = job * ROWS_A_JOB; r < last_row(job, step->batch->tokens); r++)
+        choose(experts, step->routing + (int64_t)r * experts->router.panels * PANEL);
+}
+
+static float weight_of(const Step *step, int token, int expert) {
+    return step->routing[(int64_t)token * step->model->layer[step->layer].experts->router.panels * PANEL + expert];
+}
+
+static void gather_job(Step *step, int job, int thread) {
+    (void)thread;
+    const int width = step->model->hidden;
+    for (int r = job * ROWS_A_JOB; r < last_row(job, step->mix.rows); r++)
+        memcpy(step->gathered + (int64_t)r * width, step->mix.x + (int64_t)step->picked[r] * width, sizeof(float) * width);
+}
+
+static void scatter_job(Step *step, int job, int thread) {
+    (void)thread;
+    const int width = step->model->hidden;
+    for (int r = job * ROWS_A_JOB; r < last_row(job, step->mix.rows); r++) {
+        const float weight = weight_of(step, step->picked[r], step->mix.expert), *y = step->gathered + (int64_t)r * width;
+        float *sum = step->delta + (int64_t)step->picked[r] * width;
+        for (int i = 0; i < width; i++) sum[i] += weight * y[i];
+    }
+}
+
+/* delta = the sum of what a token's experts make of x, weighed. */
+static void mix(Step *step, const Experts *experts, const float *x, int tokens) {
+    const int width = step->model->hidden;
+    multiply(step, &experts->router, x, width, tokens, step->routing, experts->router.panels * PANEL);
+    run(step, row_jobs(tokens), choose_job);
+    memset(step->delta, 0, sizeof(float) * (size_t)tokens * (size_t)width);
+    step->mix.x = x;
+    for (int e = 0; e < experts->count; e++) {
+        step->mix.expert = e, step->mix.rows = 0;
+        for (int r = 0; r < tokens; r++)
+            if (weight_of(step, r, e) != NOT_CHOSEN) step->picked[step->mix.rows++] = r;
+        if (!step->mix.rows) continue;
+        run(step, row_jobs(step->mix.rows), gather_job);
+        activate(step, &experts->gate_up[e], step->gathered, step->mix.rows, experts->inner);
+        multiply(step, &experts->down[e], step->active, experts->inner, step->mix.rows, step->gathered, width);
+        run(step, row_jobs(step->mix.rows), scatter_job);
     }
 }
 
@@ -930,10 +1073,14 @@ int baton_step(Step *step, const Batch *batch, int first, int last) {
         run(step, step->num_spans * model->kv_heads, attend_job);
         add(step, &layer->out, step->attended, attended, layer->after_attention, tokens);
 
-        x = normed(step, layer->before_mlp, NULL, tokens);
-        multiply(step, &layer->gate_up, x, model->hidden, tokens, step->gate_up, step->gate_width);
-        run(step, row_jobs(tokens), activate_job);
-        add(step, &layer->down, step->active, model->intermediate, layer->after_mlp, tokens);
+        if (!model->parallel) x = normed(step, layer->before_mlp, NULL, tokens);
+        if (layer->experts) {
+            mix(step, layer->experts, x, tokens);
+            add_delta(step, layer->after_mlp, tokens);
+        } else {
+            activate(step, &layer->gate_up, x, tokens, model->intermediate);
+            add(step, &layer->down, step->active, model->intermediate, layer->after_mlp, tokens);
+        }
     }
     if (last == model->layers && batch->rows) {
         const float *x = normed(step, model->norm, batch->row, batch->rows);
@@ -958,15 +1105,26 @@ void baton_close(Step *step) {
     for (int i = 0; i < step->model->threads; i++) free(step->scores[i]), free(step->keys[i]), free(step->panels[i]);
     free(step->scores), free(step->keys), free(step->panels), free(step->pool.helpers), free(step->spans);
     free(step->x), free(step->normed), free(step->qkv), free(step->attended), free(step->gate_up), free(step->active);
-    free(step->delta), free(step->sequence), free(step->position), free(step);
+    free(step->delta), free(step->sequence), free(step->position);
+    free(step->gathered), free(step->routing), free(step->picked), free(step);
 }
 
-static int widest_input(const Model *model) {
-    int most = model->head->inputs;
+static int larger_of(int a, int b) { return a > b ? a : b; }
+
+/* What the layers need at most. */
+typedef struct { int input, gate_up, inner, router; } Widths;
+
+static Widths widest(const Model *model) {
+    Widths most = {model->head->inputs, 0, model->intermediate, 0};
     for (int l = 0; l < model->layers; l++) {
-        const Matrix *all[] = {&model->layer[l].qkv, &model->layer[l].out, &model->layer[l].gate_up, &model->layer[l].down};
-        for (int i = 0; i < 4; i++)
-            if (all[i]->inputs > most) most = all[i]->inputs;
+        const Layer *layer = &model->layer[l];
+        const Matrix *gate_up = layer->experts ? layer->experts->gate_up : &layer->gate_up;
+        const Matrix *all[] = {&layer->qkv, &layer->out, gate_up, layer->experts ? layer->experts->down : &layer->down};
+        for (int i = 0; i < 4; i++) most.input = larger_of(most.input, all[i]->inputs);
+        most.gate_up = larger_of(most.gate_up, gate_up->panels * PANEL);
+        if (!layer->experts) continue;
+        most.inner = larger_of(most.inner, layer->experts->inner);
+        most.router = larger_of(most.router, layer->experts->router.panels * PANEL);
     }
     return most;
 }
@@ -975,16 +1133,21 @@ static int widest_input(const Model *model) {
 Step *baton_open(const Model *model) {
     Step *step = calloc(1, sizeof(Step));
     const int64_t tokens = model->max_tokens, length = (model->max_len + GROUP - 1) / GROUP * GROUP;
+    const Widths most = widest(model);
     step->model = model;
     step->qkv_width = model->layer[0].qkv.panels * PANEL;
-    step->gate_width = model->layer[0].gate_up.panels * PANEL;
     step->x = room(tokens * model->hidden, sizeof(float));
     step->normed = room(tokens * model->hidden, sizeof(float));
     step->delta = room(tokens * model->hidden, sizeof(float));
     step->qkv = room(tokens * step->qkv_width, sizeof(float));
     step->attended = room(tokens * model->heads * model->head_dim, sizeof(float));
-    step->gate_up = room(tokens * step->gate_width, sizeof(float));
-    step->active = room(tokens * model->intermediate, sizeof(float));
+    step->gate_up = room(tokens * most.gate_up, sizeof(float));
+    step->active = room(tokens * most.inner, sizeof(float));
+    if (most.router) {
+        step->gathered = room(tokens * model->hidden, sizeof(float));
+        step->routing = room(tokens * most.router, sizeof(float));
+        step->picked = room(tokens, sizeof(int32_t));
+    }
     step->sequence = room(tokens, sizeof(int32_t));
     step->position = room(tokens, sizeof(int32_t));
     step->spans = room(tokens, sizeof(Span));
@@ -994,7 +1157,7 @@ Step *baton_open(const Model *model) {
     for (int i = 0; i < model->threads; i++) {
         step->scores[i] = room((int64_t)span_tokens(model) * (model->heads / model->kv_heads) * (length + GROUP), sizeof(float));
         step->keys[i] = room((int64_t)KEYS * model->head_dim, sizeof(float));
-        step->panels[i] = room((int64_t)widest_input(model) * PANELS_A_JOB * PANEL, sizeof(float));
+        step->panels[i] = room((int64_t)most.input * PANELS_A_JOB * PANEL, sizeof(float));
     }
     pthread_mutex_init(&step->pool.lock, NULL);
     pthread_cond_init(&step->pool.wake, NULL);

@@ -1,10 +1,11 @@
-/* Steps of a small random model with every kind of layer and weight, for the compiler's sanitizers: argv[1] threads.
+/* Steps of a small random model with every kind of layer and weight, for the compiler's sanitizers: argv[1] threads,
+   argv[2]: 0 a model as most are, 1 one with the other norms, activation and order.
    What is computed at once, in chunks and token by token must be the same bits. */
 #include "step.c"
 #include <stdio.h>
 
 enum {
-    LAYERS = 4, HIDDEN = 64, HEADS = 6, KV_HEADS = 2, DIM = 32, INNER = 96, VOCAB = 50, BLOCK = 16, BLOCKS = 12,
+    LAYERS = 6, EXPERTS = 5, NARROW = 80, HIDDEN = 64, HEADS = 6, KV_HEADS = 2, DIM = 32, INNER = 96, VOCAB = 50, BLOCK = 16, BLOCKS = 12,
     LENGTH = 90, MOST = 100
 };
 static uint32_t state = 1;
@@ -40,6 +41,12 @@ static Matrix matrix(int form, int outputs, int inputs, int has_bias) {
     return m;
 }
 
+static Matrix *matrices(int outputs, int inputs) { /* one of each form, and another */
+    Matrix *found = malloc(sizeof(Matrix) * EXPERTS);
+    for (int e = 0; e < EXPERTS; e++) found[e] = matrix(inputs % 32 && e % 4 > BF16 ? F32 : e % 4, outputs, inputs, 0);
+    return found;
+}
+
 static Model model;
 static Step *step;
 static int32_t tokens[LENGTH], begin[2], count[2], tables[2][6] = {{3, 9, 0, 7, 11, 5}, {1, 2, 4, 6, 8, 10}}, rows[MOST];
@@ -68,16 +75,21 @@ static int compute(int chunk, float *logits) {
 
 int main(int argc, char **argv) {
     (void)argc;
+    const int other = atoi(argv[2]), norm = other ? 2 * HIDDEN : HIDDEN;
     Layer layers[LAYERS] = {0};
+    const Experts experts = {EXPERTS, 2, NARROW, !other, matrix(BF16, EXPERTS, HIDDEN, 0),
+                             matrices(other ? NARROW : 2 * 96, HIDDEN), matrices(HIDDEN, NARROW)};
     for (int l = 0; l < LAYERS; l++) {
-        const int form = l; /* one layer of each */
+        const int form = l % 4; /* a layer of each, and two with experts */
         layers[l].qkv = matrix(form, (HEADS + 2 * KV_HEADS) * DIM, HIDDEN, l % 2);
         layers[l].out = matrix(form, HIDDEN, HEADS * DIM, 0);
-        layers[l].gate_up = matrix(form, 2 * INNER, HIDDEN, l % 2);
-        layers[l].down = matrix(form, HIDDEN, INNER, 1);
+        if (l < 4) {
+            layers[l].gate_up = matrix(form, (other ? 1 : 2) * INNER, HIDDEN, l % 2);
+            layers[l].down = matrix(form, HIDDEN, INNER, 1);
+        } else layers[l].experts = &experts;
         layers[l].query = numbers(DIM, 1.0f), layers[l].key = numbers(DIM, 1.0f);
-        if (l != 2) layers[l].before_attention = numbers(HIDDEN, 1.0f), layers[l].before_mlp = numbers(HIDDEN, 1.0f);
-        else layers[l].after_attention = numbers(HIDDEN, 1.0f), layers[l].after_mlp = numbers(HIDDEN, 1.0f);
+        if (l != 2 || other) layers[l].before_attention = numbers(norm, 1.0f), layers[l].before_mlp = numbers(norm, 1.0f);
+        if (l == 2 || l == 5) layers[l].after_attention = numbers(norm, 1.0f), layers[l].after_mlp = numbers(norm, 1.0f);
         layers[l].window = l % 2 ? 24 : 0, layers[l].rotates = l != 3;
     }
     Matrix head = matrix(Q8_0, VOCAB, HIDDEN, 0);
@@ -86,11 +98,12 @@ int main(int argc, char **argv) {
     const int64_t stride = (int64_t)BLOCKS * KV_HEADS * 2 * BLOCK * DIM;
     model = (Model){
         .layers = LAYERS, .hidden = HIDDEN, .heads = HEADS, .kv_heads = KV_HEADS, .head_dim = DIM, .rotary_dim = DIM,
-        .intermediate = INNER, .vocab = VOCAB, .activation = GELU_TANH, .qk_norm = QK_BY_HEAD, .block_size = BLOCK,
+        .intermediate = INNER, .vocab = VOCAB, .activation = other ? RELU_SQUARED : GELU_TANH, .norm_kind = other,
+        .gated = !other, .parallel = other, .rotates_neighbours = other, .clip = other ? 0.4f : 0.0f, .qk_norm = QK_BY_HEAD, .block_size = BLOCK,
         .blocks = BLOCKS, .max_len = 96, .max_tokens = MOST, .threads = atoi(argv[1]), .embedding_form = Q8_0,
         .eps = 1e-5f, .embedding_scale = 2.0f, .attention_scale = 0.2f, .residual_scale = 0.5f, .logits_divisor = 2.0f,
         .embedding = codes, .embedding_codes_scale = numbers(VOCAB * HIDDEN / 32, 0.01f), .cos = numbers(96 * DIM / 2, 1.0f), .sin = numbers(96 * DIM / 2, 1.0f),
-        .norm = numbers(HIDDEN, 1.0f), .layer = layers, .head = &head, .kv = numbers(LAYERS * stride, 1.0f),
+        .norm = numbers(norm, 1.0f), .layer = layers, .head = &head, .kv = numbers(LAYERS * stride, 1.0f),
         .layer_stride = stride,
     };
     for (int i = 0; i < LENGTH; i++) tokens[i] = (i * 7 + 3) % VOCAB;
