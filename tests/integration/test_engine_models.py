@@ -67,15 +67,24 @@ SIZES: dict[str, Any] = {
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 EXTRAS: dict[str, dict[str, Any]] = {
+    "cwm": {"head_dim": 32, "bos_token_id": 0, "eos_token_id": 0},
     "ernie4_5": {"head_dim": 16},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
     "gemma": {"head_dim": 32},
+    "glm": {"head_dim": 32, "attention_bias": True},
+    "glm4": {"head_dim": 32},
     "granite": {"attention_multiplier": 0.3, "logits_scaling": 0.5, "residual_multiplier": 0.7},
+    "helium": {"head_dim": 16},
+    "ministral": {"head_dim": 32},
     "mistral": {"head_dim": 32, "sliding_window": None},
     "mixtral": EXPERTS,
     "olmo": {"clip_qkv": 3.0},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 3.0},
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 48, "head_dim": 32},
+    "seed_oss": {"head_dim": 32, "attention_out_bias": True},
     "smollm3": {"no_rope_layer_interval": 2},
+    "stablelm": {"use_qkv_bias": True},
 }
 WINDOW = 24
 ALTERNATING = {
@@ -84,6 +93,10 @@ ALTERNATING = {
     "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
 }
 WINDOWED: dict[str, dict[str, Any]] = {
+    "cohere2": ALTERNATING,
+    "cwm": ALTERNATING,
+    "exaone4": ALTERNATING,
+    "ministral": ALTERNATING,
     "mistral": {"sliding_window": WINDOW},
     "mixtral": {"sliding_window": WINDOW},
     "phi3": {"sliding_window": WINDOW},
@@ -119,7 +132,12 @@ def save_tiny(kind: str, extra: dict[str, Any], folder: Path) -> None:
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **(SIZES | extra))
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():  # norms begin as all ones, biases as zeros: each in place of another would do
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += torch.empty_like(parameter).uniform_(-0.5, 0.5)
+    model.save_pretrained(folder)
 
 
 def load_reference(folder: Path) -> Any:

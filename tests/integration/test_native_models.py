@@ -18,10 +18,11 @@ from baton.engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, 
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
 from baton.engine.model.rows import RankStep
+from baton.engine.model.transformers_model import LLAMA_FAMILY, load_config
 from baton.engine.model.transformers_runner import TransformersRunner
 from baton.engine.native import build
 from baton.engine.native.runner import NativeRunner
-from baton.engine.native.spec import FAMILIES
+from baton.engine.native.spec import FAMILIES, describe
 from baton.engine.runners import make_runner
 from baton.errors import ConfigError, NotNative
 from deploy.models import cache_dir
@@ -38,6 +39,7 @@ from tests.integration.test_engine_models import (
     engine_of,
     fork_and_compare,
     load_reference,
+    make_engine,
     make_spec,
     num_as_generate,
     refer,
@@ -45,6 +47,7 @@ from tests.integration.test_engine_models import (
     same_up_to_near_ties,
     save_tiny,
 )
+from tests.support.builders import sequence_spec
 
 pytestmark = pytest.mark.integration
 CASES = [
@@ -67,7 +70,8 @@ CASES = [
     pytest.param("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3}, id="mixtral-all-of-three"),
     pytest.param(
         "qwen3_moe",
-        EXTRAS["qwen3_moe"] | {"norm_topk_prob": True, "mlp_only_layers": [1], "num_experts": 40, "num_local_experts": 40},
+        EXTRAS["qwen3_moe"]
+        | {"norm_topk_prob": True, "mlp_only_layers": [1], "num_experts": 40, "num_local_experts": 40},
         id="qwen3_moe-one-dense",
     ),
     pytest.param("qwen3_moe", EXTRAS["qwen3_moe"] | {"decoder_sparse_step": 2}, id="qwen3_moe-every-other"),
@@ -88,6 +92,24 @@ def test_a_tiny_model_of_each_type_answers_as_generate(kind: str, extra: dict[st
     num_same = num_as_generate(native_engine(tmp_path), load_reference(tmp_path))
     print(f"{kind}: {num_same} of 10 answers equal to the last token")
     assert num_same >= 8, "too many near ties for a test that means something"
+
+
+def test_every_type_that_runs_is_known() -> None:
+    assert set(FAMILIES) == set(LLAMA_FAMILY)
+
+
+@pytest.mark.parametrize("kind", ["cohere", "ernie4_5", "mixtral", "olmoe", "qwen3_moe"])
+def test_tokens_that_are_drawn_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    save_tiny(kind, EXTRAS.get(kind, {}), tmp_path)
+    draw = random.Random(9)
+    prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 33, 70, 9)]
+    specs = [
+        sequence_spec(prompt, f"{i}", max_tokens=16, ignore_eos=True, temperature=1.0, top_p=0.95, seed=i)
+        for i, prompt in enumerate(prompts)
+    ]
+    ours, _ = answers(native_engine(tmp_path), specs, steps_between=1)
+    theirs, _ = answers(make_engine(tmp_path), specs, steps_between=1)
+    assert ours == theirs
 
 
 # -- bits --------------------------------------------------------------------------------------------------------------
@@ -363,11 +385,9 @@ def test_a_model_runs_natively_unless_the_setting_says_otherwise(
 @pytest.mark.parametrize(
     ("kind", "extra", "fields", "why"),
     [
-        ("starcoder2", {}, {}, "models of type 'starcoder2' are not among gemma, granite, llama"),
         ("llama", {}, {"of_tomorrow": 7}, "config.json has of_tomorrow, which the native step does not know"),
         ("llama", {}, {"hidden_act": "relu"}, "the activation 'relu' is not among silu"),
         ("gemma", EXTRAS["gemma"], {"use_bidirectional_attention": True}, "has use_bidirectional_attention True"),
-        ("mixtral", EXTRAS["mixtral"], {"num_experts_per_tok": 5}, "cannot choose 5 of 4 experts in each layer of 1"),
         ("qwen3_moe", EXTRAS["qwen3_moe"], {"scoring_func": "sigmoid"}, "config.json has scoring_func, which"),
         ("llama", {"head_dim": 8}, {}, "heads of 8 or a residual of 64 are no multiples of 16"),
     ],
@@ -384,6 +404,23 @@ def test_what_is_not_known_is_left_to_transformers(
     save_tiny(kind, extra, tmp_path)
     edit_config(tmp_path, **fields)
     refused(tmp_path, caplog, why)
+
+
+def test_a_type_that_is_not_known_is_left_to_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny("starcoder2", {}, tmp_path)
+    monkeypatch.delitem(FAMILIES, "starcoder2")
+    refused(tmp_path, caplog, "models of type 'starcoder2' are not among arcee, cohere, cohere2")
+
+
+def test_experts_that_nobody_can_choose_are_not_native(tmp_path: Path) -> None:
+    save_tiny("qwen3_moe", EXTRAS["qwen3_moe"], tmp_path)
+    for field, value in (("num_experts_per_tok", 5), ("num_experts_per_tok", 0), ("decoder_sparse_step", 0)):
+        config = load_config(str(tmp_path))
+        setattr(config, field, value)
+        with pytest.raises(NotNative, match="cannot choose"):
+            describe(config)
 
 
 def test_a_model_that_does_not_compute_the_same_is_left_to_transformers(

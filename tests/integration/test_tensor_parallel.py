@@ -51,7 +51,7 @@ from tests.support.processes import command_line
 
 pytestmark = [pytest.mark.first, pytest.mark.integration]
 
-NOT_BY_HEAD = ("olmo2", "phi3")
+NOT_BY_HEAD = ("flex_olmo", "olmo2", "olmoe", "phi3", "stablelm")
 OFTEN = ("llama", "qwen3_moe")
 """A dense model, and one with experts and norms within the heads."""
 OTHERS = [kind for kind in LLAMA_FAMILY if kind not in (*NOT_BY_HEAD, *OFTEN)]

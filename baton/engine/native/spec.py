@@ -15,14 +15,18 @@ from baton.errors import NotNative
 
 WITHOUT_MEANING = frozenset({
     "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout", "bos_token_id",
-    "chunk_size_feed_forward", "dtype", "embd_pdrop", "eos_token_id", "id2label", "initializer_range",
+    "chunk_size_feed_forward", "dtype", "embd_pdrop", "embedding_dropout", "eos_token_id", "hidden_dropout", "id2label",
+    "initializer_range",
     "is_encoder_decoder", "is_llama_config", "label2id", "max_window_layers", "model_type", "output_attentions",
-    "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type", "resid_pdrop", "return_dict",
+    "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type", "resid_pdrop", "residual_dropout", "return_dict",
     "router_aux_loss_coef", "router_jitter_noise", "torch_dtype", "transformers.js_config", "transformers_version",
     "use_cache",
 })  # fmt: skip
 """Keys that change nothing in a step."""
-SEEN_BY_WEIGHTS = frozenset({"attention_bias", "mlp_bias", "quantization_config", "tie_word_embeddings", "use_bias"})
+SEEN_BY_WEIGHTS = frozenset({
+    "attention_bias", "attention_out_bias", "mlp_bias", "quantization_config", "tie_word_embeddings", "use_bias",
+    "use_qkv_bias",
+})  # fmt: skip
 """Keys whose meaning the loaded weights show."""
 SEEN_BY_TRANSFORMERS = frozenset({"max_position_embeddings", "original_max_position_embeddings", "rope_parameters"})
 """Keys of which transformers' own functions make the rotary table."""
@@ -100,18 +104,50 @@ class ModelFamily:
 
 
 POST_NORMS = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
+FOUR_NORMS = {
+    "before_attention": "input_layernorm", "after_attention": "post_self_attn_layernorm",
+    "before_mlp": "post_attention_layernorm", "after_mlp": "post_mlp_layernorm",
+}  # fmt: skip
+MULTIPLIERS = frozenset({"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"})
+BY_VARIANCE, BOTH = NormKind.BY_VARIANCE, ("weight", "bias")
 FAMILIES = {
+    "arcee": ModelFamily(perceptron=("up_proj", "down_proj")),
+    "cohere": ModelFamily(
+        keys=frozenset({"logit_scale"}), fixed={"use_qk_norm": (False,)}, norms={"before_attention": "input_layernorm"},
+        norm_kind=BY_VARIANCE, eps="layer_norm_eps", rotates_neighbours=True, is_parallel=True,
+    ),
+    "cohere2": ModelFamily(
+        keys=WINDOWS | {"logit_scale"}, norms={"before_attention": "input_layernorm"}, norm_kind=BY_VARIANCE,
+        eps="layer_norm_eps", rotates_neighbours=True, rotates_in_windows=True, is_parallel=True,
+    ),
+    "cwm": ModelFamily(keys=WINDOWS, fixed={"pretraining_tp": (1,)}),
     "ernie4_5": ModelFamily(rotates_neighbours=True),
+    "exaone4": ModelFamily(
+        keys=WINDOWS | {"sliding_window_pattern"}, norms=POST_NORMS, qk_norm=QKNorm.BY_HEAD, rotates_in_windows=True,
+    ),
+    "flex_olmo": ModelFamily(
+        keys=EXPERTS | {"norm_topk_prob"}, norms=POST_NORMS, qk_norm=QKNorm.WHOLE, has_experts=True,
+    ),
     "gemma": ModelFamily(
         fixed={"use_bidirectional_attention": (None, False)}, norm_offset=1.0, scales_embedding=True,
     ),
-    "granite": ModelFamily(
-        keys=frozenset({"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"})
+    "glm": ModelFamily(rotates_neighbours=True),
+    "glm4": ModelFamily(norms=FOUR_NORMS, rotates_neighbours=True),
+    "granite": ModelFamily(keys=MULTIPLIERS),
+    "helium": ModelFamily(rotates_neighbours=True),
+    "jais2": ModelFamily(
+        norm_kind=BY_VARIANCE, norm_parts=BOTH, eps="layer_norm_eps", perceptron=("up_proj", "down_proj"),
     ),
     "llama": ModelFamily(fixed={"pretraining_tp": (1,), "rope_interleaved": (False,)}),
+    "ministral": ModelFamily(keys=WINDOWS),
     "mistral": ModelFamily(keys=WINDOWS),
     "mixtral": ModelFamily(keys=WINDOWS | EXPERTS, has_experts=True),
+    "nemotron": ModelFamily(
+        norm_kind=BY_VARIANCE, norm_parts=BOTH, norm_offset=1.0, eps="norm_eps", perceptron=("up_proj", "down_proj"),
+    ),
+    "olmo": ModelFamily(keys=frozenset({"clip_qkv"}), norm_kind=BY_VARIANCE, norm_parts=(), eps=1e-5),
     "olmo2": ModelFamily(norms=POST_NORMS, qk_norm=QKNorm.WHOLE),
+    "olmoe": ModelFamily(keys=EXPERTS | {"clip_qkv", "norm_topk_prob"}, qk_norm=QKNorm.WHOLE, has_experts=True),
     "phi3": ModelFamily(keys=WINDOWS),
     "qwen2": ModelFamily(keys=WINDOWS),
     "qwen3": ModelFamily(keys=WINDOWS, qk_norm=QKNorm.BY_HEAD),
@@ -119,8 +155,16 @@ FAMILIES = {
         keys=WINDOWS | EXPERTS | {"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob"},
         qk_norm=QKNorm.BY_HEAD, has_experts=True,
     ),
+    "seed_oss": ModelFamily(fixed={"pretraining_tp": (1,)}),
     "smollm3": ModelFamily(
         keys=WINDOWS | {"no_rope_layer_interval", "no_rope_layers"}, fixed={"pretraining_tp": (1, 2)},
+    ),
+    "stablelm": ModelFamily(
+        fixed={"qk_layernorm": (False,), "use_parallel_residual": (False,)},
+        norm_kind=BY_VARIANCE, norm_parts=BOTH, eps="layer_norm_eps",
+    ),
+    "starcoder2": ModelFamily(
+        keys=WINDOWS, norm_kind=BY_VARIANCE, norm_parts=BOTH, eps="norm_epsilon", perceptron=("c_fc", "c_proj"),
     ),
 }  # fmt: skip
 """The model types that are computed natively; each is held against `generate` by a test."""

@@ -617,12 +617,12 @@ static void keep_job(Step *step, int job, int thread) {
         float *query = step->qkv + (int64_t)r * step->qkv_width, *key = query + heads * dim;
         const float *value = key + kv_heads * dim;
         const int sequence = step->sequence[r], position = step->position[r], place = position % model->block_size;
-        for (int i = 0; model->clip > 0.0f && i < (heads + 2 * kv_heads) * dim; i++)
-            query[i] = query[i] < -model->clip ? -model->clip : query[i] > model->clip ? model->clip : query[i];
         if (model->qk_norm == QK_WHOLE) {
             normalize(query, layer->query, query, heads * dim, model->eps);
             normalize(key, layer->key, key, kv_heads * dim, model->eps);
         }
+        for (int i = 0; model->clip > 0.0f && i < (heads + 2 * kv_heads) * dim; i++)
+            query[i] = query[i] < -model->clip ? -model->clip : query[i] > model->clip ? model->clip : query[i];
         for (int head = 0; head < heads + kv_heads; head++) {
             float *one = query + head * dim;
             if (model->qk_norm == QK_BY_HEAD)
