@@ -66,6 +66,7 @@ CASES = [
         id="llama-scaled-rope",
     ),
     pytest.param("ernie4_5", {"head_dim": 32, "use_bias": True}, id="ernie4_5-biases"),
+    pytest.param("exaone4", {"sliding_window": None}, id="exaone4-no-window"),
     pytest.param("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 1}, id="mixtral-one-of-five"),
     pytest.param("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3}, id="mixtral-all-of-three"),
     pytest.param(

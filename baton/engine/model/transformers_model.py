@@ -28,9 +28,9 @@ from baton.model_files import require_runnable
 
 logger = logging.getLogger(__name__)
 LLAMA_FAMILY = (
-    "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "flex_olmo", "gemma", "glm", "glm4", "granite", "helium",
-    "jais2", "llama", "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen3",
-    "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+    "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "flex_olmo", "gemma", "glm", "glm4", "granite",
+    "helium", "jais2", "llama", "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmoe", "phi3",
+    "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 """Model types whose attention is what `paged_attention` computes; each is tested on a tiny random model."""
 ROPE_KINDS = ("default", *sorted(ROPE_INIT_FUNCTIONS))

@@ -15,12 +15,11 @@ from baton.errors import NotNative
 
 WITHOUT_MEANING = frozenset({
     "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout", "bos_token_id",
-    "chunk_size_feed_forward", "dtype", "embd_pdrop", "embedding_dropout", "eos_token_id", "hidden_dropout", "id2label",
-    "initializer_range",
-    "is_encoder_decoder", "is_llama_config", "label2id", "max_window_layers", "model_type", "output_attentions",
-    "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type", "resid_pdrop", "residual_dropout", "return_dict",
-    "router_aux_loss_coef", "router_jitter_noise", "torch_dtype", "transformers.js_config", "transformers_version",
-    "use_cache",
+    "chunk_size_feed_forward", "dtype", "embd_pdrop", "embedding_dropout", "eos_token_id", "hidden_dropout",
+    "id2label", "initializer_range", "is_encoder_decoder", "is_llama_config", "label2id", "max_window_layers",
+    "model_type", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type",
+    "resid_pdrop", "residual_dropout", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "torch_dtype",
+    "transformers.js_config", "transformers_version", "use_cache",
 })  # fmt: skip
 """Keys that change nothing in a step."""
 SEEN_BY_WEIGHTS = frozenset({
