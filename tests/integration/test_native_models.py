@@ -66,13 +66,19 @@ CASES = [
         id="llama-scaled-rope",
     ),
     pytest.param("ernie4_5", {"head_dim": 32, "use_bias": True}, id="ernie4_5-biases"),
-    pytest.param("exaone4", {"sliding_window": None}, id="exaone4-no-window"),
+    pytest.param("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}, id="exaone4-no-window"),
     pytest.param("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 1}, id="mixtral-one-of-five"),
     pytest.param("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3}, id="mixtral-all-of-three"),
     pytest.param(
         "qwen3_moe",
         EXTRAS["qwen3_moe"]
-        | {"norm_topk_prob": True, "mlp_only_layers": [1], "num_experts": 40, "num_local_experts": 40},
+        | {
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "moe_intermediate_size": 40,
+            "num_experts": 40,
+            "num_local_experts": 40,
+        },
         id="qwen3_moe-one-dense",
     ),
     pytest.param("qwen3_moe", EXTRAS["qwen3_moe"] | {"decoder_sparse_step": 2}, id="qwen3_moe-every-other"),

@@ -5,7 +5,7 @@
 #include <stdio.h>
 
 enum {
-    LAYERS = 6, EXPERTS = 5, NARROW = 80, HIDDEN = 64, HEADS = 6, KV_HEADS = 2, DIM = 32, INNER = 96, VOCAB = 50, BLOCK = 16, BLOCKS = 12,
+    LAYERS = 6, EXPERTS = 5, WIDER = 112, HIDDEN = 64, HEADS = 6, KV_HEADS = 2, DIM = 32, INNER = 96, VOCAB = 50, BLOCK = 16, BLOCKS = 12,
     LENGTH = 90, MOST = 100
 };
 static uint32_t state = 1;
@@ -77,8 +77,8 @@ int main(int argc, char **argv) {
     (void)argc;
     const int other = atoi(argv[2]), norm = other ? 2 * HIDDEN : HIDDEN;
     Layer layers[LAYERS] = {0};
-    const Experts experts = {EXPERTS, 2, NARROW, !other, matrix(BF16, EXPERTS, HIDDEN, 0),
-                             matrices(other ? NARROW : 2 * 96, HIDDEN), matrices(HIDDEN, NARROW)};
+    const Experts experts = {EXPERTS, 2, WIDER, !other, matrix(BF16, EXPERTS, HIDDEN, 0),
+                             matrices(other ? WIDER : 2 * 128, HIDDEN), matrices(HIDDEN, WIDER)};
     for (int l = 0; l < LAYERS; l++) {
         const int form = l % 4; /* a layer of each, and two with experts */
         layers[l].qkv = matrix(form, (HEADS + 2 * KV_HEADS) * DIM, HIDDEN, l % 2);
