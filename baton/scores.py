@@ -84,11 +84,31 @@ class Sampled(NamedTuple):
     candidates: Mapping[int, Candidates] = {}
     """Next tokens of the rows of beam searches, by row."""
 
-    def in_order(self, rows: Sequence[int]) -> Sampled:
-        """Returns the same with the rows in another order: the first one is that of the first index, and so on."""
-        return Sampled(
-            [self.token_ids[row] for row in rows],
-            [self.scores[row] for row in rows] if self.scores else None,
-            {place: self.failures[row] for place, row in enumerate(rows) if row in self.failures},
-            {place: self.candidates[row] for place, row in enumerate(rows) if row in self.candidates},
+
+class Drawn(NamedTuple):
+    """What came of the parts of a step that sample."""
+
+    token_ids: list[tuple[int, ...]]
+    """The tokens of each part: of one that failed, or that a beam search looks at, none."""
+    scores: list[TokenScores] | None = None
+    """Scores of each part's tokens; None: no part asks for them."""
+    failures: Mapping[int, str] = {}
+    """Why parts have no token, by part."""
+    candidates: Mapping[int, Candidates] = {}
+    """Next tokens of the parts of beam searches, by part."""
+
+    @classmethod
+    def one_each(cls, sampled: Sampled) -> Drawn:
+        """Returns the same of parts of which each has one row."""
+        without = sampled.candidates
+        token_ids = [() if row in without else (token_id,) for row, token_id in enumerate(sampled.token_ids)]
+        return cls(token_ids, sampled.scores, sampled.failures, without)
+
+    def in_order(self, parts: Sequence[int]) -> Drawn:
+        """Returns the same with the parts in another order: the first one is that of the first index, and so on."""
+        return Drawn(
+            [self.token_ids[part] for part in parts],
+            [self.scores[part] for part in parts] if self.scores else None,
+            {place: self.failures[part] for place, part in enumerate(parts) if part in self.failures},
+            {place: self.candidates[part] for place, part in enumerate(parts) if part in self.candidates},
         )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from baton.blocks import GRANULE
-from baton.config.section import NUMBER, AtLeastOne, Float, Int, Must, OneOf, Share, String, section
+from baton.config.section import NUMBER, ON_OFF, AtLeastOne, Float, Int, Must, OneOf, Share, String, section
 from baton.errors import ConfigError
 
 
@@ -106,6 +106,11 @@ class EngineConfig(EveryEngineConfig):
     """Answer tokens for which a decode worker reserves blocks up front; longer answers grow block by block."""
     num_threads: AtLeastOne = 1
     """Compute threads per rank. Two contended threads can be 40 times slower than one."""
+    speculation: Annotated[str, OneOf("off", "ngram"), ON_OFF] = "ngram"
+    """Whether steps check guesses at the tokens that follow. ngram: what has followed the last tokens before, in the
+    prompt or the answer, where that is expected to gain time. Answers are the same token for token."""
+    max_draft_tokens: AtLeastOne = 12
+    """Guesses that a step checks for each sequence at most."""
     rank_timeout_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = 60.0
     """Longest step of a worker with several ranks. A longer one means that a rank hangs, and the worker ends."""
 

@@ -52,6 +52,7 @@ class Member:
             max_num_seqs=config.engine.max_num_seqs,
             max_num_batched_tokens=config.engine.max_num_batched_tokens,
             output_reservation=config.engine.output_reservation,
+            max_draft_tokens=config.engine.max_draft_tokens if config.engine.speculation == "ngram" else 0,
         )
         self.loop = EngineLoop(Engine(runner, limits), config.engine.max_waiting, self._on_engine_event)
         local = LocalWorker(

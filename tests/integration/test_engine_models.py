@@ -32,7 +32,7 @@ from baton.engine.core.runner import Fence, OnLayerDone, Runner, StepInput, Step
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.model.kv_cache import KVCache
-from baton.engine.model.rows import RankStep
+from baton.engine.model.rank_step import RankStep
 from baton.engine.model.transformers_model import LLAMA_FAMILY, ModelRank, load_config
 from baton.engine.model.transformers_runner import TransformersRunner
 from baton.errors import ConfigError, InvalidRequest, ModelLoadError
@@ -44,6 +44,7 @@ from kvstore.worker_context import WorkerContext
 from router.dispatch.worker_client import WorkerCallError
 from router.prompt import Tokenizer
 from tests.support.builders import sequence_spec
+from tests.support.guessing import Known, run
 from tests.unit.router.dispatch.test_worker_client import router, served, worker_at
 
 pytestmark = pytest.mark.integration
@@ -181,6 +182,7 @@ def engine_of(runner: Runner, config: EngineConfig) -> Engine:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         output_reservation=8,
+        max_draft_tokens=config.max_draft_tokens if config.speculation == "ngram" else 0,
     )
     return Engine(runner, limits)
 
@@ -283,6 +285,41 @@ def fork_and_compare(engine: Engine, reference: Any) -> None:
         pass
     assert same_up_to_near_ties(tokens[parent.key], refer(reference, prompt, 12))
     assert same_up_to_near_ties(tokens[child.key], refer(reference, other, 8))
+
+
+def drafted_and_plain(engine: Engine, plain: Engine) -> tuple[list[list[int]], list[list[int]]]:
+    """The answers of an engine with drafts, some of them wrong, and of one without: of choices at any temperature, with
+    what looks at the tokens before, prompts of several steps beside them.
+    """
+    draw = random.Random(15)
+    prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in (30, 75, 9)]
+    values: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 3},
+        {"temperature": 1.2, "presence_penalty": 0.7, "repetition_penalty": 1.2, "logprobs": 2, "seed": 4},
+    ]
+    specs = [
+        sequence_spec(prompt, f"{place}", max_tokens=30, choice_index=choice, **values[(place + choice) % 3])
+        for place, prompt in enumerate(prompts)
+        for choice in range(2)
+    ]
+    told, _ = run(plain, specs)
+    known = {
+        spec.sequence_id: Known([*spec.token_ids, *one.token_ids], place, vocab_size=VOCAB_SIZE)
+        for place, (spec, one) in enumerate(zip(specs, told, strict=True))
+    }
+    again, _ = run(engine, specs, known)
+    load = engine.load()
+    assert 40 < load.accepted_tokens < load.drafted_tokens
+    return [one.token_ids for one in again], [one.token_ids for one in told]
+
+
+@pytest.mark.parametrize(("kind", "extra"), [("llama", {}), ("mistral", {"head_dim": 32, "sliding_window": WINDOW})])
+def test_drafts_change_no_answer(kind: str, extra: dict[str, Any], tmp_path: Path) -> None:
+    save_tiny(kind, extra, tmp_path)
+    plain = make_engine(tmp_path, replace(ENGINE, speculation="off"))
+    drafted, told = drafted_and_plain(make_engine(tmp_path), plain)
+    assert drafted == told
 
 
 def test_a_fork_and_its_parent_answer_as_generate(tmp_path: Path) -> None:

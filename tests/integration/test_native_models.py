@@ -17,7 +17,7 @@ from baton.engine.core.kv_spec import EMPTY_PLACE
 from baton.engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
-from baton.engine.model.rows import RankStep
+from baton.engine.model.rank_step import RankStep
 from baton.engine.model.transformers_model import LLAMA_FAMILY, load_config
 from baton.engine.model.transformers_runner import TransformersRunner
 from baton.engine.native import build
@@ -34,6 +34,7 @@ from tests.integration.test_engine_models import (
     WINDOW,
     WINDOWED,
     answers,
+    drafted_and_plain,
     edit_config,
     edit_weights,
     engine_of,
@@ -284,6 +285,17 @@ def test_sequences_that_lose_their_blocks_answer_as_generate(tmp_path: Path) -> 
     reference = load_reference(tmp_path)
     for answer, prompt in zip(got, prompts, strict=True):
         assert same_up_to_near_ties(answer, refer(reference, prompt, 40))
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra"), [("llama", {}), ("mistral", {"head_dim": 32, "sliding_window": WINDOW})], ids=str
+)
+def test_drafts_change_no_answer(kind: str, extra: dict[str, Any], tmp_path: Path) -> None:
+    save_tiny(kind, extra, tmp_path)
+    drafted, told = drafted_and_plain(
+        native_engine(tmp_path), native_engine(tmp_path, replace(ENGINE, speculation="off"))
+    )
+    assert drafted == told
 
 
 def test_blocks_behind_the_window_may_be_empty_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from baton.cluster import BlockCounts
 from baton.costs import StepCosts
 from baton.engine.core.beams import BeamSearch
 from baton.engine.core.block_pool import BlockChange
+from baton.engine.core.drafting import Drafter
 from baton.engine.core.group_pool import GroupPool
 from baton.engine.core.kv_spec import BlockTables
 from baton.engine.core.outputs import Admitted, EngineLoad, Generated, Output, Pin, Preempted, Refused, Reserved
@@ -32,9 +33,9 @@ from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.core.step_fit import StepFit, StepSize
 from baton.errors import InvalidRequest, TransferRefused
 from baton.hypotheses import NO_HYPOTHESES, Hypotheses
-from baton.messages import PrefillReport, SequenceSpec
+from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
-from baton.scores import NO_SCORES, Candidates, TokenScores
+from baton.scores import NO_SCORES, Candidates
 
 
 class Engine:
@@ -43,12 +44,15 @@ class Engine:
     def __init__(self, runner: Runner, limits: SchedulerLimits) -> None:
         self.runner = runner
         self.pool = GroupPool(runner.spec, runner.num_blocks)
-        self.scheduler = Scheduler(self.pool, limits)
+        drafter = None
+        if limits.max_draft_tokens and not self.pool.has_states:  # a state cannot go back to before a draft
+            drafter = Drafter(limits.max_draft_tokens, runner.eos_token_ids, runner.max_model_len)
+        self.scheduler = Scheduler(self.pool, limits, drafter)
         self.sequences: dict[int, Sequence] = {}
         """Sequences that are not finished, by key."""
         self._fit = StepFit()
         self._busy_s = 0.0
-        self._num_computed_tokens = 0
+        self._num_computed_tokens = self._num_drafted_tokens = self._num_accepted_tokens = 0
         self._pins: dict[int, BlockTables] = {}
         self._pin_ids = itertools.count()
 
@@ -219,12 +223,11 @@ class Engine:
                 if part.num_computed_tokens == 0:
                     sequence.prompt_scores.clear()  # of a time before it was preempted
                 sequence.prompt_scores.append(output.prompt_scores[index])
-            num_computed_tokens = output.num_computed_tokens[index]
-            if num_computed_tokens == part.num_kv_tokens[0]:
-                sequence.num_kv_tokens = part.num_kv_tokens
-            else:
-                num_computed_tokens = min(num_computed_tokens, sequence.num_tokens)
-                sequence.num_kv_tokens = (num_computed_tokens,) * len(part.block_ids)
+            if part.num_drafts:
+                self._num_drafted_tokens += part.num_drafts
+                self._num_accepted_tokens += max(0, len(token_ids) - 1)
+            num_computed_tokens = min(output.num_computed_tokens[index], sequence.num_tokens)
+            sequence.num_kv_tokens = (num_computed_tokens,) * len(part.block_ids)
             sequence.num_computed_tokens = num_computed_tokens
             if num_computed_tokens // key_tokens > sequence.num_registered_keys:
                 self.scheduler.blocks.register_computed(sequence)
@@ -233,7 +236,7 @@ class Engine:
             report = None
             if not sequence.first_token_s:
                 sequence.first_token_s = now
-                report = _report(sequence)
+                report = sequence.report()
             if sequence.purpose is Purpose.PREFILL:
                 self.scheduler.remove(sequence, Status.HELD)
             elif finish_reason is not None:
@@ -253,7 +256,7 @@ class Engine:
         for owner, of_beams in found.items():
             if not owner.first_token_s:
                 owner.first_token_s = now
-                outputs.append(Generated(owner.key, (), report=_report(owner)))
+                outputs.append(Generated(owner.key, (), report=owner.report()))
             if owner.search is None:  # its prompt alone is computed here
                 self.scheduler.remove(owner, Status.HELD)
                 continue
@@ -284,6 +287,8 @@ class Engine:
         self._num_computed_tokens += size.num_new
         self._fit.observe(size, took_s)
         self.scheduler.costs = self.costs
+        if self.scheduler.drafter is not None:
+            self.scheduler.drafter.costs = self._fit.draft_costs
 
     def abandon(self, step: StepInput) -> list[Sequence]:
         """Takes the sequences of a step out that could not be executed. Returns those that were not aborted already."""
@@ -355,7 +360,9 @@ class Engine:
             preemptions=self.scheduler.num_preemptions,
             costs=self.costs,
             busy_s=self._busy_s,
-            computed_tokens=self._num_computed_tokens,
+            computed_tokens=self._num_computed_tokens + self._num_accepted_tokens,
+            drafted_tokens=self._num_drafted_tokens,
+            accepted_tokens=self._num_accepted_tokens,
         )
 
     def take_block_events(self) -> list[BlockChange]:
@@ -387,14 +394,3 @@ class Engine:
         sequence.beams = []
         self.scheduler.remove(sequence, Status.FINISHED)
         self.sequences.pop(sequence.key, None)
-
-
-def _report(sequence: Sequence) -> PrefillReport:
-    """Returns how a sequence was computed here, now that its first token is there."""
-    return PrefillReport(
-        num_cached_tokens=sequence.num_cached_tokens,
-        queue_s=sequence.scheduled_s - sequence.arrival_s,
-        prefill_s=sequence.first_token_s - sequence.scheduled_s,
-        room_s=sequence.blocked_s,
-        prompt_scores=TokenScores.joined(sequence.prompt_scores) if sequence.prompt_scores else NO_SCORES,
-    )

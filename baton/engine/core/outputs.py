@@ -108,4 +108,8 @@ class EngineLoad:
     busy_s: float
     """Seconds spent in steps, since the start."""
     computed_tokens: int
-    """Tokens computed in those steps."""
+    """Tokens computed in those steps, without drafts that proved wrong."""
+    drafted_tokens: int = 0
+    """Tokens that were guessed and checked, since the start."""
+    accepted_tokens: int = 0
+    """Those of them that proved right."""

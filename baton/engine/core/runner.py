@@ -6,13 +6,13 @@ event loop goes on, in another thread or process. `StepOutput` says what was sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from baton.engine.core.kv_spec import BlockTables, KVSpec
 from baton.sampling import SamplingParams
-from baton.scores import NO_SCORES, Candidates, Sampled, TokenScores
+from baton.scores import NO_SCORES, Candidates, Drawn, Sampled, TokenScores
 
 T = TypeVar("T")
 UNKNOWN_TOKEN = -1
@@ -41,12 +41,16 @@ def ignore_layer(layer: int, fence: Fence | None) -> None:
 class StepPart(NamedTuple):
     """What a step computes of one sequence: `token_ids`, at the positions from `num_computed_tokens` on.
 
+    known  [ computed before the step | token_ids: the last known one | drafts ]
+    sampled                                                 after it, | after each draft that proved right
+
     A named tuple, because a step makes one per sequence: a frozen dataclass takes three times as long.
     """
 
     sequence_key: int
     """Identifies the sequence within its engine."""
     token_ids: tuple[int, ...]
+    """Known tokens, and behind them drafts."""
     num_computed_tokens: int
     """Leading tokens whose KV is in the blocks before the step."""
     block_ids: BlockTables
@@ -56,7 +60,7 @@ class StepPart(NamedTuple):
     sample: bool
     """Whether the known tokens end here, so that this step yields the next one."""
     is_decoding: bool
-    """Whether this is one token of a sequence that has begun to answer."""
+    """Whether this is one known token of a sequence that has begun to answer."""
     sampling: SamplingParams
     choice_index: int
     """Part of the counter of the random number that draws the next token, with `sampling.seed` and the position."""
@@ -67,6 +71,10 @@ class StepPart(NamedTuple):
     scores the prompt."""
     scores_prompt: bool = False
     """Whether the log probabilities of its prompt tokens are asked for."""
+    num_drafts: int = 0
+    """The last of `token_ids` that are guesses. The step samples after the last known token, and after each draft for
+    as long as they are what was sampled: the first token that differs is taken in its place. Only a part that samples
+    has any."""
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -81,8 +89,13 @@ class StepPart(NamedTuple):
 
     @property
     def end(self) -> int:
-        """One past the last computed position: the position of the token that is sampled."""
+        """One past the last position that the step computes."""
         return self.num_computed_tokens + len(self.token_ids)
+
+    @property
+    def known_end(self) -> int:
+        """One past the last known position that the step computes: the position of the first token that is sampled."""
+        return self.num_computed_tokens + len(self.token_ids) - self.num_drafts
 
 
 class BlockCopy(NamedTuple):
@@ -131,30 +144,41 @@ class StepOutput:
     search is in the step."""
 
     @classmethod
-    def one_each(
-        cls, step: StepInput, sampled: Sampled, prompt_scores: Sequence[TokenScores] | None = None
-    ) -> StepOutput:
+    def of(cls, step: StepInput, drawn: Drawn, prompt_scores: Sequence[TokenScores] | None = None) -> StepOutput:
         """Returns the output of a step that has computed every token.
+
+        What follows the last token that was drawn for a part is no part of its sequence.
 
         Args:
             step: the step.
-            sampled: a row for each part that samples. What a search looks at takes none of the tokens.
+            drawn: what came of each part that samples.
             prompt_scores: of each part; None: none scores its prompt.
         """
-        token_ids: Iterator[tuple[int, ...]] = iter([(token_id,) for token_id in sampled.token_ids])
-        if found := sampled.candidates:
-            token_ids = iter([() if row in found else (each,) for row, each in enumerate(sampled.token_ids)])
-        scores = iter(sampled.scores or ())
+        token_ids, scores = iter(drawn.token_ids), iter(drawn.scores or ())
+        sampled = tuple([next(token_ids) if part.sample else () for part in step.parts])
         return cls(
-            sampled_token_ids=tuple([next(token_ids) if part.sample else () for part in step.parts]),
-            num_computed_tokens=tuple([part.num_computed_tokens + len(part.token_ids) for part in step.parts]),
-            scores=tuple([next(scores) if part.sample else NO_SCORES for part in step.parts])
-            if sampled.scores
-            else None,
+            sampled_token_ids=sampled,
+            num_computed_tokens=tuple(
+                [
+                    part.num_computed_tokens + (len(token_ids) if part.num_drafts else len(part.token_ids))
+                    for part, token_ids in zip(step.parts, sampled, strict=True)
+                ]
+            ),
+            scores=tuple([next(scores) if part.sample else NO_SCORES for part in step.parts]) if drawn.scores else None,
             prompt_scores=tuple(prompt_scores) if prompt_scores else None,
-            failures=_by_part(step, sampled.failures) if sampled.failures else None,
-            candidates=_by_part(step, found) if found else None,
+            failures=_by_part(step, drawn.failures) if drawn.failures else None,
+            candidates=_by_part(step, drawn.candidates) if drawn.candidates else None,
         )
+
+    @classmethod
+    def one_each(cls, step: StepInput, sampled: Sampled) -> StepOutput:
+        """Returns the output of a step without drafts that has computed every token.
+
+        Args:
+            step: the step.
+            sampled: a row for each part that samples.
+        """
+        return cls.of(step, Drawn.one_each(sampled))
 
 
 def _by_part(step: StepInput, found: Mapping[int, T]) -> dict[int, T]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from baton.costs import LEAST_SHARE, PRIOR, StepCosts
 from baton.engine.core.beams import BeamSearch
+from baton.engine.core.drafting import Drafter
 from baton.engine.core.group_pool import GroupPool
 from baton.engine.core.kv_spec import BlockTables
 from baton.engine.core.runner import StepInput, StepPart
@@ -41,6 +42,8 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     output_reservation: int
     """Answer tokens for which blocks are reserved at admission."""
+    max_draft_tokens: int = 0
+    """Tokens of each sequence that are guessed and checked in a step at most, beside its next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +77,15 @@ class _Plan:
 
 
 class Scheduler:
-    """Decides what each step computes, and takes the blocks for it from the pool."""
+    """Decides what each step computes, and takes the blocks for it from the pool.
 
-    def __init__(self, pool: GroupPool, limits: SchedulerLimits) -> None:
+    Args:
+        drafter: guesses what comes next; None: nobody does.
+    """
+
+    def __init__(self, pool: GroupPool, limits: SchedulerLimits, drafter: Drafter | None = None) -> None:
         self.pool = pool
+        self.drafter = drafter
         self.blocks = SequenceBlocks(pool, limits.output_reservation)
         self.limits = limits
         self.costs: StepCosts = PRIOR
@@ -116,6 +124,8 @@ class Scheduler:
         self._plan(plan, now)
         if not plan.parts and self._due_trunks():  # admitted with all that it computes in the cache
             self._plan(plan, now)
+        if self.drafter is not None and plan.budget > 0:
+            self._draft(self.drafter, plan)
         return Schedule(
             step=StepInput(tuple(plan.parts), tuple(copy for sequence in plan.sequences for copy in sequence.copies)),
             admitted=tuple(plan.admitted),
@@ -133,7 +143,7 @@ class Scheduler:
             group = [sequence] if sequence.search is None and sequence.trunk is None else self._ready_group(sequence)
             if group and len(group) <= plan.budget and self._grow(group, len(sequence.token_ids), plan):
                 for each in group:
-                    plan.add(each, self._part(each, 1))
+                    plan.add(each, each.part(1))
         self._note_full(now)
         prompts = [s for s in self.running if len(s.token_ids) - s.num_computed_tokens > 1] + self.waiting
         if prompts:
@@ -173,7 +183,7 @@ class Scheduler:
             if num_tokens < 1 or not self._grow([sequence], context + num_tokens, plan):
                 plan.budget = 0 if num_tokens < 1 else plan.budget
                 continue
-            plan.add(sequence, self._part(sequence, num_tokens))
+            plan.add(sequence, sequence.part(num_tokens))
             least = max(0, least - num_tokens)
             # Where the time is used up, what is left of the least share goes to the next.
             plan.budget = plan.budget if within >= num_missing else min(plan.budget, least)
@@ -244,25 +254,6 @@ class Scheduler:
             pinned: block tables that transfers hold, each as often as it is pinned.
         """
         self.blocks.check([*self.running, *self.reserved, *others], pinned)
-
-    def _part(self, sequence: Sequence, num_tokens: int) -> StepPart:
-        assert num_tokens > 0, f"{sequence.sequence_id} is scheduled with nothing to compute"
-        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
-        samples = end == len(sequence.token_ids)
-        return StepPart(
-            sequence.key,
-            tuple(sequence.token_ids[start:end]),
-            start,
-            sequence.block_ids,
-            (end,) * len(sequence.block_ids),
-            samples,
-            num_tokens == 1 and len(sequence.token_ids) > sequence.spec.num_prompt_tokens,
-            sequence.spec.sampling,
-            sequence.spec.choice_index,
-            sequence.spec.num_prompt_tokens,
-            tuple(sequence.token_ids) if (samples and sequence.needs_history) or sequence.scores_prompt else (),
-            sequence.scores_prompt,
-        )
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Gives a waiting sequence its cached prefix and all blocks it is expected to need; all or nothing."""
@@ -358,20 +349,28 @@ class Scheduler:
         """
         if all(num_tokens <= sequence.num_block_tokens for sequence in group):
             return True
-        wanted = self.pool.num_blocks_for(num_tokens)
-        missing = [
-            [max(0, number - len(table)) for number, table in zip(wanted, sequence.block_ids, strict=True)]
-            for sequence in group
-        ]
+        missing = [self.blocks.missing(sequence, num_tokens) for sequence in group]
         while not self.pool.has_room([sum(numbers) for numbers in zip(*missing, strict=True)]):
             if not self._make_room(group, plan):
                 return False
         for sequence, numbers in zip(group, missing, strict=True):
-            blocks = self.pool.allocate(numbers)
-            assert blocks is not None, "there was room for all of them"
-            tables = tuple(table + new for table, new in zip(sequence.block_ids, blocks, strict=True))
-            self.blocks.take(sequence, tables)
+            self.blocks.add(sequence, numbers)
         return True
+
+    def _draft(self, drafter: Drafter, plan: _Plan) -> None:
+        """Adds drafts to the sequences that decode.
+
+        Where drafts need blocks, nobody has to be preempted for them, now or in the step after: each sequence that runs
+        could still have one more.
+        """
+        guessed = drafter.drafts(plan.sequences, plan.parts, plan.budget, self.costs)
+        for place, token_ids in guessed.items():
+            sequence = plan.sequences[place]
+            missing = self.blocks.missing(sequence, sequence.num_tokens + len(token_ids))
+            if any(missing) and self.pool.has_room([number + len(self.running) for number in missing]):
+                self.blocks.add(sequence, missing)
+            if kept := token_ids[: sequence.num_block_tokens - sequence.num_tokens]:
+                plan.parts[place] = sequence.part(1, kept)
 
     def _make_room(self, group: list[Sequence], plan: _Plan) -> bool:
         """Preempts somebody for sequences that need blocks. Returns False when they cannot try again in this step."""

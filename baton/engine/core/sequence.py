@@ -8,10 +8,11 @@ from enum import Enum
 
 from baton.engine.core.beams import BeamSearch
 from baton.engine.core.kv_spec import BlockTables
-from baton.engine.core.runner import BlockCopy
-from baton.messages import SequenceSpec
+from baton.engine.core.ngrams import NgramIndex
+from baton.engine.core.runner import BlockCopy, StepPart
+from baton.messages import PrefillReport, SequenceSpec
 from baton.sampling import FinishReason
-from baton.scores import TokenScores
+from baton.scores import NO_SCORES, TokenScores
 
 
 class Purpose(Enum):
@@ -98,6 +99,8 @@ class Sequence:
     """The trunk, where this is one of its beams."""
     needs_history: bool = field(init=False)
     """Whether its draws depend on the tokens before them."""
+    ngrams: NgramIndex | None = None
+    """What guesses its next tokens, once it decodes; None: nothing does."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.token_ids)
@@ -222,3 +225,34 @@ class Sequence:
         if self.num_output_tokens >= self.spec.max_tokens or self.num_tokens >= max_model_len:
             return FinishReason.LENGTH
         return None
+
+    def part(self, num_tokens: int, drafts: tuple[int, ...] = ()) -> StepPart:
+        """Returns what a step computes of it: its next `num_tokens` known tokens, and drafts behind the last one."""
+        assert num_tokens > 0, f"{self.sequence_id} is scheduled with nothing to compute"
+        start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
+        samples = end == len(self.token_ids)
+        return StepPart(
+            self.key,
+            (*self.token_ids[start:end], *drafts),
+            start,
+            self.block_ids,
+            (end + len(drafts),) * len(self.block_ids),
+            samples,
+            num_tokens == 1 and len(self.token_ids) > self.spec.num_prompt_tokens,
+            self.spec.sampling,
+            self.spec.choice_index,
+            self.spec.num_prompt_tokens,
+            tuple(self.token_ids) if (samples and self.needs_history) or self.scores_prompt else (),
+            self.scores_prompt,
+            len(drafts),
+        )
+
+    def report(self) -> PrefillReport:
+        """Returns how it was computed here, once its first token is there."""
+        return PrefillReport(
+            num_cached_tokens=self.num_cached_tokens,
+            queue_s=self.scheduled_s - self.arrival_s,
+            prefill_s=self.first_token_s - self.scheduled_s,
+            room_s=self.blocked_s,
+            prompt_scores=TokenScores.joined(self.prompt_scores) if self.prompt_scores else NO_SCORES,
+        )

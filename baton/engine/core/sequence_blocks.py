@@ -29,6 +29,17 @@ class SequenceBlocks:
         sequence.block_ids = tables
         sequence.num_block_tokens = self.pool.num_tokens_in(tables)
 
+    def missing(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Returns how many more blocks of each table a sequence needs for its first `num_tokens` tokens."""
+        wanted = self.pool.num_blocks_for(num_tokens)
+        return [max(0, number - len(table)) for number, table in zip(wanted, sequence.block_ids, strict=True)]
+
+    def add(self, sequence: Sequence, num_blocks: Iterable[int]) -> None:
+        """Takes so many blocks more of each table for a sequence. There is room for them."""
+        blocks = self.pool.allocate(tuple(num_blocks))
+        assert blocks is not None, "there was room for all of them"
+        self.take(sequence, tuple(table + new for table, new in zip(sequence.block_ids, blocks, strict=True)))
+
     def crop(self, sequence: Sequence) -> None:
         """Returns the blocks that a sequence holds for tokens that are not computed yet."""
         used = self.pool.num_blocks_for(sequence.num_computed_tokens)

@@ -4,6 +4,9 @@ Two lines are fitted. Steps in which all sequences decode show what decoding cos
 a sequence, a token of context. Steps with a prompt show, less what decoding adds to them, what computing costs: the
 overhead, a token, a pair of tokens of which one attends to the other. Small prompts hide behind the reading of the
 weights and say nothing of computing.
+
+What drafts cost, tokens more of sequences that decode, is what steps with drafts take beyond the first line. Such steps
+do not move that line: where all steps have drafts, nothing would tell the two apart.
 """
 
 from __future__ import annotations
@@ -11,8 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.costs import PRIOR, StepCosts
+from baton.engine.core.draft_costs import DraftCosts, DraftFit
 from baton.engine.core.runner import StepInput
 from baton.fit import CostFit
+
+LEAST_PLAIN = 8
+"""Steps without drafts in which all sequences decode, before there are drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +30,23 @@ class StepSize:
     num_pairs: int = 0
     num_decoding: int = 0
     num_kv_tokens: int = 0
+    num_drafts: int = 0
+    """Tokens that are checked beside the new ones; see `StepPart.num_drafts`."""
 
     @classmethod
     def of(cls, step: StepInput) -> StepSize:
         """Returns the size of a step."""
-        num_new = num_pairs = num_decoding = num_kv_tokens = 0
+        num_new = num_pairs = num_decoding = num_kv_tokens = num_drafts = 0
         for part in step.parts:
-            num_tokens, start = len(part.token_ids), part.num_computed_tokens
+            num_tokens, start = len(part.token_ids) - part.num_drafts, part.num_computed_tokens
             num_new += num_tokens
+            num_drafts += part.num_drafts
             if part.is_decoding:
                 num_decoding += 1
                 num_kv_tokens += start + 1
             else:
                 num_pairs += num_tokens * (2 * start + num_tokens) // 2
-        return cls(num_new, num_pairs, num_decoding, num_kv_tokens)
+        return cls(num_new, num_pairs, num_decoding, num_kv_tokens, num_drafts)
 
 
 class StepFit:
@@ -46,9 +56,21 @@ class StepFit:
         self._decoding = CostFit((prior.s_overhead + prior.s_weights, prior.s_per_sequence, prior.s_per_kv_token))
         self._computing = CostFit((prior.s_overhead, prior.s_per_token, prior.s_per_pair))
         self.costs = prior
+        self._drafts = DraftFit()
+
+    @property
+    def draft_costs(self) -> DraftCosts | None:
+        """What drafts add to steps; None: what those without take is not known yet."""
+        if self._decoding.num_observations < LEAST_PLAIN:
+            return None
+        return self._drafts.costs(self.costs.s_per_token)
 
     def observe(self, size: StepSize, took_s: float) -> None:
         """Learns from one step."""
+        self._drafts.fade()
+        if size.num_drafts:
+            self._observe_drafts(size, took_s)
+            return
         if size.num_new == size.num_decoding:
             self._decoding.observe((1.0, size.num_decoding, size.num_kv_tokens), took_s)
         else:
@@ -72,3 +94,10 @@ class StepFit:
             s_per_sequence=s_per_sequence,
             s_per_kv_token=s_per_kv_token,
         )
+
+    def _observe_drafts(self, size: StepSize, took_s: float) -> None:
+        """Learns from a step in which all sequences decode; beside a prompt, drafts are a small part of a step."""
+        if size.num_new > size.num_decoding or self._decoding.num_observations < LEAST_PLAIN:
+            return
+        plain_s = self.costs.step_s(0, 0, size.num_decoding, size.num_kv_tokens)
+        self._drafts.observe(size.num_drafts, min(took_s - plain_s, size.num_drafts * plain_s))  # the rest is a delay

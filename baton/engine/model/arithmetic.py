@@ -28,7 +28,7 @@ from baton.blocks import num_blocks_for
 from baton.engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
 from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from baton.engine.model.kv_cache import KVCache
-from baton.engine.model.rows import row_of
+from baton.engine.model.rows import drawn, rows_of
 from baton.engine.sampling.pipeline import SAMPLER, Sampler
 from baton.engine.sampling.row import Row
 from baton.engine.sampling.scores import scores_of
@@ -112,12 +112,16 @@ class ArithmeticRunner:
             for state in self.cache.states.values():
                 state[_state(part)] += sum(part.token_ids)
         answering = [part for part in step.parts if part.sample]
-        answers, rows = [self._answer(part, part.end) for part in answering], [row_of(part) for part in answering]
+        ends = [(part, end) for part in answering for end in range(part.known_end, part.end + 1)]
+
+        def sample(places: SequenceOf[int], rows: SequenceOf[Row]) -> Sampled:
+            answers = [self._answer(*ends[place]) for place in places]
+            return sampled_of(answers, rows, self._sampler, self.vocab_size)
+
         prompts = (
             [self._prompt_scores(part) for part in step.parts] if any(p.scores_prompt for p in step.parts) else None
         )
-        found = sampled_of(answers, rows, self._sampler, self.vocab_size)
-        return StepOutput.one_each(step, found, prompts)
+        return StepOutput.of(step, drawn(answering, rows_of(answering), sample), prompts)
 
     def close(self) -> None:
         """Ends nothing: it has started no process."""

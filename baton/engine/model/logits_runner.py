@@ -15,16 +15,18 @@ from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.kv_spec import KVSpec
 from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from baton.engine.model.kv_cache import KVCache
-from baton.engine.model.rows import RankStep, order_for_packing, row_of
+from baton.engine.model.rank_step import RankStep, order_for_packing
+from baton.engine.model.rows import drawn, rows_of
 from baton.engine.model.shapes import cache_spec, longest_sequence
 from baton.engine.sampling.pipeline import SAMPLER, Sampler
+from baton.engine.sampling.row import Row
 from baton.engine.sampling.scores import scores_of
 from baton.engine.sampling.structure import Structures
 from baton.errors import ModelLoadError, in_one_line
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
 from baton.model_files import end_of_sequence_ids
 from baton.sampling import SamplingParams
-from baton.scores import NO_SCORES, Sampled, TokenScores
+from baton.scores import NO_SCORES, Drawn, Sampled, TokenScores
 
 FULL_LENGTH_SEQUENCES = 64
 """The pool is not made larger than this many sequences of full length."""
@@ -97,19 +99,26 @@ class LogitsRunner(ABC):
         order = order_for_packing(step.parts)
         packed = [step.parts[index] for index in order]
         sampling = [row for row, part in enumerate(packed) if part.sample]
-        rows = [row_of(packed[row]) for row in sampling]
+        parts = [packed[row] for row in sampling]
+        rows = rows_of(parts)
         self._sampler.begin(rows)
         scored = [part.scored_token_ids for part in packed]
         num_scored = [len(token_ids) for token_ids in scored] if any(scored) else []
         logits = self._compute(RankStep(packed, sampling, step.copies, num_scored), on_layer_done)
-        prompts = self._prompt_scores(logits[len(sampling) :], packed, order) if num_scored else None
+        num_rows = len(parts) + sum(part.num_drafts for part in parts)
+        prompts = self._prompt_scores(logits[num_rows:], packed, order) if num_scored else None
         if not sampling:
             self._wait_for_stream()  # with a row to sample from, reading its token waits for the step
-            return StepOutput.one_each(step, Sampled([]), prompts)
-        found = self._sampler.sample_and_score(logits[: len(sampling)], rows)
+            return StepOutput.of(step, Drawn([]), prompts)
+
+        def sample(places: Sequence[int], rows: Sequence[Row]) -> Sampled:
+            asked = logits[:num_rows] if len(places) == num_rows else logits[list(places)]
+            return self._sampler.sample_and_score(asked, rows)
+
+        found = drawn(parts, rows, sample)
         place_of = {order[row]: place for place, row in enumerate(sampling)}
         places = [place_of[index] for index in sorted(place_of)]
-        return StepOutput.one_each(step, found.in_order(places), prompts)
+        return StepOutput.of(step, found.in_order(places), prompts)
 
     def _prompt_scores(
         self, logits: torch.Tensor, packed: Sequence[StepPart], order: Sequence[int]

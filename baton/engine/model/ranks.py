@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from baton import garbage
 from baton.engine.core.runner import ignore_layer
-from baton.engine.model.rows import RankStep
+from baton.engine.model.rank_step import RankStep
 from baton.engine.model.transformers_model import ModelRank
 from baton.errors import ModelLoadError
 from baton.parent import die_with

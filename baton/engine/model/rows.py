@@ -1,32 +1,69 @@
-"""The parts of a step: the order in which they are computed, and what the sampler needs to know of them."""
+"""The tokens of a step's parts, drawn row by row.
+
+A part with drafts has a row of logits after its last known token and one after each draft, the former as good as alone,
+the latter if all drafts before it are what was drawn. So rows are drawn one after the other, all parts' first ones
+together, then the second ones of the parts whose first draft proved right, and so on. Each draw sees the tokens before
+it and its own random number, and nothing else: what is drawn is what steps of one token draw, by any parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
-from baton.engine.core.runner import BlockCopy, StepPart
+from baton.engine.core.runner import StepPart
 from baton.engine.sampling.row import Row
+from baton.scores import Drawn, Sampled, TokenScores
+
+SampleRows = Callable[[Sequence[int], Sequence[Row]], Sampled]
+"""Samples from the rows of logits in these places, of which each is asked for once."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankStep:
-    """What every rank computes. `parts` are in packed order; those in `sampling` want their last token's logits, and of
-    each as many first tokens' as `num_scored` says.
+def rows_of(parts: Sequence[StepPart]) -> list[Row]:
+    """Returns the first row of each part, all of which sample."""
+    return [_row(part, 0) for part in parts]
+
+
+def drawn(parts: Sequence[StepPart], first: Sequence[Row], sample: SampleRows) -> Drawn:
+    """Returns the tokens of parts that sample, in their order.
+
+    Args:
+        first: the parts' first rows.
+        sample: its places count the rows of each part, and the parts one after the other.
     """
+    if not any(part.num_drafts for part in parts):
+        return Drawn.one_each(sample(range(len(parts)), first))
+    begins = list(accumulate((1 + part.num_drafts for part in parts), initial=0))
+    found = Drawn.one_each(sample(begins[:-1], first))
+    token_ids = [list(of_part) for of_part in found.token_ids]
+    scores = [[of_part] for of_part in found.scores] if found.scores else [list[TokenScores]() for _ in parts]
+    going_on = [index for index in range(len(parts)) if index not in found.failures]
+    count = 1
+    while going_on := [index for index in going_on if _has_come(parts[index], token_ids[index], count)]:
+        rows = [_row(parts[index], count) for index in going_on]
+        more = sample([begins[index] + count for index in going_on], rows)
+        for place, index in enumerate(going_on):
+            if place in more.failures:  # its next step says so, after the tokens that it has
+                continue
+            token_ids[index].append(more.token_ids[place])
+            if more.scores:
+                scores[index].append(more.scores[place])
+        count += 1
+    joined = [TokenScores.joined(of_part) for of_part in scores] if found.scores else None
+    return found._replace(token_ids=[tuple(of_part) for of_part in token_ids], scores=joined)
 
-    parts: Sequence[StepPart]
-    sampling: Sequence[int]
-    copies: Sequence[BlockCopy] = ()
-    num_scored: Sequence[int] = ()
-    """The number of scored tokens of each part; empty: none are."""
+
+def _has_come(part: StepPart, token_ids: Sequence[int], count: int) -> bool:
+    """Returns whether a part's first `count` drafts are what was drawn."""
+    is_drafted = len(token_ids) == count <= part.num_drafts
+    return is_drafted and token_ids[-1] == part.token_ids[len(part.token_ids) - part.num_drafts + count - 1]
 
 
-def order_for_packing(parts: Sequence[StepPart]) -> list[int]:
-    """Returns the parts' indices in packed order: segments first, then single tokens."""
-    return sorted(range(len(parts)), key=lambda index: len(parts[index].token_ids) == 1)
-
-
-def row_of(part: StepPart) -> Row:
-    """Returns the row of a part that samples."""
-    return Row(part.sampling, part.choice_index, part.end, part.num_prompt_tokens, part.history, part.sequence_key)
+def _row(part: StepPart, num_drafts: int) -> Row:
+    """Returns the row after so many drafts of a part."""
+    history = part.history
+    if num_drafts and history:
+        first = len(part.token_ids) - part.num_drafts
+        history += part.token_ids[first : first + num_drafts]
+    position = part.known_end + num_drafts
+    return Row(part.sampling, part.choice_index, position, part.num_prompt_tokens, history, part.sequence_key)

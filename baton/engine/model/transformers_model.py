@@ -22,7 +22,7 @@ from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.runner import OnLayerDone
 from baton.engine.model.attention import ATTENTION_NAME, begun_blocks, set_step, step_context
 from baton.engine.model.kv_cache import KVCache, torch_dtype
-from baton.engine.model.rows import RankStep
+from baton.engine.model.rank_step import RankStep
 from baton.errors import ModelLoadError, in_one_line
 from baton.model_files import require_runnable
 
@@ -81,21 +81,16 @@ class ModelRank:
         On a GPU all are there when its current stream has come so far.
 
         Returns:
-            `[rows or 1, vocabulary]`: first those of `sampling`, then the scored ones.
+            `[rows or 1, vocabulary]`: those of `logit_rows`.
         """
         device, parts = self.cache.device, step.parts
         self.cache.copy_blocks(step.copies)
         token_ids = torch.tensor([[token for part in parts for token in part.token_ids]], device=device)
         positions = torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts])[None].to(device)
-        ends = torch.tensor([len(p.token_ids) for p in parts]).cumsum(0) - 1
         self.cache.clear_blocks(begun_blocks(self.cache, parts))
         set_step(step_context(self.cache, parts, on_layer_done))
         # With no row to sample from, one row of logits is computed for nothing: 0 would mean all of them.
-        rows = ends[list(step.sampling)].to(device) if step.sampling else 1
-        if step.num_scored:
-            begins = [int(end) + 1 - len(part.token_ids) for end, part in zip(ends, parts, strict=True)]
-            scored = [begins[i] + k for i, number in enumerate(step.num_scored) for k in range(number)]
-            rows = torch.cat([ends[list(step.sampling)], torch.tensor(scored)]).to(device)
+        rows = torch.tensor(step.logit_rows, device=device) if step.logit_rows else 1
         logits: torch.Tensor = self.model(
             input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows
         ).logits[0]  # fmt: skip

@@ -7,8 +7,8 @@ import torch
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.runner import Fence, OnLayerDone
 from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
+from baton.engine.model.rank_step import RankStep
 from baton.engine.model.ranks import OtherRanks
-from baton.engine.model.rows import RankStep
 from baton.engine.model.transformers_model import ModelRank, load_config
 from baton.errors import ModelLoadError
 

@@ -22,7 +22,7 @@ import torch
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.runner import OnLayerDone
 from baton.engine.model.logits_runner import WARM_UP_TOKENS, LogitsRunner
-from baton.engine.model.rows import RankStep
+from baton.engine.model.rank_step import RankStep
 from baton.engine.model.shapes import longest_sequence
 from baton.engine.native import build, layout
 from baton.engine.native.model import PackedModel, pack_model
@@ -145,7 +145,8 @@ class NativeRunner(LogitsRunner):
         batch, keep, logits = self._batch(step)
         last = self._model.description.num_layers
         # A prompt's KV goes on its way layer by layer; of single tokens it is small, and one call computes them.
-        calls = range(last) if any(len(part.token_ids) > 1 for part in step.parts) else (last - 1,)
+        has_prompt = any(len(part.token_ids) - part.num_drafts > 1 for part in step.parts)
+        calls = range(last) if has_prompt else (last - 1,)
         begin = 0
         for layer in calls:
             fault = self._library.baton_step(self._step, ctypes.byref(batch), begin, layer + 1)
@@ -167,11 +168,7 @@ class NativeRunner(LogitsRunner):
         tables = np.full((len(parts), stride), -1, np.int32)
         for table, part in zip(tables, parts, strict=True):
             table[: len(part.block_ids[0])] = part.block_ids[0]
-        ends = np.cumsum(count)
-        rows = [int(ends[index]) - 1 for index in step.sampling]
-        if step.num_scored:
-            firsts = ends - count
-            rows += [int(firsts[index]) + k for index, num in enumerate(step.num_scored) for k in range(num)]
+        rows = step.logit_rows
         row = np.array(rows, np.int32)
         logits = (
             self._logits[: len(rows)] if len(rows) <= self._max_rows else torch.empty(len(rows), self._model.num_logits)
