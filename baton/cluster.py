@@ -144,7 +144,11 @@ class WorkerLoad:
     busy_s: float = 0.0
     """Time spent in steps since the worker started."""
     computed_tokens: int = 0
-    """Tokens computed in those steps."""
+    """Tokens computed in those steps, without drafts that proved wrong."""
+    drafted_tokens: int = 0
+    """Tokens that were guessed and checked, since the worker started."""
+    accepted_tokens: int = 0
+    """Guessed tokens that proved right, since the worker started."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,9 @@ class Drawn(NamedTuple):
     def one_each(cls, sampled: Sampled) -> Drawn:
         """Returns the same of parts of which each has one row."""
         without = sampled.candidates
-        token_ids = [() if row in without else (token_id,) for row, token_id in enumerate(sampled.token_ids)]
+        token_ids: list[tuple[int, ...]] = [(token_id,) for token_id in sampled.token_ids]
+        for row in without:
+            token_ids[row] = ()
         return cls(token_ids, sampled.scores, sampled.failures, without)
 
     def in_order(self, parts: Sequence[int]) -> Drawn:

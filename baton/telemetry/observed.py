@@ -155,6 +155,18 @@ OBSERVED: tuple[ObservedMetric, ...] = (
         is_counter=True,
     ),
     ObservedMetric(
+        name="baton.drafted_tokens",
+        description="Tokens that a worker guessed and checked beside the next one of a sequence.",
+        observe=lambda s: [Observation(w.load.drafted_tokens, _labels(w)) for w in s.workers],
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.accepted_tokens",
+        description="Guessed tokens that proved right: a step gave them beside the next one of a sequence.",
+        observe=lambda s: [Observation(w.load.accepted_tokens, _labels(w)) for w in s.workers],
+        is_counter=True,
+    ),
+    ObservedMetric(
         name="baton.store_garbage",
         description="Values in Redis that this router could not read and skipped, counted every time, by what they "
         "are: lease, router, event, epoch, boot, ...",

@@ -32,6 +32,18 @@ PER_WORKER: tuple[tuple[str, str, WorkerValue, bool], ...] = (
         lambda w: w.load.preemptions,
         True,
     ),
+    (
+        "spec_decode_num_draft_tokens",
+        "Tokens that were guessed and checked.",
+        lambda w: w.load.drafted_tokens,
+        True,
+    ),
+    (
+        "spec_decode_num_accepted_tokens",
+        "Guessed tokens that proved right.",
+        lambda w: w.load.accepted_tokens,
+        True,
+    ),
 )
 
 

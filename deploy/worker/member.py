@@ -189,6 +189,8 @@ class Member:
             costs=load.costs,
             busy_s=load.busy_s,
             computed_tokens=load.computed_tokens,
+            drafted_tokens=load.drafted_tokens,
+            accepted_tokens=load.accepted_tokens,
             self_check=self.loop.self_check,
             transfers=self.kv.counts(),
         )

@@ -93,8 +93,10 @@ class Load(Clients):
         while True:
             conversation = prompt_of(1000 * (number + 1) + drawn.randrange(NUM_CONVERSATIONS), 160)
             question = prompt_of(drawn.getrandbits(32), 100)
+            repeating = {"allowed_token_ids": [7]} if drawn.random() < 0.5 else {}  # drafts of it prove right
             message = request(
-                token_ids=SYSTEM_PROMPT + conversation + question, sampling=sampling(drawn.randint(40, 120))
+                token_ids=SYSTEM_PROMPT + conversation + question,
+                sampling=sampling(drawn.randint(40, 120), **repeating),
             )
             yield partial(self._read, message, self._names[number], drawn)
             self.is_over.wait(0.1)

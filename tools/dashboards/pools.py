@@ -88,6 +88,17 @@ LOAD = Section(
             bad_above=0.9,
         ),
         Panel(
+            title="Drafts",
+            description="Tokens a second that were guessed and checked beside the next ones, and those of them that "
+            "proved right: each saves its answer a step. Texts that do not repeat themselves have none.",
+            unit="short",
+            queries={
+                name: "sum(max by (worker) "
+                f"(rate(baton_{name}_tokens_total{{$cluster, {OF_WORKER}}}[$__rate_interval])))"
+                for name in ("drafted", "accepted")
+            },
+        ),
+        Panel(
             title="KV blocks by state",
             description="free + cached + in_use is the size of the pools. No cached blocks left: the next turn of a "
             "conversation finds no prefix.",

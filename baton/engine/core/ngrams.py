@@ -33,7 +33,7 @@ class Guess(NamedTuple):
 
     token_ids: tuple[int, ...] = ()
     chances: tuple[float, ...] = ()
-    """Of each token, how likely it is that all up to it are right; they never rise."""
+    """How likely it is, for each token, that all up to it are right; they never rise."""
 
 
 NO_GUESS = Guess()

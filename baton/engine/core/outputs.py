@@ -112,4 +112,4 @@ class EngineLoad:
     drafted_tokens: int = 0
     """Tokens that were guessed and checked, since the start."""
     accepted_tokens: int = 0
-    """Those of them that proved right."""
+    """Guessed tokens that proved right, since the start."""

@@ -22,7 +22,7 @@ LEAST_PLAIN = 8
 """Steps without drafts in which all sequences decode, before there are drafts."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepSize:
     """What a step computes; see `StepCosts.step_s`."""
 
@@ -46,7 +46,13 @@ class StepSize:
                 num_kv_tokens += start + 1
             else:
                 num_pairs += num_tokens * (2 * start + num_tokens) // 2
-        return cls(num_new, num_pairs, num_decoding, num_kv_tokens, num_drafts)
+        return cls(
+            num_new=num_new,
+            num_pairs=num_pairs,
+            num_decoding=num_decoding,
+            num_kv_tokens=num_kv_tokens,
+            num_drafts=num_drafts,
+        )
 
 
 class StepFit:
@@ -61,9 +67,13 @@ class StepFit:
     @property
     def draft_costs(self) -> DraftCosts | None:
         """What drafts add to steps; None: what those without take is not known yet."""
-        if self._decoding.num_observations < LEAST_PLAIN:
+        if not self._knows_decoding:
             return None
         return self._drafts.costs(self.costs.s_per_token)
+
+    @property
+    def _knows_decoding(self) -> bool:
+        return self._decoding.num_observations >= LEAST_PLAIN
 
     def observe(self, size: StepSize, took_s: float) -> None:
         """Learns from one step."""
@@ -97,7 +107,7 @@ class StepFit:
 
     def _observe_drafts(self, size: StepSize, took_s: float) -> None:
         """Learns from a step in which all sequences decode; beside a prompt, drafts are a small part of a step."""
-        if size.num_new > size.num_decoding or self._decoding.num_observations < LEAST_PLAIN:
+        if size.num_new > size.num_decoding or not self._knows_decoding:
             return
         plain_s = self.costs.step_s(0, 0, size.num_decoding, size.num_kv_tokens)
         self._drafts.observe(size.num_drafts, min(took_s - plain_s, size.num_drafts * plain_s))  # the rest is a delay

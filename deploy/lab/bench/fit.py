@@ -140,7 +140,12 @@ def prompt_step_s(served: Sequence[ReplayedRequest], model: CostModel, chunk_tok
         decoding = [other for other in beside if other.token_times[0][0] <= began_s < other.token_times[-1][0]]
         num_kv_tokens = sum(other.request.num_prompt_tokens for other in decoding)
         num_pairs = num_new * (one.usage.prompt_tokens + one.usage.cached_tokens) // 2
-        size = StepSize(len(decoding) + num_new, num_pairs, len(decoding), num_kv_tokens)
+        size = StepSize(
+            num_new=len(decoding) + num_new,
+            num_pairs=num_pairs,
+            num_decoding=len(decoding),
+            num_kv_tokens=num_kv_tokens,
+        )
         extras.append(ended_s - began_s - model.step_s(size))
     return max(0.0, statistics.median(extras)) if extras else 0.0
 

@@ -112,7 +112,15 @@ def test_a_bucket_holds_its_bound_and_every_row_has_every_label() -> None:
 
 NOBODY = cluster_status()
 INFO = worker_info("d0", Role.DECODE, node="node-7", wire_compat="wire", block_size=16, engine="e", sampler="s/1")
-LOAD = WorkerLoad(state=WorkerState.DRAINING, running=3, waiting=2, blocks=BlockCounts(8, 1, 5, 2), preemptions=4)
+LOAD = WorkerLoad(
+    state=WorkerState.DRAINING,
+    running=3,
+    waiting=2,
+    blocks=BlockCounts(8, 1, 5, 2),
+    preemptions=4,
+    drafted_tokens=9,
+    accepted_tokens=5,
+)
 SCALING = (PoolScaling("prefill", 0.25, 1), PoolScaling("decode", 0.75, 3))
 CLUSTER = cluster_status(Worker(INFO, LOAD), controller=ControllerInfo(1, "h:2", SCALING))
 
@@ -143,6 +151,7 @@ def test_the_catalogue_has_what_dashboards_and_rules_ask_for() -> None:
         "baton_requests_slo_total", "baton_tokens_slo_met_total", "baton_slo_misses_total",
         "baton_tenant_requests_total", "baton_tenant_tokens_total", "baton_prefix_ceiling_tokens_total",
         "baton_prefix_hit_tokens_total", "baton_prompt_tokens_total", "baton_preemptions_total",
+        "baton_drafted_tokens_total", "baton_accepted_tokens_total",
         "baton_placements_total", "baton_retries_total", "baton_migrations_total", "baton_admission_shed_total",
         "baton_index_stale_hints_total", "baton_index_stale_tokens_total", "baton_transfer_bytes_total",
     }  # fmt: skip
@@ -254,6 +263,8 @@ def test_vllms_names_show_the_same_values() -> None:
         f"vllm:num_requests_waiting{{{worker}}} 2.0",
         f"vllm:kv_cache_usage_perc{{{worker}}} 0.25",
         f"vllm:num_preemptions_total{{{worker}}} 4.0",
+        f"vllm:spec_decode_num_draft_tokens_total{{{worker}}} 9.0",
+        f"vllm:spec_decode_num_accepted_tokens_total{{{worker}}} 5.0",
         f'vllm:cache_config_info{{block_size="16",{worker},num_gpu_blocks="8"}} 1.0',
         f"vllm:prefix_cache_queries_total{{{model}}} 100.0",
         f"vllm:prefix_cache_hits_total{{{model}}} 64.0",

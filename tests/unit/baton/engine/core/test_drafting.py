@@ -215,7 +215,7 @@ def drafts_of(engine: Engine, spec: SequenceSpec, purpose: Purpose = Purpose.GEN
     return number
 
 
-REPEATING = {"allowed_token_ids": (5,)}
+REPEATING: dict[str, Any] = {"allowed_token_ids": (5,)}
 
 
 def test_a_text_that_repeats_itself_is_drafted_by_the_engine_itself() -> None:
@@ -263,7 +263,12 @@ def test_no_draft_reaches_beyond_the_answer() -> None:
 
 def test_what_ends_an_answer_is_never_drafted() -> None:
     prompt = [5, 6, 0, 9] * 5 + [5, 6]
-    ends = {"logit_bias": ((0, 100.0),), "ignore_eos": False, "min_tokens": 1, "allowed_token_ids": (0, 9, 5, 6)}
+    ends: dict[str, Any] = {
+        "logit_bias": ((0, 100.0),),
+        "ignore_eos": False,
+        "min_tokens": 1,
+        "allowed_token_ids": (0, 9, 5, 6),
+    }
     engine = make_engine(4)
     spec = sequence_spec(prompt, max_tokens=20, **ends)
     told = alone(spec)
@@ -387,7 +392,11 @@ def test_progress_ends_with_the_known_tokens() -> None:
 def test_a_structure_is_followed_token_by_token(model_dir: Path) -> None:
     """Drafts that it excludes are rejected, and none of them is taken by its grammar."""
     structure = StructuredOutputs(regex="(ab|cd){12,40}")
-    sizes = {"vocab_size": 49152, "tokenizer": model_dir / "tokenizer.json", "eos_token_ids": frozenset({2})}
+    sizes: dict[str, Any] = {
+        "vocab_size": 49152,
+        "tokenizer": model_dir / "tokenizer.json",
+        "eos_token_ids": frozenset({2}),
+    }
     specs = [
         sequence_spec(
             numbers(n, 20), f"{n}", max_tokens=30, ignore_eos=False, temperature=float(n), structured_outputs=structure
@@ -490,7 +499,7 @@ def learned(fit: StepFit, num_steps: int, extra_s: dict[int, float], seed: int =
         num_decoding, num_kv_tokens = draw.randrange(1, 9), draw.randrange(100, 4000)
         drafts = draw.choice([0, *extra_s])
         took_s = TRUE.step_s(0, 0, num_decoding, num_kv_tokens) + (extra_s[drafts] if drafts else 0.0)
-        size = StepSize(num_decoding, 0, num_decoding, num_kv_tokens, drafts)
+        size = StepSize(num_new=num_decoding, num_decoding=num_decoding, num_kv_tokens=num_kv_tokens, num_drafts=drafts)
         fit.observe(size, took_s * draw.uniform(0.95, 1.05))
     return fit
 
@@ -506,7 +515,7 @@ def test_a_worker_learns_what_drafts_cost() -> None:
 
 def test_a_delay_is_no_cost_and_what_looked_dear_is_tried_again() -> None:
     fit = learned(StepFit(), 100, {})
-    fit.observe(StepSize(1, 0, 1, 100, 2), 60.0)
+    fit.observe(StepSize(num_new=1, num_decoding=1, num_kv_tokens=100, num_drafts=2), 60.0)
     costs = fit.draft_costs
     assert costs is not None
     dear = costs.extra_s(2)
@@ -520,7 +529,7 @@ def test_a_delay_is_no_cost_and_what_looked_dear_is_tried_again() -> None:
 def test_a_step_with_a_prompt_says_nothing_of_drafts() -> None:
     fit = learned(StepFit(), 100, {})
     before = fit.draft_costs, fit.costs
-    fit.observe(StepSize(65, 4096, 1, 100, 4), 5.0)
+    fit.observe(StepSize(num_new=65, num_pairs=4096, num_decoding=1, num_kv_tokens=100, num_drafts=4), 5.0)
     assert (fit.draft_costs, fit.costs) == before
 
 

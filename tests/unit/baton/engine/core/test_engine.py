@@ -1073,7 +1073,9 @@ def test_a_step_has_a_size() -> None:
         (0, 1),
     ]
     num_pairs = sum(range(40, 61))  # a token attends to itself and to those before it
-    assert StepSize.of(batch) == StepSize(23, pytest.approx(num_pairs + 1, abs=25), 1, 22)  # type: ignore[arg-type]
+    assert StepSize.of(batch) == StepSize(
+        num_new=23, num_pairs=pytest.approx(num_pairs + 1, abs=25), num_decoding=1, num_kv_tokens=22
+    )  # type: ignore[arg-type]
     assert StepSize.of(StepInput(())) == StepSize()
 
 

@@ -285,11 +285,13 @@ def part(num_known: int, num_prompt: int, start: int, num_tokens: int) -> StepPa
 
 def test_the_size_of_a_step_is_that_of_its_parts() -> None:
     decoding = part(101, 90, 100, 1), part(51, 50, 50, 1)
-    assert StepSize.of(StepInput(decoding)) == StepSize(2, 0, 2, 152)
+    assert StepSize.of(StepInput(decoding)) == StepSize(num_new=2, num_decoding=2, num_kv_tokens=152)
     chunk = part(60, 60, 10, 20)  # each of 20 tokens attends to 20 on average
-    assert StepSize.of(StepInput((*decoding, chunk))) == StepSize(22, 400, 2, 152)
+    assert StepSize.of(StepInput((*decoding, chunk))) == StepSize(
+        num_new=22, num_pairs=400, num_decoding=2, num_kv_tokens=152
+    )
     last_token_of_a_prompt = part(30, 30, 29, 1)
-    assert StepSize.of(StepInput((last_token_of_a_prompt,))) == StepSize(1, 29, 0, 0)
+    assert StepSize.of(StepInput((last_token_of_a_prompt,))) == StepSize(num_new=1, num_pairs=29)
 
 
 TRUE_COSTS = StepCosts(
@@ -301,9 +303,14 @@ def step_of(rng: random.Random, kind: str) -> StepSize:
     num_decoding = rng.randrange(1, 33) if kind != "prompt" else 0
     num_kv_tokens = num_decoding * rng.randrange(100, 4000)
     if kind == "decode":
-        return StepSize(num_decoding, 0, num_decoding, num_kv_tokens)
+        return StepSize(num_new=num_decoding, num_decoding=num_decoding, num_kv_tokens=num_kv_tokens)
     num_new = rng.randrange(1, 100) if kind == "small" else rng.randrange(256, 2048)
-    return StepSize(num_decoding + num_new, num_new * rng.randrange(1, 4096), num_decoding, num_kv_tokens)
+    return StepSize(
+        num_new=num_decoding + num_new,
+        num_pairs=num_new * rng.randrange(1, 4096),
+        num_decoding=num_decoding,
+        num_kv_tokens=num_kv_tokens,
+    )
 
 
 def seconds_of(size: StepSize, costs: StepCosts = TRUE_COSTS) -> float:
@@ -364,14 +371,14 @@ def test_prompts_that_hide_behind_the_weights_change_nothing() -> None:
     fit = fitted(["decode", "prompt"])
     before = fit.costs
     for _ in range(100):
-        fit.observe(StepSize(10, 100), 8e-3)
+        fit.observe(StepSize(num_new=10, num_pairs=100), 8e-3)
     assert fit.costs == before
 
 
 def test_decoding_says_nothing_of_computing() -> None:
     fit = StepFit()
     for num_decoding in range(1, 30):
-        size = StepSize(num_decoding, 0, num_decoding, 1000 * num_decoding)
+        size = StepSize(num_new=num_decoding, num_decoding=num_decoding, num_kv_tokens=1000 * num_decoding)
         fit.observe(size, seconds_of(size))
     assert (fit.costs.s_per_token, fit.costs.s_per_pair) == (PRIOR.s_per_token, PRIOR.s_per_pair)
     assert fit.costs.s_per_sequence == near(TRUE_COSTS.s_per_sequence, 0.5)
@@ -391,7 +398,12 @@ def test_whatever_is_measured_no_cost_is_negative(steps: list[tuple[int, int, in
     for num_prompt, num_pairs, num_decoding, num_kv_tokens, took_s in steps:
         is_decoding = num_decoding and num_pairs % 2
         num_new = num_decoding if is_decoding else num_decoding + num_prompt
-        size = StepSize(num_new, 0 if is_decoding else num_pairs, num_decoding, num_kv_tokens if num_decoding else 0)
+        size = StepSize(
+            num_new=num_new,
+            num_pairs=0 if is_decoding else num_pairs,
+            num_decoding=num_decoding,
+            num_kv_tokens=num_kv_tokens if num_decoding else 0,
+        )
         fit.observe(size, took_s)
         costs = fit.costs
         assert min(costs.s_overhead, costs.s_per_token, costs.s_per_pair) >= 0.0

@@ -213,12 +213,14 @@ def near(expected: float) -> Any:
 def test_decoding_takes_in_the_arena_what_it_took() -> None:
     costs = replace(COSTS, decoding_s=((2, -0.2), (6, 0.6)))
     for number, beyond_s in ((1, -0.2), (2, -0.2), (3, 0.0), (4, 0.2), (6, 0.6), (9, 0.6)):
-        size = StepSize(number, 0, number, 100)
+        size = StepSize(num_new=number, num_decoding=number, num_kv_tokens=100)
         assert costs.step_s(size) == pytest.approx(COSTS.step_s(size) + beyond_s)
-    assert costs.step_s(StepSize(20, 200, 0, 0)) == COSTS.step_s(StepSize(20, 200, 0, 0))
-    assert costs.of_prefill().step_s(StepSize(3, 0, 3, 9)) == pytest.approx(1.3)
+    assert costs.step_s(StepSize(num_new=20, num_pairs=200)) == COSTS.step_s(StepSize(num_new=20, num_pairs=200))
+    assert costs.of_prefill().step_s(StepSize(num_new=3, num_decoding=3, num_kv_tokens=9)) == pytest.approx(1.3)
     absurd = replace(COSTS, decoding_s=((1, -99.0),))
-    assert absurd.step_s(StepSize(1, 0, 1, 9)) == pytest.approx(1.1 / 4), "no step takes no time"
+    assert absurd.step_s(StepSize(num_new=1, num_decoding=1, num_kv_tokens=9)) == pytest.approx(1.1 / 4), (
+        "no step takes no time"
+    )
 
 
 def test_transfers_cost_what_came_after_first_tokens() -> None:
@@ -237,7 +239,7 @@ def test_a_slow_prefill_worker_learns_its_overhead() -> None:
     true = step_costs(s_overhead=0.05, s_per_token=2e-3, s_per_pair=3e-7)
     fit = StepFit()
     for num_new in (17, 400, 90, 33, 250, 60, 512, 20) * 10:
-        size = StepSize(num_new, num_new * num_new // 2)
+        size = StepSize(num_new=num_new, num_pairs=num_new * num_new // 2)
         fit.observe(size, true.step_s(size.num_new, size.num_pairs, 0, 0))
     for num_tokens in (20, 100, 400):
         assert fit.costs.prefill_s(num_tokens, 0, 512) == pytest.approx(true.prefill_s(num_tokens, 0, 512), rel=0.05)
