@@ -23,6 +23,8 @@ from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason, SamplingParams
 from baton.structure import StructuredOutputs
+from router.answer.writer import AnswerWriter, Piece
+from router.prompt import Tokenizer
 from tests.support.builders import sequence_spec, step_costs
 from tests.support.guessing import FREE, Known, Told, run
 from tests.unit.baton.engine.core.test_engine import (
@@ -384,6 +386,38 @@ def test_progress_ends_with_the_known_tokens() -> None:
         (part,) = batch.parts
         assert part.known_end == part.end - part.num_drafts == engine.sequences[part.sequence_key].num_tokens
         engine.commit(batch, engine.runner.execute(batch), 0.0)
+
+
+def test_a_stop_string_in_the_midst_of_accepted_drafts_ends_the_answer_there(model_dir: Path) -> None:
+    tokenizer = Tokenizer.load(model_dir)
+    prompt = tokenizer.encode_fragment("one two three four one two three four one two three four one two")
+    spec = sequence_spec(
+        prompt, max_tokens=12, allowed_token_ids=tuple(tokenizer.encode_fragment(" three four one two"))
+    )
+    sizes: dict[str, Any] = {"vocab_size": 49152}
+    (told,), _ = run(make_engine(**sizes), [spec])
+    words = [tokenizer.decode([token_id]) for token_id in told.token_ids]
+    stop = words[3] + words[4][:2]
+    params = SamplingParams(stop=(stop,))
+    pieces = []
+    for most in (0, 6):
+        engine = make_engine(most, **sizes)
+        sequence = engine.add(spec, Purpose.GENERATE, 0.0)
+        if engine.scheduler.drafter is not None:
+            engine.scheduler.drafter.costs = FREE
+            sequence.ngrams = Known([*prompt, *told.token_ids], 4, wrong=0.0)
+        writer, said = AnswerWriter(tokenizer, prompt, params), list[Piece]()
+        largest = 0
+        for output in drain(engine):
+            assert isinstance(output, Generated)
+            largest = max(largest, len(output.token_ids))
+            if not said or said[-1].finish_reason is None:
+                said.append(writer.push(output.token_ids, output.finish_reason))
+        assert (largest > 3) == bool(most)
+        pieces.append(("".join(each.text for each in said), said[-1].finish_reason, writer.num_taken))
+    assert pieces[0] == pieces[1]
+    assert pieces[0][1] is FinishReason.STOP
+    assert pieces[0][2] <= 5
 
 
 # -- structure ---------------------------------------------------------------------------------------------------------

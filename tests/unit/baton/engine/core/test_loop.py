@@ -24,6 +24,7 @@ from baton.sampling import FinishReason, SamplingParams
 from baton.structure import StructuredOutputs
 from baton.tasks import cancel_and_wait
 from tests.support.event_log import EventLog
+from tests.support.guessing import FREE
 from tests.unit.baton.engine.core.test_engine import (
     admitted,
     is_empty,
@@ -260,6 +261,24 @@ async def test_who_begins_to_watch_in_the_middle_of_a_step_misses_nothing(num_st
         else:
             expected = [(64, 3), *of_step[1][num_stops - 5 :], (100, 3)]
         assert [statement[:2] for statement in told] == expected
+
+
+async def test_a_draft_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a report says stays true: a draft that a step computes may be overwritten by the next."""
+    limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, output_reservation=32, max_draft_tokens=4)
+    engine = Engine(ArithmeticRunner(64), limits)
+    assert engine.scheduler.drafter is not None
+    engine.scheduler.drafter.costs = FREE
+    monkeypatch.setattr(engine, "learn", lambda size, took_s: None)
+    beyond = []
+    async with running(EngineLoop(engine, 8)) as loop:
+        spec = make_spec([5] * 20, 60, allowed_token_ids=(5,))
+        async with loop.sequence(spec, Purpose.GENERATE) as handle:
+            sequence = sequence_of(handle)
+            handle.watch(lambda progress: beyond.append(progress.num_tokens - sequence.num_tokens))
+            assert await read_all(handle) == [5] * 60
+    assert max(beyond) == 0
+    assert engine.load().accepted_tokens > 20
 
 
 async def test_leaving_ends_the_watching() -> None:
