@@ -24,6 +24,7 @@ BENCHMARKS = (
     "router",
     "routing",
     "sampling",
+    "speculation",
 )
 ON_REQUEST = ("simulator",)
 """Needs a machine that nobody else uses; run with --only."""

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.engine.core import ngrams
 from baton.engine.core.draft_costs import DraftCosts
 from baton.engine.core.engine import Engine
 from baton.engine.core.ngrams import NO_GUESS, Guess, NgramIndex
@@ -170,6 +171,7 @@ def test_what_is_wrong_is_counted_and_its_kv_is_nobodys() -> None:
     assert again[0].values == told.values
     load = engine.load()
     assert 0 < load.accepted_tokens < load.drafted_tokens
+    assert load.computed_tokens == load.accepted_tokens, "of the others nothing was learned here"
     answered = sequence_spec([*spec.token_ids, *told.token_ids], "next turn", max_tokens=20)
     before = engine.load().computed_tokens
     (next_turn,), _ = run(engine, [answered])
@@ -233,24 +235,27 @@ def test_beams_prompts_and_states_have_no_drafts() -> None:
     beams = sequence_spec(prompt, max_tokens=8, use_beam_search=True, n=2, seed=None, ignore_eos=False, **REPEATING)
     assert sum(drafts_of(make_engine(4), beams)) == 0
     assert sum(drafts_of(make_engine(4), sequence_spec(prompt, max_tokens=8, **REPEATING), Purpose.PREFILL)) == 0
-    resumed = sequence_spec(prompt, num_prompt_tokens=9, max_tokens=30, **REPEATING)
-    assert sum(drafts_of(make_engine(4), resumed, Purpose.PREFILL)) == 0, "its first token alone is drawn here"
-    assert sum(drafts_of(make_engine(4), resumed)) > 0
+    resumed = sequence_spec([5] * 33, num_prompt_tokens=9, max_tokens=60, **REPEATING)
+    engine = make_engine(4)
+    assert sum(drafts_of(engine, resumed)) > 0
+    assert sum(drafts_of(engine, resumed, Purpose.PREFILL)) == 0, "all but one are cached; one token is drawn here"
     assert make_engine(4, with_state=True).scheduler.drafter is None, "a state cannot go back"
 
 
 def test_scores_of_a_prompt_come_before_drafts() -> None:
-    spec = sequence_spec([5] * 20, num_prompt_tokens=9, max_tokens=30, prompt_logprobs=1, **REPEATING)
+    spec = sequence_spec([5] * 65, num_prompt_tokens=60, max_tokens=30, prompt_logprobs=1, **REPEATING)
     engine = make_engine(4)
     assert engine.scheduler.drafter is not None
     engine.scheduler.drafter.costs = FREE
     engine.add(spec, Purpose.GENERATE, 0.0)
-    batch, _ = engine.schedule(0.0)
-    assert [part.num_drafts for part in batch.parts] == [0]
-    (output,) = engine.commit(batch, engine.runner.execute(batch), 0.0)
+    for size in (64, 1):
+        batch, _ = engine.schedule(0.0)
+        assert [(part.num_scheduled_tokens, part.num_drafts) for part in batch.parts] == [(size, 0)]
+        outputs = engine.commit(batch, engine.runner.execute(batch), 0.0)
+    (output,) = outputs
     assert isinstance(output, Generated)
     assert output.report is not None
-    assert len(output.report.prompt_scores) == 8
+    assert len(output.report.prompt_scores) == 59
 
 
 def test_no_draft_reaches_beyond_the_answer() -> None:
@@ -259,8 +264,16 @@ def test_no_draft_reaches_beyond_the_answer() -> None:
     assert drafts_of(make_engine(12), spec) == [0, 5]
     longest = sequence_spec([5] * 20, max_tokens=1000, **REPEATING)
     engine = make_engine(12, max_model_len=40)
-    assert max(drafts_of(engine, longest)) == 12
+    assert drafts_of(engine, longest) == [0, 12, 5], "the 40th is sampled, and is the last"
     assert engine.pool.counts().in_use == 0
+
+
+def test_nothing_is_guessed_before_all_of_a_text_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long text is read over several steps."""
+    monkeypatch.setattr(ngrams, "MAX_READ", 20)
+    number = drafts_of(make_engine(4), sequence_spec([5] * 60, num_prompt_tokens=5, max_tokens=90, **REPEATING))
+    assert number[:4] == [0] * 4
+    assert number[4] > 0
 
 
 def test_what_ends_an_answer_is_never_drafted() -> None:

@@ -1,0 +1,144 @@
+"""The engine with drafts against itself without: on texts that repeat their prompt, and on texts that do not."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.config import EngineConfig, ModelConfig, load
+from baton.engine.core.engine import Engine
+from baton.engine.core.runner import Runner
+from baton.engine.core.scheduler import SchedulerLimits
+from baton.engine.core.sequence import Purpose
+from baton.engine.core.step_fit import StepSize
+from baton.engine.runners import make_runner
+from baton.messages import SequenceSpec
+from baton.sampling import SamplingParams
+from deploy.models import cache_dir, resolve
+from router.prompt import Tokenizer
+from tests.bench.engine import TEXT
+from tests.bench.report import Report, Table
+from tests.bench.stats import interleaved, ratio, spread
+
+COPYING = (f"Repeat the following text exactly, word for word:\n\n{TEXT}",)
+FREE = (
+    "Write a short story about a fox who learns to swim.", "Explain how a bicycle stays upright.",
+    "Describe the city of Lisbon to a traveller.", "Why is the sky blue? Explain it to a child.",
+    "Give advice to somebody who begins a new job.", "Tell me about the history of tea.",
+    "How do vaccines work?", "Write about the difference between wolves and dogs.",
+)  # fmt: skip
+CASES = (
+    ("copying", COPYING, 1, 0.0, ">= 1.4"),
+    ("copying", COPYING, 16, 0.0, ""),
+    ("free", FREE, 1, 0.0, ">= 0.98"),
+    ("free, temperature 1", FREE, 1, 1.0, ">= 0.98"),
+    ("free", FREE, 16, 0.0, ">= 0.98"),
+    ("free, temperature 1", FREE, 16, 1.0, ">= 0.98"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    cpu_s: float
+    num_steps: int
+    num_drafted: int
+    num_accepted: int
+    answers: tuple[tuple[int, ...], ...]
+
+
+class _Arm:
+    """An engine that learns what its steps cost, in CPU time."""
+
+    def __init__(self, runner: Runner, max_draft_tokens: int) -> None:
+        config = EngineConfig()
+        limits = SchedulerLimits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            output_reservation=config.output_reservation,
+            max_draft_tokens=max_draft_tokens,
+        )
+        self._engine = Engine(runner, limits)
+        self._num_runs = 0
+
+    def decode(self, prompts: list[list[int]], num_tokens: int, temperature: float) -> _Measured:
+        """Answers all prompts. What is timed begins when each has its first token."""
+        self._num_runs += 1
+        before = self._engine.load()
+        sequences = [
+            self._engine.add(self._spec(place, prompt, num_tokens, temperature), Purpose.GENERATE, time.monotonic())
+            for place, prompt in enumerate(prompts)
+        ]
+        while not all(sequence.first_token_s for sequence in sequences):
+            self._step()
+        began_s, num_steps = time.process_time(), 0
+        while self._engine.sequences:
+            self._step()
+            num_steps += 1
+        cpu_s, after = time.process_time() - began_s, self._engine.load()
+        self._engine.take_block_events()
+        return _Measured(
+            cpu_s=cpu_s,
+            num_steps=num_steps,
+            num_drafted=after.drafted_tokens - before.drafted_tokens,
+            num_accepted=after.accepted_tokens - before.accepted_tokens,
+            answers=tuple(tuple(sequence.token_ids) for sequence in sequences),
+        )
+
+    def _step(self) -> None:
+        step, _ = self._engine.schedule(time.monotonic())
+        began_s = time.process_time()
+        output = self._engine.runner.execute(step)
+        took_s = time.process_time() - began_s
+        self._engine.commit(step, output, time.monotonic())
+        self._engine.learn(StepSize.of(step), took_s)
+
+    def _spec(self, place: int, prompt: list[int], num_tokens: int, temperature: float) -> SequenceSpec:
+        return SequenceSpec(
+            request_id=f"{self._num_runs}",
+            choice_index=place,
+            token_ids=tuple(prompt),
+            num_prompt_tokens=len(prompt),
+            sampling=SamplingParams(temperature=temperature, seed=place, ignore_eos=True, max_tokens=num_tokens),
+            cache_seed=f"{self._num_runs}".encode(),
+        )
+
+
+def run(quick: bool) -> Report:
+    path = Path(resolve(ModelConfig(), cache_dir(load().cluster)).path)
+    num_rounds, num_tokens = (2, 32) if quick else (5, 128)
+    tokenizer = Tokenizer.load(path)
+    config = EngineConfig(num_threads=1, kv_cache_gib=0.5)
+    model = ModelConfig(path=str(path), dtype="float32", device="cpu")
+    runner = make_runner(model, config, cache_dir(load().cluster))
+    arms = {"plain": _Arm(runner, 0), "drafts": _Arm(runner, config.max_draft_tokens)}
+    table = Table(
+        f"Speculation: SmolLM2-135M, {runner.name}, 1 thread, {num_tokens} tokens an answer, {num_rounds} rounds",
+        ("", "streams", "plain CPU ms/tok", "drafts CPU ms/tok", "ratio", "gate", "steps", "accepted", "same tokens"),
+    )
+    for name, texts, num_streams, temperature, gate in CASES:
+        prompts = [_prompt(tokenizer, texts[place % len(texts)]) for place in range(num_streams)]
+        found: dict[str, list[_Measured]] = {arm: [] for arm in arms}
+        for arm in interleaved(tuple(arms), num_rounds + 1):  # the first round warms up
+            found[arm].append(arms[arm].decode(prompts, num_tokens, temperature))
+        plain, drafts = found["plain"][1:], found["drafts"][1:]
+        last, number = drafts[-1], num_streams * num_tokens
+        same = sum(a.answers == b.answers for a, b in zip(plain, drafts, strict=True))
+        table.rows.append(
+            (
+                name,
+                str(num_streams),
+                spread([each.cpu_s * 1e3 / number for each in plain]),
+                spread([each.cpu_s * 1e3 / number for each in drafts]),
+                ratio([each.cpu_s for each in plain], [each.cpu_s for each in drafts]),
+                gate,
+                f"{last.num_steps} of {plain[-1].num_steps}",
+                f"{last.num_accepted} of {last.num_drafted}",
+                f"{same} of {num_rounds}",
+            )
+        )
+    return Report("speculation", [table])
+
+
+def _prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", parse_special=True)
