@@ -1074,8 +1074,11 @@ def test_a_step_has_a_size() -> None:
     ]
     num_pairs = sum(range(40, 61))  # a token attends to itself and to those before it
     assert StepSize.of(batch) == StepSize(
-        num_new=23, num_pairs=pytest.approx(num_pairs + 1, abs=25), num_decoding=1, num_kv_tokens=22
-    )  # type: ignore[arg-type]
+        num_new=23,
+        num_pairs=pytest.approx(num_pairs + 1, abs=25),  # type: ignore[arg-type]
+        num_decoding=1,
+        num_kv_tokens=22,
+    )
     assert StepSize.of(StepInput(())) == StepSize()
 
 
