@@ -289,6 +289,16 @@ def test_what_ends_an_answer_is_never_drafted() -> None:
     told = alone(spec)
     assert told.finish_reason is FinishReason.STOP
     assert run(engine, [spec])[0][0].values == told.values
+    repeated = [5, 6, 7, 0, 9] * 4 + [5, 6]
+    for ignore_eos, drafts in ((True, (0, 9, 5, 6)), (False, ())):
+        engine = make_engine(4)
+        assert engine.scheduler.drafter is not None
+        engine.scheduler.drafter.costs = FREE
+        spec = sequence_spec(repeated, max_tokens=20, ignore_eos=ignore_eos, allowed_token_ids=(7,))
+        engine.add(spec, Purpose.GENERATE, 0.0)
+        batch, _ = engine.schedule(0.0)
+        engine.commit(batch, engine.runner.execute(batch), 0.0)
+        assert engine.schedule(0.0)[0].parts[0].token_ids == (7, *drafts)
     index = NgramIndex(100, {0})
     assert index.read(prompt, 0)
     assert index.guess(prompt, 4) == NO_GUESS
@@ -524,10 +534,10 @@ def test_the_number_of_drafts_follows_gain_and_cost() -> None:
 
 
 def test_a_step_of_drafts_that_is_dear_at_first_is_taken_whole() -> None:
-    """Two cost a whole step and eight no more: eight are taken, though two would not be worth it."""
-    costs = DraftCosts(((2.0, 0.01), (8.0, 0.01)), 0.01)
+    """One costs a whole step and eight no more: eight are taken, though one would not be worth it."""
+    costs = DraftCosts(((1.0, 0.01), (8.0, 0.01)), 0.01)
     assert chosen(0.9, 8, costs) == [8]
-    assert chosen(0.9, 2, costs) == [2]
+    assert chosen(0.9, 1, costs) == [0]
     assert chosen(0.5, 2, costs) == [0]
 
 
