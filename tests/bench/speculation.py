@@ -21,13 +21,20 @@ from tests.bench.engine import TEXT
 from tests.bench.report import Report, Table
 from tests.bench.stats import interleaved, ratio, spread
 
-COPYING = (f"Repeat the following text exactly, word for word:\n\n{TEXT}",)
+PASSAGE = (
+    f"{TEXT}In the third winter a schooner from the north ran aground on the sandbank, and he rowed out twice, "
+    "the first time for the crew and the second time for the mail. Nobody thanked him for the mail, but he kept a "
+    "letter from it in his drawer for the rest of his life."
+)
+"""As long as an answer: the model goes on with something else behind it."""
+COPYING = (f"Repeat the following text exactly, word for word:\n\n{PASSAGE}",)
 FREE = (
     "Write a short story about a fox who learns to swim.", "Explain how a bicycle stays upright.",
     "Describe the city of Lisbon to a traveller.", "Why is the sky blue? Explain it to a child.",
     "Give advice to somebody who begins a new job.", "Tell me about the history of tea.",
     "How do vaccines work?", "Write about the difference between wolves and dogs.",
 )  # fmt: skip
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 CASES = (
     ("copying", COPYING, 1, 0.0, ">= 1.4"),
     ("copying", COPYING, 16, 0.0, ""),
@@ -141,4 +148,5 @@ def run(quick: bool) -> Report:
 
 
 def _prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", parse_special=True)
+    asked = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    return tokenizer.encode(asked, parse_special=True)

@@ -25,8 +25,9 @@ from baton.engine.core.runner import StepInput, StepPart
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.core.step_fit import StepSize
 
-LEAST_GAIN = 1.05
-"""Drafts must be expected to make a step yield more by this factor: predictions err."""
+LEAST_GAIN = 1.1
+"""Drafts must be expected to make a step yield more by this factor: predictions err, and what one sequence gains all
+others pay for."""
 LEAST_CHANCE = 0.02
 """Guesses that are less likely are not considered."""
 
