@@ -10,6 +10,7 @@ __all__ = [
     "attention",
     "kv_cache",
     "logits_runner",
+    "rank_step",
     "ranks",
     "rows",
     "shapes",
