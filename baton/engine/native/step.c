@@ -4,9 +4,11 @@
    is summed in one order, whatever else is in the step and however many threads compute it:
 
        a product's output    one chain of fused multiply-adds, from the first input to the last
-       a score q.k           16 chains (lane j: dimensions j, j + 16, ...), then halves added until one is left
-       a softmax's sum       16 chains (lane j: tokens j, j + 16, ... from a multiple of 16 on), then the same
-       an attended value     one chain, from the first token that is seen to the last
+       a score q.k           the same, from the first dimension to the last
+       an attended value     the same, from the first token that is seen to the last; at each 64th position (0, 64, ...)
+                             it is scaled by e to the (largest score before - largest score with the next 64 tokens)
+       a softmax's sum       16 chains (lane j: tokens j, j + 16, ...), scaled at the same places, then halves are added
+                             until one is left
        a norm's sum          16 chains, then the same
        a sum of experts      one chain, from the first expert that is chosen to the last
 
@@ -101,7 +103,7 @@ typedef struct {
 /* ---- vectors ------------------------------------------------------------------------------------------------------ */
 
 #if defined(__AVX512F__)
-enum { LANES = 16, TILE_ROWS = 12, ATTENTION_ROWS = 6 };
+enum { LANES = 16, TILE_ROWS = 12, ATTENTION_PARTS = 4 };
 typedef __m512 Vector;
 INLINE Vector load(const float *p) { return _mm512_loadu_ps(p); }
 INLINE void store(float *p, Vector v) { _mm512_storeu_ps(p, v); }
@@ -109,11 +111,25 @@ INLINE Vector splat(float x) { return _mm512_set1_ps(x); }
 INLINE Vector multiply_add(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE Vector multiplied(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
 INLINE Vector added(Vector a, Vector b) { return _mm512_add_ps(a, b); }
+INLINE Vector subtracted(Vector a, Vector b) { return _mm512_sub_ps(a, b); }
+INLINE Vector divided(Vector a, Vector b) { return _mm512_div_ps(a, b); }
 INLINE Vector larger(Vector a, Vector b) { return _mm512_max_ps(a, b); }
-INLINE Vector load_column(const float *p, int stride) {
-    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    return _mm512_i32gather_ps(_mm512_mullo_epi32(lane, _mm512_set1_epi32(stride)), p, 4);
+INLINE Vector smaller(Vector a, Vector b) { return _mm512_min_ps(a, b); }
+INLINE float largest_lane(Vector v) { return _mm512_reduce_max_ps(v); }
+INLINE Vector times_power(Vector a, Vector n) { /* a times 2 to the power that n's lowest bits are */
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_slli_epi32(_mm512_castps_si512(n), 23)));
 }
+INLINE Vector load_fours(const float *p, int stride) { /* four floats from each of p, p + 4 strides, p + 8 strides, ... */
+    __m512 four = _mm512_castps128_ps512(_mm_loadu_ps(p));
+    four = _mm512_insertf32x4(four, _mm_loadu_ps(p + 4 * stride), 1);
+    four = _mm512_insertf32x4(four, _mm_loadu_ps(p + 8 * stride), 2);
+    return _mm512_insertf32x4(four, _mm_loadu_ps(p + 12 * stride), 3);
+}
+/* Of each four floats of a and of b: a0 b0 a1 b1, a2 b2 a3 b3, a0 a1 b0 b1, a2 a3 b2 b3. */
+INLINE Vector low_singles(Vector a, Vector b) { return _mm512_unpacklo_ps(a, b); }
+INLINE Vector high_singles(Vector a, Vector b) { return _mm512_unpackhi_ps(a, b); }
+INLINE Vector low_pairs(Vector a, Vector b) { return _mm512_shuffle_ps(a, b, 0x44); }
+INLINE Vector high_pairs(Vector a, Vector b) { return _mm512_shuffle_ps(a, b, 0xEE); }
 INLINE Vector of_bf16(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));
 }
@@ -125,7 +141,7 @@ INLINE Vector of_halves(const uint8_t *p, int upper) { /* LANES bytes, the lower
     return _mm512_cvtepi32_ps(upper ? _mm512_srli_epi32(bytes, 4) : _mm512_and_si512(bytes, _mm512_set1_epi32(15)));
 }
 #elif defined(__AVX2__) && defined(__FMA__)
-enum { LANES = 8, TILE_ROWS = 3, ATTENTION_ROWS = 3 };
+enum { LANES = 8, TILE_ROWS = 3, ATTENTION_PARTS = 2 };
 typedef __m256 Vector;
 INLINE Vector load(const float *p) { return _mm256_loadu_ps(p); }
 INLINE void store(float *p, Vector v) { _mm256_storeu_ps(p, v); }
@@ -133,11 +149,25 @@ INLINE Vector splat(float x) { return _mm256_set1_ps(x); }
 INLINE Vector multiply_add(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE Vector multiplied(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
 INLINE Vector added(Vector a, Vector b) { return _mm256_add_ps(a, b); }
+INLINE Vector subtracted(Vector a, Vector b) { return _mm256_sub_ps(a, b); }
+INLINE Vector divided(Vector a, Vector b) { return _mm256_div_ps(a, b); }
 INLINE Vector larger(Vector a, Vector b) { return _mm256_max_ps(a, b); }
-INLINE Vector load_column(const float *p, int stride) {
-    const __m256i lane = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
-    return _mm256_i32gather_ps(p, _mm256_mullo_epi32(lane, _mm256_set1_epi32(stride)), 4);
+INLINE Vector smaller(Vector a, Vector b) { return _mm256_min_ps(a, b); }
+INLINE float largest_lane(Vector v) {
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
+INLINE Vector times_power(Vector a, Vector n) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));
+}
+INLINE Vector load_fours(const float *p, int stride) {
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps(p + 4 * stride), 1);
+}
+INLINE Vector low_singles(Vector a, Vector b) { return _mm256_unpacklo_ps(a, b); }
+INLINE Vector high_singles(Vector a, Vector b) { return _mm256_unpackhi_ps(a, b); }
+INLINE Vector low_pairs(Vector a, Vector b) { return _mm256_shuffle_ps(a, b, 0x44); }
+INLINE Vector high_pairs(Vector a, Vector b) { return _mm256_shuffle_ps(a, b, 0xEE); }
 INLINE Vector of_bf16(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16));
 }
@@ -162,20 +192,18 @@ INLINE float sum_of_lanes(const float *lane) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-/* e to the x, as Cephes has it, within one unit of the last place; not below e to the -87. */
-INLINE float exponential(float x) {
-    x = x > -87.0f ? x : -87.0f;
-    x = x < 88.0f ? x : 88.0f;
-    float n = __builtin_fmaf(x, 1.44269504088896341f, 12582912.0f) - 12582912.0f; /* rounded to the nearest */
-    float r = __builtin_fmaf(n, 2.12194440e-4f, __builtin_fmaf(n, -0.693359375f, x));
-    float p = __builtin_fmaf(1.9875691500e-4f, r, 1.3981999507e-3f);
-    p = __builtin_fmaf(p, r, 8.3334519073e-3f);
-    p = __builtin_fmaf(p, r, 4.1665795894e-2f);
-    p = __builtin_fmaf(p, r, 1.6666665459e-1f);
-    p = __builtin_fmaf(p, r, 5.0000001201e-1f);
-    p = __builtin_fmaf(p, r * r, r + 1.0f);
-    union { int32_t bits; float value; } power = {.bits = ((int32_t)n + 127) << 23};
-    return p * power.value;
+/* e to the x, which is at most 88, as Cephes has it, within one unit of the last place; not below e to the -87. */
+INLINE Vector exponential(Vector x) {
+    const Vector whole = splat(12582912.0f); /* what is added to it keeps no bits behind the point */
+    x = larger(x, splat(-87.0f));
+    Vector power = multiply_add(x, splat(1.44269504088896341f), whole), n = subtracted(power, whole);
+    Vector r = multiply_add(n, splat(2.12194440e-4f), multiply_add(n, splat(-0.693359375f), x));
+    Vector p = multiply_add(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
+    p = multiply_add(p, r, splat(8.3334519073e-3f));
+    p = multiply_add(p, r, splat(4.1665795894e-2f));
+    p = multiply_add(p, r, splat(1.6666665459e-1f));
+    p = multiply_add(p, r, splat(5.0000001201e-1f));
+    return times_power(multiply_add(p, multiplied(r, r), added(r, splat(1.0f))), power);
 }
 
 /* ---- threads -------------------------------------------------------------------------------------------------------
@@ -260,7 +288,7 @@ struct Step {
     Pool pool;
     float *x, *normed, *qkv, *attended, *gate_up, *active, *delta; /* [max_tokens][...] */
     float *gathered, *routing;                                     /* the same, of a model with experts */
-    float **scores, **keys, **panels;                              /* [threads]: room of its own */
+    float **keys, **panels;                                        /* [threads]: room of its own */
     int32_t *sequence, *position, *picked;                         /* [max_tokens] */
     Span *spans;
     int num_spans, qkv_width;
@@ -641,21 +669,30 @@ static void keep_job(Step *step, int job, int thread) {
     }
 }
 
-static float gelu(float x) { /* x (1 + tanh u) / 2 = x / (1 + e to the -2u) */
-    const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-    return x / (1.0f + exponential(-2.0f * u));
+INLINE Vector activated(int activation, Vector x) {
+    Vector power = subtracted(splat(0.0f), x);
+    if (activation == RELU_SQUARED) return multiplied(larger(x, splat(0.0f)), larger(x, splat(0.0f)));
+    if (activation == GELU_TANH) { /* x (1 + tanh u) / 2 = x / (1 + e to the -2u) */
+        Vector cube = multiplied(multiplied(multiplied(splat(0.044715f), x), x), x);
+        power = multiplied(splat(-2.0f), multiplied(splat(0.7978845608028654f), added(x, cube)));
+    }
+    return divided(x, added(splat(1.0f), exponential(smaller(power, splat(88.0f)))));
 }
+
+/* Rows of gates and of what they let through are as wide as panels make them: what is behind a row's end is 0. */
+static int active_width(int inner) { return (inner + PANEL - 1) / PANEL * PANEL; }
 
 static void activate_job(Step *step, int job, int thread) {
     (void)thread;
-    const int width = step->active_rows.width, inner = step->active_rows.inner, activation = step->model->activation;
+    const Model *model = step->model;
+    const int width = step->active_rows.width, inner = active_width(step->active_rows.inner);
     for (int r = job * ROWS_A_JOB; r < last_row(job, step->active_rows.rows); r++) {
         const float *gate = step->gate_up + (int64_t)r * width, *up = gate + width / 2;
         float *y = step->active + (int64_t)r * inner;
-        if (activation == SILU) for (int i = 0; i < inner; i++) y[i] = gate[i] / (1.0f + exponential(-gate[i]));
-        else if (activation == GELU_TANH) for (int i = 0; i < inner; i++) y[i] = gelu(gate[i]);
-        else for (int i = 0; i < inner; i++) y[i] = gate[i] > 0.0f ? gate[i] * gate[i] : 0.0f;
-        for (int i = 0; step->model->gated && i < inner; i++) y[i] *= up[i];
+        for (int i = 0; i < inner; i += LANES) {
+            const Vector active = activated(model->activation, load(gate + i));
+            store(y + i, model->gated ? multiplied(active, load(up + i)) : active);
+        }
     }
 }
 
@@ -680,7 +717,9 @@ static void choose(const Experts *experts, float *score) {
     float largest = -INFINITY, sum = 0.0f, total = 0.0f, weight[chosen];
     int32_t expert[chosen];
     for (int e = 0; e < count; e++) largest = score[e] > largest ? score[e] : largest;
-    for (int e = 0; e < count; e++) score[e] = exponential(score[e] - largest), sum += score[e];
+    for (int e = 0; e < count; e += LANES) /* a row of scores is as wide as panels make it */
+        store(score + e, exponential(subtracted(load(score + e), splat(largest))));
+    for (int e = 0; e < count; e++) sum += score[e];
     for (int e = 0; e < count; e++) score[e] /= sum;
     for (int i = 0; i < chosen; i++) {
         int best = 0;
@@ -735,143 +774,108 @@ static void mix(Step *step, const Experts *experts, const float *x, int tokens) 
         if (!step->mix.rows) continue;
         run(step, row_jobs(step->mix.rows), gather_job);
         activate(step, &experts->gate_up[e], step->gathered, step->mix.rows, experts->inner);
-        multiply(step, &experts->down[e], step->active, experts->inner, step->mix.rows, step->gathered, width);
+        multiply(step, &experts->down[e], step->active, active_width(experts->inner), step->mix.rows, step->gathered, width);
         run(step, row_jobs(step->mix.rows), scatter_job);
     }
 }
 
 /* ---- attention ---------------------------------------------------------------------------------------------------------- */
 
-enum { SPAN_ROWS = 96, FEW_TOKENS = 4, KEYS = 64 };
+/* Queries of a KV head meet its keys in blocks of 64 neighbouring tokens: a tile of up to six queries is scored, weighed
+   and summed while block and tile are in the first cache. Where a query's largest score so far grows, what was summed
+   before is scaled down. A block begins at a multiple of 64, whoever asks, and tokens that a query does not see weigh 0:
+   so one query, as in decoding, and many give the same bits. */
+enum { SPAN_ROWS = 192, ATTENTION_ROWS = 6, KEYS = 64, NO_SCORE = -0x7000000 };
 
 typedef struct { /* a query: one token, one head */
     const float *query;
-    float *out;
-    int from, to; /* tokens that it sees */
-    float sum;    /* 1 / the sum of its weights */
+    float *out;       /* its values, summed so far */
+    int from, to;     /* tokens that it sees */
+    float most;       /* its largest score so far */
+    float sum[GROUP]; /* of its weights so far, in chains */
 } Row;
 
-#if defined(__AVX512F__)
-INLINE Vector low_high(Vector a, Vector b, int which) { /* of each: lanes 0..7, or 8..15 */
-    return which ? _mm512_shuffle_f32x4(a, b, 0xEE) : _mm512_shuffle_f32x4(a, b, 0x44);
-}
-INLINE Vector by_eight(Vector a, Vector b) { return added(low_high(a, b, 0), low_high(a, b, 1)); }
-INLINE Vector by_four(Vector a, Vector b) {
-    return added(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
-}
-INLINE Vector by_two(Vector a, Vector b) {
-    return added(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xEE));
-}
-INLINE Vector by_one(Vector a, Vector b) {
-    return added(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xDD));
-}
-INLINE Vector lanes_of_product(const float *query, const float *key, int dim) {
-    Vector sum = multiplied(load(query), load(key));
-    for (int i = GROUP; i < dim; i += GROUP) sum = multiply_add(load(query + i), load(key + i), sum);
-    return sum;
-}
-/* Tokens t, t + 4, t + 8, t + 12: four lanes of each. */
-INLINE Vector four_tokens(const float *query, const float *keys, int t, int dim) {
-    Vector a = lanes_of_product(query, keys + t * dim, dim), b = lanes_of_product(query, keys + (t + 4) * dim, dim);
-    Vector c = lanes_of_product(query, keys + (t + 8) * dim, dim), d = lanes_of_product(query, keys + (t + 12) * dim, dim);
-    return by_four(by_eight(a, b), by_eight(c, d));
-}
-/* Scores of 16 neighbouring tokens, before they are scaled. */
-INLINE void scores_of_group(const float *query, const float *keys, int dim, float scale, float *scores) {
-    Vector sum = by_one(by_two(four_tokens(query, keys, 0, dim), four_tokens(query, keys, 1, dim)),
-                        by_two(four_tokens(query, keys, 2, dim), four_tokens(query, keys, 3, dim)));
-    store(scores, multiplied(sum, splat(scale)));
-}
-#else
-INLINE void scores_of_group(const float *query, const float *keys, int dim, float scale, float *scores) {
-    for (int t = 0; t < GROUP; t++) {
-        float lane[GROUP];
+typedef struct { /* neighbouring tokens of a KV head, in groups of 16 */
+    const float *keys[KEYS / GROUP], *values[KEYS / GROUP];
+    int begin, from, to; /* the first one's position, a multiple of 64, and those that are there, from a multiple of 16 on */
+} Block;
+
+/* Lays keys of 16 neighbouring tokens out by dimension: to [dimension][KEYS]. */
+static void turn_keys(const float *keys, int dim, float *turned) {
+    for (int d = 0; d < dim; d += 4)
         for (int v = 0; v < GROUP_PARTS; v++) {
-            const float *q = query + v * LANES, *k = keys + t * dim + v * LANES;
-            Vector sum = multiplied(load(q), load(k));
-            for (int i = GROUP; i < dim; i += GROUP) sum = multiply_add(load(q + i), load(k + i), sum);
-            store(lane + v * LANES, sum);
+            const float *from = keys + (int64_t)v * LANES * dim + d;
+            Vector a = load_fours(from, dim), b = load_fours(from + dim, dim);
+            Vector c = load_fours(from + 2 * dim, dim), e = load_fours(from + 3 * dim, dim);
+            Vector low_ab = low_singles(a, b), low_ce = low_singles(c, e);
+            Vector high_ab = high_singles(a, b), high_ce = high_singles(c, e);
+            float *to = turned + (int64_t)d * KEYS + v * LANES;
+            store(to, low_pairs(low_ab, low_ce)), store(to + KEYS, high_pairs(low_ab, low_ce));
+            store(to + 2 * KEYS, low_pairs(high_ab, high_ce)), store(to + 3 * KEYS, high_pairs(high_ab, high_ce));
         }
-        scores[t] = sum_of_lanes(lane) * scale;
-    }
-}
-#endif
-
-/* The same for several rows, over keys that lie by dimension: [dimension][16 tokens]. */
-typedef struct { Vector row[ATTENTION_ROWS]; } Column;
-
-INLINE Column lane_of(int rows, const Row *row, const float *keys, int dim, int part, int j) {
-    Column sum;
-    Vector key = load(keys + j * GROUP + part * LANES);
-    UNROLL for (int r = 0; r < rows; r++) sum.row[r] = multiplied(splat(row[r].query[j]), key);
-    for (int i = j + GROUP; i < dim; i += GROUP) {
-        key = load(keys + i * GROUP + part * LANES);
-        UNROLL for (int r = 0; r < rows; r++) sum.row[r] = multiply_add(splat(row[r].query[i]), key, sum.row[r]);
-    }
-    return sum;
-}
-INLINE Column both(int rows, Column a, Column b) {
-    UNROLL for (int r = 0; r < rows; r++) a.row[r] = added(a.row[r], b.row[r]);
-    return a;
-}
-INLINE Column two_lanes(int rows, const Row *row, const float *keys, int dim, int part, int j) {
-    Column a = lane_of(rows, row, keys, dim, part, j);
-    return both(rows, a, lane_of(rows, row, keys, dim, part, j + 8));
-}
-INLINE Column four_lanes(int rows, const Row *row, const float *keys, int dim, int part, int j) {
-    Column a = two_lanes(rows, row, keys, dim, part, j);
-    return both(rows, a, two_lanes(rows, row, keys, dim, part, j + 4));
-}
-INLINE Column eight_lanes(int rows, const Row *row, const float *keys, int dim, int part, int j) {
-    Column a = four_lanes(rows, row, keys, dim, part, j);
-    return both(rows, a, four_lanes(rows, row, keys, dim, part, j + 2));
 }
 
-INLINE void scores_by_column(int rows, const Row *row, const float *keys, int dim, float scale, float *scores, int lds) {
-    for (int part = 0; part < GROUP_PARTS; part++) {
-        Column sum = eight_lanes(rows, row, keys, dim, part, 0);
-        sum = both(rows, sum, eight_lanes(rows, row, keys, dim, part, 1));
-        UNROLL for (int r = 0; r < rows; r++)
-            store(scores + (int64_t)r * lds + part * LANES, multiplied(sum.row[r], splat(scale)));
+/* Scores of a block's tokens, whether they are there or not. */
+INLINE void score(int rows, const Row *row, const float *turned, int dim, float scale, float (*scores)[KEYS]) {
+    for (int at = 0; at < KEYS; at += ATTENTION_PARTS * LANES) {
+        Vector sum[ATTENTION_ROWS][ATTENTION_PARTS], key[ATTENTION_PARTS];
+        UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < ATTENTION_PARTS; v++) sum[r][v] = splat(0.0f);
+        for (int d = 0; d < dim; d++) {
+            UNROLL for (int v = 0; v < ATTENTION_PARTS; v++) key[v] = load(turned + d * KEYS + at + v * LANES);
+            UNROLL for (int r = 0; r < rows; r++) {
+                Vector query = splat(row[r].query[d]);
+                UNROLL for (int v = 0; v < ATTENTION_PARTS; v++) sum[r][v] = multiply_add(query, key[v], sum[r][v]);
+            }
+        }
+        UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < ATTENTION_PARTS; v++)
+            store(scores[r] + at + v * LANES, multiplied(sum[r][v], splat(scale)));
     }
 }
 
-/* Turns scores of tokens [0, total) into weights, of which those outside [from, to) are 0; returns 1 / their sum. */
-static float softmax(float *scores, int from, int to, int total) {
-    for (int i = 0; i < from; i++) scores[i] = -INFINITY;
-    for (int i = to; i < total; i++) scores[i] = -INFINITY;
-    Vector most[GROUP_PARTS], sum[GROUP_PARTS];
-    float lane[GROUP], largest = -INFINITY;
-    for (int v = 0; v < GROUP_PARTS; v++) most[v] = splat(-INFINITY), sum[v] = splat(0.0f);
-    for (int i = 0; i < total; i += GROUP)
-        for (int v = 0; v < GROUP_PARTS; v++) most[v] = larger(most[v], load(scores + i + v * LANES));
-    for (int v = 0; v < GROUP_PARTS; v++) store(lane + v * LANES, most[v]);
-    for (int j = 0; j < GROUP; j++) largest = lane[j] > largest ? lane[j] : largest;
-    for (int i = 0; i < total; i++) scores[i] = exponential(scores[i] - largest);
-    for (int i = 0; i < from; i++) scores[i] = 0.0f;
-    for (int i = to; i < total; i++) scores[i] = 0.0f;
-    for (int i = 0; i < total; i += GROUP)
-        for (int v = 0; v < GROUP_PARTS; v++) sum[v] = added(sum[v], load(scores + i + v * LANES));
-    for (int v = 0; v < GROUP_PARTS; v++) store(lane + v * LANES, sum[v]);
-    return 1.0f / sum_of_lanes(lane);
+/* Overwrites what a query does not see. */
+static void hide(const Row *row, int begin, float *scores, float with) {
+    for (int t = 0; t < row->from - begin && t < KEYS; t++) scores[t] = with;
+    for (int t = row->to > begin ? row->to - begin : 0; t < KEYS; t++) scores[t] = with;
 }
 
-enum { WIDE = 4 }; /* vectors of a value that are summed at a time */
+/* Turns scores of a block's tokens into weights, and returns by what the sums so far are scaled. */
+static float weights_of(Row *row, int begin, float *scores) {
+    const int hides = row->from > begin || row->to < begin + KEYS;
+    if (hides) hide(row, begin, scores, NO_SCORE);
+    Vector largest = load(scores);
+    UNROLL for (int t = LANES; t < KEYS; t += LANES) largest = larger(largest, load(scores + t));
+    const float before = row->most, most = largest_lane(larger(largest, splat(before)));
+    float factor = 1.0f;
+    if (most > before) {
+        float lane[LANES];
+        store(lane, exponential(splat(before - most)));
+        factor = lane[0];
+    }
+    row->most = most;
+    UNROLL for (int t = 0; t < KEYS; t += LANES)
+        store(scores + t, exponential(subtracted(load(scores + t), splat(most))));
+    if (hides) hide(row, begin, scores, 0.0f);
+    UNROLL for (int v = 0; v < GROUP_PARTS; v++) {
+        Vector sum = multiplied(load(row->sum + v * LANES), splat(factor));
+        UNROLL for (int t = 0; t < KEYS; t += GROUP) sum = added(sum, load(scores + t + v * LANES));
+        store(row->sum + v * LANES, sum);
+    }
+    return factor;
+}
 
-/* out += weights times values of up to 64 neighbouring tokens, for `parts` vectors of the values' dimensions. */
-INLINE void weigh(int rows, int parts, const Row *row, const float *const *values, int tokens, int dim, int at,
-                  const float *weights, int ldw) {
-    Vector sum[ATTENTION_ROWS][WIDE];
+/* out = factor * out + weights times values, for `parts` vectors of the values' dimensions. */
+INLINE void weigh(int rows, int parts, const Row *row, const Block *block, int to, int dim, int at,
+                  float (*weights)[KEYS], const float *factor) {
+    Vector sum[ATTENTION_ROWS][ATTENTION_PARTS], value[ATTENTION_PARTS];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < parts; v++)
-        sum[r][v] = load(row[r].out + at + v * LANES);
-    for (int begin = 0; begin < tokens; begin += GROUP) {
-        const float *from = values[begin / GROUP] + at;
-        const int end = begin + GROUP < tokens ? begin + GROUP : tokens;
+        sum[r][v] = multiplied(load(row[r].out + at + v * LANES), splat(factor[r]));
+    for (int begin = block->from; begin < to; begin += GROUP) {
+        const float *from = block->values[begin / GROUP] + at;
+        const int end = begin + GROUP < to ? begin + GROUP : to;
         for (int t = begin; t < end; t++, from += dim) {
-            Vector value[WIDE];
             UNROLL for (int v = 0; v < parts; v++) value[v] = load(from + v * LANES);
             UNROLL for (int r = 0; r < rows; r++) {
-                Vector weight = splat(weights[(int64_t)r * ldw + t]);
+                Vector weight = splat(weights[r][t]);
                 UNROLL for (int v = 0; v < parts; v++) sum[r][v] = multiply_add(weight, value[v], sum[r][v]);
             }
         }
@@ -880,50 +884,34 @@ INLINE void weigh(int rows, int parts, const Row *row, const float *const *value
         store(row[r].out + at + v * LANES, sum[r][v]);
 }
 
-INLINE void weigh_rows(int rows, const Row *row, const float *const *values, int tokens, int dim, const float *weights,
-                       int ldw) {
+/* A tile of queries and a block of tokens. */
+INLINE void attend_tile(int rows, Row *row, const Block *block, const float *turned, int dim, float scale) {
+    float scores[ATTENTION_ROWS][KEYS], factor[ATTENTION_ROWS];
+    if (dim == 64) score(rows, row, turned, 64, scale, scores);
+    else score(rows, row, turned, dim, scale, scores);
+    for (int r = 0; r < rows; r++) factor[r] = weights_of(row + r, block->begin, scores[r]);
+    const int last = row[rows - 1].to - block->begin, to = last < block->to ? last : block->to;
     int at = 0;
-    for (; at + WIDE * LANES <= dim; at += WIDE * LANES) weigh(rows, WIDE, row, values, tokens, dim, at, weights, ldw);
-    for (; at < dim; at += LANES) weigh(rows, 1, row, values, tokens, dim, at, weights, ldw);
+    for (; at + ATTENTION_PARTS * LANES <= dim; at += ATTENTION_PARTS * LANES)
+        weigh(rows, ATTENTION_PARTS, row, block, to, dim, at, scores, factor);
+    for (; at < dim; at += LANES) weigh(rows, 1, row, block, to, dim, at, scores, factor);
 }
 
-static void weigh_values(int rows, const Row *row, const float *const *values, int tokens, int dim, const float *weights,
-                         int ldw) {
+static void attend_rows(int rows, Row *row, const Block *block, const float *turned, int dim, float scale) {
     switch (rows) {
-    case 1: weigh_rows(1, row, values, tokens, dim, weights, ldw); return;
-    case 2: weigh_rows(2, row, values, tokens, dim, weights, ldw); return;
-    case 3: weigh_rows(3, row, values, tokens, dim, weights, ldw); return;
-#if defined(__AVX512F__)
-    case 4: weigh_rows(4, row, values, tokens, dim, weights, ldw); return;
-    case 5: weigh_rows(5, row, values, tokens, dim, weights, ldw); return;
-    case 6: weigh_rows(6, row, values, tokens, dim, weights, ldw); return;
-#endif
+    case 1: attend_tile(1, row, block, turned, dim, scale); return;
+    case 2: attend_tile(2, row, block, turned, dim, scale); return;
+    case 3: attend_tile(3, row, block, turned, dim, scale); return;
+    case 4: attend_tile(4, row, block, turned, dim, scale); return;
+    case 5: attend_tile(5, row, block, turned, dim, scale); return;
+    default: attend_tile(6, row, block, turned, dim, scale); return;
     }
 }
 
-/* Lays the keys of 16 neighbouring tokens out by dimension. */
-static void turn_keys(const float *keys, int dim, float *turned) {
-    for (int d = 0; d < dim; d++)
-        for (int v = 0; v < GROUP_PARTS; v++)
-            store(turned + d * GROUP + v * LANES, load_column(keys + (int64_t)v * LANES * dim + d, dim));
-}
-
-/* Scores of 16 neighbouring tokens, whose keys are turned. */
-static void score_turned(int rows, const Row *row, const float *turned, int dim, float scale, float *scores, int lds) {
-    if (rows == ATTENTION_ROWS && dim == 64) scores_by_column(ATTENTION_ROWS, row, turned, 64, scale, scores, lds);
-    else if (rows == ATTENTION_ROWS && dim == 128) scores_by_column(ATTENTION_ROWS, row, turned, 128, scale, scores, lds);
-    else if (rows == ATTENTION_ROWS) scores_by_column(ATTENTION_ROWS, row, turned, dim, scale, scores, lds);
-    else
-        for (int r = 0; r < rows; r++)
-            scores_by_column(1, row + r, turned, dim, scale, scores + (int64_t)r * lds, lds);
-}
-
-static void score_directly(int rows, const Row *row, const float *keys, int dim, float scale, float *scores, int lds) {
-    for (int r = 0; r < rows; r++) {
-        if (dim == 64) scores_of_group(row[r].query, keys, 64, scale, scores + (int64_t)r * lds);
-        else if (dim == 128) scores_of_group(row[r].query, keys, 128, scale, scores + (int64_t)r * lds);
-        else scores_of_group(row[r].query, keys, dim, scale, scores + (int64_t)r * lds);
-    }
+/* The first token that a span sees in the layer, down to a multiple of 16. */
+static int first_seen(const Step *step, const Span *span) {
+    const int end = step->batch->begin[span->sequence] + span->begin + 1, window = step->model->layer[step->layer].window;
+    return window && end > window ? (end - window) / GROUP * GROUP : 0;
 }
 
 /* The rows of a span for a KV head, counted token by token and within one by head. */
@@ -937,62 +925,72 @@ static void rows_of(const Step *step, const Span *span, int head, Row *row) {
             row->out = step->attended + ((int64_t)at * model->heads + head * shared + i) * dim;
             row->from = window && position + 1 > window ? position + 1 - window : 0;
             row->to = position + 1;
+            row->most = NO_SCORE;
+            memset(row->sum, 0, sizeof(row->sum));
+            memset(row->out, 0, sizeof(float) * dim);
         }
     }
 }
 
-/* A job of attention: some tokens of a sequence, in all query heads that share a KV head. Keys and values are read from
-   their pages once, 64 at a time for all rows. */
+/* What a job's span sees in its block that begins at a token. */
+static Block block_at(const Step *step, int job, int begin) {
+    const Model *model = step->model;
+    const Span *span = &step->spans[job / model->kv_heads];
+    const int dim = model->head_dim, size = model->block_size;
+    const int from = first_seen(step, span), to = step->batch->begin[span->sequence] + span->end;
+    Block block = {.begin = begin, .from = from > begin ? from - begin : 0, .to = to < begin + KEYS ? to - begin : KEYS};
+    for (int t = block.from; t < block.to; t += GROUP) {
+        const int place = (begin + t) % size;
+        const float *page = page_at(step, span->sequence, begin + t, job % model->kv_heads);
+        block.keys[t / GROUP] = page + (int64_t)place * dim;
+        block.values[t / GROUP] = page + (int64_t)(size + place) * dim;
+    }
+    return block;
+}
+
+/* The first block of a job, or none. */
+static Block first_block(const Step *step, int job) {
+    if (job >= step->num_spans * step->model->kv_heads) return (Block){0};
+    return block_at(step, job, first_seen(step, &step->spans[job / step->model->kv_heads]) / KEYS * KEYS);
+}
+
+/* Has a share of a block come nearer: every `shares`th cache line. */
+static void fetch(const Block *block, int dim, int share, int shares) {
+    for (int t = block->from; t < block->to; t += GROUP)
+        for (int i = share * 16; i < GROUP * dim; i += shares * 16) {
+            _mm_prefetch((const char *)(block->keys[t / GROUP] + i), _MM_HINT_T0);
+            _mm_prefetch((const char *)(block->values[t / GROUP] + i), _MM_HINT_T0);
+        }
+}
+
+/* A job of attention: some tokens of a sequence, in all query heads that share a KV head. */
 static void attend_job(Step *step, int job, int thread) {
     const Model *model = step->model;
     const Span *span = &step->spans[job / model->kv_heads];
-    const int head = job % model->kv_heads, dim = model->head_dim, size = model->block_size;
+    const int head = job % model->kv_heads, dim = model->head_dim;
     const int num_rows = (span->end - span->begin) * (model->heads / model->kv_heads);
-    const int is_short = span->end - span->begin <= FEW_TOKENS;
-    const float scale = model->attention_scale;
+    const int tiles = (num_rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS;
+    float *turned = step->keys[thread];
     Row row[num_rows];
     rows_of(step, span, head, row);
-    const int begin = row[0].from / GROUP * GROUP, end = row[num_rows - 1].to;
-    const int lds = (end - begin + GROUP - 1) / GROUP * GROUP + GROUP;
-    float *scores = step->scores[thread], *turned = step->keys[thread];
-
-    for (int t = begin; t < end; t += KEYS) {
-        const int next = t + KEYS < end ? t + KEYS : end;
-        const float *keys[KEYS / GROUP];
-        for (int g = t; g < next; g += GROUP) {
-            keys[(g - t) / GROUP] = page_at(step, span->sequence, g, head) + (int64_t)(g % size) * dim;
-            if (!is_short) turn_keys(keys[(g - t) / GROUP], dim, turned + (int64_t)(g - t) * dim);
-        }
-        for (int r = 0; r < num_rows; r += ATTENTION_ROWS) {
+    const int to = row[num_rows - 1].to;
+    Block block, next = first_block(step, job);
+    for (int begin = next.begin; begin < to; begin += KEYS) {
+        block = next;
+        next = begin + KEYS < to ? block_at(step, job, begin + KEYS) : first_block(step, job + 1);
+        fetch(&next, dim, 0, tiles);
+        for (int t = block.from; t < block.to; t += GROUP) turn_keys(block.keys[t / GROUP], dim, turned + t);
+        for (int tile = 0, r = 0; tile < tiles; tile++, r += ATTENTION_ROWS) {
             const int rows = num_rows - r < ATTENTION_ROWS ? num_rows - r : ATTENTION_ROWS;
-            for (int g = t; g < next && g < row[r + rows - 1].to; g += GROUP) {
-                float *into = scores + (int64_t)r * lds + g - begin;
-                if (g + GROUP <= row[r].from) continue;
-                if (is_short) score_directly(rows, row + r, keys[(g - t) / GROUP], dim, scale, into, lds);
-                else score_turned(rows, row + r, turned + (int64_t)(g - t) * dim, dim, scale, into, lds);
-            }
+            if (tile) fetch(&next, dim, tile, tiles);
+            if (row[r + rows - 1].to > begin && row[r].from < begin + KEYS)
+                attend_rows(rows, row + r, &block, turned, dim, model->attention_scale);
         }
     }
-    for (int r = 0; r < num_rows; r++) { /* weights are there as far as the last row sees that is weighed with it */
-        const int last = r / ATTENTION_ROWS * ATTENTION_ROWS + ATTENTION_ROWS - 1;
-        const int total = (row[last < num_rows ? last : num_rows - 1].to - begin + GROUP - 1) / GROUP * GROUP;
-        row[r].sum = softmax(scores + (int64_t)r * lds, row[r].from - begin, row[r].to - begin, total);
-        memset(row[r].out, 0, sizeof(float) * dim);
+    for (int r = 0; r < num_rows; r++) {
+        const Vector factor = splat(1.0f / sum_of_lanes(row[r].sum));
+        for (int d = 0; d < dim; d += LANES) store(row[r].out + d, multiplied(load(row[r].out + d), factor));
     }
-    for (int t = begin; t < end; t += KEYS) {
-        const int next = t + KEYS < end ? t + KEYS : end;
-        const float *values[KEYS / GROUP];
-        for (int g = t; g < next; g += GROUP)
-            values[(g - t) / GROUP] = page_at(step, span->sequence, g, head) + (int64_t)(size + g % size) * dim;
-        for (int r = 0; r < num_rows; r += ATTENTION_ROWS) {
-            const int rows = num_rows - r < ATTENTION_ROWS ? num_rows - r : ATTENTION_ROWS;
-            const int last = next < row[r + rows - 1].to ? next : row[r + rows - 1].to;
-            if (t < last && next > row[r].from)
-                weigh_values(rows, row + r, values, last - t, dim, scores + (int64_t)r * lds + t - begin, lds);
-        }
-    }
-    for (int r = 0; r < num_rows; r++)
-        for (int d = 0; d < dim; d++) row[r].out[d] *= row[r].sum;
 }
 
 /* ---- the step --------------------------------------------------------------------------------------------------------------- */
@@ -1079,7 +1077,7 @@ int baton_step(Step *step, const Batch *batch, int first, int last) {
             add_delta(step, layer->after_mlp, tokens);
         } else {
             activate(step, &layer->gate_up, x, tokens, model->intermediate);
-            add(step, &layer->down, step->active, model->intermediate, layer->after_mlp, tokens);
+            add(step, &layer->down, step->active, active_width(model->intermediate), layer->after_mlp, tokens);
         }
     }
     if (last == model->layers && batch->rows) {
@@ -1102,8 +1100,8 @@ void baton_close(Step *step) {
     pthread_cond_broadcast(&step->pool.wake);
     pthread_mutex_unlock(&step->pool.lock);
     for (int i = 0; i < step->pool.num_helpers; i++) pthread_join(step->pool.helpers[i], NULL);
-    for (int i = 0; i < step->model->threads; i++) free(step->scores[i]), free(step->keys[i]), free(step->panels[i]);
-    free(step->scores), free(step->keys), free(step->panels), free(step->pool.helpers), free(step->spans);
+    for (int i = 0; i < step->model->threads; i++) free(step->keys[i]), free(step->panels[i]);
+    free(step->keys), free(step->panels), free(step->pool.helpers), free(step->spans);
     free(step->x), free(step->normed), free(step->qkv), free(step->attended), free(step->gate_up), free(step->active);
     free(step->delta), free(step->sequence), free(step->position);
     free(step->gathered), free(step->routing), free(step->picked), free(step);
@@ -1132,7 +1130,7 @@ static Widths widest(const Model *model) {
 /* Returns what steps of a model are computed with, helpers included. `model` and all it points to must outlive it. */
 Step *baton_open(const Model *model) {
     Step *step = calloc(1, sizeof(Step));
-    const int64_t tokens = model->max_tokens, length = (model->max_len + GROUP - 1) / GROUP * GROUP;
+    const int64_t tokens = model->max_tokens;
     const Widths most = widest(model);
     step->model = model;
     step->qkv_width = model->layer[0].qkv.panels * PANEL;
@@ -1142,7 +1140,7 @@ Step *baton_open(const Model *model) {
     step->qkv = room(tokens * step->qkv_width, sizeof(float));
     step->attended = room(tokens * model->heads * model->head_dim, sizeof(float));
     step->gate_up = room(tokens * most.gate_up, sizeof(float));
-    step->active = room(tokens * most.inner, sizeof(float));
+    step->active = room(tokens * active_width(most.inner), sizeof(float));
     if (most.router) {
         step->gathered = room(tokens * model->hidden, sizeof(float));
         step->routing = room(tokens * most.router, sizeof(float));
@@ -1151,12 +1149,11 @@ Step *baton_open(const Model *model) {
     step->sequence = room(tokens, sizeof(int32_t));
     step->position = room(tokens, sizeof(int32_t));
     step->spans = room(tokens, sizeof(Span));
-    step->scores = calloc((size_t)model->threads, sizeof(float *));
     step->keys = calloc((size_t)model->threads, sizeof(float *));
     step->panels = calloc((size_t)model->threads, sizeof(float *));
     for (int i = 0; i < model->threads; i++) {
-        step->scores[i] = room((int64_t)span_tokens(model) * (model->heads / model->kv_heads) * (length + GROUP), sizeof(float));
         step->keys[i] = room((int64_t)KEYS * model->head_dim, sizeof(float));
+        memset(step->keys[i], 0, sizeof(float) * KEYS * (size_t)model->head_dim);
         step->panels[i] = room((int64_t)most.input * PANELS_A_JOB * PANEL, sizeof(float));
     }
     pthread_mutex_init(&step->pool.lock, NULL);
