@@ -46,7 +46,7 @@
 #define UNROLL _Pragma("GCC unroll 32")
 
 enum { PANEL = 32, GROUP = 16, MAX_TILE_ROWS = 12 };
-enum { F32, BF16, Q8_0, Q4_1 };                                 /* forms of weights */
+enum { F32, BF16, Q8_0, Q4_1, UNPACKED };                       /* forms of weights; UNPACKED: F32 in a thread's room */
 enum { SILU, GELU_TANH, RELU_SQUARED };                         /* activations */
 enum { QK_PLAIN, QK_BY_HEAD, QK_WHOLE };                        /* norms of queries and keys */
 enum { BY_SQUARES, BY_VARIANCE };                               /* kinds of norms: RMSNorm, LayerNorm */
@@ -137,11 +137,12 @@ INLINE Vector of_bytes(const int8_t *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
 }
 INLINE Vector of_halves(const uint8_t *p, int upper) { /* LANES bytes, the lower or the upper half of each */
+    const __m512 values = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); /* chosen by four bits */
     __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p));
-    return _mm512_cvtepi32_ps(upper ? _mm512_srli_epi32(bytes, 4) : _mm512_and_si512(bytes, _mm512_set1_epi32(15)));
+    return _mm512_permutexvar_ps(upper ? _mm512_srli_epi32(bytes, 4) : bytes, values);
 }
 #elif defined(__AVX2__) && defined(__FMA__)
-enum { LANES = 8, TILE_ROWS = 3, ATTENTION_PARTS = 2 };
+enum { LANES = 8, TILE_ROWS = 6, ATTENTION_PARTS = 2 };
 typedef __m256 Vector;
 INLINE Vector load(const float *p) { return _mm256_loadu_ps(p); }
 INLINE void store(float *p, Vector v) { _mm256_storeu_ps(p, v); }
@@ -305,7 +306,7 @@ struct Step {
 INLINE Vector weight_at(int form, const Matrix *m, int64_t at, int part, Vector scale, Vector least) {
     int64_t from = at * PANEL + part * LANES; /* `at` counts rows of 32 weights, over all panels */
     switch (form) {
-    case F32: return load((const float *)m->weights + from);
+    case F32: case UNPACKED: return load((const float *)m->weights + from);
     case BF16: return of_bf16((const uint16_t *)m->weights + from);
     case Q8_0: return multiplied(scale, of_bytes((const int8_t *)m->weights + from));
     default: {
@@ -315,31 +316,63 @@ INLINE Vector weight_at(int form, const Matrix *m, int64_t at, int part, Vector 
     }
 }
 
-/* A tile: `rows` rows of x by `panels` panels. The three constants of a call make it a function of its own. */
-INLINE void tile(int form, int rows, int panels, const Matrix *m, int panel, const float *x, int ldx, float *sums) {
+/* Whether a tile has its weights come nearer. Unpacked ones are near, and so are floats for tile after tile; one or two
+   rows of floats are no slower than memory. */
+INLINE int fetches(int form, int rows) {
+    return form == F32 ? rows > 2 && rows < TILE_ROWS : form != UNPACKED;
+}
+
+/* Has weights of 32 inputs of a panel come nearer: those that are needed about 2 KiB after the given ones. */
+INLINE void fetch_weights(int form, const Matrix *m, int64_t block) {
+    const int bytes = form == F32 ? 4096 : form == BF16 ? 2048 : form == Q8_0 ? 1024 : 512;
+    block += bytes < 2048 ? 2048 / bytes : 1;
+    UNROLL for (int i = 0; i < bytes; i += 64)
+        _mm_prefetch((const char *)m->weights + block * bytes + i, _MM_HINT_T0);
+    UNROLL for (int i = 0; i < PANEL; i += 16) {
+        if (form == Q8_0 || form == Q4_1) _mm_prefetch((const char *)(m->scale + block * PANEL + i), _MM_HINT_T0);
+        if (form == Q4_1) _mm_prefetch((const char *)(m->least + block * PANEL + i), _MM_HINT_T0);
+    }
+}
+
+/* A tile: `rows` rows of x by `vectors` vectors of weights, which begin with vector `part` of a panel and may go on in
+   the next ones; a row of sums is for `panels` panels. The five constants of a call make it a function of its own. */
+INLINE void tile(int form, int rows, int panels, int vectors, int part, const Matrix *m, int panel, const float *x, int ldx,
+                 float *sums) {
     const int inputs = m->inputs;
     Vector sum[MAX_TILE_ROWS][4 * PARTS], scale[4 * PARTS], least[4 * PARTS];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < panels * PARTS; v++) sum[r][v] = splat(0.0f);
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) sum[r][v] = splat(0.0f);
     for (int begin = 0; begin < inputs; begin += 32) {
-        if (form == Q8_0 || form == Q4_1)
-            UNROLL for (int v = 0; v < panels * PARTS; v++) {
-                int64_t at = ((int64_t)(panel + v / PARTS) * (inputs / 32) + begin / 32) * PANEL + v % PARTS * LANES;
-                scale[v] = load(m->scale + at);
-                if (form == Q4_1) least[v] = load(m->least + at);
-            }
+        UNROLL for (int v = 0; v < vectors; v++) {
+            const int64_t block = (int64_t)(panel + (part + v) / PARTS) * (inputs / 32) + begin / 32;
+            const int64_t at = block * PANEL + (part + v) % PARTS * LANES;
+            if (form == Q8_0 || form == Q4_1) scale[v] = load(m->scale + at);
+            if (form == Q4_1) least[v] = load(m->least + at);
+            if (v % PARTS == 0 && fetches(form, rows)) fetch_weights(form, m, block);
+        }
         const int end = begin + 32 < inputs ? begin + 32 : inputs;
         for (int k = begin; k < end; k++) {
             Vector weight[4 * PARTS];
-            UNROLL for (int v = 0; v < panels * PARTS; v++)
-                weight[v] = weight_at(form, m, (int64_t)(panel + v / PARTS) * inputs + k, v % PARTS, scale[v], least[v]);
+            UNROLL for (int v = 0; v < vectors; v++)
+                weight[v] = weight_at(form, m, (int64_t)(panel + (part + v) / PARTS) * inputs + k, (part + v) % PARTS,
+                                      scale[v], least[v]);
             UNROLL for (int r = 0; r < rows; r++) {
                 Vector input = splat(x[(int64_t)r * ldx + k]);
-                UNROLL for (int v = 0; v < panels * PARTS; v++) sum[r][v] = multiply_add(input, weight[v], sum[r][v]);
+                UNROLL for (int v = 0; v < vectors; v++) sum[r][v] = multiply_add(input, weight[v], sum[r][v]);
             }
         }
     }
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < panels * PARTS; v++) store(sums + (r * panels * PARTS + v) * LANES, sum[r][v]);
+        UNROLL for (int v = 0; v < vectors; v++) store(sums + (r * panels * PARTS + part + v) * LANES, sum[r][v]);
+}
+
+/* Whole panels. */
+INLINE void tile_of_panels(int form, int rows, int panels, const Matrix *m, int panel, const float *x, int ldx, float *sums) {
+    tile(form, rows, panels, panels * PARTS, 0, m, panel, x, ldx, sums);
+}
+
+/* A panel, two vectors at a time. */
+INLINE void tiles_of_panel(int form, int rows, const Matrix *m, int panel, const float *x, int ldx, float *sums) {
+    UNROLL for (int part = 0; part < PARTS; part += 2) tile(form, rows, 1, 2, part, m, panel, x, ldx, sums);
 }
 
 /* The same for a number of rows and panels that is known when it runs; `panels` is more than 1 for few rows only. */
@@ -347,32 +380,41 @@ INLINE void tile_of(int form, int rows, int panels, const Matrix *m, int panel, 
     switch (rows) {
     case 1:
         switch (panels) {
-        case 4: tile(form, 1, 4, m, panel, x, ldx, sums); return;
-        case 3: tile(form, 1, 3, m, panel, x, ldx, sums); return;
-        case 2: tile(form, 1, 2, m, panel, x, ldx, sums); return;
-        default: tile(form, 1, 1, m, panel, x, ldx, sums); return;
+        case 4: tile_of_panels(form, 1, 4, m, panel, x, ldx, sums); return;
+        case 3: tile_of_panels(form, 1, 3, m, panel, x, ldx, sums); return;
+        case 2: tile_of_panels(form, 1, 2, m, panel, x, ldx, sums); return;
+        default: tile_of_panels(form, 1, 1, m, panel, x, ldx, sums); return;
         }
     case 2:
-        if (panels == 2) tile(form, 2, 2, m, panel, x, ldx, sums);
-        else tile(form, 2, 1, m, panel, x, ldx, sums);
+        if (panels == 2) tile_of_panels(form, 2, 2, m, panel, x, ldx, sums);
+        else tile_of_panels(form, 2, 1, m, panel, x, ldx, sums);
         return;
-    case 3: tile(form, 3, 1, m, panel, x, ldx, sums); return;
+    case 3:
+        if (panels == 2) tile_of_panels(form, 3, 2, m, panel, x, ldx, sums);
+        else tile_of_panels(form, 3, 1, m, panel, x, ldx, sums);
+        return;
+    case 4:
+        if (panels == 2) tile_of_panels(form, 4, 2, m, panel, x, ldx, sums);
+        else tiles_of_panel(form, 4, m, panel, x, ldx, sums);
+        return;
+    case 5: tiles_of_panel(form, 5, m, panel, x, ldx, sums); return;
+    case 6: tiles_of_panel(form, 6, m, panel, x, ldx, sums); return;
 #if defined(__AVX512F__)
-    case 4: tile(form, 4, 1, m, panel, x, ldx, sums); return;
-    case 5: tile(form, 5, 1, m, panel, x, ldx, sums); return;
-    case 6: tile(form, 6, 1, m, panel, x, ldx, sums); return;
-    case 7: tile(form, 7, 1, m, panel, x, ldx, sums); return;
-    case 8: tile(form, 8, 1, m, panel, x, ldx, sums); return;
-    case 9: tile(form, 9, 1, m, panel, x, ldx, sums); return;
-    case 10: tile(form, 10, 1, m, panel, x, ldx, sums); return;
-    case 11: tile(form, 11, 1, m, panel, x, ldx, sums); return;
-    case 12: tile(form, 12, 1, m, panel, x, ldx, sums); return;
+    case 7: tiles_of_panel(form, 7, m, panel, x, ldx, sums); return;
+    case 8: tiles_of_panel(form, 8, m, panel, x, ldx, sums); return;
+    case 9: tiles_of_panel(form, 9, m, panel, x, ldx, sums); return;
+    case 10: tiles_of_panel(form, 10, m, panel, x, ldx, sums); return;
+    case 11: tiles_of_panel(form, 11, m, panel, x, ldx, sums); return;
+    case 12: tiles_of_panel(form, 12, m, panel, x, ldx, sums); return;
 #endif
     }
 }
 
 static void tile_f32(int rows, int panels, const Matrix *m, int panel, const float *x, int ldx, float *sums) {
     tile_of(F32, rows, panels, m, panel, x, ldx, sums);
+}
+static void tile_unpacked(int rows, int panels, const Matrix *m, int panel, const float *x, int ldx, float *sums) {
+    tile_of(UNPACKED, rows, panels, m, panel, x, ldx, sums);
 }
 static void tile_bf16(int rows, int panels, const Matrix *m, int panel, const float *x, int ldx, float *sums) {
     tile_of(BF16, rows, panels, m, panel, x, ldx, sums);
@@ -385,7 +427,7 @@ static void tile_q4_1(int rows, int panels, const Matrix *m, int panel, const fl
 }
 
 typedef void (*Tile)(int, int, const Matrix *, int, const float *, int, float *);
-static const Tile TILES[] = {tile_f32, tile_bf16, tile_q8_0, tile_q4_1};
+static const Tile TILES[] = {tile_f32, tile_bf16, tile_q8_0, tile_q4_1, tile_unpacked};
 
 INLINE void unpack(int form, const Matrix *m, int panel, float *into) {
     Vector scale = splat(0.0f), least = scale;
@@ -437,8 +479,8 @@ static void multiply_job(Step *step, int job, int thread) {
     const int rows = step->product.rows - row < block ? step->product.rows - row : block;
     const float *x = step->product.x + (int64_t)row * step->product.ldx;
     float sums[MAX_TILE_ROWS * 4 * PANEL];
-    const int together = rows == 1 ? 16 / PARTS / 2 : rows == 2 && PARTS == 2 ? 2 : 1; /* fills the pipelines */
-    Matrix unpacked = {F32, PANELS_A_JOB * PANEL, m->inputs, PANELS_A_JOB, step->panels[thread], NULL, NULL, NULL};
+    const int together = rows == 1 ? 16 / PARTS / 2 : rows <= 4 && PARTS == 2 ? 2 : 1; /* fills the pipelines */
+    Matrix unpacked = {UNPACKED, PANELS_A_JOB * PANEL, m->inputs, PANELS_A_JOB, step->panels[thread], NULL, NULL, NULL};
     const int unpacks = rows > 2 * TILE_ROWS && m->form != F32; /* weights that are used often are unpacked once */
     for (int panel = first; unpacks && panel < last; panel++)
         unpack_panel(m, panel, step->panels[thread] + (int64_t)(panel - first) * m->inputs * PANEL);
@@ -447,7 +489,7 @@ static void multiply_job(Step *step, int job, int thread) {
         for (int panel = first; panel < last; panel += together) {
             const int panels = last - panel < together ? last - panel : together;
             const float *from = x + (int64_t)r * step->product.ldx;
-            if (unpacks) tile_f32(some, panels, &unpacked, panel - first, from, step->product.ldx, sums);
+            if (unpacks) tile_unpacked(some, panels, &unpacked, panel - first, from, step->product.ldx, sums);
             else TILES[m->form](some, panels, m, panel, from, step->product.ldx, sums);
             put(step, row + r, some, panel, panels, sums);
         }
