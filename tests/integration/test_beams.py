@@ -29,7 +29,7 @@ pytestmark = pytest.mark.integration
 
 NUM_PROMPTS = 20
 VOCAB_SIZE = 96
-ENDS = (1, 2, 3)
+ENDS = (1, 2, 3, 4)
 MAX_TOKENS = 14
 WIDTHS, PENALTIES = (2, 4), (0.5, 1.0, 2.0)
 ENGINE = EngineConfig(num_blocks=96, max_num_seqs=12, max_num_batched_tokens=48)
@@ -53,7 +53,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prompts() -> list[list[int]]:
     draw = random.Random(5)
     return [
-        [draw.randrange(4, VOCAB_SIZE) for _ in range(draw.choice((1, 15, 16, 17, 60)))] for _ in range(NUM_PROMPTS)
+        [draw.randrange(5, VOCAB_SIZE) for _ in range(draw.choice((1, 15, 16, 17, 60)))] for _ in range(NUM_PROMPTS)
     ]
 
 
