@@ -11,7 +11,7 @@ from baton.structure import StructuredOutputs
 from deploy.models import cache_dir, resolve
 from router.prompt import Tokenizer
 from tests.bench import first_tokens, masks
-from tests.bench.engine import GREEDY, PROMPT_TOKENS, TEXT, Baton, Measured
+from tests.bench.engine_sides import GREEDY, PROMPT_TOKENS, TEXT, Baton, Measured
 from tests.bench.report import Report, Table
 from tests.bench.stats import Spread, interleaved, ratio, spread
 

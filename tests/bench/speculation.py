@@ -17,7 +17,7 @@ from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from deploy.models import cache_dir, resolve
 from router.prompt import Tokenizer
-from tests.bench.engine import TEXT
+from tests.bench.engine_sides import TEXT
 from tests.bench.report import Report, Table
 from tests.bench.stats import interleaved, ratio, spread
 

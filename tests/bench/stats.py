@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import statistics
@@ -46,8 +47,8 @@ def interleaved(arms: Sequence[str], num_rounds: int) -> Iterator[str]:
 class OtherWork:
     """How many cores other processes kept busy while the block was entered.
 
-    What the system was busy with, less what this process and its children (all reaped by then) used. Interrupt work
-    that the kernel charges to nobody counts as others', and so do the workers that Ray runs.
+    What the system was busy with, less what this process and its children used, those that live on and those that have
+    ended. Interrupt work that the kernel charges to nobody counts as others', and so do the workers that Ray runs.
     """
 
     cores: float = 0.0
@@ -73,7 +74,14 @@ def _busy_s() -> float:
 
 def _own_s() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used) + sum(map(_child_s, psutil.Process().children(True)))
+
+
+def _child_s(child: psutil.Process) -> float:
+    """Of a child that still runs, with its own children that have ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return float(sum(child.cpu_times()[:4]))
+    return 0.0
 
 
 def machine() -> str:
