@@ -16,7 +16,7 @@ from tests.bench import engine_peer
 from tests.bench.engine_sides import Measured
 
 VARIABLE = "BENCH_PEERS"
-PRECISIONS = {"openvino": ("float32", "default"), "llama.cpp": ("float32", "Q8_0", "Q4_1")}
+PRECISIONS = {"openvino": ("float32", "default", engine_peer.WITHOUT_AMX), "llama.cpp": ("float32", "Q8_0", "Q4_1")}
 NOT_DRIVEN = {"vllm": "this bench does not drive it: its wheel for CPUs is a third party's, and starts for minutes"}
 
 
@@ -31,17 +31,17 @@ class PeerSide:
         command = [python, engine_peer.__file__, kind, precision, str(model), str(scratch)]
         # It is started for nothing but its own packages.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self._process = subprocess.Popen(
+            tied(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         try:
-            self._process = subprocess.Popen(
-                tied(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-            )
             opened = self._answer()
-        except (OSError, ValueError) as error:
-            raise RuntimeError(str(error)) from error
-        if "error" in opened:
+            if "error" in opened:
+                raise RuntimeError(opened["error"])
+        except RuntimeError:
             self.close()
-            raise RuntimeError(opened["error"])
-        self.name, self.precision = f"{opened['name']}", opened["precision"]
+            raise
+        self.name, self.precision = opened["name"], opened["precision"]
 
     def prefill(self, prompts: list[list[int]]) -> Measured:
         """See `Side.prefill`."""
@@ -54,12 +54,14 @@ class PeerSide:
     def close(self) -> None:
         """Ends the process."""
         assert self._process.stdin
+        assert self._process.stdout
         self._process.stdin.close()
         try:
             self._process.wait(10.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._process.stdout.close()
 
     def _ask(self, op: str, prompts: list[list[int]], num_steps: int) -> Measured:
         assert self._process.stdin
