@@ -1,1 +1,1 @@
-"""The pure parts of the test Kubernetes."""
+"""The benchmarks' own logic."""
