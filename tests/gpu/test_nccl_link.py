@@ -110,6 +110,15 @@ def lose_the_sender(
     results.send((gave_up - began, closed - gave_up, num_nccl_stalls(), still_computes))
 
 
+def forget(store: RendezvousStore, cycle: int) -> None:
+    """Drops the keys of a link that both ends have closed: a session's rendezvous holds those of one, and so has room
+    for no more.
+    """
+    with store._changed:
+        for key in [key for key in store._values if f"-{cycle}/" in key]:
+            del store._values[key]
+
+
 def come_and_go(rank: int, store: RendezvousStore, staging: StagingPool, results: Connection) -> None:
     """Links made and closed again: free device memory after the first ones and after the last."""
     free: list[int] = []
@@ -120,6 +129,7 @@ def come_and_go(rank: int, store: RendezvousStore, staging: StagingPool, results
         meet(rank, store, f"open-{cycle}")
         link.close()
         meet(rank, store, f"closed-{cycle}")
+        forget(store, cycle)
         torch.cuda.synchronize()
         free.append(torch.cuda.mem_get_info(staging.device)[0])
     results.send((free[2], free[-1]))
