@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +38,8 @@ class Measured:
     wall_s: float
     cpu_s: float
     answers: tuple[tuple[int, ...], ...]
+    chunks_s: tuple[float, ...] = ()
+    """Wall time of each step up to the first tokens; of our engine alone."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -104,8 +107,10 @@ class Baton:
         ]
         start = _clocks()
         sequences = [self._engine.add(spec, Purpose.GENERATE, time.monotonic()) for spec in specs]
+        begins_s = [start[0]]
         while any(s.first_token_s == 0 for s in sequences):
             self._step()
+            begins_s.append(time.perf_counter())
         num_tokens = sum(len(prompt) for prompt in prompts)
         num_streams = sum(spec.sampling.num_beams for spec in specs)
         if num_steps:
@@ -117,7 +122,7 @@ class Baton:
         for sequence in sequences:
             self._engine.end(sequence)
         self._engine.take_block_events()
-        return Measured(num_tokens, wall_s, cpu_s, answers)
+        return Measured(num_tokens, wall_s, cpu_s, answers, tuple(b - a for a, b in pairwise(begins_s)))
 
     def _step(self) -> int:
         batch, _ = self._engine.schedule(time.monotonic())

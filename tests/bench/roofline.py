@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -135,34 +136,29 @@ def table(
         found.rows.append(
             (f"prefill, {num_tokens} tokens; GFLOP/s", text, _scaled(rates, 1e9), _scaled(rates, gemm.median), "")
         )
-    found.rows += _parts(work, prefills, gemm)
+    longest = max(prefills)
+    found.rows += _parts(work, longest, prefills[longest], gemm)
     found.note = (
-        "Bytes: weights + KV. Operations: the layers' matrices + attention. The two shares of a prompt are solved for "
-        "from the times of both: one grows with its tokens, the other with their square."
+        "Bytes: weights + KV. Operations: the layers' matrices + attention. A line through the times of the longest "
+        "prompt's chunks splits them into what all take alike and what grows with the tokens before (attention)."
     )
     return found
 
 
-def _parts(work: Work, prefills: dict[int, list[Measured]], gemm: Spread) -> list[tuple[str | Spread, ...]]:
-    """Rows of what grows with a prompt's length, matrices above all, and of what grows with its square."""
-    (short, shorter), (long, longer) = sorted(prefills.items())
+def _parts(work: Work, num_tokens: int, runs: list[Measured], gemm: Spread) -> list[tuple[str | Spread, ...]]:
+    """Rows of what all chunks of a prompt take alike, matrices above all, and of what grows with those before."""
     linear_rates, shares = [], []
-    for one, other in zip(shorter, longer, strict=True):
-        pairs = [(n, n * (n + 1) / 2) for n in (short, long)]
-        (a, b), (c, d) = pairs
-        a_token = (one.wall_s * d - other.wall_s * b) / (a * d - b * c)
-        linear_rates.append(work.linear_operations(long) / (a_token * long))
-        shares.append(1 - a_token * long / other.wall_s)
-    matrices = spread(linear_rates)
+    for run in runs:
+        chunk = num_tokens / len(run.chunks_s)
+        grows_s, alike_s = statistics.linear_regression(
+            [chunk * (i + 0.5) for i in range(len(run.chunks_s))], run.chunks_s
+        )
+        linear_rates.append(work.linear_operations(num_tokens) / (alike_s * len(run.chunks_s)))
+        shares.append(grows_s * num_tokens / 2 * len(run.chunks_s) / sum(run.chunks_s))
+    rates = spread(linear_rates)
     return [
-        (
-            "of it what grows with the tokens; GFLOP/s",
-            "",
-            _scaled(matrices, 1e9),
-            _scaled(matrices, gemm.median),
-            ">= 0.85",
-        ),
-        (f"of {long} tokens' time, what grows with their square", "", "", spread(shares), "<= 0.2"),
+        ("of it what chunks take alike; GFLOP/s", "", _scaled(rates, 1e9), _scaled(rates, gemm.median), ">= 0.85"),
+        (f"of {num_tokens} tokens' time, what grows with those before", "", "", spread(shares), "<= 0.2"),
     ]
 
 
