@@ -76,6 +76,7 @@ ANTHROPICS: Mapping[str, str] = {
 }
 """Anthropic's own. See `OPENAIS`."""
 _ALL = {**OPENAIS, **ANTHROPICS}
+_DEEPEST = max(each.count("/") for each in _ALL)
 
 
 def why_unserved(path: str) -> tuple[str, str] | None:
@@ -91,6 +92,6 @@ def is_anthropics(path: str) -> bool:
 
 def _endpoint_of(path: str, endpoints: Collection[str]) -> str | None:
     """Returns the endpoint that a path is or lies below, the longest of several; None: there is none."""
-    while path and path not in endpoints:
-        path = path.rpartition("/")[0]
-    return path or None
+    parts = path.split("/", _DEEPEST + 1)[: _DEEPEST + 1]
+    paths = ("/".join(parts[:count]) for count in range(len(parts), 1, -1))
+    return next((each for each in paths if each in endpoints), None)

@@ -24,7 +24,7 @@ from typing import Any
 CHUNK = 512
 """Most tokens of a step, as of ours."""
 WITHOUT_AMX = "default without AMX"
-"""Of OpenVINO: its AMX code traps on some virtual machines."""
+"""A way to run OpenVINO, whose AMX code traps on some virtual machines."""
 Clocks = tuple[float, float]
 Answers = list[list[int]]
 

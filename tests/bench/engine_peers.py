@@ -14,6 +14,7 @@ from typing import Any
 from deploy.processes import tied
 from tests.bench import engine_peer
 from tests.bench.engine_sides import Measured
+from tests.bench.peer import end
 
 VARIABLE = "BENCH_PEERS"
 PRECISIONS = {"openvino": ("float32", "default", engine_peer.WITHOUT_AMX), "llama.cpp": ("float32", "Q8_0", "Q4_1")}
@@ -53,15 +54,7 @@ class PeerSide:
 
     def close(self) -> None:
         """Ends the process."""
-        assert self._process.stdin
-        assert self._process.stdout
-        self._process.stdin.close()
-        try:
-            self._process.wait(10.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        end(self._process)
 
     def _ask(self, op: str, prompts: list[list[int]], num_steps: int) -> Measured:
         assert self._process.stdin

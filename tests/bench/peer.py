@@ -54,13 +54,20 @@ class Peer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-        try:
-            self._process.wait(10.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end(self._process)
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Closes a helper's pipes, at which it ends, and kills one that does not."""
+    assert process.stdin
+    assert process.stdout
+    process.stdin.close()
+    try:
+        process.wait(10.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    process.stdout.close()
 
 
 async def serve(handlers: Mapping[str, Handler]) -> None:

@@ -78,7 +78,7 @@ def _own_s() -> float:
 
 
 def _child_s(child: psutil.Process) -> float:
-    """Of a child that still runs, with its own children that have ended."""
+    """Returns the CPU seconds of a child that still runs, with those of its own children that have ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return float(sum(child.cpu_times()[:4]))
     return 0.0

@@ -75,6 +75,13 @@ async def test_it_is_refused_with_the_reason(method: str, path: str, why: str) -
         assert (body["error"]["type"], body["error"]["param"]) == ("invalid_request_error", None)
 
 
+def test_a_path_of_a_million_parts_holds_nobody_up() -> None:
+    found = why_unserved("/v1/files" + "/a" * 10**6)
+    assert found is not None
+    assert found[0] == "/v1/files"
+    assert why_unserved("/" * 10**6) is None
+
+
 async def test_other_paths_are_not_found() -> None:
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app_of(Service())), base_url="http://baton") as client:
         for path in ("/v1/embeddingsx", "/hot", "/v1"):

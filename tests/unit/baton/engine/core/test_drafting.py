@@ -346,7 +346,7 @@ def test_drafts_count_as_tokens_of_a_step_and_prompts_come_first() -> None:
 
 @pytest.mark.parametrize("num_blocks", [3, 4, 5, 6])
 def test_nobody_is_preempted_for_a_draft(num_blocks: int) -> None:
-    """With as few blocks as it takes, drafts stay within those that the sequence has."""
+    """Where there are as few blocks as it takes, drafts stay within those that the sequence has."""
     specs = [sequence_spec([5] * 20, f"{n}", max_tokens=40, **REPEATING) for n in range(2)]
     plain, said = run(make_engine(0, num_blocks), specs)
     num_preempted = sum(isinstance(each, Preempted) for each in said)
