@@ -5,6 +5,7 @@ The same dice make the same request, so that what has failed can be repeated.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable
@@ -110,8 +111,8 @@ _Place = tuple[Any, Any]
 
 
 def odd(dice: random.Random) -> Any:
-    """Returns a value that a field seldom has."""
-    return dice.choice(dice.choice((NUMBERS, TEXTS, ODD)))
+    """Returns a value that a field seldom has. The caller may change it: no other one has it."""
+    return copy.deepcopy(dice.choice(dice.choice((NUMBERS, TEXTS, ODD))))
 
 
 def spoiled_json(body: Any, dice: random.Random) -> bytes:
