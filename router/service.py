@@ -21,7 +21,6 @@ the client has is written again to the same state of text, and not sent.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 import uuid
@@ -166,13 +165,13 @@ class RouterService:
                         async for chunk in chunks:
                             for ready in selection.take(chunk):
                                 yield settle.book(ready)
-                                call.driver = asyncio.current_task() or call.driver
+                                call.goes_on()
                     async with contextlib.aclosing(self._dispatcher.run(group.unanswered())) as messages:
                         async for choice, message in messages:
                             for chunk in await self._written(choice, message, writers[choice]):
                                 for ready in selection.take(chunk):
                                     yield settle.book(ready)
-                                    call.driver = asyncio.current_task() or call.driver
+                                    call.goes_on()
             self._limiter.record(time.monotonic() - settle.arrived_s)
 
     async def _written(self, choice: Choice, message: NewTokens, writer: ModeratedAnswer) -> Sequence[GenerateChunk]:

@@ -96,7 +96,9 @@ class LiteralEncoder:
         Raises:
             InvalidRequest: the texts hold every character that could be the mark.
         """
-        everything = EDGE + EDGE.join(_texts(context, self._names)) + EDGE
+        texts: list[str] = []
+        _collect(context, self._names, texts)
+        everything = EDGE + EDGE.join(texts) + EDGE
         if not self._finder.is_suspect(everything):
             return None
         everything = everything.lower()
@@ -252,19 +254,19 @@ def _is_in_a_word(token: tokenizers.AddedToken, text: str, match: re.Match[str])
     return token.single_word and any(character.isalnum() or character == "_" for character in beside)
 
 
-def _texts(value: Any, names: Collection[str]) -> Iterator[str]:
-    match value:
-        case str():
-            yield value
-        case Mapping():
-            for key, each in value.items():
-                if key not in names:
-                    yield key
-                if not _is_word(key, each, names):
-                    yield from _texts(each, names)
-        case list() | tuple():
-            for each in value:
-                yield from _texts(each, names)
+def _collect(value: Any, names: Collection[str], texts: list[str]) -> None:
+    """Adds the client's texts in a value to the list. Every chat comes by here: the commonest type is asked first."""
+    if isinstance(value, str):
+        texts.append(value)
+    elif isinstance(value, dict | Mapping):
+        for key, each in value.items():
+            if key not in names:
+                texts.append(key)
+            if each is not None and not _is_word(key, each, names):
+                _collect(each, names, texts)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _collect(each, names, texts)
 
 
 def _marked(value: Any, finder: _Finder, mark: str, names: Collection[str]) -> Any:

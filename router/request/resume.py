@@ -43,8 +43,9 @@ class Call:
     """A request in flight, as a later call finds it."""
 
     driver: asyncio.Task[Any]
-    """The task that waits for the next chunk, or had the last one. The service notes it after each chunk: an HTTP
-    stream's first chunk is awaited by another task than the rest."""
+    """The task that waits for the next chunk, or had the last one."""
+    has_gone_on: bool = False
+    """Whether chunks after the first are asked for."""
     digest: bytes = b""
     """Digest of what determines its tokens; empty: not known yet."""
     group: ChoiceGroup | None = None
@@ -62,6 +63,13 @@ class Call:
     def begin(self, digest: bytes, group: ChoiceGroup) -> None:
         """Notes the choices, now that they are known."""
         self.digest, self.group = digest, group
+
+    def goes_on(self) -> None:
+        """Notes the task that asks for what follows the first chunk. One task awaits all the rest, but for an HTTP
+        stream it is another one than awaited the first.
+        """
+        if not self.has_gone_on:
+            self.has_gone_on, self.driver = True, asyncio.current_task() or self.driver
 
     def noted(self) -> dict[int, Noted]:
         """What has been generated of it, by choice."""

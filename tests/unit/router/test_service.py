@@ -6,11 +6,13 @@ tokenizer. Its dispatcher notes whether it was asked.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import random
 import re
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.api import ModelCard
+from baton.api import GenerateChunk, GenerateRequest, ModelCard, Text
 from baton.config import RouterConfig
 from baton.messages import NewTokens
 from baton.rpc import RpcServer
@@ -64,6 +66,18 @@ class OneToken:
     def answered(self, choice: Choice, num_tokens: int) -> None: ...
 
 
+class TwoTokens(OneToken):
+    """A dispatcher whose choices have two tokens and never come to their end."""
+
+    async def run(self, group: ChoiceGroup) -> AsyncIterator[tuple[Choice, NewTokens]]:
+        self.num_asked += 1
+        (choice,) = group.choices
+        for token_id in (5, 6):
+            choice.emitted.append(token_id)
+            yield choice, NewTokens(token_ids=(token_id,), finish_reason=None)
+        await asyncio.Event().wait()
+
+
 class Router:
     """Both doors of a router.
 
@@ -71,7 +85,7 @@ class Router:
         dispatcher: what its workers would have been asked.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, dispatcher: OneToken | None = None) -> None:
         facts = ModelFacts(
             id=MODEL,
             vocab_size=tokenizer.vocab_size,
@@ -79,10 +93,10 @@ class Router:
             default_sampling=tokenizer.default_sampling,
             default_max_tokens=RouterConfig().default_max_tokens,
         )
-        self.dispatcher = OneToken()
+        self.dispatcher = dispatcher or OneToken()
         stand_in: Any = self.dispatcher
         instruments = Instruments(cluster_status)
-        self._service = RouterService(
+        self.service = RouterService(
             LoadedModel(card=ModelCard(MODEL, "", 8192, 0), tokenizer=tokenizer, content_id="content", facts=facts),
             dispatcher=stand_in,
             limiter=Limiter(RouterConfig().max_in_flight),
@@ -96,12 +110,12 @@ class Router:
         self._tenants = TenantBook.configured("")
 
     def close(self) -> None:
-        self._service.close()
+        self.service.close()
 
     @contextlib.asynccontextmanager
     async def inference(self) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
         rpc = RpcServer(SERVICE_NAMES, [Authentication(self._tenants)])
-        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self._service), rpc.server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self.service), rpc.server)
         port = rpc.bind("127.0.0.1", 0)
         await rpc.start()
         try:
@@ -120,7 +134,7 @@ class Router:
         return caught.value.code(), caught.value.details() or ""
 
     async def post(self, path: str, body: object) -> httpx2.Response:
-        app = create_app(self._service, self._tenants, lambda: "", lambda: b"")
+        app = create_app(self.service, self._tenants, lambda: "", lambda: b"")
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://baton") as client:
@@ -280,6 +294,32 @@ async def test_whatever_a_client_sends_is_served_or_refused_by_name(tokenizer: T
     finally:
         router.close()
     assert codes.count(grpc.StatusCode.OK) > PER_ROUND / 20
+
+
+async def test_a_call_is_taken_over_from_the_task_that_awaits_it_not_from_the_one_that_did(
+    tokenizer: Tokenizer,
+) -> None:
+    """An HTTP stream's first chunk is awaited by another task than the rest."""
+    async with contextlib.AsyncExitStack() as closing:
+        router = Router(tokenizer, TwoTokens())
+        closing.callback(router.close)
+        request = GenerateRequest(prompt=Text("a"), request_id="r", sampling={"max_tokens": 9})
+        chunks = router.service.generate(request)
+        closing.push_async_callback(chunks.aclose)
+        assert (await anext(chunks)).token_ids == (5,)
+
+        async def rest() -> list[GenerateChunk]:
+            return [chunk async for chunk in chunks]
+
+        reading = asyncio.create_task(rest())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            again = router.service.generate(replace(request, resume_from={0: 1}))
+            closing.push_async_callback(again.aclose)
+            assert (await anext(again)).token_ids == (6,)
+        with pytest.raises(asyncio.CancelledError):
+            await reading
 
 
 async def test_a_good_request_is_passed_on(router: Router) -> None:
