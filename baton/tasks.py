@@ -22,7 +22,8 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def seen_through(future: asyncio.Future[T]) -> None:
-    """Waits until a future is done, even if cancelled meanwhile; the cancellation follows then.
+    """Waits until a future is done, even if cancelled meanwhile; the cancellation follows then, and what the future has
+    raised is dropped.
 
     Raises:
         CancelledError: the caller was cancelled, and the future is done.
@@ -34,4 +35,6 @@ async def seen_through(future: asyncio.Future[T]) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
+        if not future.cancelled():
+            future.exception()  # else asyncio would log one that nobody asks for
         raise cancelled
