@@ -77,6 +77,7 @@ class AnswerWriter:
 
         A token that ends the answer has no text, unless the client wants it.
         """
+        texts: list[str] = []
         deltas: list[Delta] = []
         begin, stopped = min(self.num_awaited, len(token_ids)), False
         for count, token_id in enumerate(token_ids, 1):
@@ -84,23 +85,29 @@ class AnswerWriter:
             is_end = finish_reason is FinishReason.STOP and count == len(token_ids)
             shown = [] if is_end and not self._params.include_stop_str_in_output else [token_id]
             text, stopped = self._stops.push(self._detokenizer.push(shown), self._may_stop)
-            delta = Delta(text) if self._channels is None else self._delta(text, self._channels)
-            if count > begin:
-                deltas.append(delta)
-            else:
+            delta = None if self._channels is None else self._delta(text, self._channels)
+            if count <= begin:
                 self.num_awaited -= 1
+            elif delta is None:
+                texts.append(text)
+            else:
+                deltas.append(delta)
             if stopped:
                 token_ids, finish_reason = token_ids[:count], FinishReason.STOP
                 break
         if token_ids:
             self._is_last_delivered = begin >= len(token_ids)
         if finish_reason is not None:
-            rest, stopped = self._rest(stopped)
-            deltas += [] if self._is_last_delivered else rest
+            text, stopped = self._rest(stopped)
+            if not self._is_last_delivered:
+                texts.append(text)
+            if self._channels is not None:
+                rest = [self._channels.push(text), self._channels.flush()]
+                deltas += [] if self._is_last_delivered else rest
             finish_reason = FinishReason.STOP if stopped else finish_reason
             if finish_reason is FinishReason.STOP and self._channels is not None and self._channels.has_calls:
                 finish_reason = FinishReason.TOOL_CALLS
-        delta = Delta.joined(deltas)
+        delta = Delta("".join(texts)) if self._channels is None else Delta.joined(deltas)
         return Piece(
             text=delta.text,
             token_ids=tuple(token_ids[begin:]),
@@ -119,16 +126,13 @@ class AnswerWriter:
         self._num_reasoning += was_reasoning or channels.is_reasoning
         return delta
 
-    def _rest(self, stopped: bool) -> tuple[list[Delta], bool]:
-        """What was held back of an answer that has ended -> (what it adds, whether a stop string was found)."""
-        texts = []
-        if not stopped:
-            for text, found in (self._stops.push(self._detokenizer.flush(), self._may_stop), self._stops.flush()):
-                texts.append(text)
-                stopped = stopped or found
-        if self._channels is None:
-            return [Delta(text) for text in texts], stopped
-        return [*map(self._channels.push, texts), self._channels.flush()], stopped
+    def _rest(self, stopped: bool) -> tuple[str, bool]:
+        """What was held back of an answer that has ended -> (its text, whether a stop string was found)."""
+        if stopped:
+            return "", True
+        text, stopped = self._stops.push(self._detokenizer.flush(), self._may_stop)
+        held, found = self._stops.flush()
+        return text + held, stopped or found
 
     @property
     def _may_stop(self) -> bool:

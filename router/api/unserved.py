@@ -93,5 +93,7 @@ def is_anthropics(path: str) -> bool:
 def _endpoint_of(path: str, endpoints: Collection[str]) -> str | None:
     """Returns the endpoint that a path is or lies below, the longest of several; None: there is none."""
     parts = path.split("/", _DEEPEST + 1)[: _DEEPEST + 1]
-    paths = ("/".join(parts[:count]) for count in range(len(parts), 1, -1))
-    return next((each for each in paths if each in endpoints), None)
+    for count in range(len(parts), 1, -1):
+        if (above := "/".join(parts[:count])) in endpoints:
+            return above
+    return None

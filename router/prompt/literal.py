@@ -164,8 +164,9 @@ class _Finder:
 
     def is_suspect(self, texts: str) -> bool:
         """Whether there is anything of that kind in texts, each of which stands between two edges."""
-        if any(pattern.search(texts) for pattern in self._sought):
-            return True
+        for pattern in self._sought:
+            if pattern.search(texts):
+                return True
         if not self._normalized:
             return False
         normal = self._normalizer.normalize_str(texts)
@@ -255,18 +256,20 @@ def _is_in_a_word(token: tokenizers.AddedToken, text: str, match: re.Match[str])
 
 
 def _collect(value: Any, names: Collection[str], texts: list[str]) -> None:
-    """Adds the client's texts in a value to the list. Every chat comes by here: the commonest type is asked first."""
+    """Adds the client's texts in a value to the list. Every chat comes by here, so the commonest type is first."""
     if isinstance(value, str):
         texts.append(value)
-    elif isinstance(value, dict | Mapping):
+    elif isinstance(value, dict):
         for key, each in value.items():
             if key not in names:
                 texts.append(key)
-            if each is not None and not _is_word(key, each, names):
+            if each and not _is_word(key, each, names):
                 _collect(each, names, texts)
     elif isinstance(value, list | tuple):
         for each in value:
             _collect(each, names, texts)
+    elif isinstance(value, Mapping):
+        _collect(dict(value), names, texts)
 
 
 def _marked(value: Any, finder: _Finder, mark: str, names: Collection[str]) -> Any:

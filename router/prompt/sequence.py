@@ -118,9 +118,10 @@ class SequenceBuilder:
 
 @functools.lru_cache(maxsize=MAX_SETTLED)
 def _for_workers(params: SamplingParams, vocab_size: int) -> SamplingParams:
-    """Returns what workers need to know, but for the seed where none is set."""
+    """Returns what workers need to know, but for the seed where none is set and random numbers are drawn."""
     top_k = params.top_k if 0 < params.top_k < vocab_size else 0
     logprobs = 0 if params.is_selected and params.logprobs is None else params.logprobs
     if params.use_beam_search:
         params = replace(params, beam_width=params.num_beams)
-    return replace(params, **_NO_ROUTERS_SAMPLING, top_k=top_k, logprobs=logprobs)
+    seed = 0 if params.seed is None and not (params.temperature or params.xtc_probability) else params.seed
+    return replace(params, **_NO_ROUTERS_SAMPLING, top_k=top_k, logprobs=logprobs, seed=seed)
