@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
-from baton.engine.core.draft_costs import DraftCosts
+from baton.engine.core.draft_costs import DraftCosts, DraftCurve
 from baton.engine.core.engine import Engine
 from baton.engine.core.ngrams import NO_GUESS, Guess, NgramIndex
 from baton.engine.core.outputs import Generated, Output
@@ -15,7 +15,7 @@ from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
 from baton.scores import TokenScores
 
-FREE = DraftCosts((), 0.0)
+FREE = DraftCosts({bits: DraftCurve((), 0.0) for bits in range(10)})
 """Drafts cost nothing: each one that may be right is taken."""
 
 

@@ -3,28 +3,42 @@
 A line would not do: some tokens more are nearly free while a step waits for its weights, and a kernel takes rows by the
 tile. So the cost is a curve through what steps with about 1, 2, 4, 8, ... drafts took beyond what they would have taken
 without. Where nothing was seen, a draft costs what a token of a prompt does.
+
+How far a step is from being full depends on how many sequences decode in it, and so does the curve: there is one for
+about 1, 2, 4, 8, ... of them. What a step without drafts takes is seen for each of these numbers, too: of the one line
+that planning has for all (`step_fit`) it may be as far off as what drafts gain.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 FORGETTING = 0.9
 """Weight of a step with drafts after the next one with about as many."""
+PLAIN_FORGETTING = 0.95
+"""Weight of a step without, after the next one with about as many sequences."""
 FADING = 0.998
 """Weight of it after the next step of any kind: what has looked too dear is tried again, after some hundred steps."""
 PRIOR_WEIGHT = 0.5
 """Weight of a prompt's costs, in steps."""
+LEAST_ALIKE = 2.5
+"""Weight of the steps without drafts in which about as many sequences decode, before there are drafts: of three."""
+LONGEST = 2.0
+"""A step that took longer than this many times what was predicted was delayed by something else."""
 
 
 @dataclass(frozen=True, slots=True)
-class DraftCosts:
-    """A curve."""
+class DraftCurve:
+    """What drafts add to steps in which about as many sequences decode."""
 
     points: tuple[tuple[float, float], ...]
     """Numbers of drafts in a step, rising, and the seconds that they add."""
     s_per_token: float
     """What each draft adds beyond the last point."""
+    plain: float = 1.0
+    """What such steps take without drafts, as a share of what is predicted for them."""
 
     def extra_s(self, num_drafts: int) -> float:
         """Returns what so many drafts add to a step, in seconds."""
@@ -36,36 +50,98 @@ class DraftCosts:
         return last_s + (num_drafts - last_number) * self.s_per_token
 
 
+@dataclass(frozen=True, slots=True)
+class DraftCosts:
+    """The curves of a worker."""
+
+    curves: Mapping[int, DraftCurve]
+    """By the length in bits of the number of sequences that decode. Where one is missing, too little is known."""
+
+    def curve(self, num_decoding: int) -> DraftCurve | None:
+        """Returns what drafts add where so many sequences decode; None: that is not known."""
+        return self.curves.get(num_decoding.bit_length())
+
+
+class _Sum(NamedTuple):
+    """Steps, the older the less of them."""
+
+    weight: float = 0.0
+    size: float = 0.0
+    """Of what is measured in a step, the sum."""
+    seconds: float = 0.0
+
+    def faded(self) -> _Sum:
+        return _Sum(self.weight * FADING, self.size * FADING, self.seconds * FADING)
+
+    def plus(self, size: float, seconds: float, forgetting: float) -> _Sum:
+        return _Sum(self.weight * forgetting + 1.0, self.size * forgetting + size, self.seconds * forgetting + seconds)
+
+
+_NOTHING = _Sum()
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Steps in which about as many sequences decode."""
+
+    plain: _Sum = _NOTHING
+    """Those without drafts, and the seconds that were predicted as their sizes."""
+    drafted: dict[int, _Sum] = field(default_factory=dict)
+    """Those with drafts by the length of their number in bits, their drafts, and what these added."""
+
+    def fade(self) -> None:
+        self.plain = self.plain.faded()
+        self.drafted = {bits: of_number.faded() for bits, of_number in self.drafted.items()}
+
+    @property
+    def plain_share(self) -> float:
+        return self.plain.seconds / self.plain.size if self.plain.weight else 1.0
+
+    def curve(self, s_per_token: float) -> DraftCurve:
+        points = []
+        for _, (weight, number, seconds) in sorted(self.drafted.items()):
+            mean = number / weight
+            extra_s = (seconds + PRIOR_WEIGHT * mean * s_per_token) / (weight + PRIOR_WEIGHT)
+            points.append((mean, max(0.0, extra_s)))
+        return DraftCurve(tuple(points), s_per_token, self.plain_share)
+
+
 class DraftFit:
-    """Learns the curve of a worker."""
+    """Learns the curves of a worker, from steps in which all sequences decode."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, tuple[float, float, float]] = {}
-        """Weight, drafts and seconds of steps, by the length of their number of drafts in bits."""
+        self._seen: dict[int, _Seen] = {}
+        """By the length in bits of the number of sequences that decode."""
 
     def fade(self) -> None:
         """Notes that there was a step."""
-        self._sums = {bits: (w * FADING, n * FADING, s * FADING) for bits, (w, n, s) in self._sums.items()}
+        for seen in self._seen.values():
+            seen.fade()
 
-    def observe(self, num_drafts: int, extra_s: float) -> None:
-        """Learns from a step with drafts."""
-        bits = num_drafts.bit_length()
-        weight, number, seconds = self._sums.get(bits, (0.0, 0.0, 0.0))
-        self._sums[bits] = (
-            weight * FORGETTING + 1.0,
-            number * FORGETTING + num_drafts,
-            seconds * FORGETTING + extra_s,
-        )
+    def observe(self, num_decoding: int, num_drafts: int, predicted_s: float, took_s: float) -> None:
+        """Learns from a step.
+
+        Args:
+            num_decoding: sequences that decode in it.
+            num_drafts: of all of them.
+            predicted_s: what it takes without drafts, as is thought of all steps together.
+            took_s: what it took.
+        """
+        seen = self._seen.setdefault(num_decoding.bit_length(), _Seen())
+        if not num_drafts:
+            longest_s = LONGEST * predicted_s * max(1.0, seen.plain_share)
+            seen.plain = seen.plain.plus(predicted_s, min(took_s, longest_s), PLAIN_FORGETTING)
+        elif seen.plain.weight:
+            plain_s = predicted_s * seen.plain_share
+            dearest_s = LONGEST * plain_s * max(1.0, num_drafts / num_decoding)
+            extra_s, bits = min(took_s - plain_s, dearest_s), num_drafts.bit_length()
+            seen.drafted[bits] = seen.drafted.get(bits, _NOTHING).plus(num_drafts, extra_s, FORGETTING)
 
     def costs(self, s_per_token: float) -> DraftCosts:
-        """Returns the curve so far.
+        """Returns the curves so far.
 
         Args:
             s_per_token: what a token of a prompt costs.
         """
-        points = []
-        for _, (weight, number, seconds) in sorted(self._sums.items()):
-            mean = number / weight
-            extra_s = (seconds + PRIOR_WEIGHT * mean * s_per_token) / (weight + PRIOR_WEIGHT)
-            points.append((mean, max(0.0, extra_s)))
-        return DraftCosts(tuple(points), s_per_token)
+        known = {bits: seen for bits, seen in self._seen.items() if seen.plain.weight >= LEAST_ALIKE}
+        return DraftCosts({bits: seen.curve(s_per_token) for bits, seen in known.items()})

@@ -8,7 +8,8 @@ many are taken as give the most tokens a second:
     ------------------------------------------------------------------
        time of the step without drafts + time that the drafts add
 
-What drafts add was measured (`draft_costs`), and so were the chances (`ngrams`).
+What steps take and what drafts add to them was measured for as many sequences (`draft_costs`), and so were the chances
+(`ngrams`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Sequence as SequenceOf
 from operator import itemgetter
 
 from baton.costs import StepCosts
-from baton.engine.core.draft_costs import DraftCosts
+from baton.engine.core.draft_costs import DraftCosts, DraftCurve
 from baton.engine.core.ngrams import Guess, NgramIndex
 from baton.engine.core.runner import StepInput, StepPart
 from baton.engine.core.sequence import Purpose, Sequence
@@ -45,8 +46,8 @@ class Drafter:
         self._most = most
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
-        self.costs: DraftCosts | None = None
-        """What drafts add to a step; None: that is not known, and there are none."""
+        self.costs = DraftCosts({})
+        """What drafts add to a step. Where that is not known, there are none."""
 
     def drafts(
         self, sequences: SequenceOf[Sequence], parts: SequenceOf[StepPart], budget: int, costs: StepCosts
@@ -58,7 +59,8 @@ class Drafter:
             budget: tokens that may be added.
             costs: what steps take.
         """
-        if self.costs is None:
+        curve = self.costs.curve(sum(part.is_decoding for part in parts))
+        if curve is None:
             return {}
         found = ((place, self._guess(*each)) for place, each in enumerate(zip(sequences, parts, strict=True)))
         guesses = {place: guess for place, guess in found if guess is not None and guess.token_ids}
@@ -69,7 +71,9 @@ class Drafter:
         size = StepSize.of(StepInput(tuple(parts)))
         num_prompt = size.num_new - size.num_decoding
         step_s = costs.step_s(num_prompt, size.num_pairs, size.num_decoding, size.num_kv_tokens)
-        number = _best_number([chance for chance, _ in chances[:budget]], len(parts), step_s, self.costs)
+        if not num_prompt:
+            step_s *= curve.plain
+        number = _best_number([chance for chance, _ in chances[:budget]], len(parts), step_s, curve)
         counts = Counter(place for _, place in chances[:number])
         return {place: guesses[place].token_ids[:count] for place, count in counts.items()}
 
@@ -90,18 +94,19 @@ class Drafter:
         return sequence.ngrams.guess(sequence.token_ids, most) if is_read and most > 0 else None
 
 
-def _best_number(chances: SequenceOf[float], num_parts: int, step_s: float, costs: DraftCosts) -> int:
+def _best_number(chances: SequenceOf[float], num_parts: int, step_s: float, curve: DraftCurve) -> int:
     """Returns how many drafts give the most tokens a second; 0 where that is hardly more than without.
 
     Args:
         chances: of the drafts, falling.
         num_parts: tokens that the step yields without.
         step_s: what it takes without.
+        curve: what they add.
     """
     best, number = LEAST_GAIN * num_parts / step_s, 0
     expected = float(num_parts)
     for count, chance in enumerate(chances, start=1):
         expected += chance
-        if (rate := expected / (step_s + costs.extra_s(count))) > best:
+        if (rate := expected / (step_s + curve.extra_s(count))) > best:
             best, number = rate, count
     return number

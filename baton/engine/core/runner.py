@@ -81,6 +81,11 @@ class StepPart(NamedTuple):
         return len(self.token_ids)
 
     @property
+    def num_known_tokens(self) -> int:
+        """The number of its tokens that are no drafts."""
+        return len(self.token_ids) - self.num_drafts
+
+    @property
     def scored_token_ids(self) -> tuple[int, ...]:
         """The prompt tokens that follow the step's first tokens, one each: those whose scores the step gives."""
         if not self.scores_prompt:

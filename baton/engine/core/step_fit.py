@@ -5,8 +5,8 @@ a sequence, a token of context. Steps with a prompt show, less what decoding add
 overhead, a token, a pair of tokens of which one attends to the other. Small prompts hide behind the reading of the
 weights and say nothing of computing.
 
-What drafts cost, tokens more of sequences that decode, is what steps with drafts take beyond the first line. Such steps
-do not move that line: where all steps have drafts, nothing would tell the two apart.
+What drafts cost, tokens more of sequences that decode, is what steps with drafts take beyond those without
+(`draft_costs`). Such steps do not move the first line: where all steps have drafts, nothing would tell the two apart.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from baton.engine.core.draft_costs import DraftCosts, DraftFit
 from baton.engine.core.runner import StepInput
 from baton.fit import CostFit
 
-LEAST_PLAIN = 8
-"""Steps without drafts in which all sequences decode, before there are drafts."""
+LEAST_PLAIN = 5
+"""Steps without drafts in which all sequences decode, before what drafts add to such steps is observed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class StepSize:
         """Returns the size of a step."""
         num_new = num_pairs = num_decoding = num_kv_tokens = num_drafts = 0
         for part in step.parts:
-            num_tokens, start = len(part.token_ids) - part.num_drafts, part.num_computed_tokens
+            num_tokens, start = part.num_known_tokens, part.num_computed_tokens
             num_new += num_tokens
             num_drafts += part.num_drafts
             if part.is_decoding:
@@ -65,23 +65,20 @@ class StepFit:
         self._drafts = DraftFit()
 
     @property
-    def draft_costs(self) -> DraftCosts | None:
-        """What drafts add to steps; None: what those without take is not known yet."""
-        if not self._knows_decoding:
-            return None
+    def draft_costs(self) -> DraftCosts:
+        """What drafts add to steps, as far as it is known."""
         return self._drafts.costs(self.costs.s_per_token)
-
-    @property
-    def _knows_decoding(self) -> bool:
-        return self._decoding.num_observations >= LEAST_PLAIN
 
     def observe(self, size: StepSize, took_s: float) -> None:
         """Learns from one step."""
         self._drafts.fade()
+        is_decoding = size.num_new == size.num_decoding
+        if is_decoding and self._decoding.num_observations >= LEAST_PLAIN:
+            predicted_s = self.costs.step_s(0, 0, size.num_decoding, size.num_kv_tokens)
+            self._drafts.observe(size.num_decoding, size.num_drafts, predicted_s, took_s)
         if size.num_drafts:
-            self._observe_drafts(size, took_s)
             return
-        if size.num_new == size.num_decoding:
+        if is_decoding:
             self._decoding.observe((1.0, size.num_decoding, size.num_kv_tokens), took_s)
         else:
             costs = self.costs
@@ -104,10 +101,3 @@ class StepFit:
             s_per_sequence=s_per_sequence,
             s_per_kv_token=s_per_kv_token,
         )
-
-    def _observe_drafts(self, size: StepSize, took_s: float) -> None:
-        """Learns from a step in which all sequences decode; beside a prompt, drafts are a small part of a step."""
-        if size.num_new > size.num_decoding or not self._knows_decoding:
-            return
-        plain_s = self.costs.step_s(0, 0, size.num_decoding, size.num_kv_tokens)
-        self._drafts.observe(size.num_drafts, min(took_s - plain_s, size.num_drafts * plain_s))  # the rest is a delay

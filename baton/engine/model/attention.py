@@ -8,14 +8,19 @@ context variable, because some models drop unknown keyword arguments on the way 
 The packed batch of a step, T tokens in one row:
 
     tokens   [ segment 0 | segment 1 | ... | decode 0 | decode 1 | ... ]      segment: several tokens of one sequence
-    queries  [1, heads, T, dim]      keys, values  [1, kv_heads, T, dim]      decode:  one token of one sequence
+    queries  [1, heads, T, dim]      keys, values  [1, kv_heads, T, dim]      decode:  one token, and drafts behind it
+
+Segments are attended one by one, each over its own keys, and decodes together: on a GPU all of them, as if each had
+as many drafts as the longest, since launching a kernel takes longer than what this computes in vain; elsewhere those
+that are equally long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -28,6 +33,8 @@ from baton.engine.core.runner import OnLayerDone, StepPart
 from baton.engine.model.kv_cache import KVCache
 
 ATTENTION_NAME = "baton_paged"
+PADDING_DEVICES = frozenset({"cuda"})
+"""Types of devices on which all decodes of a step are attended as one batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,68 @@ class Segment:
     """`[kv_heads * blocks]`: rows of the layer's page tensor, head by head."""
 
 
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """How the tokens of decodes, one after the other, are made equally long, and back."""
+
+    padded: torch.Tensor
+    """`[decodes * longest]`: for each place the token that stands in it, behind the last one of a decode that one."""
+    tokens: torch.Tensor
+    """`[tokens]`: the place of each token."""
+
+    @classmethod
+    def of(cls, counts: torch.Tensor, device: torch.device) -> Padding | None:
+        """Returns how decodes of so many tokens are padded, `[decodes]`; None: they are equally long."""
+        longest, counts = int(counts.max()), counts[:, None]
+        if longest == int(counts.min()):
+            return None
+        places = torch.arange(longest)
+        padded = counts.cumsum(0) - counts + torch.minimum(places, counts - 1)
+        return cls(padded.flatten().to(device), (places < counts).flatten().nonzero()[:, 0].to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """Decodes that are attended together."""
+
+    parts: Sequence[StepPart]
+    tokens: slice
+    """The packed tokens."""
+    padding: Padding | None
+
+    def rows(self, query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+        """Returns their queries, of all those of a step: `[heads, T, dim]` to `[decodes, kv_heads, rows, dim]`.
+
+        Query heads that share a KV head are packed into rows, token by token: K and V are never repeated.
+        """
+        num_heads, _, dim = query.shape
+        tokens = query[:, self.tokens].transpose(0, 1)
+        if self.padding is not None:
+            tokens = tokens.index_select(0, self.padding.padded)
+        by_head = tokens.reshape(len(self.parts), -1, num_kv_heads, num_heads // num_kv_heads, dim)
+        return by_head.transpose(1, 2).flatten(2, 3)
+
+    def unpacked(self, rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """Returns what came of the rows, `[decodes, kv_heads, rows, v_dim]`, as `[tokens, heads, v_dim]`."""
+        _, num_kv_heads, _, dim = rows.shape
+        by_token = rows.reshape(len(self.parts), num_kv_heads, -1, num_heads // num_kv_heads, dim).transpose(1, 2)
+        tokens = by_token.reshape(-1, num_heads, dim)
+        return tokens if self.padding is None else tokens.index_select(0, self.padding.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeIndex:
+    """The index tensors of decodes for one layer group."""
+
+    pages: torch.Tensor
+    """`[decodes * kv_heads * blocks]`, padded with the sequence's own first block."""
+    positions: torch.Tensor
+    """`[decodes, 1, rows, 1]`: position of each row's token, the last one it may see. Of decodes of one token, whose
+    rows are all alike, there is one."""
+    mask: torch.Tensor
+    """`[decodes, 1, rows, blocks * block_size]`: the places that each row may see."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupContext:
     """A step's index tensors for one layer group: all its layers share them."""
@@ -50,12 +119,8 @@ class GroupContext:
     write_offsets: torch.Tensor
     """`[T * kv_heads]`: its place in the page."""
     segments: tuple[Segment, ...]
-    decode_pages: torch.Tensor | None
-    """`[decodes * kv_heads * blocks]`, padded with the sequence's own first block; None when there are no decodes."""
-    decode_positions: torch.Tensor | None
-    """`[decodes, 1, 1, 1]`: position of each decode's token, the last one it may see."""
-    decode_mask: torch.Tensor | None
-    """`[decodes, 1, 1, blocks * block_size]`: the places it may see."""
+    decodes: tuple[DecodeIndex, ...]
+    """One for each of `StepContext.decodes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +129,7 @@ class StepContext:
 
     cache: KVCache
     groups: tuple[GroupContext, ...]
-    first_decode_row: int
-    num_decodes: int
+    decodes: tuple[Decodes, ...]
     on_layer_done: OnLayerDone
 
     def report_written(self, layer: int) -> None:
@@ -82,19 +146,49 @@ def set_step(step: StepContext) -> None:
     _STEP.set(step)
 
 
-def step_context(cache: KVCache, parts: Sequence[StepPart], on_layer_done: OnLayerDone) -> StepContext:
-    """Makes the index tensors of a step. `parts` are in packed order."""
-    num_segments = sum(len(part.token_ids) > 1 for part in parts)
+def step_context(
+    cache: KVCache, parts: Sequence[StepPart], num_sharing: int, on_layer_done: OnLayerDone
+) -> StepContext:
+    """Makes the index tensors of a step.
+
+    Args:
+        cache: this rank's.
+        parts: in packed order.
+        num_sharing: query heads for each KV head.
+        on_layer_done: see `Runner.execute`.
+    """
+    decodes = tuple(_decodes(parts, cache.device))
+    groups = range(len(cache.spec.groups))
     return StepContext(
         cache=cache,
-        groups=tuple(_group_context(cache, group, parts, num_segments) for group in range(len(cache.spec.groups))),
-        first_decode_row=sum(len(part.token_ids) for part in parts[:num_segments]),
-        num_decodes=len(parts) - num_segments,
+        groups=tuple(_group_context(cache, group, parts, decodes, num_sharing) for group in groups),
+        decodes=decodes,
         on_layer_done=on_layer_done,
     )
 
 
-def _group_context(cache: KVCache, group: int, parts: Sequence[StepPart], num_segments: int) -> GroupContext:
+def _decodes(parts: Sequence[StepPart], device: torch.device) -> Iterator[Decodes]:
+    """Yields the decodes of a step, those together that are attended together."""
+    begin = 0
+    for length, alike in groupby(parts, lambda part: _decode_length(part, device)):
+        batch = list(alike)
+        counts = torch.tensor([len(part.token_ids) for part in batch])
+        end = begin + int(counts.sum())
+        if length:
+            yield Decodes(batch, slice(begin, end), Padding.of(counts, device))
+        begin = end
+
+
+def _decode_length(part: StepPart, device: torch.device) -> int:
+    """Returns a number that decodes have in common which are attended together; 0: it is a segment."""
+    if part.num_known_tokens > 1:
+        return 0
+    return 1 if device.type in PADDING_DEVICES else len(part.token_ids)
+
+
+def _group_context(
+    cache: KVCache, group: int, parts: Sequence[StepPart], decodes: Sequence[Decodes], num_sharing: int
+) -> GroupContext:
     """Makes the index tensors of one layer group."""
     layers = cache.spec.groups[group]
     heads = torch.arange(layers.num_kv_heads)
@@ -106,28 +200,44 @@ def _group_context(cache: KVCache, group: int, parts: Sequence[StepPart], num_se
             for p, table in zip(parts, tables, strict=True)
         ]
     )
+    num_segments = len(parts) - sum(len(each.parts) for each in decodes)
     segments: list[Segment] = []
     row = 0
     for part, table in zip(parts[:num_segments], tables, strict=False):
         pages = (heads[:, None] + torch.tensor(table)[None] * layers.num_kv_heads).flatten()
         segments.append(Segment(row, len(part.token_ids), part.num_kv_tokens[group], pages.to(cache.device)))
         row += len(part.token_ids)
-    decode_pages = decode_positions = decode_mask = None
-    if decodes := tables[num_segments:]:
-        width = max(len(table) for table in decodes)
-        padded = torch.tensor([(*table, *table[:1] * (width - len(table))) for table in decodes])
-        decode_pages = (padded[:, None, :] * layers.num_kv_heads + heads[None, :, None]).flatten().to(cache.device)
-        at = torch.tensor([part.num_computed_tokens for part in parts[num_segments:]])
-        decode_positions = at.view(-1, 1, 1, 1).to(cache.device)
-        decode_mask = torch.arange(width * layers.block_size, device=cache.device) <= decode_positions
+    rest = iter(tables[num_segments:])
     return GroupContext(
         write_pages=(blocks[:, None] * layers.num_kv_heads + heads[None]).flatten().to(cache.device),
         write_offsets=(positions % layers.block_size).repeat_interleave(layers.num_kv_heads).to(cache.device),
         segments=tuple(segments),
-        decode_pages=decode_pages,
-        decode_positions=decode_positions,
-        decode_mask=decode_mask,
+        decodes=tuple(
+            _decode_index(cache.device, layers, list(islice(rest, len(each.parts))), _row_positions(each, num_sharing))
+            for each in decodes
+        ),
     )
+
+
+def _decode_index(
+    device: torch.device, layers: LayerGroup, tables: Sequence[tuple[int, ...]], positions: torch.Tensor
+) -> DecodeIndex:
+    heads = torch.arange(layers.num_kv_heads)
+    width = max(len(table) for table in tables)
+    padded = torch.tensor([(*table, *table[:1] * (width - len(table))) for table in tables])
+    pages = (padded[:, None, :] * layers.num_kv_heads + heads[None, :, None]).flatten().to(device)
+    positions = positions.to(device)
+    return DecodeIndex(pages, positions, torch.arange(width * layers.block_size, device=device) <= positions)
+
+
+def _row_positions(decodes: Decodes, num_sharing: int) -> torch.Tensor:
+    """Returns `DecodeIndex.positions`, on the CPU."""
+    begins = torch.tensor([part.num_computed_tokens for part in decodes.parts])[:, None]
+    ends = torch.tensor([part.end for part in decodes.parts])[:, None]
+    longest = int((ends - begins).max())
+    positions = torch.minimum(begins + torch.arange(longest), ends - 1)
+    rows = positions if longest == 1 else positions.repeat_interleave(num_sharing, dim=1)
+    return rows[:, None, :, None]
 
 
 def _table(part: StepPart, group: int, layers: LayerGroup) -> tuple[int, ...]:
@@ -180,7 +290,6 @@ def paged_attention(
     step.report_written(layer)
 
     num_heads, num_tokens = query.shape[1], query.shape[2]
-    num_groups = num_heads // group.num_kv_heads
     out = query.new_empty(num_tokens, num_heads, group.v_dim)
     for segment in context.segments:
         rows = slice(segment.row, segment.row + segment.num_tokens)
@@ -193,18 +302,16 @@ def paged_attention(
         out[rows] = _attend_segment(
             query[0, :, rows], keys[0], values[0], segment, scaling=scaling, sliding_window=sliding_window
         )
-    if context.decode_pages is not None and context.decode_positions is not None and context.decode_mask is not None:
-        shape = (step.num_decodes, group.num_kv_heads, -1)
-        keys = key_pages.index_select(0, context.decode_pages).view(*shape, group.k_dim)
-        values = value_pages.index_select(0, context.decode_pages).view(*shape, group.v_dim)
-        mask = context.decode_mask
+    for decodes, at in zip(step.decodes, context.decodes, strict=True):
+        shape = (len(decodes.parts), group.num_kv_heads, -1)
+        keys = key_pages.index_select(0, at.pages).view(*shape, group.k_dim)
+        values = value_pages.index_select(0, at.pages).view(*shape, group.v_dim)
+        mask = at.mask
         if sliding_window is not None:
-            at = torch.arange(keys.shape[2], device=keys.device)
-            mask = mask & (at > context.decode_positions - sliding_window)
-        # Query heads that share a KV head are packed into rows: K and V are never repeated.
-        packed = query[0, :, step.first_decode_row :].transpose(0, 1).reshape(*shape[:2], num_groups, group.k_dim)
-        decoded = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scaling)
-        out[step.first_decode_row :] = decoded.reshape(step.num_decodes, num_heads, group.v_dim)
+            mask = mask & (torch.arange(keys.shape[2], device=keys.device) > at.positions - sliding_window)
+        rows = decodes.rows(query[0], group.num_kv_heads)
+        attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
+        out[decodes.tokens] = decodes.unpacked(attended, num_heads)
     return out.unsqueeze(0), None
 
 

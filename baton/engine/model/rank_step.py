@@ -35,5 +35,11 @@ class RankStep:
 
 
 def order_for_packing(parts: Sequence[StepPart]) -> list[int]:
-    """Returns the parts' indices in packed order: segments first, then single tokens."""
-    return sorted(range(len(parts)), key=lambda index: len(parts[index].token_ids) == 1)
+    """Returns the parts' indices in packed order: segments first, then single tokens with the drafts behind them, those
+    that are equally long together.
+    """
+
+    def length(index: int) -> int:
+        return len(parts[index].token_ids) if parts[index].num_known_tokens == 1 else 0
+
+    return sorted(range(len(parts)), key=length)

@@ -73,6 +73,9 @@ class ModelRank:
         _require_complete(model.path, type(self.model).__name__, report)
         self.model.to(cache.device).eval()
         self.cache = cache
+        config = self.model.config
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self._num_sharing: int = config.num_attention_heads // num_kv_heads
 
     @torch.inference_mode()
     def compute(self, step: RankStep, on_layer_done: OnLayerDone) -> torch.Tensor:
@@ -88,7 +91,7 @@ class ModelRank:
         token_ids = torch.tensor([[token for part in parts for token in part.token_ids]], device=device)
         positions = torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts])[None].to(device)
         self.cache.clear_blocks(begun_blocks(self.cache, parts))
-        set_step(step_context(self.cache, parts, on_layer_done))
+        set_step(step_context(self.cache, parts, self._num_sharing, on_layer_done))
         # With no row to sample from, one row of logits is computed for nothing: 0 would mean all of them.
         rows = torch.tensor(step.logit_rows, device=device) if step.logit_rows else 1
         logits: torch.Tensor = self.model(

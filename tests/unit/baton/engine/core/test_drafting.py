@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.core import ngrams
-from baton.engine.core.draft_costs import DraftCosts
+from baton.engine.core.draft_costs import DraftCosts, DraftCurve
 from baton.engine.core.engine import Engine
 from baton.engine.core.ngrams import NO_GUESS, Guess, NgramIndex
 from baton.engine.core.outputs import Generated, Preempted, Refused
@@ -72,10 +73,11 @@ def make_engine(
     *,
     vocab_size: int = VOCAB_SIZE,
     max_num_batched_tokens: int = 64,
+    max_num_seqs: int = 8,
     **runner: Any,
 ) -> Engine:
     limits = SchedulerLimits(
-        max_num_seqs=8,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         output_reservation=8,
         max_draft_tokens=most,
@@ -501,12 +503,12 @@ def test_a_failure_comes_after_the_tokens_before_it() -> None:
 # -- how many ----------------------------------------------------------------------------------------------------------
 
 
-def chosen(chance: float, most: int, costs: DraftCosts, num_decoding: int = 1) -> list[int]:
+def chosen(chance: float, most: int, curve: DraftCurve, num_decoding: int = 1) -> list[int]:
     """How many drafts each of several sequences gets whose guesses are right with this chance, one after the other."""
     engine = make_engine(most)
     drafter = engine.scheduler.drafter
     assert drafter is not None
-    drafter.costs = costs
+    drafter.costs = DraftCosts({num_decoding.bit_length(): curve})
     engine.scheduler.costs = step_costs(s_overhead=0.002, s_weights=0.008)
 
     class Likely(Known):
@@ -525,69 +527,135 @@ def chosen(chance: float, most: int, costs: DraftCosts, num_decoding: int = 1) -
 
 
 def test_the_number_of_drafts_follows_gain_and_cost() -> None:
-    assert chosen(1.0, 8, DraftCosts((), 0.001)) == [8]
-    assert chosen(0.5, 8, DraftCosts((), 0.001)) == [2], "1.75 tokens in 12 ms"
-    assert chosen(0.1, 8, DraftCosts((), 0.001)) == [0]
-    assert chosen(0.9, 8, DraftCosts((), 0.01)) == [0], "a draft costs as much as a step"
-    assert chosen(0.5, 8, DraftCosts((), 0.001), num_decoding=6) == [0] * 6, "a tenth of a step for half a token of six"
-    assert chosen(0.8, 8, DraftCosts((), 0.0001), num_decoding=3) == [8] * 3
+    assert chosen(1.0, 8, DraftCurve((), 0.001)) == [8]
+    assert chosen(0.5, 8, DraftCurve((), 0.001)) == [2], "1.75 tokens in 12 ms"
+    assert chosen(0.1, 8, DraftCurve((), 0.001)) == [0]
+    assert chosen(0.9, 8, DraftCurve((), 0.01)) == [0], "a draft costs as much as a step"
+    assert chosen(0.5, 8, DraftCurve((), 0.001), num_decoding=6) == [0] * 6, "a tenth of a step for half a token of six"
+    assert chosen(0.8, 8, DraftCurve((), 0.0001), num_decoding=3) == [8] * 3
 
 
 def test_a_step_of_drafts_that_is_dear_at_first_is_taken_whole() -> None:
     """One costs a whole step and eight no more: eight are taken, though one would not be worth it."""
-    costs = DraftCosts(((1.0, 0.01), (8.0, 0.01)), 0.01)
-    assert chosen(0.9, 8, costs) == [8]
-    assert chosen(0.9, 1, costs) == [0]
-    assert chosen(0.5, 2, costs) == [0]
+    curve = DraftCurve(((1.0, 0.01), (8.0, 0.01)), 0.01)
+    assert chosen(0.9, 8, curve) == [8]
+    assert chosen(0.9, 1, curve) == [0]
+    assert chosen(0.5, 2, curve) == [0]
 
 
 def test_the_curve_of_costs_goes_through_what_was_seen() -> None:
-    costs = DraftCosts(((2.0, 0.01), (8.0, 0.016)), 0.003)
-    found = [costs.extra_s(number) for number in (1, 2, 5, 8, 10)]
+    curve = DraftCurve(((2.0, 0.01), (8.0, 0.016)), 0.003)
+    found = [curve.extra_s(number) for number in (1, 2, 5, 8, 10)]
     assert found == pytest.approx([0.005, 0.01, 0.013, 0.016, 0.022])
 
 
 TRUE = step_costs(s_overhead=0.002, s_weights=0.008, s_per_sequence=0.001, s_per_kv_token=1e-6)
 
 
-def learned(fit: StepFit, num_steps: int, extra_s: dict[int, float], seed: int = 1) -> StepFit:
+def plain_s(num_decoding: int, num_kv_tokens: int) -> float:
+    """No line: from eight sequences on a step is full."""
+    return TRUE.step_s(0, 0, num_decoding, num_kv_tokens) + 0.008 * max(0, num_decoding - 8)
+
+
+def learned(fit: StepFit, num_steps: int, extra_s: dict[tuple[int, int], float], seed: int = 1) -> StepFit:
+    """Learns from steps of 1 to 16 sequences, with the numbers of sequences and drafts that cost something."""
     draw = random.Random(seed)
     for _ in range(num_steps):
-        num_decoding, num_kv_tokens = draw.randrange(1, 9), draw.randrange(100, 4000)
-        drafts = draw.choice([0, *extra_s])
-        took_s = TRUE.step_s(0, 0, num_decoding, num_kv_tokens) + (extra_s[drafts] if drafts else 0.0)
+        num_decoding, num_kv_tokens = draw.choice((1, 2, 4, 8, 16)), draw.randrange(100, 4000)
+        drafts = draw.choice([0, *(number for sequences, number in extra_s if sequences == num_decoding)])
+        took_s = plain_s(num_decoding, num_kv_tokens) + extra_s.get((num_decoding, drafts), 0.0)
         size = StepSize(num_new=num_decoding, num_decoding=num_decoding, num_kv_tokens=num_kv_tokens, num_drafts=drafts)
         fit.observe(size, took_s * draw.uniform(0.95, 1.05))
     return fit
 
 
-def test_a_worker_learns_what_drafts_cost() -> None:
-    fit = learned(StepFit(), 600, {1: 0.002, 3: 0.009, 6: 0.010, 12: 0.02})
-    costs = fit.draft_costs
-    assert costs is not None
-    for number, extra_s in {1: 0.002, 3: 0.009, 6: 0.010, 12: 0.02}.items():
-        assert costs.extra_s(number) == pytest.approx(extra_s, rel=0.25)
-    assert fit.costs.step_s(0, 0, 4, 2000) == pytest.approx(TRUE.step_s(0, 0, 4, 2000), rel=0.1)
+def curve_of(fit: StepFit, num_decoding: int) -> DraftCurve:
+    curve = fit.draft_costs.curve(num_decoding)
+    assert curve is not None
+    return curve
+
+
+def test_a_worker_learns_what_drafts_cost_beside_as_many_sequences() -> None:
+    extra_s = {(1, 1): 0.002, (1, 3): 0.009, (1, 6): 0.010, (1, 12): 0.02, (16, 3): 0.03, (16, 12): 0.05}
+    fit = learned(StepFit(), 1500, extra_s)
+    for (num_decoding, number), expected_s in extra_s.items():
+        assert curve_of(fit, num_decoding).extra_s(number) == pytest.approx(expected_s, rel=0.25, abs=5e-4)
+    for num_decoding in (1, 4, 8, 16):
+        predicted_s = fit.costs.step_s(0, 0, num_decoding, 2000) * curve_of(fit, num_decoding).plain
+        assert predicted_s == pytest.approx(plain_s(num_decoding, 2000), rel=0.1)
+    assert fit.costs.step_s(0, 0, 16, 2000) < 0.5 * plain_s(16, 2000), "the one line for all is not as good"
+
+
+def test_nothing_is_known_of_numbers_of_sequences_that_were_not_seen() -> None:
+    fit = StepFit()
+    size = StepSize(num_new=2, num_decoding=2, num_kv_tokens=100)
+    for number in range(30):
+        fit.observe(size, 0.01)
+        assert (fit.draft_costs.curve(2) is None) == (number < 5 + 2), number
+    assert fit.draft_costs.curve(3) is not None
+    assert fit.draft_costs.curve(1) is None
+    assert fit.draft_costs.curve(4) is None
+    for _ in range(3000):
+        fit.observe(StepSize(num_new=1, num_decoding=1, num_kv_tokens=100), 0.01)
+    assert fit.draft_costs.curve(2) is None, "it has been too long"
 
 
 def test_a_delay_is_no_cost_and_what_looked_dear_is_tried_again() -> None:
     fit = learned(StepFit(), 100, {})
     fit.observe(StepSize(num_new=1, num_decoding=1, num_kv_tokens=100, num_drafts=2), 60.0)
-    costs = fit.draft_costs
-    assert costs is not None
-    dear = costs.extra_s(2)
+    dear = curve_of(fit, 1).extra_s(2)
     assert dear < 0.05
+    fit.observe(StepSize(num_new=1, num_decoding=1, num_kv_tokens=100), 60.0)
+    assert curve_of(fit, 1).plain < 1.2
     learned(fit, 3000, {}, seed=2)
-    costs = fit.draft_costs
-    assert costs is not None
-    assert costs.extra_s(2) < dear / 10
+    assert curve_of(fit, 1).extra_s(2) < dear / 10
 
 
 def test_a_step_with_a_prompt_says_nothing_of_drafts() -> None:
     fit = learned(StepFit(), 100, {})
-    before = fit.draft_costs, fit.costs
+    before, costs = curve_of(fit, 1), fit.costs
     fit.observe(StepSize(num_new=65, num_pairs=4096, num_decoding=1, num_kv_tokens=100, num_drafts=4), 5.0)
-    assert (fit.draft_costs, fit.costs) == before
+    assert (curve_of(fit, 1).points, fit.costs) == (before.points, costs)
+
+
+def test_gain_is_not_expected_where_a_step_is_faster_than_the_line_for_all_says() -> None:
+    """Steps of two tokens in the time of one: worth it by what the line says of the step without, and not in truth."""
+    curve = DraftCurve((), 0.006)
+    assert chosen(0.95, 1, curve) == [1]
+    assert chosen(0.95, 1, replace(curve, plain=0.7)) == [0]
+
+
+@pytest.mark.parametrize("s_per_sequence", [0.0, 0.004])
+def test_drafts_of_many_sequences_are_taken_where_they_gain(s_per_sequence: float) -> None:
+    """Of 64 sequences that are guessed right. Were each attended by itself, one draft each would be a loss, and as many
+    as a step holds a gain.
+    """
+    fit = StepFit()
+    engine = make_engine(12, 600, max_num_batched_tokens=512, max_num_seqs=64)
+    assert engine.scheduler.drafter is not None
+    sequences = [
+        engine.add(
+            sequence_spec([5 + n % 60] * 9, f"{n}", max_tokens=90, allowed_token_ids=(5 + n % 60,)),
+            Purpose.GENERATE,
+            0.0,
+        )
+        for n in range(64)
+    ]
+    spent_s = num_tokens = 0.0
+    while len(engine.sequences) == 64 or not num_tokens:
+        batch, _ = engine.schedule(0.0)
+        size = StepSize.of(batch)
+        num_drafted = sum(part.num_drafts > 0 for part in batch.parts)
+        took_s = 0.045 + s_per_sequence * num_drafted + 3e-5 * batch.num_scheduled_tokens
+        before = sum(len(sequence.token_ids) for sequence in sequences)
+        engine.commit(batch, engine.runner.execute(batch), 0.0)
+        fit.observe(size, took_s)
+        engine.scheduler.drafter.costs, engine.scheduler.costs = fit.draft_costs, fit.costs
+        if size.num_new == size.num_decoding == 64:
+            spent_s += took_s
+            num_tokens += sum(len(sequence.token_ids) for sequence in sequences) - before
+    plain = 64 / (0.045 + 3e-5 * 64)
+    assert num_tokens / spent_s > (1.0 if s_per_sequence else 2.0) * plain
 
 
 def test_the_last_block_key_is_of_known_tokens() -> None:
