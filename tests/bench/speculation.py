@@ -37,9 +37,11 @@ FREE = (
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 CASES = (
     ("copying", COPYING, 1, 0.0, ">= 1.4"),
+    ("copying", COPYING, 8, 0.0, ""),
     ("copying", COPYING, 16, 0.0, ""),
     ("free", FREE, 1, 0.0, ">= 0.98"),
     ("free, temperature 1", FREE, 1, 1.0, ">= 0.98"),
+    ("free", FREE, 8, 0.0, ">= 0.98"),
     ("free", FREE, 16, 0.0, ">= 0.98"),
     ("free, temperature 1", FREE, 16, 1.0, ">= 0.98"),
 )
@@ -113,9 +115,13 @@ class _Arm:
 
 def run(quick: bool) -> Report:
     path = Path(resolve(ModelConfig(), cache_dir(load().cluster)).path)
+    return Report("speculation", [_table(path, name, quick) for name in ("auto", "transformers")])
+
+
+def _table(path: Path, runner_name: str, quick: bool) -> Table:
     num_rounds, num_tokens = (2, 32) if quick else (5, 128)
     tokenizer = Tokenizer.load(path)
-    config = EngineConfig(num_threads=1, kv_cache_gib=0.5)
+    config = EngineConfig(num_threads=1, kv_cache_gib=0.5, runner=runner_name)
     model = ModelConfig(path=str(path), dtype="float32", device="cpu")
     runner = make_runner(model, config, cache_dir(load().cluster))
     arms = {"plain": _Arm(runner, 0), "drafts": _Arm(runner, config.max_draft_tokens)}
@@ -144,7 +150,8 @@ def run(quick: bool) -> Report:
                 f"{same} of {num_rounds}",
             )
         )
-    return Report("speculation", [table])
+    runner.close()
+    return table
 
 
 def _prompt(tokenizer: Tokenizer, text: str) -> list[int]:

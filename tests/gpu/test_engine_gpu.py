@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.engine import Engine
+from baton.engine.core.ngrams import Guess, NgramIndex
 from baton.engine.core.outputs import Generated
 from baton.engine.core.runner import Fence, StepOutput
 from baton.engine.core.scheduler import SchedulerLimits
@@ -18,6 +20,7 @@ from baton.engine.model.transformers_runner import TransformersRunner
 from baton.messages import SequenceSpec
 from tests.integration.test_engine_models import load_reference, refer, same_up_to_near_ties
 from tests.support.builders import sequence_spec
+from tests.support.guessing import FREE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,18 +32,33 @@ def make_spec(name: str, prompt: list[int]) -> SequenceSpec:
     return sequence_spec(prompt, name, max_tokens=16)
 
 
-def test_tokens_equal_generate_in_float32(model_dir: Path) -> None:
+class Sevens(NgramIndex):
+    """Guesses the same token as often as it may, up to 12 times and less often by turns."""
+
+    def read(self, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
+        return True
+
+    def guess(self, token_ids: Sequence[int], most: int) -> Guess:
+        number = min(most, len(token_ids) % 13)
+        return Guess((7,) * number, tuple(0.9**place for place in range(1, number + 1)))
+
+
+def test_tokens_equal_generate_in_float32_with_drafts(model_dir: Path) -> None:
+    """Prompts of any length, some of which repeat themselves, as the answers to them do; each likely guess is taken."""
     config = EngineConfig(num_blocks=1024)
     runner = TransformersRunner(ModelConfig(path=str(model_dir), dtype="float32", device="cuda"), config)
     engine = Engine(
         runner,
-        SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=512, output_reservation=512),
+        SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=512, output_reservation=512, max_draft_tokens=12),
     )
+    assert engine.scheduler.drafter is not None
+    engine.scheduler.drafter.costs = FREE
     reference = load_reference(model_dir).cuda()
     reference.generation_config.eos_token_id = None
     reference.generation_config.pad_token_id = 2
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 49000, (n,), generator=generator).tolist() for n in (1, 16, 17, 100, 700, 2000)]
+    prompts += [(prompts[3][:length] * 5)[: 5 * length - 7] for length in (20, 33, 60)]
     for index, prompt in enumerate(prompts):
         engine.add(make_spec(str(index), prompt), Purpose.GENERATE, now=0.0)
     answers: dict[str, list[int]] = {}
@@ -52,6 +70,9 @@ def test_tokens_equal_generate_in_float32(model_dir: Path) -> None:
         engine.check()
     references = [refer(reference, prompt, 16) for prompt in prompts]
     got = [answers[str(index)] for index in range(len(prompts))]
+    load = engine.load()
+    print(f"{load.accepted_tokens} of {load.drafted_tokens} drafts accepted")
+    assert load.accepted_tokens >= 12
     num_same = sum(map(same_up_to_near_ties, got, references))
     print(f"{num_same} of {len(prompts)} answers equal to the last token")
     assert num_same >= len(prompts) - 1, "too many near ties for a test that means something"
@@ -59,25 +80,30 @@ def test_tokens_equal_generate_in_float32(model_dir: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_no_step_writes_all_scores_out_or_waits_for_a_plan(dtype: str, model_dir: Path) -> None:
-    """Whole prompts, further chunks and decode batches, all with the kernels that take any shape as it comes."""
+    """Whole prompts, further chunks, decode batches with drafts: all by the kernels that take any shape as it comes."""
     config = EngineConfig(num_blocks=1024)
     runner = TransformersRunner(ModelConfig(path=str(model_dir), dtype=dtype, device="cuda"), config)
-    limits = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=1024, output_reservation=64)
+    limits = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=1024, output_reservation=64, max_draft_tokens=12)
     engine = Engine(runner, limits)
+    assert engine.scheduler.drafter is not None
+    engine.scheduler.drafter.costs = FREE
     for length in (3, 700, 3000):
-        engine.add(make_spec(str(length), [7] * length), Purpose.GENERATE, now=0.0)
+        sequence = engine.add(make_spec(str(length), [7] * length), Purpose.GENERATE, now=0.0)
+        sequence.ngrams = Sevens(1)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    num_steps = 0
+    num_steps = num_drafted = 0
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
         while batch := engine.schedule(0.0)[0]:
             engine.commit(batch, runner.execute(batch), 0.0)
             num_steps += 1
-    assert num_steps > 16
+            num_drafted += any(part.num_drafts for part in batch.parts)
+    assert num_steps > 4
+    assert num_drafted > 1
     peak = torch.cuda.max_memory_allocated() - before
     print(f"{dtype}: {peak / 2**20:.0f} MiB at most beside weights and pool")
     scores_bytes = 9 * 1024 * 3000 * 4  # of one layer of the model, for the last chunk
-    logits_bytes = 4 * 49152 * 4
+    logits_bytes = 3 * 13 * 49152 * 4
     assert peak < scores_bytes + logits_bytes
 
 

@@ -31,6 +31,7 @@ from baton.engine.core.outputs import Generated
 from baton.engine.core.runner import Fence, OnLayerDone, Runner, StepInput, StepOutput, ignore_layer
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence
+from baton.engine.model import attention
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.rank_step import RankStep
 from baton.engine.model.transformers_model import LLAMA_FAMILY, ModelRank, load_config
@@ -314,8 +315,14 @@ def drafted_and_plain(engine: Engine, plain: Engine) -> tuple[list[list[int]], l
     return [one.token_ids for one in again], [one.token_ids for one in told]
 
 
+@pytest.mark.parametrize("pads", [False, True])
 @pytest.mark.parametrize(("kind", "extra"), [("llama", {}), ("mistral", {"head_dim": 32, "sliding_window": WINDOW})])
-def test_drafts_change_no_answer(kind: str, extra: dict[str, Any], tmp_path: Path) -> None:
+def test_drafts_change_no_answer(
+    kind: str, extra: dict[str, Any], pads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With decodes attended by length, and all at once as on a GPU."""
+    if pads:
+        monkeypatch.setattr(attention, "PADDING_DEVICES", frozenset({"cpu"}))
     save_tiny(kind, extra, tmp_path)
     plain = make_engine(tmp_path, replace(ENGINE, speculation="off"))
     drafted, told = drafted_and_plain(make_engine(tmp_path), plain)

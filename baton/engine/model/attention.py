@@ -309,8 +309,8 @@ def paged_attention(
         mask = at.mask
         if sliding_window is not None:
             mask = mask & (torch.arange(keys.shape[2], device=keys.device) > at.positions - sliding_window)
-        rows = decodes.rows(query[0], group.num_kv_heads)
-        attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
+        queries = decodes.rows(query[0], group.num_kv_heads)
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
         out[decodes.tokens] = decodes.unpacked(attended, num_heads)
     return out.unsqueeze(0), None
 

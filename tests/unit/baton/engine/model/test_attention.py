@@ -67,7 +67,7 @@ def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
         sizes.append(len(query))
         return attend(query, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
     return sizes
 
 
