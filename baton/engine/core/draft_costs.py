@@ -20,7 +20,9 @@ FORGETTING = 0.9
 PLAIN_FORGETTING = 0.95
 """Weight of a step without, after the next one with about as many sequences."""
 FADING = 0.998
-"""Weight of it after the next step of any kind: what has looked too dear is tried again, after some hundred steps."""
+"""Weight of either after the next step of any kind: what looked too dear is tried again some hundred steps later."""
+FORGOTTEN = 0.01
+"""Steps with drafts of less weight are as good as none."""
 PRIOR_WEIGHT = 0.5
 """Weight of a prompt's costs, in steps."""
 LEAST_ALIKE = 2.5
@@ -55,7 +57,8 @@ class DraftCosts:
     """The curves of a worker."""
 
     curves: Mapping[int, DraftCurve]
-    """By the length in bits of the number of sequences that decode. Where one is missing, too little is known."""
+    """Each stands under the length in bits of a number of sequences that decode. Of numbers whose curve is missing, too
+    little is known."""
 
     def curve(self, num_decoding: int) -> DraftCurve | None:
         """Returns what drafts add where so many sequences decode; None: that is not known."""
@@ -67,7 +70,7 @@ class _Sum(NamedTuple):
 
     weight: float = 0.0
     size: float = 0.0
-    """Of what is measured in a step, the sum."""
+    """The sum of what says how large each is."""
     seconds: float = 0.0
 
     def faded(self) -> _Sum:
@@ -85,13 +88,15 @@ class _Seen:
     """Steps in which about as many sequences decode."""
 
     plain: _Sum = _NOTHING
-    """Those without drafts, and the seconds that were predicted as their sizes."""
+    """Steps without drafts; the size of each is the seconds that were predicted."""
     drafted: dict[int, _Sum] = field(default_factory=dict)
-    """Those with drafts by the length of their number in bits, their drafts, and what these added."""
+    """Steps with drafts, under the length in bits of their number. The size of each is that number, its seconds are
+    what they added."""
 
     def fade(self) -> None:
         self.plain = self.plain.faded()
-        self.drafted = {bits: of_number.faded() for bits, of_number in self.drafted.items()}
+        faded = {bits: of_number.faded() for bits, of_number in self.drafted.items()}
+        self.drafted = {bits: of_number for bits, of_number in faded.items() if of_number.weight > FORGOTTEN}
 
     @property
     def plain_share(self) -> float:
@@ -111,7 +116,7 @@ class DraftFit:
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
-        """By the length in bits of the number of sequences that decode."""
+        """Steps are kept apart by the length in bits of the number of sequences that decode."""
 
     def fade(self) -> None:
         """Notes that there was a step."""
