@@ -182,7 +182,7 @@ class GenerateChunk:
     """What the tenant has left of its limits: in the first chunk, where there are limits. HTTP has it in headers."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
     """A served model, as clients see it."""
 
@@ -190,6 +190,8 @@ class ModelCard:
     path: str
     max_model_len: int
     created: int
+    weights: str
+    """What they were made to, as `model.weights` names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,9 +29,9 @@ GRANULE_BYTES = GRANULE * 4
 assert array("I").itemsize == 4
 
 
-def content_id(model_revision: str, adapter: str = "") -> str:
+def content_id(model_identity: str, adapter: str = "") -> str:
     """Identity of what the cache content is computed with; 32 hexadecimal digits."""
-    return hashlib.blake2b(f"{model_revision}\0{adapter}".encode(), digest_size=KEY_BYTES).hexdigest()
+    return hashlib.blake2b(f"{model_identity}\0{adapter}".encode(), digest_size=KEY_BYTES).hexdigest()
 
 
 def cache_seed(content: str, secret: bytes, cache_scope: str) -> bytes:

@@ -236,10 +236,16 @@ def _load_model(config: Config) -> LoadedModel:
     name = config.model.served_name or Path(config.model.path).name
     max_model_len = min(tokenizer.max_model_len or UNKNOWN_LENGTH, config.engine.max_model_len or UNKNOWN_LENGTH)
     return LoadedModel(
-        card=ModelCard(name, config.model.path, max_model_len, int(time.time())),
+        card=ModelCard(
+            id=name,
+            path=config.model.path,
+            max_model_len=max_model_len,
+            created=int(time.time()),
+            weights=config.model.weights,
+        ),
         tokenizer=tokenizer,
         format=AnswerFormat.load(tokenizer),
-        content_id=content_id(config.model.revision),
+        content_id=content_id(config.model.identity),
         facts=ModelFacts(
             id=name,
             vocab_size=tokenizer.vocab_size,

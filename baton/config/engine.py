@@ -44,6 +44,28 @@ class ModelConfig:
     """Type of the weights. auto: float32 on a CPU, the model's own on a GPU."""
     device: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"
     """Device of the weights and of the KV cache. auto: a GPU where there is one."""
+    weights: Annotated[str, OneOf("exact", "bf16", "int8g")] = "exact"
+    """What the weights are made to before they are used. exact: nothing. bf16: those that are float32 and have no smaller
+    form without loss are rounded to bfloat16, and computed with in float32. int8g: the layers' products are those of 8-bit
+    integers in groups of 32, the fastest on a CPU, at a small loss of quality (docs/native.md). The latter two run on the
+    native step alone, and only workers with the same value exchange KV."""
+
+    @property
+    def identity(self) -> str:
+        """What KV is computed with: the revision, and the weights' mode where they are not exact."""
+        return self.revision if self.weights == "exact" else f"{self.revision}\0{self.weights}"
+
+    def require_exact(self, runner: str) -> None:
+        """Refuses weights that are to be made to something else.
+
+        Args:
+            runner: the engine that cannot do it, in words, perhaps with the reason.
+
+        Raises:
+            ConfigError: they are; the message names the setting.
+        """
+        if self.weights != "exact":
+            raise ConfigError(f"model.weights {self.weights} needs the native step: {runner}; set it to exact")
 
 
 @section("engine")

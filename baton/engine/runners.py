@@ -32,7 +32,7 @@ def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path) -> Runner
     from baton.engine.model.logits_runner import LogitsRunner
 
     engine.refuse_unknown(LogitsRunner.unknown_settings)
-    why = "engine.runner says so"
+    why = "engine.runner is transformers"
     if engine.runner != "transformers":
         from baton.engine.native.runner import NativeRunner
 
@@ -45,6 +45,7 @@ def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path) -> Runner
         else:
             logger.info("the model runs natively: its type, this machine and the settings allow it")
             return runner
+    model.require_exact(why)
     from baton.engine.model.transformers_runner import TransformersRunner
 
     logger.info("the model runs on transformers: %s", why)
@@ -55,6 +56,7 @@ def _arithmetic(model: ModelConfig, engine: EngineConfig) -> Runner:
     from baton.engine.model.arithmetic import ArithmeticRunner
 
     engine.refuse_unknown(ArithmeticRunner.unknown_settings)
+    model.require_exact("engine.runner is arithmetic")
     return ArithmeticRunner(
         engine.num_blocks or ARITHMETIC_BLOCKS,
         engine.block_size,

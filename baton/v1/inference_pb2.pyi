@@ -1085,6 +1085,7 @@ class Model(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     CREATED_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     path: _builtins.str
     """Folder of the model on the serving side."""
@@ -1092,6 +1093,8 @@ class Model(_message.Message):
     """Longest prompt + answer, in tokens."""
     created: _builtins.int
     """Unix seconds."""
+    weights: _builtins.str
+    """What the weights were made to: exact, bf16 or int8g."""
     def __init__(
         self,
         *,
@@ -1099,10 +1102,11 @@ class Model(_message.Message):
         path: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
         created: _builtins.int = ...,
+        weights: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "id", b"id", "max_model_len", b"max_model_len", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "id", b"id", "max_model_len", b"max_model_len", "path", b"path", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

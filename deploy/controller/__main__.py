@@ -90,7 +90,7 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         ConfigError: Ray does not answer, or has no room for any worker.
         BatonError: during the first start, a worker cannot start as configured.
     """
-    content = content_id(config.model.revision)
+    content = content_id(config.model.identity)
     async with contextlib.AsyncExitStack() as stack:
         kubernetes = (
             await stack.enter_async_context(connected(config.kubernetes)) if config.kubernetes.namespace else None

@@ -46,8 +46,8 @@ class Member:
         self.config = config
         self.incarnation = os.urandom(8).hex()
         """Random identity of this process in hand-overs."""
-        self.content_id = content_id(config.model.revision)
-        self.wire_compat = wire_compat(config.model.revision, runner.spec)
+        self.content_id = content_id(config.model.identity)
+        self.wire_compat = wire_compat(config.model.identity, runner.spec)
         limits = SchedulerLimits(
             max_num_seqs=config.engine.max_num_seqs,
             max_num_batched_tokens=config.engine.max_num_batched_tokens,
@@ -209,7 +209,7 @@ class Member:
                     self._publisher.removed([key])
 
 
-def wire_compat(model_revision: str, spec: KVSpec) -> str:
+def wire_compat(model_identity: str, spec: KVSpec) -> str:
     """Identity of what two workers must share to connect: the model and the structure of its KV.
 
     Block size, KV data type and tensor-parallel degree are not part of it: the transfer plan bridges them, or refuses
@@ -217,5 +217,5 @@ def wire_compat(model_revision: str, spec: KVSpec) -> str:
     """
     groups = "|".join(f"{g.name}:{len(g.layers)}:{g.k_dim}:{g.v_dim}" for g in spec.groups)
     states = "|".join(f"{s.name}:{s.shape}:{s.dtype}" for s in spec.states)
-    text = f"{WIRE_VERSION}\0{model_revision}\0{groups}\0{states}"
+    text = f"{WIRE_VERSION}\0{model_identity}\0{groups}\0{states}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,10 @@ from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
 from baton.engine.model.rank_step import RankStep
 from baton.engine.model.transformers_model import LLAMA_FAMILY, load_config
 from baton.engine.model.transformers_runner import TransformersRunner
-from baton.engine.native import build
+from baton.engine.native import build, quantized
 from baton.engine.native.runner import NativeRunner
 from baton.engine.native.spec import FAMILIES, describe
+from baton.engine.native.weights import Form, PackedWeights
 from baton.engine.runners import make_runner
 from baton.errors import ConfigError, NotNative
 from deploy.models import cache_dir
@@ -49,6 +51,7 @@ from tests.integration.test_engine_models import (
     save_tiny,
 )
 from tests.support.builders import sequence_spec
+from tests.unit.baton.engine.native.test_weights import of_form
 
 pytestmark = pytest.mark.integration
 CASES = [
@@ -86,8 +89,9 @@ CASES = [
 ]
 
 
-def native_runner(folder: Path, config: EngineConfig = ENGINE) -> NativeRunner:
-    return NativeRunner(ModelConfig(path=str(folder), device="cpu"), config, cache_dir(load().cluster) / "native")
+def native_runner(folder: Path, config: EngineConfig = ENGINE, weights: str = "exact") -> NativeRunner:
+    model = ModelConfig(path=str(folder), device="cpu", weights=weights)
+    return NativeRunner(model, config, cache_dir(load().cluster) / "native")
 
 
 def native_engine(folder: Path, config: EngineConfig = ENGINE) -> Engine:
@@ -226,6 +230,63 @@ def test_logits_are_the_same_bits_on_every_variant(either: Path, monkeypatch: py
             runner.close()
     assert best == "x86-64-v3" or len(found) == 2 * len(build.VARIANTS)
     assert all(same_bits(one, found[0]) for one in found)
+
+
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers hold codes: Q4_1 in the perceptron, Q8_0 in attention."""
+    folder = tmp_path_factory.mktemp("coded")
+    save_tiny("llama", {}, folder)
+
+    def to_codes(weights: dict[str, torch.Tensor]) -> None:
+        for name, weight in weights.items():
+            if ".mlp." in name:
+                weight.copy_(of_form(Form.Q4_1, weight))
+            elif "self_attn" in name:
+                weight.copy_(of_form(Form.Q8_0, weight))
+
+    edit_weights(folder, to_codes)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "forms"),
+    [
+        ("uneven", "bf16", "BF16"),
+        ("uneven", "int8g", "DOT_Q8, F32"),
+        ("mixed", "int8g", "DOT_Q8, F32"),
+        ("coded", "int8g", "DOT_Q4, DOT_Q8, F32"),
+    ],
+)
+def test_weights_made_smaller_give_the_same_bits_however_they_are_computed(
+    model: str,
+    weights: str,
+    forms: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder: Path = request.getfixturevalue(model)
+    draw = random.Random(23)
+    prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 90, 33, 7)]
+    exact = native_runner(folder)
+    expected = all_logits(exact, prompts, draw, 48)
+    exact.close()
+    caplog.set_level("INFO")
+    found = []
+    for variant in build.VARIANTS:
+        if build.VARIANTS[variant] <= build.cpu_flags():
+            monkeypatch.setattr(build, "variant_of", lambda flags, variant=variant: variant)
+            for threads, chunks in ((1, (1, 7, 48)), (2, (48,))):
+                runner = native_runner(folder, replace(ENGINE, num_threads=threads), weights)
+                found += [all_logits(runner, prompts, draw, most) for most in chunks]
+                runner.close()
+    held = next(record.getMessage() for record in caplog.records if f"the weights ({weights}) in" in record.getMessage())
+    assert re.sub(r" \(\d+ MiB\)", "", held.partition(") in ")[2]) == forms
+    assert all(same_bits(one, found[0]) for one in found)
+    assert not same_bits(found[0], expected), "or nothing was rounded"
+    share = [float((a - b).norm() / b.norm()) for a, b in zip(found[0], expected, strict=True)]
+    assert max(share) < 0.3, share
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------
@@ -398,7 +459,7 @@ def test_a_model_runs_natively_unless_the_setting_says_otherwise(
     save_tiny("llama", {}, tmp_path)
     assert "natively" in chosen(tmp_path, caplog)
     assert "natively" in chosen(tmp_path, caplog, runner="native")
-    assert "on transformers: engine.runner says so" in chosen(tmp_path, caplog, runner="transformers")
+    assert "on transformers: engine.runner is transformers" in chosen(tmp_path, caplog, runner="transformers")
 
 
 @pytest.mark.parametrize(
@@ -494,13 +555,42 @@ def test_settings_that_the_native_step_lacks_are_refused(tmp_path: Path, monkeyp
         replace(ENGINE, runner="native", tensor_parallel=2)
 
 
+def test_weights_that_only_the_native_step_makes_are_refused_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny("llama", {}, tmp_path)
+    cache = cache_dir(load().cluster)
+    model = ModelConfig(path=str(tmp_path), device="cpu", weights="int8g")
+    for runner in ("transformers", "arithmetic"):
+        with pytest.raises(ConfigError, match=f"model.weights int8g needs the native step: engine.runner is {runner}"):
+            make_runner(model, replace(ENGINE, runner=runner), cache)
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"sse2"}))
+    with pytest.raises(ConfigError, match="int8g needs the native step: this CPU has neither AVX-512 nor AVX2"):
+        make_runner(model, ENGINE, cache)
+
+
+def test_weights_that_compute_something_else_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny("llama", {}, tmp_path)
+
+    def spoiled(exact: PackedWeights, mode: str) -> PackedWeights:
+        found = quantized.quantized(exact, mode)
+        for matrix in found.matrices:
+            matrix.weights.zero_()
+        return found
+
+    monkeypatch.setattr("baton.engine.native.runner.quantized", spoiled)
+    model = ModelConfig(path=str(tmp_path), device="cpu", weights="int8g")
+    with pytest.raises(NotNative, match="are not near those of the exact weights"):
+        NativeRunner(model, ENGINE, tmp_path)
+
+
 def test_the_default_model_answers_as_generate_and_its_weights_are_codes(
     model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     config = EngineConfig(num_blocks=256, max_num_seqs=8, max_num_batched_tokens=96)
     engine = native_engine(model_dir, config)
-    assert "holds the weights in Q4_1 (76 MiB), Q8_0 (30 MiB)" in caplog.text
+    assert "holds the weights (exact) in Q4_1 (76 MiB), Q8_0 (30 MiB)" in caplog.text
     draw = random.Random(31)
     prompts = [[draw.randrange(3, 49000) for _ in range(length)] for length in (5, 120, 33)]
     specs = [make_spec(f"{i}", prompt, 24, ignore_eos=True) for i, prompt in enumerate(prompts)]

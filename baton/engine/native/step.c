@@ -4,6 +4,7 @@
    is summed in one order, whatever else is in the step and however many threads compute it:
 
        a product's output    one chain of fused multiply-adds, from the first input to the last
+       the same of integers  one chain, from the first 32 inputs to the last ones; within them integers, which are exact
        a score q.k           the same, from the first dimension to the last
        an attended value     the same, from the first token that is seen to the last; at each 64th position (0, 64, ...)
                              it is scaled by e to the (largest score before - largest score with the next 64 tokens)
@@ -31,6 +32,14 @@
 
    Each form gives back the checkpoint's float32 weights bit for bit (`weights.py` proves it for each matrix).
 
+   Two forms are for products of integers, for which inputs become signed bytes, 32 at a time. There the weights of four
+   neighbouring inputs lie together, so that one instruction multiplies and adds four for each output of a vector:
+
+       form    32 inputs of a panel                                            and
+       DOT_Q8  8 times [output 0: inputs 4i..4i+3][output 1: the same] ...     scale[32]             weight = scale * (byte - 128)
+       DOT_Q4  4 times the same; the lower half of a byte is of inputs         scale[32], least[32]  weight = scale * c + least
+               4i..4i+3, the upper one of inputs 16+4i..16+4i+3
+
    KV. A layer's pages are those of `KVCache`: page(block, head) = [K of token 0, 1, ... | V of token 0, 1, ...].
 */
 #include <immintrin.h>
@@ -46,7 +55,7 @@
 #define UNROLL _Pragma("GCC unroll 32")
 
 enum { PANEL = 32, GROUP = 16, MAX_TILE_ROWS = 12 };
-enum { F32, BF16, Q8_0, Q4_1, UNPACKED };                       /* forms of weights; UNPACKED: F32 in a thread's room */
+enum { F32, BF16, Q8_0, Q4_1, DOT_Q8, DOT_Q4, UNPACKED };       /* forms of weights; UNPACKED: F32 in a thread's room */
 enum { SILU, GELU_TANH, RELU_SQUARED };                         /* activations */
 enum { QK_PLAIN, QK_BY_HEAD, QK_WHOLE };                        /* norms of queries and keys */
 enum { BY_SQUARES, BY_VARIANCE };                               /* kinds of norms: RMSNorm, LayerNorm */
@@ -141,6 +150,25 @@ INLINE Vector of_halves(const uint8_t *p, int upper) { /* LANES bytes, the lower
     __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p));
     return _mm512_permutexvar_ps(upper ? _mm512_srli_epi32(bytes, 4) : bytes, values);
 }
+typedef __m512i Integers;
+INLINE Integers load_bytes(const uint8_t *p) { return _mm512_loadu_si512(p); }
+INLINE Integers splat_integer(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE Integers lower_halves(Integers v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+INLINE Integers upper_halves(Integers v) { return lower_halves(_mm512_srli_epi16(v, 4)); }
+INLINE Vector of_integers(Integers v) { return _mm512_cvtepi32_ps(v); }
+INLINE void store_as_bytes(int8_t *p, Vector v) { /* rounded, to the even one of two that are as near */
+    _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+}
+#if defined(__AVX512VNNI__)
+/* Adds to each lane the products of its four unsigned bytes with four signed ones. */
+INLINE Integers add_products(Integers sum, Integers bytes, Integers with) { return _mm512_dpbusd_epi32(sum, bytes, with); }
+#else
+INLINE Integers add_products(Integers sum, Integers bytes, Integers with) {
+    Integers even = _mm512_and_si512(bytes, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(bytes, 8);
+    Integers with_even = _mm512_srai_epi16(_mm512_slli_epi16(with, 8), 8), with_odd = _mm512_srai_epi16(with, 8);
+    return _mm512_add_epi32(sum, _mm512_add_epi32(_mm512_madd_epi16(even, with_even), _mm512_madd_epi16(odd, with_odd)));
+}
+#endif
 #elif defined(__AVX2__) && defined(__FMA__)
 enum { LANES = 8, TILE_ROWS = 6, ATTENTION_PARTS = 2 };
 typedef __m256 Vector;
@@ -178,6 +206,22 @@ INLINE Vector of_bytes(const int8_t *p) {
 INLINE Vector of_halves(const uint8_t *p, int upper) {
     __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p));
     return _mm256_cvtepi32_ps(upper ? _mm256_srli_epi32(bytes, 4) : _mm256_and_si256(bytes, _mm256_set1_epi32(15)));
+}
+typedef __m256i Integers;
+INLINE Integers load_bytes(const uint8_t *p) { return _mm256_loadu_si256((const void *)p); }
+INLINE Integers splat_integer(int32_t x) { return _mm256_set1_epi32(x); }
+INLINE Integers lower_halves(Integers v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+INLINE Integers upper_halves(Integers v) { return lower_halves(_mm256_srli_epi16(v, 4)); }
+INLINE Vector of_integers(Integers v) { return _mm256_cvtepi32_ps(v); }
+INLINE void store_as_bytes(int8_t *p, Vector v) {
+    __m256i whole = _mm256_cvtps_epi32(v);
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    _mm_storel_epi64((void *)p, _mm_packs_epi16(words, words));
+}
+INLINE Integers add_products(Integers sum, Integers bytes, Integers with) {
+    Integers even = _mm256_and_si256(bytes, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(bytes, 8);
+    Integers with_even = _mm256_srai_epi16(_mm256_slli_epi16(with, 8), 8), with_odd = _mm256_srai_epi16(with, 8);
+    return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(even, with_even), _mm256_madd_epi16(odd, with_odd)));
 }
 #else
 #error "neither AVX-512 nor AVX2 with FMA"
@@ -282,6 +326,10 @@ static void wake_helpers(Pool *pool) {
 
 /* ---- a step's memory ------------------------------------------------------------------------------------------------ */
 
+typedef struct { /* 32 inputs of a row as bytes: input = scale * byte */
+    float scale, total; /* total: of the inputs */
+    int32_t offset;     /* what is too much in a product with bytes that are 128 more than a weight, taken away */
+} Bytes;
 typedef struct { int32_t sequence, row, begin, end; } Span; /* tokens of a sequence whose first one in the step is `row` */
 
 struct Step {
@@ -289,6 +337,8 @@ struct Step {
     Pool pool;
     float *x, *normed, *qkv, *attended, *gate_up, *active, *delta; /* [max_tokens][...] */
     float *gathered, *routing;                                     /* the same, of a model with experts */
+    int8_t *bytes;                                                 /* [max_tokens][inputs of the product] */
+    Bytes *of_bytes;                                               /* [max_tokens][inputs / 32] */
     float **keys, **panels;                                        /* [threads]: room of its own */
     int32_t *sequence, *position, *picked;                         /* [max_tokens] */
     Span *spans;
@@ -427,7 +477,7 @@ static void tile_q4_1(int rows, int panels, const Matrix *m, int panel, const fl
 }
 
 typedef void (*Tile)(int, int, const Matrix *, int, const float *, int, float *);
-static const Tile TILES[] = {tile_f32, tile_bf16, tile_q8_0, tile_q4_1, tile_unpacked};
+static const Tile TILES[] = {tile_f32, tile_bf16, tile_q8_0, tile_q4_1};
 
 INLINE void unpack(int form, const Matrix *m, int panel, float *into) {
     Vector scale = splat(0.0f), least = scale;
@@ -463,6 +513,123 @@ static void put(const Step *step, int row, int rows, int panel, int panels, cons
     }
 }
 
+/* ---- products of integers ------------------------------------------------------------------------------------------------ */
+
+enum { DOT_ROWS = LANES == 16 ? 6 : 2 };
+static int is_dot(const Matrix *m) { return m->form == DOT_Q8 || m->form == DOT_Q4; }
+
+/* Inputs of a row as bytes, the largest of each 32 as 127 or -127; smaller ones than 2 to the -100 are 0. */
+static void quantize(const float *x, int width, int8_t *bytes, Bytes *of) {
+    for (int block = 0; block < width / 32; block++, x += 32, bytes += 32) {
+        Vector largest = splat(0.0f);
+        for (int i = 0; i < 32; i += LANES)
+            largest = larger(largest, larger(load(x + i), subtracted(splat(0.0f), load(x + i))));
+        const float most = largest_lane(largest);
+        const Vector inverse = splat(most > 0x1p-100f ? 127.0f / most : 0.0f);
+        for (int i = 0; i < 32; i += LANES) store_as_bytes(bytes + i, multiplied(load(x + i), inverse));
+        int32_t sum = 0;
+        for (int i = 0; i < 32; i++) sum += bytes[i];
+        const float scale = most / 127.0f;
+        of[block] = (Bytes){scale, scale * (float)sum, -128 * sum};
+    }
+}
+
+/* Has a share of 32 inputs' weights come nearer, of those a panel further on: every `shares`th cache line. */
+INLINE void fetch_bytes(int form, const Matrix *m, int64_t block, int share, int shares) {
+    const int size = form == DOT_Q8 ? 1024 : 512;
+    block += m->inputs / 32;
+    for (int i = share * 64; i < size; i += shares * 64)
+        _mm_prefetch((const char *)m->weights + block * size + i, _MM_HINT_T0);
+    for (int i = share * 16; i < PANEL; i += shares * 16) {
+        _mm_prefetch((const char *)(m->scale + block * PANEL + i), _MM_HINT_T0);
+        if (form == DOT_Q4) _mm_prefetch((const char *)(m->least + block * PANEL + i), _MM_HINT_T0);
+    }
+}
+
+/* Some rows of a product's inputs as bytes, and which of how many tiles they are. */
+typedef struct { const int8_t *bytes; const Bytes *of; int share, shares; } ByteRows;
+
+/* A tile: `rows` rows of bytes by two vectors of a panel's outputs, which begin with vector `part`. */
+INLINE void dot_tile(int form, int rows, int part, const Matrix *m, int panel, const ByteRows *x, float *sums) {
+    const int blocks = m->inputs / 32, size = form == DOT_Q8 ? 1024 : 512;
+    Vector sum[DOT_ROWS][2];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < 2; v++) sum[r][v] = splat(0.0f);
+    for (int block = 0; block < blocks; block++) {
+        const int64_t at = (int64_t)panel * blocks + block;
+        const uint8_t *weights = (const uint8_t *)m->weights + at * size + part * LANES * 4;
+        const float *scale = m->scale + at * PANEL + part * LANES, *least = m->least + at * PANEL + part * LANES;
+        Integers dot[DOT_ROWS][2];
+        if (part == 0) fetch_bytes(form, m, at, x->share, x->shares);
+        UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < 2; v++)
+            dot[r][v] = splat_integer(form == DOT_Q8 ? x->of[r * blocks + block].offset : 0);
+        UNROLL for (int i = 0; i < 32; i += 4) {
+            Integers weight[2];
+            UNROLL for (int v = 0; v < 2; v++) {
+                if (form == DOT_Q8) weight[v] = load_bytes(weights + i * PANEL + v * LANES * 4);
+                else if (i < 16) weight[v] = lower_halves(load_bytes(weights + i * PANEL + v * LANES * 4));
+                else weight[v] = upper_halves(load_bytes(weights + (i - 16) * PANEL + v * LANES * 4));
+            }
+            UNROLL for (int r = 0; r < rows; r++) {
+                int32_t four;
+                memcpy(&four, x->bytes + (r * blocks + block) * 32 + i, 4);
+                UNROLL for (int v = 0; v < 2; v++) dot[r][v] = add_products(dot[r][v], weight[v], splat_integer(four));
+            }
+        }
+        UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < 2; v++) {
+            const Bytes *one = x->of + r * blocks + block;
+            Vector both = multiplied(load(scale + v * LANES), splat(one->scale));
+            sum[r][v] = multiply_add(of_integers(dot[r][v]), both, sum[r][v]);
+            if (form == DOT_Q4) sum[r][v] = multiply_add(load(least + v * LANES), splat(one->total), sum[r][v]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < 2; v++) store(sums + r * PANEL + (part + v) * LANES, sum[r][v]);
+}
+
+INLINE void dot_tiles(int form, int rows, const Matrix *m, int panel, const ByteRows *x, float *sums) {
+    UNROLL for (int part = 0; part < PARTS; part += 2) dot_tile(form, rows, part, m, panel, x, sums);
+}
+
+/* The same for a number of rows that is known when it runs. */
+INLINE void dot_tiles_of(int form, int rows, const Matrix *m, int panel, const ByteRows *x, float *sums) {
+    switch (rows) {
+    case 1: dot_tiles(form, 1, m, panel, x, sums); return;
+    case 2: dot_tiles(form, 2, m, panel, x, sums); return;
+#if defined(__AVX512F__)
+    case 3: dot_tiles(form, 3, m, panel, x, sums); return;
+    case 4: dot_tiles(form, 4, m, panel, x, sums); return;
+    case 5: dot_tiles(form, 5, m, panel, x, sums); return;
+    case 6: dot_tiles(form, 6, m, panel, x, sums); return;
+#endif
+    }
+}
+
+static void dot_q8(int rows, const Matrix *m, int panel, const ByteRows *x, float *sums) {
+    dot_tiles_of(DOT_Q8, rows, m, panel, x, sums);
+}
+static void dot_q4(int rows, const Matrix *m, int panel, const ByteRows *x, float *sums) {
+    dot_tiles_of(DOT_Q4, rows, m, panel, x, sums);
+}
+
+/* Panels [first, last) for rows of the product: few rows panel by panel, so that the next one's weights come meanwhile,
+   many rows tile by tile, so that each is read once. */
+static void multiply_bytes(const Step *step, int first, int last, int row, int rows) {
+    const Matrix *m = step->product.matrix;
+    const int tiles = (rows + DOT_ROWS - 1) / DOT_ROWS, together = tiles > 8 ? last - first : 1;
+    float sums[DOT_ROWS * PANEL];
+    for (int begin = first; begin < last; begin += together)
+        for (int tile = 0, r = row; tile < tiles; tile++) {
+            const int some = (row + rows - r + tiles - tile - 1) / (tiles - tile);
+            const ByteRows x = {step->bytes + (int64_t)r * m->inputs, step->of_bytes + (int64_t)r * (m->inputs / 32), tile, tiles};
+            for (int panel = begin; panel < begin + together; panel++) {
+                (m->form == DOT_Q8 ? dot_q8 : dot_q4)(some, m, panel, &x, sums);
+                put(step, r, some, panel, 1, sums);
+            }
+            r += some;
+        }
+}
+
+/* ---- a product's jobs ----------------------------------------------------------------------------------------------------- */
 
 /* A job's panels stay in the second cache, and each tile of rows is read once for all of them: so a job has many rows. */
 enum { PANELS_A_JOB = 4, ROWS_A_BLOCK = 43 * MAX_TILE_ROWS };
@@ -478,6 +645,10 @@ static void multiply_job(Step *step, int job, int thread) {
     const int last = first + PANELS_A_JOB < m->panels ? first + PANELS_A_JOB : m->panels;
     const int rows = step->product.rows - row < block ? step->product.rows - row : block;
     const float *x = step->product.x + (int64_t)row * step->product.ldx;
+    if (is_dot(m)) {
+        multiply_bytes(step, first, last, row, rows);
+        return;
+    }
     float sums[MAX_TILE_ROWS * 4 * PANEL];
     const int together = rows == 1 ? 16 / PARTS / 2 : rows <= 4 && PARTS == 2 ? 2 : 1; /* fills the pipelines */
     Matrix unpacked = {UNPACKED, PANELS_A_JOB * PANEL, m->inputs, PANELS_A_JOB, step->panels[thread], NULL, NULL, NULL};
@@ -514,11 +685,28 @@ static void run(Step *step, int jobs, Work work) {
     for (int idle = 0; atomic_load_explicit(&pool->finished, memory_order_acquire) < jobs; idle++) pause_or_yield(idle);
 }
 
+enum { ROWS_A_JOB = 8 };
+static int row_jobs(int rows) { return (rows + ROWS_A_JOB - 1) / ROWS_A_JOB; }
+static int last_row(int job, int rows) { return (job + 1) * ROWS_A_JOB < rows ? (job + 1) * ROWS_A_JOB : rows; }
+
+static void quantize_job(Step *step, int job, int thread) {
+    (void)thread;
+    const int64_t inputs = step->product.matrix->inputs;
+    for (int r = job * ROWS_A_JOB; r < last_row(job, step->product.rows); r++)
+        quantize(step->product.x + (int64_t)r * step->product.ldx, (int)inputs, step->bytes + r * inputs,
+                 step->of_bytes + r * (inputs / 32));
+}
+
+/* Computes the product that `step->product` describes. */
+static void run_product(Step *step) {
+    if (is_dot(step->product.matrix)) run(step, row_jobs(step->product.rows), quantize_job);
+    run(step, product_jobs(step->product.matrix, step->product.rows), multiply_job);
+}
 
 static void multiply(Step *step, const Matrix *m, const float *x, int ldx, int rows, float *y, int ldy) {
     step->product.matrix = m, step->product.x = x, step->product.ldx = ldx, step->product.rows = rows;
     step->product.y = y, step->product.ldy = ldy, step->product.adds = 0;
-    run(step, product_jobs(m, rows), multiply_job);
+    run_product(step);
 }
 
 /* x += scale * (y W), where x are the residual's rows. */
@@ -527,14 +715,10 @@ static void multiply_into_residual(Step *step, const Matrix *m, const float *y, 
     step->product.matrix = m, step->product.x = y, step->product.ldx = ldy, step->product.rows = rows;
     step->product.y = step->x, step->product.ldy = model->hidden;
     step->product.adds = 1, step->product.scale = model->residual_scale;
-    run(step, product_jobs(m, rows), multiply_job);
+    run_product(step);
 }
 
 /* ---- norms, rotation, activation -------------------------------------------------------------------------------------- */
-
-enum { ROWS_A_JOB = 8 };
-static int row_jobs(int rows) { return (rows + ROWS_A_JOB - 1) / ROWS_A_JOB; }
-static int last_row(int job, int rows) { return (job + 1) * ROWS_A_JOB < rows ? (job + 1) * ROWS_A_JOB : rows; }
 
 /* `width` is a multiple of 16. */
 static float sum_of_squares(const float *x, int width) {
@@ -1146,7 +1330,7 @@ void baton_close(Step *step) {
     free(step->keys), free(step->panels), free(step->pool.helpers), free(step->spans);
     free(step->x), free(step->normed), free(step->qkv), free(step->attended), free(step->gate_up), free(step->active);
     free(step->delta), free(step->sequence), free(step->position);
-    free(step->gathered), free(step->routing), free(step->picked), free(step);
+    free(step->gathered), free(step->routing), free(step->picked), free(step->bytes), free(step->of_bytes), free(step);
 }
 
 static int larger_of(int a, int b) { return a > b ? a : b; }
@@ -1188,6 +1372,8 @@ Step *baton_open(const Model *model) {
         step->routing = room(tokens * most.router, sizeof(float));
         step->picked = room(tokens, sizeof(int32_t));
     }
+    step->bytes = room(tokens * most.input, 1);
+    step->of_bytes = room(tokens * (most.input / 32), sizeof(Bytes));
     step->sequence = room(tokens, sizeof(int32_t));
     step->position = room(tokens, sizeof(int32_t));
     step->spans = room(tokens, sizeof(Span));

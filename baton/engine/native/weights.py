@@ -24,6 +24,8 @@ class Form(IntEnum):
     BF16 = 1
     Q8_0 = 2
     Q4_1 = 3
+    DOT_Q8 = 4
+    DOT_Q4 = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The packed weights of models, in the user's cache: a file for each checkpoint folder.
 
-    weights-FOLDER-KEY.packed    digests of the folder's path, and of everything that the weights depend on
+    weights-FOLDER-KEY.packed    digests of the folder's path, with `model.weights` where that is not exact, and of
+                                 everything that the weights depend on
     weights.lock                 held by the one who packs
 
 What they depend on are the folder's files, by name, size, times and samples of their content; the code that packs; and
@@ -30,7 +31,7 @@ from baton.engine.native import packed_file
 from baton.engine.native.weights import PackedWeights
 
 logger = logging.getLogger(__name__)
-CODE = ("weights_cache.py", "packed_file.py", "weights.py", "model.py", "spec.py")
+CODE = ("weights_cache.py", "packed_file.py", "weights.py", "quantized.py", "model.py", "spec.py")
 """Files beside this one on which a packed weight depends."""
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 2**12
@@ -74,11 +75,13 @@ class WeightsCache:
     Args:
         folder: the cache.
         model: the folder of the checkpoint.
+        mode: what the weights are made to, as `model.weights` names it. Those of two modes are kept beside each other.
     """
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder: Path, model: Path, mode: str = "exact") -> None:
         self._folder, self._model = folder, model.resolve()
-        self._prefix = f"weights-{_digest(str(self._model).encode())}"
+        kept = str(self._model) if mode == "exact" else f"{self._model}\0{mode}"
+        self._prefix = f"weights-{_digest(kept.encode())}"
         self._path = self._path_now()
 
     @contextlib.contextmanager

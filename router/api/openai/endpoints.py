@@ -131,4 +131,5 @@ def _model_card(service: RouterService) -> dict[str, Any]:
         "created": card.created,
         "owned_by": "baton",
         "max_model_len": card.max_model_len,
+        "weights": card.weights,
     }

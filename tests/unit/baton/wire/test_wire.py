@@ -612,8 +612,10 @@ def test_tokenize() -> None:
 
 
 def test_list_models() -> None:
-    (model,) = through_bytes(wire.list_models_response([api.ModelCard("m", "/m", 8192, 1_700_000_000)])).models
+    card = api.ModelCard(id="m", path="/m", max_model_len=8192, created=1_700_000_000, weights="int8g")
+    (model,) = through_bytes(wire.list_models_response([card])).models
     assert (model.id, model.path, model.max_model_len, model.created) == ("m", "/m", 8192, 1_700_000_000)
+    assert model.weights == "int8g"
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------

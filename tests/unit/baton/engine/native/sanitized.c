@@ -5,7 +5,7 @@
 #include <stdio.h>
 
 enum {
-    LAYERS = 6, EXPERTS = 5, WIDER = 112, HIDDEN = 64, HEADS = 6, KV_HEADS = 2, DIM = 32, INNER = 96, VOCAB = 50, BLOCK = 16, BLOCKS = 12,
+    LAYERS = 8, DENSE = 6, EXPERTS = 6, WIDER = 112, HIDDEN = 64, HEADS = 6, KV_HEADS = 2, DIM = 32, INNER = 96, VOCAB = 50, BLOCK = 16, BLOCKS = 12,
     LENGTH = 90, MOST = 100
 };
 static uint32_t state = 1;
@@ -18,6 +18,8 @@ static float *numbers(int64_t count, float scale) {
     for (int64_t i = 0; i < count; i++) found[i] = number() * scale;
     return found;
 }
+
+static int is_of_bytes(int form) { return form == Q8_0 || form == DOT_Q8; }
 
 /* Exactly as large as it says: a byte read beyond it is found. */
 static Matrix matrix(int form, int outputs, int inputs, int has_bias) {
@@ -32,18 +34,18 @@ static Matrix matrix(int form, int outputs, int inputs, int has_bias) {
         }
         m.weights = halves;
     } else {
-        uint8_t *bytes = malloc((size_t)(form == Q8_0 ? count : count / 2));
-        for (int64_t i = 0; i < (form == Q8_0 ? count : count / 2); i++) bytes[i] = (uint8_t)(number() * 127.0f + 128.0f);
-        m.weights = bytes, m.scale = numbers(blocks, form == Q8_0 ? 0.002f : 0.03f);
-        if (form == Q4_1) m.least = numbers(blocks, 0.2f);
+        uint8_t *bytes = malloc((size_t)(is_of_bytes(form) ? count : count / 2));
+        for (int64_t i = 0; i < (is_of_bytes(form) ? count : count / 2); i++) bytes[i] = (uint8_t)(number() * 127.0f + 128.0f);
+        m.weights = bytes, m.scale = numbers(blocks, is_of_bytes(form) ? 0.002f : 0.03f);
+        if (!is_of_bytes(form)) m.least = numbers(blocks, 0.2f);
     }
     if (has_bias) m.bias = numbers(m.panels * PANEL, 0.1f);
     return m;
 }
 
-static Matrix *matrices(int outputs, int inputs) { /* one of each form, and another */
+static Matrix *matrices(int outputs, int inputs) { /* one of each form */
     Matrix *found = malloc(sizeof(Matrix) * EXPERTS);
-    for (int e = 0; e < EXPERTS; e++) found[e] = matrix(inputs % 32 && e % 4 > BF16 ? F32 : e % 4, outputs, inputs, 0);
+    for (int e = 0; e < EXPERTS; e++) found[e] = matrix(inputs % 32 && e > BF16 ? F32 : e, outputs, inputs, 0);
     return found;
 }
 
@@ -80,16 +82,16 @@ int main(int argc, char **argv) {
     const Experts experts = {EXPERTS, 2, WIDER, !other, matrix(BF16, EXPERTS, HIDDEN, 0),
                              matrices(other ? WIDER : 2 * 128, HIDDEN), matrices(HIDDEN, WIDER)};
     for (int l = 0; l < LAYERS; l++) {
-        const int form = l % 4; /* a layer of each, and two with experts */
+        const int form = l % 6; /* a layer of each, and two with experts */
         layers[l].qkv = matrix(form, (HEADS + 2 * KV_HEADS) * DIM, HIDDEN, l % 2);
         layers[l].out = matrix(form, HIDDEN, HEADS * DIM, 0);
-        if (l < 4) {
+        if (l < DENSE) {
             layers[l].gate_up = matrix(form, (other ? 1 : 2) * INNER, HIDDEN, l % 2);
             layers[l].down = matrix(form, HIDDEN, INNER, 1);
         } else layers[l].experts = &experts;
         layers[l].query = numbers(DIM, 1.0f), layers[l].key = numbers(DIM, 1.0f);
         if (l != 2 || other) layers[l].before_attention = numbers(norm, 1.0f), layers[l].before_mlp = numbers(norm, 1.0f);
-        if (l == 2 || l == 5) layers[l].after_attention = numbers(norm, 1.0f), layers[l].after_mlp = numbers(norm, 1.0f);
+        if (l == 2 || l == 7) layers[l].after_attention = numbers(norm, 1.0f), layers[l].after_mlp = numbers(norm, 1.0f);
         layers[l].window = l % 2 ? 24 : 0, layers[l].rotates = l != 3;
     }
     Matrix head = matrix(Q8_0, VOCAB, HIDDEN, 0);

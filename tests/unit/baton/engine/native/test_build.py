@@ -53,7 +53,7 @@ def test_another_variant_source_or_compiler_is_another_library(
     with (compiler.parent / "bin" / "gcc").open("a") as program:
         program.write("# of another version\n")
     paths.add(build.library(tmp_path, "x86-64-v3"))
-    assert len(paths) == 4
+    assert len(paths) == len(build.VARIANTS) + 2
 
 
 def test_what_an_image_has_is_taken_without_a_compiler(
@@ -82,6 +82,8 @@ def test_a_compiler_that_fails_leaves_nothing_and_its_words(
 def test_a_cpu_gets_the_best_that_it_has() -> None:
     both = build.VARIANTS["x86-64-v3"] | build.VARIANTS["x86-64-v4"]
     assert build.variant_of(both | {"sse2"}) == "x86-64-v4"
+    assert build.variant_of(both | {"avx512_vnni"}) == "x86-64-v4+avx512vnni"
+    assert build.variant_of(build.V3 | {"avx512_vnni"}) == "x86-64-v3"
     assert build.variant_of(both - {"avx512dq"}) == "x86-64-v3"
     with pytest.raises(NotNative, match="neither AVX-512 nor AVX2"):
         build.variant_of(both - {"fma"})

@@ -13,16 +13,16 @@ import torch
 
 from baton.engine.native import packed_file
 from baton.engine.native.weights import EmbeddingRows, Form, PackedLayer, PackedWeights, pack
-from tests.unit.baton.engine.native.test_weights import of_form
+from tests.unit.baton.engine.native.test_weights import LOSSLESS, of_form
 
 ABOUT = {"config": {"eps": 1e-5, "layers": [1, None]}, "logits": "0a"}
 
 
 def some_weights() -> PackedWeights:
-    """A layer of each form, one matrix with a bias."""
+    """A layer of each form without loss, one matrix with a bias."""
     layers = [
         PackedLayer(norms={"key": torch.rand(7)}, matrices={"out": pack([of_form(form)], [torch.rand(70)])})
-        for form in Form
+        for form in LOSSLESS
     ]
     codes = EmbeddingRows(Form.Q8_0, torch.arange(96, dtype=torch.int8).view(3, 32), torch.rand(3, 1))
     cos, sin = torch.rand(2, 5, 8)

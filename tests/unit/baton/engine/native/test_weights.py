@@ -9,6 +9,7 @@ from baton.engine.native.layout import BLOCK, PANEL
 from baton.engine.native.weights import Form, PackedMatrix, embedding_rows, pack
 
 OUTPUTS, INPUTS = 70, 96
+LOSSLESS = [Form.F32, Form.BF16, Form.Q8_0, Form.Q4_1]
 
 
 def unpacked(matrix: PackedMatrix) -> torch.Tensor:
@@ -16,7 +17,7 @@ def unpacked(matrix: PackedMatrix) -> torch.Tensor:
     num_panels = -(-matrix.num_outputs // PANEL)
 
     def rows(panels: torch.Tensor) -> torch.Tensor:
-        return panels.view(num_panels, -1, PANEL).transpose(1, 2).reshape(num_panels * PANEL, -1)[: matrix.num_outputs]
+        return panels.reshape(num_panels, -1, PANEL).transpose(1, 2).reshape(num_panels * PANEL, -1)[: matrix.num_outputs]
 
     def wide(scales: torch.Tensor | None) -> torch.Tensor:
         assert scales is not None
@@ -32,12 +33,20 @@ def unpacked(matrix: PackedMatrix) -> torch.Tensor:
         case Form.Q4_1:
             halves = torch.cat([matrix.weights & 15, matrix.weights >> 4], -1)
             return rows(halves).float() * wide(matrix.scale) + wide(matrix.least)
+        case Form.DOT_Q8:
+            fours = matrix.weights.view(-1, PANEL, 4).transpose(1, 2)
+            return (rows(fours).float() - 128) * wide(matrix.scale)
+        case Form.DOT_Q4:
+            fours = matrix.weights.view(-1, 1, 4, PANEL, 4)
+            halves = torch.cat([fours & 15, fours >> 4], 1).transpose(3, 4)
+            return rows(halves).float() * wide(matrix.scale) + wide(matrix.least)
 
 
-def of_form(form: Form) -> torch.Tensor:
+def of_form(form: Form, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Weights of a form: random ones, or those next to `like`."""
     torch.manual_seed(1)
-    weight = torch.randn(OUTPUTS, INPUTS)
-    blocks = weight.view(OUTPUTS, -1, BLOCK)
+    weight = torch.randn(OUTPUTS, INPUTS) if like is None else like
+    blocks = weight.view(len(weight), -1, BLOCK)
     match form:
         case Form.F32:
             return weight
@@ -52,9 +61,11 @@ def of_form(form: Form) -> torch.Tensor:
             codes = ((blocks - least) / scale).round().clamp(0, 15)
             codes[..., 0], codes[..., 1] = 0, 15
             return (codes * scale + least).view_as(weight)
+        case _:
+            raise ValueError(f"{form} is made of others")
 
 
-@pytest.mark.parametrize("form", list(Form))
+@pytest.mark.parametrize("form", LOSSLESS)
 def test_weights_come_back_bit_for_bit_from_the_smallest_form(form: Form) -> None:
     weight = of_form(form)
     matrix = pack([weight], [None])

@@ -64,6 +64,18 @@ def test_what_is_kept_is_found_by_the_next(checkpoint: Path, folder: Path) -> No
         assert one.weights.norm.data_ptr() != kept.weights.norm.data_ptr()
 
 
+def test_weights_of_another_mode_are_others_and_lie_beside_them(checkpoint: Path, folder: Path) -> None:
+    exact, rounded = WeightsCache(folder, checkpoint), WeightsCache(folder, checkpoint, "int8g")
+    exact.keep(some_model())
+    assert rounded.find() is None
+    rounded.keep(some_model())
+    assert exact.find() is not None
+    assert len(packed_in(folder)) == 2
+    edited(checkpoint)
+    WeightsCache(folder, checkpoint, "int8g").keep(some_model())
+    assert len(packed_in(folder)) == 2, "of its own mode the old content is of no use"
+
+
 def edited(checkpoint: Path) -> None:
     """A byte that no sample has, with the time of writing of before."""
     path = checkpoint / "model.safetensors"

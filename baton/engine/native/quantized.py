@@ -1,0 +1,91 @@
+"""Makes of a model's exact weights those that `model.weights` names.
+
+    bf16     what is held in float32 is rounded to bfloat16, as a checkpoint in bfloat16 has it; smaller forms stay
+    int8g    the matrices of the layers are multiplied as integers, in groups of 32 inputs: codes stay the codes that they
+             are, other weights become signed bytes. A router of experts stays, and so does a matrix whose inputs are no
+             multiple of 32
+
+The step that computes with them is proved before, with the exact ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from baton.engine.native.layout import BLOCK, PANEL
+from baton.engine.native.weights import EmbeddingRows, Form, PackedMatrix, PackedWeights
+
+FOUR = 4
+"""Inputs that one instruction multiplies and adds."""
+
+
+def quantized(exact: PackedWeights, mode: str) -> PackedWeights:
+    """Returns the weights of a mode of `model.weights`."""
+    match mode:
+        case "exact":
+            return exact
+        case "bf16":
+            layers = [
+                replace(layer, matrices={place: _rounded(matrix) for place, matrix in layer.matrices.items()})
+                for layer in exact.layers
+            ]
+            return replace(
+                exact, embedding=_rounded_rows(exact.embedding), head=_rounded(exact.head), layers=layers
+            )
+    layers = [
+        replace(
+            layer,
+            matrices={
+                place: matrix if place == "router" else _of_dots(matrix) for place, matrix in layer.matrices.items()
+            },
+        )
+        for layer in exact.layers
+    ]
+    return replace(exact, layers=layers)
+
+
+def _rounded(matrix: PackedMatrix) -> PackedMatrix:
+    if matrix.form is not Form.F32:
+        return matrix
+    return replace(matrix, form=Form.BF16, weights=matrix.weights.bfloat16().view(torch.int16))
+
+
+def _rounded_rows(embedding: EmbeddingRows) -> EmbeddingRows:
+    if embedding.form is not Form.F32:
+        return embedding
+    return EmbeddingRows(Form.BF16, embedding.rows.bfloat16().view(torch.int16))
+
+
+def _of_dots(matrix: PackedMatrix) -> PackedMatrix:
+    """Returns a matrix for products of integers, or as it is."""
+    if matrix.num_inputs % BLOCK:
+        return matrix
+    match matrix.form:
+        case Form.Q4_1:
+            codes = torch.cat([matrix.weights & 15, matrix.weights >> 4], -1)
+            lower, upper = _by_fours(codes, matrix.num_inputs).view(-1, 2, BLOCK // 2 * PANEL).unbind(1)
+            return replace(matrix, form=Form.DOT_Q4, weights=lower | (upper << 4))
+        case Form.Q8_0:
+            codes, scale = matrix.weights, matrix.scale
+        case Form.BF16:
+            codes, scale = _codes((matrix.weights.int() << 16).view(torch.float32), matrix.num_inputs)
+        case _:
+            codes, scale = _codes(matrix.weights, matrix.num_inputs)
+    unsigned = (_by_fours(codes, matrix.num_inputs).short() + 128).to(torch.uint8)
+    return replace(matrix, form=Form.DOT_Q8, weights=unsigned, scale=scale)
+
+
+def _codes(panels: torch.Tensor, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns panels of float32 as codes from -127 to 127, and as scales, `[panels, blocks, 32]`."""
+    blocks = panels.view(-1, num_inputs // BLOCK, BLOCK, PANEL)
+    scale = blocks.abs().amax(2) / 127
+    codes = (blocks / torch.where(scale == 0, 1, scale)[:, :, None]).round_().clamp_(-127, 127)
+    return codes.to(torch.int8), scale
+
+
+def _by_fours(codes: torch.Tensor, num_inputs: int) -> torch.Tensor:
+    """Returns panels, `[panels, inputs, 32]`, with four neighbouring inputs of an output beside each other."""
+    fours = codes.reshape(-1, num_inputs // FOUR, FOUR, PANEL)
+    return fours.transpose(2, 3).contiguous()

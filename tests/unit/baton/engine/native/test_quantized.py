@@ -1,0 +1,78 @@
+"""What `model.weights` names is made of the exact weights: codes stay, others are rounded as little as the form allows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baton.engine.native.quantized import quantized
+from baton.engine.native.weights import EmbeddingRows, Form, PackedMatrix, PackedWeights, pack
+from tests.unit.baton.engine.native.test_packed_file import some_weights
+from tests.unit.baton.engine.native.test_weights import INPUTS, LOSSLESS, OUTPUTS, of_form, unpacked
+
+
+def weights_of(matrices: dict[str, PackedMatrix]) -> PackedWeights:
+    exact = some_weights()
+    layer = replace(exact.layers[0], matrices=matrices)
+    return replace(exact, head=pack([of_form(Form.F32)], [None]), layers=[layer])
+
+
+def made(weight: torch.Tensor, mode: str, place: str = "down", bias: torch.Tensor | None = None) -> PackedMatrix:
+    return quantized(weights_of({place: pack([weight], [bias])}), mode).layers[0].matrices[place]
+
+
+@pytest.mark.parametrize("form", [Form.Q8_0, Form.Q4_1])
+def test_codes_are_multiplied_as_they_are(form: Form) -> None:
+    weight, bias = of_form(form), torch.arange(float(OUTPUTS))
+    matrix = made(weight, "int8g", bias=bias)
+    assert matrix.form is (Form.DOT_Q8 if form is Form.Q8_0 else Form.DOT_Q4)
+    assert torch.equal(unpacked(matrix).view(torch.int32), weight.view(torch.int32))
+    assert matrix.bias is not None
+    assert torch.equal(matrix.bias[:OUTPUTS], bias)
+    assert matrix.num_bytes == pack([weight], [bias]).num_bytes
+
+
+@pytest.mark.parametrize("form", [Form.F32, Form.BF16])
+def test_other_weights_become_bytes_in_groups_of_32(form: Form) -> None:
+    weight = of_form(form)
+    weight[3, 32:64] = 0
+    matrix = made(weight, "int8g")
+    assert matrix.form is Form.DOT_Q8
+    step = weight.view(OUTPUTS, -1, 32).abs().amax(-1, True) / 127
+    off = (unpacked(matrix) - weight).view(OUTPUTS, -1, 32).abs()
+    assert bool((off <= step * 0.501).all()), "half a step of the group's own scale"
+    assert bool((off > step * 0.1).any()), "or nothing was rounded"
+
+
+@pytest.mark.parametrize("form", LOSSLESS)
+def test_bf16_rounds_what_is_float32_and_nothing_else(form: Form) -> None:
+    weight = of_form(form)
+    matrix = made(weight, "bf16")
+    assert matrix.form is (Form.BF16 if form is Form.F32 else form)
+    expected = weight.bfloat16().float() if form is Form.F32 else weight
+    assert torch.equal(unpacked(matrix), expected)
+
+
+def test_head_embedding_routers_and_uneven_inputs_keep_their_weights_in_int8g() -> None:
+    exact = weights_of({
+        "router": pack([of_form(Form.F32)], [None]), "out": pack([of_form(Form.F32)[:, : INPUTS - 16]], [None])
+    })
+    found = quantized(exact, "int8g")
+    assert found.head is exact.head
+    assert found.embedding is exact.embedding
+    assert found.layers[0].matrices == exact.layers[0].matrices
+    assert found.layers[0].norms is exact.layers[0].norms
+
+
+def test_head_and_embedding_are_rounded_in_bf16() -> None:
+    rows = of_form(Form.F32)
+    exact = replace(weights_of({}), embedding=EmbeddingRows(Form.F32, rows))
+    found = quantized(exact, "bf16")
+    assert found.head.form is Form.BF16
+    assert found.embedding.form is Form.BF16
+    assert torch.equal(found.embedding.rows.view(torch.bfloat16), rows.bfloat16())
+    coded = replace(exact, embedding=EmbeddingRows(Form.Q8_0, rows, rows))
+    assert quantized(coded, "bf16").embedding is coded.embedding
+    assert quantized(exact, "exact") is exact
