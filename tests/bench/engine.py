@@ -1,5 +1,6 @@
 """Our engine, as `engine.runner: auto` chooses, against its transformers runner, `generate` and engines of other makes.
 
+The same with weights made smaller (`model.weights`) is a side of its own, whose predictions are compared in the same run.
 All have the same weights, prompts, steps and one thread, and take turns in each round. Decoding is timed from the
 moment every stream has its first token, over the same number of steps at full batch; prefill from the prompt to its
 first token. The tokens are compared too: all must do the same work. A case during which other processes were busy is
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from baton.config import ModelConfig, load
 from deploy.models import cache_dir, resolve
 from router.prompt import Tokenizer
-from tests.bench import engine_peers, roofline
+from tests.bench import engine_peers, quality, roofline
 from tests.bench.engine_sides import PROMPT_TOKENS, TEXT, Baton, Measured, Side, Transformers
 from tests.bench.report import Report, Table
 from tests.bench.stats import OtherWork, Spread, interleaved, ratio, spread
@@ -26,7 +27,7 @@ LONG_PROMPTS = (512, 2048)
 QUIET_CORES = 0.2
 """Most that other processes may use during a case that decides anything."""
 NUM_TRIES = 5
-OURS, RUNNER, GENERATE = "baton", "baton on transformers", "generate"
+OURS, ROUNDED, RUNNER, GENERATE = "baton", "baton, int8g", "baton on transformers", "generate"
 EXACT_GATES = {1: 1.6, 8: 1.3, 16: 1.3, **dict.fromkeys(LONG_PROMPTS, 1.05)}
 """Times the best float32 engine of others, by streams or tokens of the prompt."""
 RUNNER_GATES = {1: 4.0, 8: 2.5, 16: 2.0, **dict.fromkeys(LONG_PROMPTS, 1.3)}
@@ -69,9 +70,9 @@ class Found:
     def rates(self, side: str) -> list[float]:
         return [run.tokens_per_s for run in self.runs[side]]
 
-    def ratio(self, side: str) -> Spread:
+    def ratio(self, side: str, ours: str = OURS) -> Spread:
         """Ours to another's."""
-        return ratio(self.rates(OURS), self.rates(side))
+        return ratio(self.rates(ours), self.rates(side))
 
     def best(self, sides: list[str]) -> str:
         return max(sides, key=lambda side: spread(self.rates(side)).median)
@@ -81,15 +82,17 @@ def run(quick: bool) -> Report:
     cache = cache_dir(load().cluster)
     path = resolve(ModelConfig(), cache).path
     num_rounds, num_steps = (2, 12) if quick else (5, 32)
-    ids = Tokenizer.load(path).encode(TEXT * 60)
+    tokenizer = Tokenizer.load(path)
+    ids = tokenizer.encode(TEXT * 60)
     cases = [
         Case(f"decode, streams: {count}", [ids[7 * i :][:PROMPT_TOKENS] for i in range(count)], num_steps)
         for count in NUM_STREAMS
     ]
     cases += [Case(f"prefill, {count} tokens", [ids[:count]], 0) for count in LONG_PROMPTS]
     with ExitStack() as stack:
-        ours = Baton(path)
-        sides: dict[str, Side] = {OURS: ours, RUNNER: Baton(path, "transformers"), GENERATE: Transformers(path)}
+        ours, rounded = Baton(path), Baton(path, weights="int8g")
+        sides: dict[str, Side] = {OURS: ours, ROUNDED: rounded}
+        sides |= {RUNNER: Baton(path, "transformers"), GENERATE: Transformers(path)}
         peers = stack.enter_context(engine_peers.started(path, cache))
         sides |= peers.sides
         found = {case.name: _measure(case, sides, num_rounds, 1 if quick else NUM_TRIES) for case in cases}
@@ -101,6 +104,8 @@ def run(quick: bool) -> Report:
         f"Engine: SmolLM2-135M, 1 thread each, {PROMPT_TOKENS}-token prompts, {num_steps} steps, {num_rounds} rounds"
     )
     tables = [_measurements(title, cases, found, sides), _gates(cases, found, sides)]
+    texts = quality.passages()[: 4 if quick else quality.NUM_PASSAGES]
+    tables.append(quality.table(ours.runner, rounded.runner, [tokenizer.encode(text) for text in texts]))
     tables += [roofline.table(ours.runner, decodes, prefills, quick), _absent(peers)]
     return Report("engine", tables)
 
@@ -153,16 +158,19 @@ def _measurements(title: str, cases: list[Case], found: Mapping[str, Found], sid
 def _gates(cases: list[Case], found: Mapping[str, Found], sides: Mapping[str, Side]) -> Table:
     """What the design asks for, each in the rounds of one case."""
     table = Table("Gates: ours as a multiple of", ("", "which", "times", "gate", "kept"))
-    others = [name for name in sides if name not in (OURS, RUNNER)]
+    others = [name for name in sides if name not in (OURS, ROUNDED, RUNNER)]
     exact = [name for name in others if sides[name].precision.startswith("float32")]
     for case in cases:
         of_case = found[case.name]
-        rows = [("the best float32 engine of others", of_case.best(exact), EXACT_GATES[case.size])]
+        best = of_case.best(others)
+        rows = [(OURS, "the best float32 engine of others", of_case.best(exact), EXACT_GATES[case.size])]
         if case.num_steps and case.size == 1:
-            rows.append(("the best of others at any precision", of_case.best(others), 1.0))
-        rows.append(("our transformers runner", RUNNER, RUNNER_GATES[case.size]))
-        for what, name, gate in rows:
-            times = of_case.ratio(name)
+            rows.append((OURS, "the best of others at any precision", best, 1.0))
+        rows.append((OURS, "our transformers runner", RUNNER, RUNNER_GATES[case.size]))
+        rows.append((ROUNDED, "int8g to the best of others at any precision", best, 1.0))
+        rows.append((ROUNDED, "int8g to our exact weights", OURS, 1.0))
+        for ours, what, name, gate in rows:
+            times = of_case.ratio(name, ours)
             verdict = ("yes" if times.median >= gate else "no") if of_case.is_decided else "not decided"
             table.rows.append((f"{case.name}: {what}", name, times, f">= {gate}", verdict))
     return table

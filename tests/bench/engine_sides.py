@@ -69,15 +69,14 @@ class Baton:
 
     Args:
         runner: as `engine.runner` names it.
+        weights: as `model.weights` names them.
     """
 
-    precision = "float32"
-
-    def __init__(self, path: Path, runner: str = "auto") -> None:
+    def __init__(self, path: Path, runner: str = "auto", weights: str = "exact") -> None:
+        self.precision = "float32" if weights == "exact" else weights
         config = EngineConfig(runner=runner, num_threads=1, kv_cache_gib=0.5)
-        self.runner = make_runner(
-            ModelConfig(path=str(path), dtype="float32", device="cpu"), config, cache_dir(load().cluster)
-        )
+        model = ModelConfig(path=str(path), dtype="float32", device="cpu", weights=weights)
+        self.runner = make_runner(model, config, cache_dir(load().cluster))
         limits = SchedulerLimits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
