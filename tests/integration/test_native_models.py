@@ -590,7 +590,7 @@ def test_the_default_model_answers_as_generate_and_its_weights_are_codes(
     caplog.set_level("INFO")
     config = EngineConfig(num_blocks=256, max_num_seqs=8, max_num_batched_tokens=96)
     engine = native_engine(model_dir, config)
-    assert "holds the weights (exact) in Q4_1 (76 MiB), Q8_0 (30 MiB)" in caplog.text
+    assert "holds the weights (exact) in Q4_1 (63 MiB), Q8_0 (29 MiB)" in caplog.text
     draw = random.Random(31)
     prompts = [[draw.randrange(3, 49000) for _ in range(length)] for length in (5, 120, 33)]
     specs = [make_spec(f"{i}", prompt, 24, ignore_eos=True) for i, prompt in enumerate(prompts)]

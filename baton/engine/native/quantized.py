@@ -78,10 +78,10 @@ def _of_dots(matrix: PackedMatrix) -> PackedMatrix:
 
 
 def _codes(panels: torch.Tensor, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns panels of float32 as codes from -127 to 127, and as scales, `[panels, blocks, 32]`."""
+    """Returns panels of float32 as codes from -127 to 127, and as scales in float16, `[panels, blocks, 32]`."""
     blocks = panels.view(-1, num_inputs // BLOCK, BLOCK, PANEL)
-    scale = blocks.abs().amax(2) / 127
-    codes = (blocks / torch.where(scale == 0, 1, scale)[:, :, None]).round_().clamp_(-127, 127)
+    scale = (blocks.abs().amax(2) / 127).half()
+    codes = (blocks / torch.where(scale == 0, 1, scale.float())[:, :, None]).round_().clamp_(-127, 127)
     return codes.to(torch.int8), scale
 
 

@@ -66,7 +66,7 @@ enum { OK, TOO_MANY_TOKENS, NO_SUCH_TOKEN, TOO_LONG, NO_SUCH_BLOCK, NO_SUCH_ROW,
 typedef struct {
     int32_t form, outputs, inputs, panels;
     const void *weights;
-    const float *scale, *least; /* [panels][inputs / 32][32] */
+    const uint16_t *scale, *least; /* [panels][inputs / 32][32], in float16 */
     const float *bias;          /* [panels * 32], or none */
 } Matrix;
 
@@ -142,6 +142,7 @@ INLINE Vector high_pairs(Vector a, Vector b) { return _mm512_shuffle_ps(a, b, 0x
 INLINE Vector of_bf16(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));
 }
+INLINE Vector of_float16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
 INLINE Vector of_bytes(const int8_t *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
 }
@@ -200,6 +201,7 @@ INLINE Vector high_pairs(Vector a, Vector b) { return _mm256_shuffle_ps(a, b, 0x
 INLINE Vector of_bf16(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16));
 }
+INLINE Vector of_float16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
 INLINE Vector of_bytes(const int8_t *p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p)));
 }
@@ -378,10 +380,8 @@ INLINE void fetch_weights(int form, const Matrix *m, int64_t block) {
     block += bytes < 2048 ? 2048 / bytes : 1;
     UNROLL for (int i = 0; i < bytes; i += 64)
         _mm_prefetch((const char *)m->weights + block * bytes + i, _MM_HINT_T0);
-    UNROLL for (int i = 0; i < PANEL; i += 16) {
-        if (form == Q8_0 || form == Q4_1) _mm_prefetch((const char *)(m->scale + block * PANEL + i), _MM_HINT_T0);
-        if (form == Q4_1) _mm_prefetch((const char *)(m->least + block * PANEL + i), _MM_HINT_T0);
-    }
+    if (form == Q8_0 || form == Q4_1) _mm_prefetch((const char *)(m->scale + block * PANEL), _MM_HINT_T0);
+    if (form == Q4_1) _mm_prefetch((const char *)(m->least + block * PANEL), _MM_HINT_T0);
 }
 
 /* A tile: `rows` rows of x by `vectors` vectors of weights, which begin with vector `part` of a panel and may go on in
@@ -395,8 +395,8 @@ INLINE void tile(int form, int rows, int panels, int vectors, int part, const Ma
         UNROLL for (int v = 0; v < vectors; v++) {
             const int64_t block = (int64_t)(panel + (part + v) / PARTS) * (inputs / 32) + begin / 32;
             const int64_t at = block * PANEL + (part + v) % PARTS * LANES;
-            if (form == Q8_0 || form == Q4_1) scale[v] = load(m->scale + at);
-            if (form == Q4_1) least[v] = load(m->least + at);
+            if (form == Q8_0 || form == Q4_1) scale[v] = of_float16(m->scale + at);
+            if (form == Q4_1) least[v] = of_float16(m->least + at);
             if (v % PARTS == 0 && fetches(form, rows)) fetch_weights(form, m, block);
         }
         const int end = begin + 32 < inputs ? begin + 32 : inputs;
@@ -484,8 +484,8 @@ INLINE void unpack(int form, const Matrix *m, int panel, float *into) {
     for (int k = 0; k < m->inputs; k++)
         for (int part = 0; part < PARTS; part++) {
             int64_t at = ((int64_t)panel * (m->inputs / 32) + k / 32) * PANEL + part * LANES;
-            if (form == Q8_0 || form == Q4_1) scale = load(m->scale + at);
-            if (form == Q4_1) least = load(m->least + at);
+            if (form == Q8_0 || form == Q4_1) scale = of_float16(m->scale + at);
+            if (form == Q4_1) least = of_float16(m->least + at);
             store(into + k * PANEL + part * LANES,
                   weight_at(form, m, (int64_t)panel * m->inputs + k, part, scale, least));
         }
@@ -534,20 +534,17 @@ static void quantize(const float *x, int width, int8_t *bytes, Bytes *of) {
     }
 }
 
-/* Has a share of 32 inputs' weights come nearer, of those a panel further on: every `shares`th cache line. */
-INLINE void fetch_bytes(int form, const Matrix *m, int64_t block, int share, int shares) {
+/* Has weights of 32 inputs come nearer: the same inputs' of the next panel. */
+INLINE void fetch_bytes(int form, const Matrix *m, int64_t block) {
     const int size = form == DOT_Q8 ? 1024 : 512;
     block += m->inputs / 32;
-    for (int i = share * 64; i < size; i += shares * 64)
-        _mm_prefetch((const char *)m->weights + block * size + i, _MM_HINT_T0);
-    for (int i = share * 16; i < PANEL; i += shares * 16) {
-        _mm_prefetch((const char *)(m->scale + block * PANEL + i), _MM_HINT_T0);
-        if (form == DOT_Q4) _mm_prefetch((const char *)(m->least + block * PANEL + i), _MM_HINT_T0);
-    }
+    UNROLL for (int i = 0; i < size; i += 64) _mm_prefetch((const char *)m->weights + block * size + i, _MM_HINT_T0);
+    _mm_prefetch((const char *)(m->scale + block * PANEL), _MM_HINT_T0);
+    if (form == DOT_Q4) _mm_prefetch((const char *)(m->least + block * PANEL), _MM_HINT_T0);
 }
 
-/* Some rows of a product's inputs as bytes, and which of how many tiles they are. */
-typedef struct { const int8_t *bytes; const Bytes *of; int share, shares; } ByteRows;
+/* Some rows of a product's inputs as bytes, and whether weights come nearer meanwhile. */
+typedef struct { const int8_t *bytes; const Bytes *of; int fetches; } ByteRows;
 
 /* A tile: `rows` rows of bytes by two vectors of a panel's outputs, which begin with vector `part`. */
 INLINE void dot_tile(int form, int rows, int part, const Matrix *m, int panel, const ByteRows *x, float *sums) {
@@ -557,9 +554,8 @@ INLINE void dot_tile(int form, int rows, int part, const Matrix *m, int panel, c
     for (int block = 0; block < blocks; block++) {
         const int64_t at = (int64_t)panel * blocks + block;
         const uint8_t *weights = (const uint8_t *)m->weights + at * size + part * LANES * 4;
-        const float *scale = m->scale + at * PANEL + part * LANES, *least = m->least + at * PANEL + part * LANES;
         Integers dot[DOT_ROWS][2];
-        if (part == 0) fetch_bytes(form, m, at, x->share, x->shares);
+        if (part == 0 && x->fetches) fetch_bytes(form, m, at);
         UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < 2; v++)
             dot[r][v] = splat_integer(form == DOT_Q8 ? x->of[r * blocks + block].offset : 0);
         UNROLL for (int i = 0; i < 32; i += 4) {
@@ -575,11 +571,14 @@ INLINE void dot_tile(int form, int rows, int part, const Matrix *m, int panel, c
                 UNROLL for (int v = 0; v < 2; v++) dot[r][v] = add_products(dot[r][v], weight[v], splat_integer(four));
             }
         }
-        UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < 2; v++) {
-            const Bytes *one = x->of + r * blocks + block;
-            Vector both = multiplied(load(scale + v * LANES), splat(one->scale));
-            sum[r][v] = multiply_add(of_integers(dot[r][v]), both, sum[r][v]);
-            if (form == DOT_Q4) sum[r][v] = multiply_add(load(least + v * LANES), splat(one->total), sum[r][v]);
+        UNROLL for (int v = 0; v < 2; v++) {
+            const int64_t outputs = at * PANEL + (part + v) * LANES;
+            const Vector scale = of_float16(m->scale + outputs), least = form == DOT_Q4 ? of_float16(m->least + outputs) : scale;
+            UNROLL for (int r = 0; r < rows; r++) {
+                const Bytes *one = x->of + r * blocks + block;
+                sum[r][v] = multiply_add(of_integers(dot[r][v]), multiplied(scale, splat(one->scale)), sum[r][v]);
+                if (form == DOT_Q4) sum[r][v] = multiply_add(least, splat(one->total), sum[r][v]);
+            }
         }
     }
     UNROLL for (int r = 0; r < rows; r++)
@@ -615,12 +614,12 @@ static void dot_q4(int rows, const Matrix *m, int panel, const ByteRows *x, floa
    many rows tile by tile, so that each is read once. */
 static void multiply_bytes(const Step *step, int first, int last, int row, int rows) {
     const Matrix *m = step->product.matrix;
-    const int tiles = (rows + DOT_ROWS - 1) / DOT_ROWS, together = tiles > 8 ? last - first : 1;
+    const int tiles = (rows + DOT_ROWS - 1) / DOT_ROWS, is_many = tiles > 8, together = is_many ? last - first : 1;
     float sums[DOT_ROWS * PANEL];
     for (int begin = first; begin < last; begin += together)
         for (int tile = 0, r = row; tile < tiles; tile++) {
             const int some = (row + rows - r + tiles - tile - 1) / (tiles - tile);
-            const ByteRows x = {step->bytes + (int64_t)r * m->inputs, step->of_bytes + (int64_t)r * (m->inputs / 32), tile, tiles};
+            const ByteRows x = {step->bytes + (int64_t)r * m->inputs, step->of_bytes + (int64_t)r * (m->inputs / 32), !is_many};
             for (int panel = begin; panel < begin + together; panel++) {
                 (m->form == DOT_Q8 ? dot_q8 : dot_q4)(some, m, panel, &x, sums);
                 put(step, r, some, panel, 1, sums);

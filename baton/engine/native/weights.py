@@ -37,6 +37,7 @@ class PackedMatrix:
     num_inputs: int
     weights: torch.Tensor
     scale: torch.Tensor | None = None
+    """Float16, as `least`: `[panels, blocks, 32]`."""
     least: torch.Tensor | None = None
     bias: torch.Tensor | None = None
 
@@ -91,11 +92,11 @@ def _smallest(weight: torch.Tensor) -> tuple[Form, torch.Tensor, torch.Tensor | 
     if weight.shape[1] % BLOCK == 0:
         if (found := _as_q8_0(weight)) is not None:
             codes, scale = found
-            return Form.Q8_0, _panels(codes), _panels(scale), None
+            return Form.Q8_0, _panels(codes), _panels(scale.half()), None
         if (all_found := _as_q4_1(weight)) is not None:
             codes, scale, least = all_found
             halves = _panels(codes).view(-1, 2, PANEL // 2)
-            return Form.Q4_1, halves[:, 0] | (halves[:, 1] << 4), _panels(scale), _panels(least)
+            return Form.Q4_1, halves[:, 0] | (halves[:, 1] << 4), _panels(scale.half()), _panels(least.half())
     return Form.F32, _panels(weight), None, None
 
 
@@ -191,7 +192,7 @@ def _as_q8_0(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def _as_q4_1(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Returns codes, scales and least values, or None.
+    """Returns codes, scales and least values, or None. Scales and least values are float16's.
 
     The smallest code of a block is 0 and its largest 15: so scale and least value were chosen. The product of code and
     scale is exact in float32, so that adding rounds once, as a fused multiply-add does.
@@ -199,7 +200,7 @@ def _as_q4_1(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     codes = scale = least = None
     for rows in (weight[:PANEL], weight):
         blocks = _blocks(rows)
-        least = blocks.amin(-1)
+        least = blocks.amin(-1).half().float()
         scale = ((blocks.amax(-1) - least) / 15).half().float()
         codes = ((blocks - least[..., None]) / torch.where(scale == 0, 1, scale)[..., None]).round_().clamp_(0, 15)
         if not _same_bits(codes * scale[..., None] + least[..., None], blocks):

@@ -19,6 +19,12 @@ static float *numbers(int64_t count, float scale) {
     return found;
 }
 
+static uint16_t *float16s(int64_t count, float scale) {
+    uint16_t *found = malloc(sizeof(uint16_t) * (size_t)count);
+    for (int64_t i = 0; i < count; i++) found[i] = _cvtss_sh(number() * scale, 0);
+    return found;
+}
+
 static int is_of_bytes(int form) { return form == Q8_0 || form == DOT_Q8; }
 
 /* Exactly as large as it says: a byte read beyond it is found. */
@@ -36,8 +42,8 @@ static Matrix matrix(int form, int outputs, int inputs, int has_bias) {
     } else {
         uint8_t *bytes = malloc((size_t)(is_of_bytes(form) ? count : count / 2));
         for (int64_t i = 0; i < (is_of_bytes(form) ? count : count / 2); i++) bytes[i] = (uint8_t)(number() * 127.0f + 128.0f);
-        m.weights = bytes, m.scale = numbers(blocks, is_of_bytes(form) ? 0.002f : 0.03f);
-        if (!is_of_bytes(form)) m.least = numbers(blocks, 0.2f);
+        m.weights = bytes, m.scale = float16s(blocks, is_of_bytes(form) ? 0.002f : 0.03f);
+        if (!is_of_bytes(form)) m.least = float16s(blocks, 0.2f);
     }
     if (has_bias) m.bias = numbers(m.panels * PANEL, 0.1f);
     return m;

@@ -21,7 +21,7 @@ def unpacked(matrix: PackedMatrix) -> torch.Tensor:
 
     def wide(scales: torch.Tensor | None) -> torch.Tensor:
         assert scales is not None
-        return rows(scales).repeat_interleave(BLOCK, 1)
+        return rows(scales).float().repeat_interleave(BLOCK, 1)
 
     match matrix.form:
         case Form.F32:
@@ -72,7 +72,7 @@ def test_weights_come_back_bit_for_bit_from_the_smallest_form(form: Form) -> Non
     assert matrix.form is form
     assert torch.equal(unpacked(matrix).view(torch.int32), weight.view(torch.int32))
     assert matrix.num_bytes == pytest.approx(
-        96 * INPUTS * {Form.F32: 4, Form.BF16: 2, Form.Q8_0: 1 + 4 / 32, Form.Q4_1: 0.5 + 8 / 32}[form]
+        96 * INPUTS * {Form.F32: 4, Form.BF16: 2, Form.Q8_0: 1 + 2 / 32, Form.Q4_1: 0.5 + 4 / 32}[form]
     )
 
 
