@@ -20,9 +20,10 @@ MOST_DIVERGENCE, LEAST_AGREEMENT = 0.01, 0.95
 
 
 def passages() -> list[str]:
-    """The begins of as many pages, each longer than what is read of it."""
+    """The begins of pages, and then their second halves, each longer than what is read of it."""
     pages = [page.read_text() for page in sorted(DOCS.rglob("*.md"))]
-    return [page for page in pages if len(page) > 8 * PASSAGE_TOKENS][:NUM_PASSAGES]
+    found = [*pages, *(page[len(page) // 2 :] for page in pages)]
+    return [passage for passage in found if len(passage) > 8 * PASSAGE_TOKENS][:NUM_PASSAGES]
 
 
 def table(exact: LogitsRunner, rounded: LogitsRunner, prompts: Sequence[list[int]]) -> Table:

@@ -281,7 +281,9 @@ def test_weights_made_smaller_give_the_same_bits_however_they_are_computed(
                 runner = native_runner(folder, replace(ENGINE, num_threads=threads), weights)
                 found += [all_logits(runner, prompts, draw, most) for most in chunks]
                 runner.close()
-    held = next(record.getMessage() for record in caplog.records if f"the weights ({weights}) in" in record.getMessage())
+    held = next(
+        record.getMessage() for record in caplog.records if f"the weights ({weights}) in" in record.getMessage()
+    )
     assert re.sub(r" \(\d+ MiB\)", "", held.partition(") in ")[2]) == forms
     assert all(same_bits(one, found[0]) for one in found)
     assert not same_bits(found[0], expected), "or nothing was rounded"

@@ -131,7 +131,9 @@ def test_a_prompt_that_is_too_long_is_cut_where_the_client_says(cluster: Served,
     body: dict[str, Any] = {"truncate_prompt_tokens": -1, "truncation_side": side, "ignore_eos": True}
     room = client_of(cluster).completions.create(model="", prompt=ids, max_tokens=6, extra_body=body)
     assert room.usage is not None
-    assert room.usage.prompt_tokens + 6 == int(client_of(cluster).models.list().data[0].model_dump()["max_model_len"])
+    card = client_of(cluster).models.list().data[0].model_dump()
+    assert room.usage.prompt_tokens + 6 == int(card["max_model_len"])
+    assert card["weights"] == "exact"
     with pytest.raises(openai.BadRequestError, match="truncate_prompt_tokens must be 1 to"):
         client_of(cluster).completions.create(model="", prompt=ids, extra_body={"truncate_prompt_tokens": 0})
 

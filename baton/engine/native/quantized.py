@@ -31,9 +31,7 @@ def quantized(exact: PackedWeights, mode: str) -> PackedWeights:
                 replace(layer, matrices={place: _rounded(matrix) for place, matrix in layer.matrices.items()})
                 for layer in exact.layers
             ]
-            return replace(
-                exact, embedding=_rounded_rows(exact.embedding), head=_rounded(exact.head), layers=layers
-            )
+            return replace(exact, embedding=_rounded_rows(exact.embedding), head=_rounded(exact.head), layers=layers)
     layers = [
         replace(
             layer,

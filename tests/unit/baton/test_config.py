@@ -48,9 +48,8 @@ def another(name: str, value: Any) -> Any:
         case float() | int() if name == "ping_s":  # must not exceed others
             return value + 1
         case str():
-            return {"full": "off", "auto": "split", "info": "debug", "text": "json", "end": "pass"}.get(
-                value, value + "x"
-            )
+            other = {"full": "off", "auto": "split", "info": "debug", "text": "json", "end": "pass", "exact": "int8g"}
+            return other.get(value, value + "x")
         case tuple():
             return ("gloo",)
         case dict():

@@ -97,7 +97,12 @@ class Router:
         stand_in: Any = self.dispatcher
         instruments = Instruments(cluster_status)
         self.service = RouterService(
-            LoadedModel(card=ModelCard(id=MODEL, path="", max_model_len=8192, created=0, weights="exact"), tokenizer=tokenizer, content_id="content", facts=facts),
+            LoadedModel(
+                card=ModelCard(id=MODEL, path="", max_model_len=8192, created=0, weights="exact"),
+                tokenizer=tokenizer,
+                content_id="content",
+                facts=facts,
+            ),
             dispatcher=stand_in,
             limiter=Limiter(RouterConfig().max_in_flight),
             accounts=Accounts(MemoryLedger(), instruments, lambda: 1),

@@ -9,7 +9,7 @@ import pytest
 
 from baton import garbage
 from baton.cluster import Role
-from baton.config import OWN_SETTINGS, Config, EngineConfig, EveryEngineConfig
+from baton.config import OWN_SETTINGS, Config, EngineConfig, EveryEngineConfig, ModelConfig
 from baton.errors import BatonError, ConfigError
 from deploy.worker.process import build_runner, serve
 from tests.unit.baton.engine.scripted import ScriptedEngine
@@ -50,6 +50,12 @@ def test_what_the_engine_knows_is_heeded() -> None:
     )
     runner = build_runner(Config(engine=engine))
     assert (runner.spec.block_size, runner.num_blocks) == (32, (8,))
+
+
+def test_weights_that_a_runner_does_not_make_are_refused_by_name() -> None:
+    config = Config(model=ModelConfig(weights="int8g"), engine=EngineConfig(runner="arithmetic"))
+    with pytest.raises(ConfigError, match=r"model\.weights int8g needs the native step: engine\.runner is arithmetic"):
+        build_runner(config)
 
 
 @pytest.mark.parametrize("name", sorted(OWN_SETTINGS | {"kv_cache_gib"}))

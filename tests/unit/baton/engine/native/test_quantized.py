@@ -56,9 +56,9 @@ def test_bf16_rounds_what_is_float32_and_nothing_else(form: Form) -> None:
 
 
 def test_head_embedding_routers_and_uneven_inputs_keep_their_weights_in_int8g() -> None:
-    exact = weights_of({
-        "router": pack([of_form(Form.F32)], [None]), "out": pack([of_form(Form.F32)[:, : INPUTS - 16]], [None])
-    })
+    exact = weights_of(
+        {"router": pack([of_form(Form.F32)], [None]), "out": pack([of_form(Form.F32)[:, : INPUTS - 16]], [None])}
+    )
     found = quantized(exact, "int8g")
     assert found.head is exact.head
     assert found.embedding is exact.embedding

@@ -17,7 +17,9 @@ def unpacked(matrix: PackedMatrix) -> torch.Tensor:
     num_panels = -(-matrix.num_outputs // PANEL)
 
     def rows(panels: torch.Tensor) -> torch.Tensor:
-        return panels.reshape(num_panels, -1, PANEL).transpose(1, 2).reshape(num_panels * PANEL, -1)[: matrix.num_outputs]
+        return (
+            panels.reshape(num_panels, -1, PANEL).transpose(1, 2).reshape(num_panels * PANEL, -1)[: matrix.num_outputs]
+        )
 
     def wide(scales: torch.Tensor | None) -> torch.Tensor:
         assert scales is not None
