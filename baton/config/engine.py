@@ -45,10 +45,10 @@ class ModelConfig:
     device: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"
     """Device of the weights and of the KV cache. auto: a GPU where there is one."""
     weights: Annotated[str, OneOf("exact", "bf16", "int8g")] = "exact"
-    """What the weights are made to before they are used. exact: nothing. bf16: those that are float32 and have no smaller
-    form without loss are rounded to bfloat16, and computed with in float32. int8g: the layers' products are those of 8-bit
-    integers in groups of 32, the fastest on a CPU, at a small loss of quality (docs/native.md). The latter two run on the
-    native step alone, and only workers with the same value exchange KV."""
+    """What the weights are made to before they are used. exact: nothing. bf16: those that are float32 and have no
+    smaller form without loss are rounded to bfloat16, and computed with in float32. int8g: the layers' products are
+    those of 8-bit integers in groups of 32, the fastest on a CPU, at a small loss of quality (docs/native.md). The
+    latter two run on the native step alone, and only workers with the same value exchange KV."""
 
     @property
     def identity(self) -> str:

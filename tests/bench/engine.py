@@ -1,6 +1,6 @@
 """Our engine, as `engine.runner: auto` chooses, against its transformers runner, `generate` and engines of other makes.
 
-The same with weights made smaller (`model.weights`) is a side of its own, whose predictions are compared in the same run.
+The same with weights made smaller (`model.weights`) is a side of its own, whose predictions are compared in the run.
 All have the same weights, prompts, steps and one thread, and take turns in each round. Decoding is timed from the
 moment every stream has its first token, over the same number of steps at full batch; prefill from the prompt to its
 first token. The tokens are compared too: all must do the same work. A case during which other processes were busy is

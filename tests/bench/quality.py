@@ -1,4 +1,4 @@
-"""What weights that were made smaller do to a model's predictions, on passages of this repository's own documentation."""
+"""What weights that were made smaller do to a model's predictions, on passages of this repository's documentation."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ BUILT = Path(__file__).with_name("built")
 V3 = frozenset({"avx2", "fma", "bmi2", "f16c"})
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 VARIANTS = {"x86-64-v4+avx512vnni": V4 | {"avx512_vnni"}, "x86-64-v4": V4, "x86-64-v3": V3}
-"""Names of instruction sets, best first, and the flags of a CPU that has one. The compiler knows them by the same names:
-a level, and what is beyond it."""
+"""Names of instruction sets, best first, and the flags of a CPU that has one. The compiler knows them by the same
+names: a level, and what is beyond it."""
 COMPILERS = ("gcc", "cc", "clang")
 """Looked for in this order: what clang 14 makes of `step.c` gives the same bits, in 2 to 4 times the time."""
 ARGUMENTS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")

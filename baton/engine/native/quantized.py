@@ -1,9 +1,9 @@
 """Makes of a model's exact weights those that `model.weights` names.
 
     bf16     what is held in float32 is rounded to bfloat16, as a checkpoint in bfloat16 has it; smaller forms stay
-    int8g    the matrices of the layers are multiplied as integers, in groups of 32 inputs: codes stay the codes that they
-             are, other weights become signed bytes. A router of experts stays, and so does a matrix whose inputs are no
-             multiple of 32
+    int8g    the matrices of the layers are multiplied as integers, in groups of 32 inputs: codes stay the codes that
+             they are, other weights become signed bytes. A router of experts stays, and so does a matrix whose inputs
+             are no multiple of 32
 
 The step that computes with them is proved before, with the exact ones.
 """

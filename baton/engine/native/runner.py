@@ -37,8 +37,8 @@ TOLERANCE = 1e-3
 """Largest difference between the two computations of a logit, as a share of the largest logit, for which the rounding
 of different orders may account."""
 ROUNDED_TOLERANCE = 0.5
-"""Largest difference between the logits of weights that were made to something smaller and those of the exact ones, as a
-share of how the latter vary, both as root mean squares. Two computations that have nothing in common give 1.4."""
+"""Largest difference between the logits of weights that were made to something smaller and those of the exact ones, as
+a share of how the latter vary, both as root mean squares. Two computations that have nothing in common give 1.4."""
 
 
 class NativeRunner(LogitsRunner):
@@ -82,8 +82,8 @@ class NativeRunner(LogitsRunner):
             self._step = None
 
     def _pack(self, model: ModelConfig, config: Any, cache: WeightsCache) -> None:
-        """Opens weights that transformers loads and computes the same with, makes them to what `model.weights` names, and
-        keeps them packed.
+        """Opens weights that transformers loads and computes the same with, makes them to what `model.weights` names,
+        and keeps them packed.
 
         Raises:
             NotNative: the native step does not compute the same.

@@ -1,4 +1,4 @@
-"""What `model.weights` names is made of the exact weights: codes stay, others are rounded as little as the form allows."""
+"""What `model.weights` names is made of the exact weights: codes stay, others are rounded as little as they must."""
 
 from __future__ import annotations
 
