@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from baton.engine.core.runner import StepPart, ignore_layer
+from baton.engine.core.runner import Runner, StepPart, ignore_layer
 from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
 from baton.engine.model.rank_step import RankStep
 from tests.bench.report import Table
@@ -26,7 +26,7 @@ def passages() -> list[str]:
     return [passage for passage in found if len(passage) > 8 * PASSAGE_TOKENS][:NUM_PASSAGES]
 
 
-def table(exact: LogitsRunner, rounded: LogitsRunner, prompts: Sequence[list[int]]) -> Table:
+def table(exact: Runner, rounded: Runner, prompts: Sequence[list[int]]) -> Table:
     """Compares two runners of a model.
 
     Args:
@@ -52,8 +52,9 @@ def table(exact: LogitsRunner, rounded: LogitsRunner, prompts: Sequence[list[int
 
 
 @torch.inference_mode()
-def _log_probabilities(runner: LogitsRunner, prompt: list[int]) -> torch.Tensor:
+def _log_probabilities(runner: Runner, prompt: list[int]) -> torch.Tensor:
     """Returns those of each token's successors, `[tokens, vocabulary]` in float64."""
+    assert isinstance(runner, LogitsRunner), "its logits are compared"
     part = StepPart(
         sequence_key=0,
         token_ids=tuple(prompt),
