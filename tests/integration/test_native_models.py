@@ -257,6 +257,7 @@ def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("mixed", "int8g", "DOT_Q8, F32"),
         ("coded", "int8g", "DOT_Q4, DOT_Q8, F32"),
     ],
+    ids=["uneven-bf16", "uneven", "mixed", "coded"],
 )
 def test_weights_made_smaller_give_the_same_bits_however_they_are_computed(
     model: str,
