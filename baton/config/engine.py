@@ -128,6 +128,11 @@ class EngineConfig(EveryEngineConfig):
     """Answer tokens for which a decode worker reserves blocks up front; longer answers grow block by block."""
     num_threads: AtLeastOne = 1
     """Compute threads per rank. Two contended threads can be 40 times slower than one."""
+    kv_dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "int8")] = "auto"
+    """Type of the KV pages. auto: that of the arithmetic. bfloat16 takes half of float32's memory and reads. int8 takes
+    little more than a quarter, with a scale for each token and head; the native step alone has it, and its pages go
+    to workers that have it too, with transfer.wire_dtype auto. Both change answers a little: docs/native.md says how
+    much."""
     speculation: Annotated[str, OneOf("off", "ngram"), ON_OFF] = "ngram"
     """Whether steps check guesses at the tokens that follow. ngram: what has followed the last tokens before, in the
     prompt or the answer, where that is expected to gain time. Answers are the same token for token."""

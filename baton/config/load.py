@@ -53,6 +53,11 @@ class Config:
                 f"cluster.gpus_per_worker is {gpus:g} and engine.tensor_parallel {ranks}: each rank has one GPU; "
                 "leave cluster.gpus_per_worker at 0"
             )
+        if self.engine.kv_dtype == "int8" and self.transfer.wire_dtype != "auto":
+            raise ConfigError(
+                f"transfer.wire_dtype is {self.transfer.wire_dtype}, and pages of engine.kv_dtype int8 travel as they "
+                "are; set transfer.wire_dtype to auto"
+            )
 
     def to_json(self) -> str:
         """The settings that differ from their defaults: a process of the previous release refuses names it does not

@@ -213,7 +213,8 @@ def wire_compat(model_identity: str, spec: KVSpec) -> str:
     """Identity of what two workers must share to connect: the model and the structure of its KV.
 
     Block size, KV data type and tensor-parallel degree are not part of it: the transfer plan bridges them, or refuses
-    them in words (`kvstore.transfer.protocol.layout.mismatch`).
+    them in words (`kvstore.transfer.protocol.layout.mismatch`). Pages of int8 are another structure, since their scales
+    count among the dimensions.
     """
     groups = "|".join(f"{g.name}:{len(g.layers)}:{g.k_dim}:{g.v_dim}" for g in spec.groups)
     states = "|".join(f"{s.name}:{s.shape}:{s.dtype}" for s in spec.states)

@@ -181,12 +181,13 @@ class KvSender:
         here, there = self.layout, ticket.layout
         if num_tokens > (most := self._worker.max_tokens):
             raise TransferRefused(f"{num_tokens} tokens are to be sent; this worker's cache holds at most {most}")
+        difference = mismatch(here, there, self._config.wire_dtype)
         if ticket.wire_compat != self._worker.wire_compat:
             raise TransferRefused(
                 f"worker {ticket.decode_worker_id} has KV of kind {ticket.wire_compat}, "
-                f"this worker {self._worker.wire_compat}"
+                f"this worker {self._worker.wire_compat}{difference and f': {difference}'}"
             )
-        if difference := mismatch(here, there, self._config.wire_dtype):
+        if difference:
             raise TransferRefused(difference)
         parts = {}
         try:

@@ -17,6 +17,7 @@ from baton.engine.core.engine import Engine
 from baton.engine.core.kv_spec import EMPTY_PLACE
 from baton.engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from baton.engine.core.sequence import Purpose
+from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
 from baton.engine.model.rank_step import RankStep
 from baton.engine.model.transformers_model import LLAMA_FAMILY, load_config
@@ -145,12 +146,18 @@ def part_of(prompt: list[int], begin: int, end: int, table: list[int]) -> StepPa
     )
 
 
+def spoil(cache: KVCache) -> None:
+    """Fills pages with what is no number: bits that are all set, in floats and in the scales of codes."""
+    for group in cache.groups:
+        group.view(torch.uint8).fill_(0xFF)
+
+
 def all_logits(runner: LogitsRunner, prompts: list[list[int]], draw: random.Random, most: int) -> list[torch.Tensor]:
     """The logits of every token of every prompt, computed in random chunks of at most `most`, random ones together."""
     blocks = list(range(runner.num_blocks[0]))
     draw.shuffle(blocks)
     tables = [[blocks.pop() for _ in range(-(-len(prompt) // 16))] for prompt in prompts]
-    runner.caches[0].groups[0].fill_(float("nan"))
+    spoil(runner.caches[0])
     found: list[list[torch.Tensor]] = [[] for _ in prompts]
     done = [0] * len(prompts)
     while unfinished := [i for i, prompt in enumerate(prompts) if done[i] < len(prompt)]:

@@ -29,6 +29,12 @@ DTYPE_BYTES = {
 """Bytes per element, by torch's name of the data type without `torch.`."""
 
 
+INT8 = "int8"
+"""Data type of pages of codes: value = scale times code, one scale for each token and head of K and of V."""
+INT8_SCALE_BYTES = 4
+"""Bytes of a float32 scale, which lies behind a token's codes and counts among the dimensions of K and of V."""
+
+
 class PageOrder(StrEnum):
     """The order of values within one KV head of a block."""
 

@@ -49,7 +49,7 @@ class ArithmeticRunner:
     `tokenizer`, a tokenizer.json, gives its tokens the texts that structured answers are made of.
     """
 
-    unknown_settings = frozenset({"kv_cache_gib", "rank_timeout_s"})
+    unknown_settings = frozenset({"kv_cache_gib", "kv_dtype", "rank_timeout_s"})
     """Settings that its engine does not know: its pool is counted in blocks, and its one rank waits for no other."""
 
     def __init__(

@@ -284,6 +284,8 @@ def paged_attention(
     pages = step.cache.layer(layer)
     key_pages = pages[:, : group.block_size * group.k_dim]
     value_pages = pages[:, group.block_size * group.k_dim :]
+    # Rounded before it is attended: what a token sees does not depend on what is computed together.
+    key, value = key.to(pages.dtype), value.to(pages.dtype)
     write = (context.write_pages, context.write_offsets)
     key_pages.view(-1, group.block_size, group.k_dim).index_put_(write, key[0].transpose(0, 1).flatten(0, 1))
     value_pages.view(-1, group.block_size, group.v_dim).index_put_(write, value[0].transpose(0, 1).flatten(0, 1))
@@ -300,12 +302,17 @@ def paged_attention(
             keys = key_pages.index_select(0, segment.pages).view(*shape, group.k_dim)[:, :, : segment.num_context]
             values = value_pages.index_select(0, segment.pages).view(*shape, group.v_dim)[:, :, : segment.num_context]
         out[rows] = _attend_segment(
-            query[0, :, rows], keys[0], values[0], segment, scaling=scaling, sliding_window=sliding_window
+            query[0, :, rows],
+            keys[0].to(query.dtype),
+            values[0].to(query.dtype),
+            segment,
+            scaling=scaling,
+            sliding_window=sliding_window,
         )
     for decodes, at in zip(step.decodes, context.decodes, strict=True):
         shape = (len(decodes.parts), group.num_kv_heads, -1)
-        keys = key_pages.index_select(0, at.pages).view(*shape, group.k_dim)
-        values = value_pages.index_select(0, at.pages).view(*shape, group.v_dim)
+        keys = key_pages.index_select(0, at.pages).view(*shape, group.k_dim).to(query.dtype)
+        values = value_pages.index_select(0, at.pages).view(*shape, group.v_dim).to(query.dtype)
         mask = at.mask
         if sliding_window is not None:
             mask = mask & (torch.arange(keys.shape[2], device=keys.device) > at.positions - sliding_window)

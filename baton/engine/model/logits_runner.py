@@ -12,12 +12,11 @@ import torch
 
 from baton.blocks import num_blocks_for
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.kv_spec import KVSpec
 from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.rank_step import RankStep, order_for_packing
 from baton.engine.model.rows import drawn, rows_of
-from baton.engine.model.shapes import cache_spec, longest_sequence
+from baton.engine.model.shapes import arithmetic_dtype, cache_spec, longest_sequence
 from baton.engine.sampling.pipeline import SAMPLER, Sampler
 from baton.engine.sampling.row import Row
 from baton.engine.sampling.scores import scores_of
@@ -53,10 +52,12 @@ class LogitsRunner(ABC):
     """Settings that its engine does not know."""
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, config: Any, devices: Sequence[torch.device]) -> None:
-        spec = cache_spec(config, engine.block_size, _dtype(model.dtype, devices[0], config), len(devices))
+        self.dtype = arithmetic_dtype(config, model.dtype, devices[0].type == "cuda")
+        kv_dtype = self.dtype if engine.kv_dtype == "auto" else engine.kv_dtype
+        spec = cache_spec(config, engine.block_size, kv_dtype, len(devices))
         model_len = longest_sequence(config, engine.max_model_len)
         num_blocks = engine.num_blocks or min(
-            int(_pool_gib(model, engine, spec, devices) * GIB // spec.block_bytes),
+            int(_pool_gib(model, engine, self.dtype, devices) * GIB // spec.block_bytes),
             FULL_LENGTH_SEQUENCES * num_blocks_for(model_len, engine.block_size),
         )
         if num_blocks < 2:
@@ -171,10 +172,10 @@ class LogitsRunner(ABC):
             torch.cuda.current_stream(self.cache.device).synchronize()
 
 
-def _pool_gib(model: ModelConfig, engine: EngineConfig, spec: KVSpec, devices: Sequence[torch.device]) -> float:
-    """Returns the size of each rank's pool. Raises ConfigError: there is no room for it."""
+def _pool_gib(model: ModelConfig, engine: EngineConfig, dtype: str, devices: Sequence[torch.device]) -> float:
+    """Returns the size of each rank's pool beside weights of a type. Raises ConfigError: there is no room for it."""
     share = engine.memory_share if engine.kv_cache_gib == "auto" else 1.0
-    weights = weights_bytes(Path(model.path), spec.groups[0].dtype) // len(devices)
+    weights = weights_bytes(Path(model.path), dtype) // len(devices)
     if devices[0].type == "cuda":
         free, total = torch.cuda.mem_get_info(devices[0])
         room = Room(free=min(free, int(share * total)), num_pools=1, needed=weights, on_gpu=True)
@@ -193,9 +194,3 @@ def _require_shared_memory(num_bytes: int, folder: Path = Path("/dev/shm")) -> N
             f"the KV caches of the other ranks need {num_bytes / 2**20:.0f} MiB of shared memory and {folder} has "
             f"{free / 2**20:.0f} left; make it larger, or lower engine.kv_cache_gib"
         )
-
-
-def _dtype(name: str, device: torch.device, config: Any) -> str:
-    if name == "auto":
-        return "float32" if device.type == "cpu" else str(config.dtype or torch.bfloat16).removeprefix("torch.")
-    return name

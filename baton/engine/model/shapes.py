@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from baton.engine.core.kv_spec import KVSpec, LayerGroup
+from baton.engine.core.kv_spec import INT8, INT8_SCALE_BYTES, KVSpec, LayerGroup
 from baton.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,20 @@ def longest_sequence(config: Any, asked: int) -> int:
     return num_tokens
 
 
+def arithmetic_dtype(config: Any, asked: str, on_gpu: bool) -> str:
+    """Returns the data type in which a model computes: the one asked for, of `auto` float32 on a CPU, and on a GPU the
+    checkpoint's.
+    """
+    if asked != "auto":
+        return asked
+    return str(config.dtype or "bfloat16").removeprefix("torch.") if on_gpu else "float32"
+
+
 def cache_spec(config: Any, block_size: int, dtype: str, num_ranks: int) -> KVSpec:
     """Returns the KV layout of one rank of a dense model: one group of all layers, no state.
+
+    Args:
+        dtype: the data type of the pages.
 
     Raises:
         ModelLoadError: the heads cannot be shared out evenly over so many ranks.
@@ -64,13 +76,14 @@ def cache_spec(config: Any, block_size: int, dtype: str, num_ranks: int) -> KVSp
             f"{num_kv_heads} KV heads"
         )
     layers = tuple(range(config.num_hidden_layers))
+    page_dim = head_dim + (INT8_SCALE_BYTES if dtype == INT8 else 0)
     group = LayerGroup(
         name="all",
         layers=layers,
         block_size=block_size,
         num_kv_heads=num_kv_heads // num_ranks,
-        k_dim=head_dim,
-        v_dim=head_dim,
+        k_dim=page_dim,
+        v_dim=page_dim,
         dtype=dtype,
     )
     return KVSpec((group,))

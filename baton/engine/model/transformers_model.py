@@ -23,6 +23,7 @@ from baton.engine.core.runner import OnLayerDone
 from baton.engine.model.attention import ATTENTION_NAME, begun_blocks, set_step, step_context
 from baton.engine.model.kv_cache import KVCache, torch_dtype
 from baton.engine.model.rank_step import RankStep
+from baton.engine.model.shapes import arithmetic_dtype
 from baton.errors import ModelLoadError, in_one_line
 from baton.model_files import require_runnable
 
@@ -57,11 +58,12 @@ class ModelRank:
         split = {}
         if engine.tensor_parallel > 1:
             split["distributed_config"] = DistributedConfig(tp_size=engine.tensor_parallel, tp_plan="auto")
+        config = load_config(model.path)
         try:
             self.model, report = AutoModelForCausalLM.from_pretrained(
                 model.path,
-                config=load_config(model.path),
-                dtype=torch_dtype(cache.spec.groups[0].dtype),
+                config=config,
+                dtype=torch_dtype(arithmetic_dtype(config, model.dtype, cache.device.type == "cuda")),
                 attn_implementation=ATTENTION_NAME,
                 local_files_only=True,
                 output_loading_info=True,

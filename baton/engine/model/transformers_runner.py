@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from baton.config import EngineConfig, ModelConfig
+from baton.engine.core.kv_spec import INT8
 from baton.engine.core.runner import Fence, OnLayerDone
 from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
 from baton.engine.model.rank_step import RankStep
 from baton.engine.model.ranks import OtherRanks
 from baton.engine.model.transformers_model import ModelRank, load_config
-from baton.errors import ModelLoadError
+from baton.errors import ConfigError, ModelLoadError
 
 
 class TransformersRunner(LogitsRunner):
@@ -19,12 +20,14 @@ class TransformersRunner(LogitsRunner):
     Raises:
         ModelLoadError: the folder is not a model this engine runs, the KV pool is too small, the ranks do not suit
             model or machine, or the model cannot compute a first step; the message says why.
-        ConfigError: there is no room for the KV pool.
+        ConfigError: there is no room for the KV pool, or transformers does not know a setting.
     """
 
     name = "transformers"
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
+        if engine.kv_dtype == INT8:
+            raise ConfigError("engine.kv_dtype int8 is known to the native step alone; set float32, bfloat16 or auto")
         devices = _devices(model.device, engine.tensor_parallel)
         super().__init__(model, engine, load_config(model.path), devices)
         self._others = OtherRanks(model, engine, self.caches) if len(self.caches) > 1 else None

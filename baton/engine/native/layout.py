@@ -10,6 +10,8 @@ PANEL = 32
 """Outputs of a panel of packed weights."""
 BLOCK = 32
 """Inputs that share a scale."""
+KV_FORMS = {"float32": 0, "bfloat16": 1, "int8": 2}
+"""Forms of pages, by their data type."""
 FAULTS = {
     1: "more tokens than a step may have, or another number than its sequences'",
     2: "a token id outside the vocabulary",
@@ -59,6 +61,7 @@ class ModelStruct(Structure):
         ("activation", c_int32), ("qk_norm", c_int32), ("block_size", c_int32), ("blocks", c_int32),
         ("max_len", c_int32), ("max_tokens", c_int32), ("threads", c_int32), ("embedding_form", c_int32),
         ("norm_kind", c_int32), ("rotates_neighbours", c_int32), ("gated", c_int32), ("parallel", c_int32),
+        ("kv_form", c_int32),
         ("eps", c_float), ("embedding_scale", c_float), ("attention_scale", c_float),
         ("residual_scale", c_float), ("logits_divisor", c_float), ("clip", c_float),
         ("embedding", c_void_p), ("embedding_codes_scale", c_void_p),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from baton.engine.model.kv_cache import KVCache
-from baton.engine.native.layout import PANEL, ExpertsStruct, LayerStruct, MatrixStruct, ModelStruct
+from baton.engine.native.layout import KV_FORMS, PANEL, ExpertsStruct, LayerStruct, MatrixStruct, ModelStruct
 from baton.engine.native.spec import (
     EMBEDDING,
     HEAD,
@@ -134,6 +134,7 @@ class PackedModel:
             rotates_neighbours=what.family.rotates_neighbours,
             gated=what.family.is_gated,
             parallel=what.family.is_parallel,
+            kv_form=KV_FORMS[self._cache.spec.groups[0].dtype],
             block_size=self._cache.spec.groups[0].block_size,
             blocks=self._cache.num_blocks,
             max_len=self._max_len,
@@ -156,7 +157,7 @@ class PackedModel:
             layer=self._layer_structs,
             head=self._head_struct,
             kv=pages.data_ptr(),
-            layer_stride=pages.stride(0),
+            layer_stride=pages.stride(0) * pages.itemsize,
         )
 
     def _layer(self, index: int) -> LayerStruct:

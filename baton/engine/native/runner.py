@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from baton.blocks import num_blocks_for
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.runner import OnLayerDone
+from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.logits_runner import WARM_UP_TOKENS, LogitsRunner
 from baton.engine.model.rank_step import RankStep
-from baton.engine.model.shapes import longest_sequence
+from baton.engine.model.shapes import cache_spec, longest_sequence
 from baton.engine.native import build, layout
 from baton.engine.native.model import PackedModel, pack_model
 from baton.engine.native.quantized import quantized
@@ -68,9 +70,13 @@ class NativeRunner(LogitsRunner):
             self._description = describe(config)
             self._library = _load_library(folder, variant)
             super().__init__(model, engine, config, [torch.device("cpu")])
+            self._first_cache = self._make_first_cache(config)
             if kept is None or not self._opens(kept):
                 self._pack(model, config, cache)
                 _give_memory_back()
+        if self._first_cache is not self.cache:
+            self._first_cache = self.cache
+            self._open(self._weights)
         self._structures.load()
         held = self._model.describe_memory()
         logger.info("the native step for %s holds the weights (%s) in %s", variant, model.weights, held)
@@ -80,6 +86,15 @@ class NativeRunner(LogitsRunner):
         if self._step is not None:
             self._library.baton_close(self._step)
             self._step = None
+
+    def _make_first_cache(self, config: Any) -> KVCache:
+        """Returns the cache of the first steps. Its pages are float32: into narrower ones, two orders of sums would at
+        times round to other values.
+        """
+        if self.spec.groups[0].dtype == "float32":
+            return self.cache
+        size = self._engine.block_size
+        return KVCache(cache_spec(config, size, "float32", 1), num_blocks_for(WARM_UP_TOKENS, size), 1)
 
     def _pack(self, model: ModelConfig, config: Any, cache: WeightsCache) -> None:
         """Opens weights that transformers loads and computes the same with, makes them to what `model.weights` names,
@@ -91,7 +106,7 @@ class NativeRunner(LogitsRunner):
         # Imported on use: what is kept needs no transformers, whose import takes seconds and 100 MB.
         from baton.engine.model.transformers_model import ModelRank
 
-        rank = ModelRank(model, self._engine, self.cache)
+        rank = ModelRank(model, self._engine, self._first_cache)
         expected = self._warm_up(rank.compute)
         num_positions = max(self.max_model_len, longest_sequence(config, 0))
         weights = pack_model(self._description, rank.model, num_positions)
@@ -124,7 +139,8 @@ class NativeRunner(LogitsRunner):
 
     def _open(self, weights: PackedWeights) -> None:
         self.close()
-        self._model = PackedModel(self._description, weights, self.cache, self.max_model_len)
+        self._weights = weights
+        self._model = PackedModel(self._description, weights, self._first_cache, self.max_model_len)
         self._max_rows = self._engine.max_num_seqs
         self._logits = torch.empty(self._max_rows, self._model.num_logits)
         max_tokens = max(self._engine.max_num_batched_tokens, WARM_UP_TOKENS)

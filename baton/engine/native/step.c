@@ -40,7 +40,15 @@
        DOT_Q4  4 times the same; the lower half of a byte is of inputs         scale[32], least[32]  weight = scale * c + least
                4i..4i+3, the upper one of inputs 16+4i..16+4i+3
 
-   KV. A layer's pages are those of `KVCache`: page(block, head) = [K of token 0, 1, ... | V of token 0, 1, ...].
+   KV. A layer's pages are those of `KVCache`: page(block, head) = [K of token 0, 1, ... | V of token 0, 1, ...], where the K or
+   V of a token is
+
+       KV_F32    dim floats
+       KV_BF16   dim upper halves of floats, rounded to the nearest, of two equally near to the even one
+       KV_INT8   dim signed bytes c, then one float: value = scale * c, where scale = the largest magnitude / 127
+
+   and is rounded when it is written: all attention reads pages, also a prompt's over its own chunk, so that what a token
+   sees of another is the same number whatever was computed together.
 */
 #include <immintrin.h>
 #include <math.h>
@@ -59,6 +67,7 @@ enum { F32, BF16, Q8_0, Q4_1, DOT_Q8, DOT_Q4, UNPACKED };       /* forms of weig
 enum { SILU, GELU_TANH, RELU_SQUARED };                         /* activations */
 enum { QK_PLAIN, QK_BY_HEAD, QK_WHOLE };                        /* norms of queries and keys */
 enum { BY_SQUARES, BY_VARIANCE };                               /* kinds of norms: RMSNorm, LayerNorm */
+enum { KV_F32, KV_BF16, KV_INT8 };                              /* forms of pages */
 enum { OK, TOO_MANY_TOKENS, NO_SUCH_TOKEN, TOO_LONG, NO_SUCH_BLOCK, NO_SUCH_ROW, NO_SUCH_LAYER };
 
 /* ---- values that Python fills in (runner.py has the same fields in the same order) ------------------------------- */
@@ -88,6 +97,7 @@ typedef struct {
     int32_t layers, hidden, heads, kv_heads, head_dim, rotary_dim, intermediate, vocab;
     int32_t activation, qk_norm, block_size, blocks, max_len, max_tokens, threads, embedding_form;
     int32_t norm_kind, rotates_neighbours, gated, parallel; /* parallel: attention and perceptron have the same input */
+    int32_t kv_form;
     float eps, embedding_scale, attention_scale, residual_scale, logits_divisor, clip; /* clip: most of q, k and v; 0: any */
     const void *embedding;  /* [vocab][hidden], of form F32, BF16 or Q8_0 */
     const float *embedding_codes_scale; /* [vocab][hidden / 32], of Q8_0 */
@@ -95,8 +105,8 @@ typedef struct {
     const float *norm; /* weights of a norm; those of BY_VARIANCE are followed by what is added */
     const Layer *layer;
     const Matrix *head;
-    float *kv;
-    int64_t layer_stride; /* floats from a layer's pages to the next one's */
+    uint8_t *kv;
+    int64_t layer_stride; /* bytes from a layer's pages to the next one's */
 } Model;
 
 typedef struct {
@@ -125,6 +135,7 @@ INLINE Vector divided(Vector a, Vector b) { return _mm512_div_ps(a, b); }
 INLINE Vector larger(Vector a, Vector b) { return _mm512_max_ps(a, b); }
 INLINE Vector smaller(Vector a, Vector b) { return _mm512_min_ps(a, b); }
 INLINE float largest_lane(Vector v) { return _mm512_reduce_max_ps(v); }
+INLINE Vector without_sign(Vector v) { return _mm512_abs_ps(v); }
 INLINE Vector times_power(Vector a, Vector n) { /* a times 2 to the power that n's lowest bits are */
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_slli_epi32(_mm512_castps_si512(n), 23)));
 }
@@ -145,6 +156,17 @@ INLINE Vector of_bf16(const uint16_t *p) {
 INLINE Vector of_float16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
 INLINE Vector of_bytes(const int8_t *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
+}
+INLINE void to_bytes(int8_t *p, Vector v) { /* rounded to the nearest, from -128 to 127 */
+    _mm_storeu_si128((void *)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(v)));
+}
+/* Each lane holds the neighbouring values of a token that fit into it. */
+INLINE Vector lower_bf16(Vector v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 16)); }
+INLINE Vector upper_bf16(Vector v) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32((int)0xffff0000)));
+}
+INLINE Vector byte_of(Vector v, int index) {
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(_mm512_castps_si512(v), (unsigned)(24 - 8 * index)), 24));
 }
 INLINE Vector of_halves(const uint8_t *p, int upper) { /* LANES bytes, the lower or the upper half of each */
     const __m512 values = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); /* chosen by four bits */
@@ -188,6 +210,7 @@ INLINE float largest_lane(Vector v) {
     four = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
 }
+INLINE Vector without_sign(Vector v) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v); }
 INLINE Vector times_power(Vector a, Vector n) {
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));
 }
@@ -204,6 +227,18 @@ INLINE Vector of_bf16(const uint16_t *p) {
 INLINE Vector of_float16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const void *)p)); }
 INLINE Vector of_bytes(const int8_t *p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)p)));
+}
+INLINE void to_bytes(int8_t *p, Vector v) {
+    const __m256i whole = _mm256_cvtps_epi32(v);
+    const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    _mm_storel_epi64((void *)p, _mm_packs_epi16(halves, halves));
+}
+INLINE Vector lower_bf16(Vector v) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v), 16)); }
+INLINE Vector upper_bf16(Vector v) {
+    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32((int)0xffff0000)));
+}
+INLINE Vector byte_of(Vector v, int index) {
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(_mm256_castps_si256(v), 24 - 8 * index), 24));
 }
 INLINE Vector of_halves(const uint8_t *p, int upper) {
     __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p));
@@ -840,10 +875,19 @@ static void rotate_neighbours(float *head, const float *cos, const float *sin, i
     }
 }
 
-INLINE float *page_at(const Step *step, int sequence, int position, int kv_head) {
+/* Bytes of a token's K or V in a page. */
+INLINE int kept_bytes(const Model *model) {
+    switch (model->kv_form) {
+    case KV_F32: return model->head_dim * (int)sizeof(float);
+    case KV_BF16: return model->head_dim * (int)sizeof(uint16_t);
+    default: return model->head_dim + (int)sizeof(float);
+    }
+}
+
+INLINE uint8_t *page_at(const Step *step, int sequence, int position, int kv_head) {
     const Model *model = step->model;
     int32_t block = step->batch->tables[(int64_t)sequence * step->batch->table_stride + position / model->block_size];
-    int64_t page = (int64_t)2 * model->block_size * model->head_dim;
+    int64_t page = (int64_t)2 * model->block_size * kept_bytes(model);
     return model->kv + step->layer * model->layer_stride + ((int64_t)block * model->kv_heads + kv_head) * page;
 }
 
@@ -851,13 +895,35 @@ INLINE float *page_at(const Step *step, int sequence, int position, int kv_head)
    transformers' does after a hand-over, multiplies them with 0: what another sequence left there must be numbers. */
 static void clear_behind(const Step *step, int sequence, int end) {
     const Model *model = step->model;
-    const int filled = end % model->block_size, dim = model->head_dim, size = model->block_size;
+    const int filled = end % model->block_size, size = model->block_size;
+    const int64_t kept = kept_bytes(model);
     if (!filled || end - filled < step->batch->begin[sequence]) return;
     for (int head = 0; head < model->kv_heads; head++) {
-        float *page = page_at(step, sequence, end, head);
-        memset(page + (int64_t)filled * dim, 0, sizeof(float) * (size - filled) * dim);
-        memset(page + (int64_t)(size + filled) * dim, 0, sizeof(float) * (size - filled) * dim);
+        uint8_t *page = page_at(step, sequence, end, head);
+        memset(page + filled * kept, 0, (size_t)((size - filled) * kept));
+        memset(page + (size + filled) * kept, 0, (size_t)((size - filled) * kept));
     }
+}
+
+static uint16_t rounded_to_bf16(float x) {
+    union { float value; uint32_t bits; } wide = {.value = x};
+    const uint32_t rounded = (wide.bits + 0x7fff + ((wide.bits >> 16) & 1)) >> 16;
+    return x == x ? (uint16_t)rounded : 0x7fc0;
+}
+
+static void keep_bytes(const float *values, int dim, int8_t *kept) {
+    Vector most = without_sign(load(values));
+    for (int d = LANES; d < dim; d += LANES) most = larger(most, without_sign(load(values + d)));
+    const float scale = largest_lane(most) / 127.0f;
+    for (int d = 0; d < dim; d += LANES) to_bytes(kept + d, divided(load(values + d), splat(scale > 0.0f ? scale : 1.0f)));
+    memcpy(kept + dim, &scale, sizeof(float));
+}
+
+/* Writes a token's K or V into its page. */
+static void keep(int form, const float *values, int dim, uint8_t *kept) {
+    if (form == KV_F32) memcpy(kept, values, sizeof(float) * (size_t)dim);
+    else if (form == KV_INT8) keep_bytes(values, dim, (int8_t *)kept);
+    else for (int d = 0; d < dim; d++) ((uint16_t *)kept)[d] = rounded_to_bf16(values[d]);
 }
 
 /* Norms and rotates queries and keys, and writes keys and values into their pages. */
@@ -866,6 +932,7 @@ static void keep_job(Step *step, int job, int thread) {
     const Model *model = step->model;
     const Layer *layer = &model->layer[step->layer];
     const int dim = model->head_dim, heads = model->heads, kv_heads = model->kv_heads, half = model->rotary_dim / 2;
+    const int64_t kept = kept_bytes(model);
     for (int r = job * ROWS_A_JOB; r < last_row(job, step->batch->tokens); r++) {
         float *query = step->qkv + (int64_t)r * step->qkv_width, *key = query + heads * dim;
         const float *value = key + kv_heads * dim;
@@ -885,9 +952,9 @@ static void keep_job(Step *step, int job, int thread) {
                     one, model->cos + (int64_t)position * half, model->sin + (int64_t)position * half, half);
         }
         for (int head = 0; head < kv_heads; head++) {
-            float *page = page_at(step, sequence, position, head);
-            memcpy(page + (int64_t)place * dim, key + head * dim, sizeof(float) * dim);
-            memcpy(page + (int64_t)(model->block_size + place) * dim, value + head * dim, sizeof(float) * dim);
+            uint8_t *page = page_at(step, sequence, position, head);
+            keep(model->kv_form, key + head * dim, dim, page + place * kept);
+            keep(model->kv_form, value + head * dim, dim, page + (model->block_size + place) * kept);
         }
         const int end = step->batch->begin[sequence] + step->batch->count[sequence];
         if (position == end - 1) clear_behind(step, sequence, end);
@@ -1021,23 +1088,53 @@ typedef struct { /* a query: one token, one head */
 } Row;
 
 typedef struct { /* neighbouring tokens of a KV head, in groups of 16 */
-    const float *keys[KEYS / GROUP], *values[KEYS / GROUP];
+    const uint8_t *keys[KEYS / GROUP], *values[KEYS / GROUP];
     int begin, from, to; /* the first one's position, a multiple of 64, and those that are there, from a multiple of 16 on */
 } Block;
 
-/* Lays keys of 16 neighbouring tokens out by dimension: to [dimension][KEYS]. */
-static void turn_keys(const float *keys, int dim, float *turned) {
-    for (int d = 0; d < dim; d += 4)
+/* Lanes of 16 neighbouring tokens, of which each has one to four values of K, written by dimension. */
+INLINE void split(int form, Vector lanes, Vector scale, float *to) {
+    if (form == KV_F32) store(to, lanes);
+    else if (form == KV_BF16) store(to, lower_bf16(lanes)), store(to + KEYS, upper_bf16(lanes));
+    else
+        UNROLL for (int i = 0; i < 4; i++) store(to + i * KEYS, multiplied(byte_of(lanes, i), scale));
+}
+
+/* Lays keys of 16 neighbouring tokens out by dimension. */
+INLINE void turn_as(int form, const uint8_t *keys, int dim, const float *scale, float *turned) {
+    const int kept = form == KV_INT8 ? dim + (int)sizeof(float) : form == KV_BF16 ? 2 * dim : 4 * dim;
+    const int lane = form == KV_INT8 ? 4 : form == KV_BF16 ? 2 : 1, stride = kept / (int)sizeof(float);
+    for (int d = 0; d < dim; d += 4 * lane)
         for (int v = 0; v < GROUP_PARTS; v++) {
-            const float *from = keys + (int64_t)v * LANES * dim + d;
-            Vector a = load_fours(from, dim), b = load_fours(from + dim, dim);
-            Vector c = load_fours(from + 2 * dim, dim), e = load_fours(from + 3 * dim, dim);
+            const float *from = (const float *)keys + (int64_t)v * LANES * stride + d / lane;
+            Vector a = load_fours(from, stride), b = load_fours(from + stride, stride);
+            Vector c = load_fours(from + 2 * stride, stride), e = load_fours(from + 3 * stride, stride);
             Vector low_ab = low_singles(a, b), low_ce = low_singles(c, e);
             Vector high_ab = high_singles(a, b), high_ce = high_singles(c, e);
             float *to = turned + (int64_t)d * KEYS + v * LANES;
-            store(to, low_pairs(low_ab, low_ce)), store(to + KEYS, high_pairs(low_ab, low_ce));
-            store(to + 2 * KEYS, low_pairs(high_ab, high_ce)), store(to + 3 * KEYS, high_pairs(high_ab, high_ce));
+            const Vector by = form == KV_INT8 ? load(scale + v * LANES) : a;
+            split(form, low_pairs(low_ab, low_ce), by, to), split(form, high_pairs(low_ab, low_ce), by, to + lane * KEYS);
+            split(form, low_pairs(high_ab, high_ce), by, to + 2 * lane * KEYS);
+            split(form, high_pairs(high_ab, high_ce), by, to + 3 * lane * KEYS);
         }
+}
+
+static void take_scales(const uint8_t *kept, int dim, float *scale) {
+    for (int t = 0; t < GROUP; t++) memcpy(scale + t, kept + (int64_t)t * (dim + (int)sizeof(float)) + dim, sizeof(float));
+}
+
+/* What all queries of a block share: its keys by dimension, [dimension][KEYS], then scales of K and of V, [KEYS] each. */
+static void turn(int form, const Block *block, int dim, float *turned) {
+    for (int t = block->from; t < block->to; t += GROUP) {
+        const uint8_t *keys = block->keys[t / GROUP];
+        float *scale = turned + (int64_t)dim * KEYS + t;
+        if (form == KV_F32) turn_as(KV_F32, keys, dim, NULL, turned + t);
+        else if (form == KV_BF16) turn_as(KV_BF16, keys, dim, NULL, turned + t);
+        else {
+            take_scales(keys, dim, scale), take_scales(block->values[t / GROUP], dim, scale + KEYS);
+            turn_as(KV_INT8, keys, dim, scale, turned + t);
+        }
+    }
 }
 
 /* Scores of a block's tokens, whether they are there or not. */
@@ -1088,17 +1185,23 @@ static float weights_of(Row *row, int begin, float *scores) {
     return factor;
 }
 
+INLINE Vector kept_values(int form, const uint8_t *kept, int at) {
+    if (form == KV_F32) return load((const float *)kept + at);
+    return form == KV_BF16 ? of_bf16((const uint16_t *)kept + at) : of_bytes((const int8_t *)kept + at);
+}
+
 /* out = factor * out + weights times values, for `parts` vectors of the values' dimensions. */
-INLINE void weigh(int rows, int parts, const Row *row, const Block *block, int to, int dim, int at,
+INLINE void weigh(int form, int rows, int parts, const Row *row, const Block *block, int to, int dim, int at,
                   float (*weights)[KEYS], const float *factor) {
     Vector sum[ATTENTION_ROWS][ATTENTION_PARTS], value[ATTENTION_PARTS];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < parts; v++)
         sum[r][v] = multiplied(load(row[r].out + at + v * LANES), splat(factor[r]));
+    const int kept = form == KV_INT8 ? dim + (int)sizeof(float) : form == KV_BF16 ? 2 * dim : 4 * dim;
     for (int begin = block->from; begin < to; begin += GROUP) {
-        const float *from = block->values[begin / GROUP] + at;
+        const uint8_t *from = block->values[begin / GROUP];
         const int end = begin + GROUP < to ? begin + GROUP : to;
-        for (int t = begin; t < end; t++, from += dim) {
-            UNROLL for (int v = 0; v < parts; v++) value[v] = load(from + v * LANES);
+        for (int t = begin; t < end; t++, from += kept) {
+            UNROLL for (int v = 0; v < parts; v++) value[v] = kept_values(form, from, at + v * LANES);
             UNROLL for (int r = 0; r < rows; r++) {
                 Vector weight = splat(weights[r][t]);
                 UNROLL for (int v = 0; v < parts; v++) sum[r][v] = multiply_add(weight, value[v], sum[r][v]);
@@ -1110,26 +1213,39 @@ INLINE void weigh(int rows, int parts, const Row *row, const Block *block, int t
 }
 
 /* A tile of queries and a block of tokens. */
-INLINE void attend_tile(int rows, Row *row, const Block *block, const float *turned, int dim, float scale) {
+INLINE void attend_tile(int form, int rows, Row *row, const Block *block, const float *turned, int dim, float scale) {
     float scores[ATTENTION_ROWS][KEYS], factor[ATTENTION_ROWS];
     if (dim == 64) score(rows, row, turned, 64, scale, scores);
     else score(rows, row, turned, dim, scale, scores);
     for (int r = 0; r < rows; r++) factor[r] = weights_of(row + r, block->begin, scores[r]);
+    if (form == KV_INT8) /* a weight times (scale times c) */
+        for (int r = 0; r < rows; r++)
+            UNROLL for (int t = 0; t < KEYS; t += LANES)
+                store(scores[r] + t, multiplied(load(scores[r] + t), load(turned + (int64_t)(dim + 1) * KEYS + t)));
     const int last = row[rows - 1].to - block->begin, to = last < block->to ? last : block->to;
     int at = 0;
     for (; at + ATTENTION_PARTS * LANES <= dim; at += ATTENTION_PARTS * LANES)
-        weigh(rows, ATTENTION_PARTS, row, block, to, dim, at, scores, factor);
-    for (; at < dim; at += LANES) weigh(rows, 1, row, block, to, dim, at, scores, factor);
+        weigh(form, rows, ATTENTION_PARTS, row, block, to, dim, at, scores, factor);
+    for (; at < dim; at += LANES) weigh(form, rows, 1, row, block, to, dim, at, scores, factor);
 }
 
-static void attend_rows(int rows, Row *row, const Block *block, const float *turned, int dim, float scale) {
+INLINE void attend_as(int form, int rows, Row *row, const Block *block, const float *turned, int dim, float scale) {
     switch (rows) {
-    case 1: attend_tile(1, row, block, turned, dim, scale); return;
-    case 2: attend_tile(2, row, block, turned, dim, scale); return;
-    case 3: attend_tile(3, row, block, turned, dim, scale); return;
-    case 4: attend_tile(4, row, block, turned, dim, scale); return;
-    case 5: attend_tile(5, row, block, turned, dim, scale); return;
-    default: attend_tile(6, row, block, turned, dim, scale); return;
+    case 1: attend_tile(form, 1, row, block, turned, dim, scale); return;
+    case 2: attend_tile(form, 2, row, block, turned, dim, scale); return;
+    case 3: attend_tile(form, 3, row, block, turned, dim, scale); return;
+    case 4: attend_tile(form, 4, row, block, turned, dim, scale); return;
+    case 5: attend_tile(form, 5, row, block, turned, dim, scale); return;
+    default: attend_tile(form, 6, row, block, turned, dim, scale); return;
+    }
+}
+
+static void attend_rows(const Model *model, int rows, Row *row, const Block *block, const float *turned) {
+    const int dim = model->head_dim;
+    switch (model->kv_form) {
+    case KV_F32: attend_as(KV_F32, rows, row, block, turned, dim, model->attention_scale); return;
+    case KV_BF16: attend_as(KV_BF16, rows, row, block, turned, dim, model->attention_scale); return;
+    default: attend_as(KV_INT8, rows, row, block, turned, dim, model->attention_scale); return;
     }
 }
 
@@ -1161,14 +1277,14 @@ static void rows_of(const Step *step, const Span *span, int head, Row *row) {
 static Block block_at(const Step *step, int job, int begin) {
     const Model *model = step->model;
     const Span *span = &step->spans[job / model->kv_heads];
-    const int dim = model->head_dim, size = model->block_size;
+    const int64_t kept = kept_bytes(model), size = model->block_size;
     const int from = first_seen(step, span), to = step->batch->begin[span->sequence] + span->end;
     Block block = {.begin = begin, .from = from > begin ? from - begin : 0, .to = to < begin + KEYS ? to - begin : KEYS};
     for (int t = block.from; t < block.to; t += GROUP) {
-        const int place = (begin + t) % size;
-        const float *page = page_at(step, span->sequence, begin + t, job % model->kv_heads);
-        block.keys[t / GROUP] = page + (int64_t)place * dim;
-        block.values[t / GROUP] = page + (int64_t)(size + place) * dim;
+        const int64_t place = (begin + t) % size;
+        const uint8_t *page = page_at(step, span->sequence, begin + t, job % model->kv_heads);
+        block.keys[t / GROUP] = page + place * kept;
+        block.values[t / GROUP] = page + (size + place) * kept;
     }
     return block;
 }
@@ -1180,9 +1296,9 @@ static Block first_block(const Step *step, int job) {
 }
 
 /* Has a share of a block come nearer: every `shares`th cache line. */
-static void fetch(const Block *block, int dim, int share, int shares) {
+static void fetch(const Block *block, int kept, int share, int shares) {
     for (int t = block->from; t < block->to; t += GROUP)
-        for (int i = share * 16; i < GROUP * dim; i += shares * 16) {
+        for (int i = share * 64; i < GROUP * kept; i += shares * 64) {
             _mm_prefetch((const char *)(block->keys[t / GROUP] + i), _MM_HINT_T0);
             _mm_prefetch((const char *)(block->values[t / GROUP] + i), _MM_HINT_T0);
         }
@@ -1192,7 +1308,7 @@ static void fetch(const Block *block, int dim, int share, int shares) {
 static void attend_job(Step *step, int job, int thread) {
     const Model *model = step->model;
     const Span *span = &step->spans[job / model->kv_heads];
-    const int head = job % model->kv_heads, dim = model->head_dim;
+    const int head = job % model->kv_heads, dim = model->head_dim, kept = kept_bytes(model);
     const int num_rows = (span->end - span->begin) * (model->heads / model->kv_heads);
     const int tiles = (num_rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS;
     float *turned = step->keys[thread];
@@ -1203,13 +1319,13 @@ static void attend_job(Step *step, int job, int thread) {
     for (int begin = next.begin; begin < to; begin += KEYS) {
         block = next;
         next = begin + KEYS < to ? block_at(step, job, begin + KEYS) : first_block(step, job + 1);
-        fetch(&next, dim, 0, tiles);
-        for (int t = block.from; t < block.to; t += GROUP) turn_keys(block.keys[t / GROUP], dim, turned + t);
+        fetch(&next, kept, 0, tiles);
+        turn(model->kv_form, &block, dim, turned);
         for (int tile = 0, r = 0; tile < tiles; tile++, r += ATTENTION_ROWS) {
             const int rows = num_rows - r < ATTENTION_ROWS ? num_rows - r : ATTENTION_ROWS;
-            if (tile) fetch(&next, dim, tile, tiles);
+            if (tile) fetch(&next, kept, tile, tiles);
             if (row[r + rows - 1].to > begin && row[r].from < begin + KEYS)
-                attend_rows(rows, row + r, &block, turned, dim, model->attention_scale);
+                attend_rows(model, rows, row + r, &block, turned);
         }
     }
     for (int r = 0; r < num_rows; r++) {
@@ -1379,8 +1495,8 @@ Step *baton_open(const Model *model) {
     step->keys = calloc((size_t)model->threads, sizeof(float *));
     step->panels = calloc((size_t)model->threads, sizeof(float *));
     for (int i = 0; i < model->threads; i++) {
-        step->keys[i] = room((int64_t)KEYS * model->head_dim, sizeof(float));
-        memset(step->keys[i], 0, sizeof(float) * KEYS * (size_t)model->head_dim);
+        step->keys[i] = room((int64_t)KEYS * (model->head_dim + 2), sizeof(float));
+        memset(step->keys[i], 0, sizeof(float) * KEYS * (size_t)(model->head_dim + 2));
         step->panels[i] = room((int64_t)most.input * PANELS_A_JOB * PANEL, sizeof(float));
     }
     pthread_mutex_init(&step->pool.lock, NULL);

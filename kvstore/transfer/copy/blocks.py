@@ -239,7 +239,7 @@ class BlockCopier:
         for layer, out in zip(layers, payload.view(len(layers), -1), strict=True):
             if layer.dtype == dtype and layer.device == out.device:
                 torch.index_select(layer, 0, index, out=out.view(dtype).view(-1, runs.numel))
-            elif dtype == torch.int8:
+            elif dtype == torch.int8 and layer.dtype != torch.int8:
                 out.copy_(int8.quantized(self.plan, chunk, layer[index]), non_blocking=True)
             else:
                 out.view(dtype).copy_(layer[index].to(dtype).view(-1), non_blocking=True)
@@ -247,7 +247,8 @@ class BlockCopier:
     def _scatter_blocks(self, chunk: Chunk, payload: torch.Tensor) -> None:
         wire, runs, layers = self.plan.groups[chunk.part], self._runs[chunk.part], self._layers(chunk)
         dtype = torch_dtype(wire.dtype)
-        values = int8.dequantized(self.plan, chunk, payload) if dtype == torch.int8 else payload.view(dtype)
+        is_quantized = dtype == torch.int8 and layers.dtype != torch.int8
+        values = int8.dequantized(self.plan, chunk, payload) if is_quantized else payload.view(dtype)
         values = values.to(layers.dtype).view(len(layers), -1, runs.numel)
         index = self._index(chunk.part, chunk.unit_lo, chunk.unit_hi)
         if layers.device.type == "cpu":

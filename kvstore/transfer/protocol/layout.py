@@ -158,6 +158,10 @@ def mismatch(src: KvLayout, dst: KvLayout, wanted: str) -> str:
     if names[0] != names[1]:
         return f"the source has the layer groups {names[0]}, the destination {names[1]}"
     for index, (ours, theirs) in enumerate(zip(src.groups, dst.groups, strict=True)):
+        try:
+            wire_dtype_of(ours, theirs, wanted)
+        except ValueError as error:
+            return f"in group {ours.name!r}, {error}"
         for what, one, other in (
             ("layers", ours.layers, theirs.layers),
             ("KV heads", ours.num_kv_heads, theirs.num_kv_heads),
@@ -179,10 +183,6 @@ def mismatch(src: KvLayout, dst: KvLayout, wanted: str) -> str:
         for tp_size in (src.tp_size, dst.tp_size):
             if max(ours.num_kv_heads, tp_size) % min(ours.num_kv_heads, tp_size):
                 return f"the {ours.num_kv_heads} KV heads of group {ours.name!r} cannot be spread over {tp_size} ranks"
-        try:
-            wire_dtype_of(ours, theirs, wanted)
-        except ValueError as error:
-            return f"in group {ours.name!r}, {error}"
     if src.states != dst.states:
         return f"the states are {_describe(src)} at the source and {_describe(dst)} at the destination"
     if src.states and src.tp_size != dst.tp_size:

@@ -238,7 +238,7 @@ def _require_fitting(group: GroupLayout, unit_bytes: int, slot_bytes: int) -> No
 
 
 def _unit_bytes(group: GroupLayout, num_heads: int, unit_tokens: int, dtype: str) -> int:
-    scales = SCALE_BYTES * len(page_dims(group)) if dtype == "int8" else 0
+    scales = SCALE_BYTES * len(page_dims(group)) if dtype == "int8" and group.dtype != "int8" else 0
     return num_heads * (scales + unit_tokens * (group.k_dim + group.v_dim) * DTYPE_BYTES[dtype])
 
 

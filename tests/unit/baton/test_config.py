@@ -40,8 +40,14 @@ def another(name: str, value: Any) -> Any:
             return not value
         case float() if name in ("target_utilisation", "goodput_target"):  # shares
             return value / 2
-        case str() if name in ("wire_dtype", "dtype", "device", "kv_cache_gib", "runner", "speculation"):
-            other = {"wire_dtype": "int8", "dtype": "bfloat16", "device": "cuda", "kv_cache_gib": 3.5}
+        case str() if name in ("wire_dtype", "dtype", "kv_dtype", "device", "kv_cache_gib", "runner", "speculation"):
+            other = {
+                "wire_dtype": "int8",
+                "dtype": "bfloat16",
+                "kv_dtype": "bfloat16",
+                "device": "cuda",
+                "kv_cache_gib": 3.5,
+            }
             return (other | {"runner": "arithmetic", "speculation": "off"})[name]
         case float() if name == "memory_share":
             return 0.5

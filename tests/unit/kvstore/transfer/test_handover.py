@@ -451,6 +451,12 @@ async def test_sides_that_do_not_fit_are_refused_in_words() -> None:
         async with decode_side(config, "other-model", compat="kind-b") as decode:
             assert "other-model has KV of kind kind-b, this worker kind-a" in await refusal(prefill, decode)
             assert "prefill-0 has KV of kind kind-a" in await refusal(prefill, decode, wire_compat="kind-a")
+        codes = dataclasses.replace(SPEC.groups[0], dtype="int8", k_dim=SPEC.groups[0].k_dim + 4)
+        caches = [KVCache(dataclasses.replace(SPEC, groups=(codes, *SPEC.groups[1:])), NUM_BLOCKS, 8)]
+        async with decode_side(config, "other-pages", compat="kind-b", caches=caches) as decode:
+            why = f"in group 'global', {SPEC.groups[0].dtype} cannot be converted to int8"
+            assert f"other-pages has KV of kind kind-b, this worker kind-a: {why}" in await refusal(prefill, decode)
+            assert await refusal(prefill, decode, wire_compat="kind-a") == why
         for spec, sentence in (
             (dataclasses.replace(SPEC, groups=SPEC.groups[:1]), "layer groups ['global', 'window']"),
             (dataclasses.replace(SPEC, states=()), "states are conv[33] float32 at the source and none"),

@@ -1,5 +1,5 @@
 /* Steps of a small random model with every kind of layer and weight, for the compiler's sanitizers: argv[1] threads,
-   argv[2]: 0 a model as most are, 1 one with the other norms, activation and order.
+   argv[2]: 0 a model as most are, 1 one with the other norms, activation and order; argv[3] the form of its pages.
    What is computed at once, in chunks and token by token must be the same bits. */
 #include "step.c"
 #include <stdio.h>
@@ -103,7 +103,8 @@ int main(int argc, char **argv) {
     Matrix head = matrix(Q8_0, VOCAB, HIDDEN, 0);
     int8_t *codes = malloc(VOCAB * HIDDEN);
     for (int i = 0; i < VOCAB * HIDDEN; i++) codes[i] = (int8_t)(number() * 127.0f);
-    const int64_t stride = (int64_t)BLOCKS * KV_HEADS * 2 * BLOCK * DIM;
+    const int form = atoi(argv[3]);
+    const int64_t stride = (int64_t)BLOCKS * KV_HEADS * 2 * BLOCK * (form == KV_F32 ? 4 * DIM : form == KV_BF16 ? 2 * DIM : DIM + 4);
     model = (Model){
         .layers = LAYERS, .hidden = HIDDEN, .heads = HEADS, .kv_heads = KV_HEADS, .head_dim = DIM, .rotary_dim = DIM,
         .intermediate = INNER, .vocab = VOCAB, .activation = other ? RELU_SQUARED : GELU_TANH, .norm_kind = other,
@@ -111,12 +112,12 @@ int main(int argc, char **argv) {
         .blocks = BLOCKS, .max_len = 96, .max_tokens = MOST, .threads = atoi(argv[1]), .embedding_form = Q8_0,
         .eps = 1e-5f, .embedding_scale = 2.0f, .attention_scale = 0.2f, .residual_scale = 0.5f, .logits_divisor = 2.0f,
         .embedding = codes, .embedding_codes_scale = numbers(VOCAB * HIDDEN / 32, 0.01f), .cos = numbers(96 * DIM / 2, 1.0f), .sin = numbers(96 * DIM / 2, 1.0f),
-        .norm = numbers(norm, 1.0f), .layer = layers, .head = &head, .kv = numbers(LAYERS * stride, 1.0f),
-        .layer_stride = stride,
+        .norm = numbers(norm, 1.0f), .layer = layers, .head = &head, .kv = malloc((size_t)(LAYERS * stride)),
+        .layer_stride = stride, .kv_form = form,
     };
     for (int i = 0; i < LENGTH; i++) tokens[i] = (i * 7 + 3) % VOCAB;
     for (int i = 0; i < MOST; i++) rows[i] = i;
-    for (int64_t i = 0; i < LAYERS * stride; i++) ((float *)model.kv)[i] = NAN; /* of others */
+    memset(model.kv, 0xff, (size_t)(LAYERS * stride)); /* of others: no numbers in any form */
     step = baton_open(&model);
     const size_t width = (size_t)head.panels * PANEL;
     float *expected = malloc(sizeof(float) * LENGTH * width), *found = malloc(sizeof(float) * LENGTH * width);

@@ -23,9 +23,9 @@ def test_a_step_reads_and_writes_what_is_its_own_and_gives_the_same_bits(variant
     place = ["-I", str(build.SOURCE.parent), str(SANITIZED), "-o", str(program), "-lm"]
     made = subprocess.run([*command, *place], capture_output=True, text=True, timeout=240, check=False)
     assert made.returncode == 0, made.stderr
-    for threads, other in (("1", "0"), ("3", "0"), ("1", "1"), ("3", "1")):
+    for case in ("1 0 0", "3 0 0", "1 1 0", "3 1 0", "1 0 1", "3 1 1", "3 0 2", "1 1 2"):
         done = subprocess.run(
-            [program, threads, other],
+            [program, *case.split()],
             capture_output=True,
             text=True,
             timeout=120,

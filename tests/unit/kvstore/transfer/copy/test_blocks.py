@@ -243,6 +243,22 @@ def test_integers_travel_as_they_are() -> None:
     assert torch.equal(v, pages[0][1])
 
 
+@pytest.mark.parametrize("wire_dtype", ["auto", "int8"])
+def test_pages_of_codes_travel_as_they_are(wire_dtype: str) -> None:
+    """They are int8 by themselves, and have their scales within."""
+    codes = KvLayout(16, 1, (GroupLayout(name="all", layers=(0, 1), num_kv_heads=2, k_dim=12, v_dim=8, dtype="int8"),))
+    generator = torch.Generator().manual_seed(3)
+    k, v = (torch.randint(-128, 128, (2, 2, 40, dim), dtype=torch.int8, generator=generator) for dim in (12, 8))
+    source, destination = make_source(codes, 0, [(k, v)]), make_side(replace(codes, block_size=32), 0, 40, 5)
+    planned = move(source, destination, 40, options=replace(OPTIONS, wire_dtype=wire_dtype))
+    num_units = 2 * 3 * 2  # layers, units of 16 tokens, heads
+    assert sum(chunk.num_bytes for chunk in planned.chunks) == num_units * 16 * (12 + 8)
+    for ours, theirs in zip((k, v), destination.read(0, range(40)), strict=True):
+        assert torch.equal(ours, theirs)
+    for behind in destination.read(0, range(48, 64)):
+        assert not behind.any()
+
+
 def test_states_travel_whole_and_alone() -> None:
     states = (StateLayout("conv", (3, 2801), "float32"), StateLayout("sum", (1,), "int64"))
     stateful = replace(layout(3, num_heads=3), states=states)

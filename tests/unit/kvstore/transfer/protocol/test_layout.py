@@ -138,13 +138,16 @@ def test_the_layout_of_a_cache() -> None:
         ("int64", "int64", "auto", "int64"),
         ("int64", "int64", "bfloat16", "int64"),
         ("float8_e4m3fn", "float8_e4m3fn", "int8", "float8_e4m3fn"),
+        ("int8", "int8", "bfloat16", "int8"),
     ],
 )
 def test_the_wire_dtype(src: str, dst: str, wanted: str, wire: str) -> None:
     assert wire_dtype(src, dst, wanted) == wire
 
 
-@pytest.mark.parametrize(("src", "dst"), [("int64", "float32"), ("float32", "int64"), ("int64", "int32")])
+@pytest.mark.parametrize(
+    ("src", "dst"), [("int64", "float32"), ("float32", "int64"), ("int64", "int32"), ("int8", "bfloat16")]
+)
 def test_what_cannot_be_converted_has_no_wire_dtype(src: str, dst: str) -> None:
     with pytest.raises(ValueError, match=f"{src} cannot be converted to {dst}"):
         wire_dtype(src, dst, "float32")
@@ -233,6 +236,7 @@ def test_the_layout_of_groups_that_are_not_alike() -> None:
         (layout(tp_size=4), layout(), "the 6 KV heads of group 'full' cannot be spread over 4 ranks"),
         (layout(), layout(tp_size=9), "the 6 KV heads of group 'full' cannot be spread over 9 ranks"),
         (with_group(dtype="int64"), layout(), "in group 'full', int64 cannot be converted to float32"),
+        (with_group(dtype="int8", k_dim=12), layout(), "in group 'full', int8 cannot be converted to float32"),
         (
             mixed(16, 64, 64),
             mixed(16, 48, 48),
