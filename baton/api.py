@@ -192,6 +192,8 @@ class ModelCard:
     created: int
     weights: str
     """What they were made to, as `model.weights` names it."""
+    kv_dtype: str
+    """Type of its KV pages, as `engine.kv_dtype` names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -242,6 +242,7 @@ def _load_model(config: Config) -> LoadedModel:
             max_model_len=max_model_len,
             created=int(time.time()),
             weights=config.model.weights,
+            kv_dtype=config.engine.kv_dtype,
         ),
         tokenizer=tokenizer,
         format=AnswerFormat.load(tokenizer),

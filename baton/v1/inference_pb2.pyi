@@ -1086,6 +1086,7 @@ class Model(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     CREATED_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     path: _builtins.str
     """Folder of the model on the serving side."""
@@ -1095,6 +1096,8 @@ class Model(_message.Message):
     """Unix seconds."""
     weights: _builtins.str
     """What the weights were made to: exact, bf16 or int8g."""
+    kv_dtype: _builtins.str
+    """Type of the KV pages as configured: auto, float32, bfloat16 or int8."""
     def __init__(
         self,
         *,
@@ -1103,10 +1106,11 @@ class Model(_message.Message):
         max_model_len: _builtins.int = ...,
         created: _builtins.int = ...,
         weights: _builtins.str = ...,
+        kv_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "id", b"id", "max_model_len", b"max_model_len", "path", b"path", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "id", b"id", "kv_dtype", b"kv_dtype", "max_model_len", b"max_model_len", "path", b"path", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

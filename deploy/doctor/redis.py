@@ -313,7 +313,8 @@ def kv_kinds(kinds: dict[str, list[str]]) -> Check:
             "fail",
             f"{len(kinds)} kinds of KV: {listed(kinds)}",
             "workers of different kinds refuse each other's KV, and such requests are computed again: bring "
-            "all to one release and one model revision (helm upgrade, or `baton drain` one after the other)",
+            "all to one release, one model revision and one engine.kv_dtype (helm upgrade, or `baton drain` one after "
+            "the other)",
         )
     return Check("kv compatibility", "ok", "all workers can hand over KV to each other")
 

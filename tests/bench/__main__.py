@@ -18,6 +18,7 @@ BENCHMARKS = (
     "autoscale",
     "engine",
     "handover",
+    "kv_dtypes",
     "overload",
     "placement",
     "recovery",

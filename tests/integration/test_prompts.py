@@ -134,6 +134,7 @@ def test_a_prompt_that_is_too_long_is_cut_where_the_client_says(cluster: Served,
     card = client_of(cluster).models.list().data[0].model_dump()
     assert room.usage.prompt_tokens + 6 == int(card["max_model_len"])
     assert card["weights"] == "exact"
+    assert card["kv_dtype"] == "auto"
     with pytest.raises(openai.BadRequestError, match="truncate_prompt_tokens must be 1 to"):
         client_of(cluster).completions.create(model="", prompt=ids, extra_body={"truncate_prompt_tokens": 0})
 

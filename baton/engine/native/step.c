@@ -876,18 +876,15 @@ static void rotate_neighbours(float *head, const float *cos, const float *sin, i
 }
 
 /* Bytes of a token's K or V in a page. */
-INLINE int kept_bytes(const Model *model) {
-    switch (model->kv_form) {
-    case KV_F32: return model->head_dim * (int)sizeof(float);
-    case KV_BF16: return model->head_dim * (int)sizeof(uint16_t);
-    default: return model->head_dim + (int)sizeof(float);
-    }
+INLINE int kept_bytes(int form, int dim) {
+    if (form == KV_F32) return dim * (int)sizeof(float);
+    return form == KV_BF16 ? dim * (int)sizeof(uint16_t) : dim + (int)sizeof(float);
 }
 
 INLINE uint8_t *page_at(const Step *step, int sequence, int position, int kv_head) {
     const Model *model = step->model;
     int32_t block = step->batch->tables[(int64_t)sequence * step->batch->table_stride + position / model->block_size];
-    int64_t page = (int64_t)2 * model->block_size * kept_bytes(model);
+    int64_t page = (int64_t)2 * model->block_size * kept_bytes(model->kv_form, model->head_dim);
     return model->kv + step->layer * model->layer_stride + ((int64_t)block * model->kv_heads + kv_head) * page;
 }
 
@@ -896,7 +893,7 @@ INLINE uint8_t *page_at(const Step *step, int sequence, int position, int kv_hea
 static void clear_behind(const Step *step, int sequence, int end) {
     const Model *model = step->model;
     const int filled = end % model->block_size, size = model->block_size;
-    const int64_t kept = kept_bytes(model);
+    const int64_t kept = kept_bytes(model->kv_form, model->head_dim);
     if (!filled || end - filled < step->batch->begin[sequence]) return;
     for (int head = 0; head < model->kv_heads; head++) {
         uint8_t *page = page_at(step, sequence, end, head);
@@ -932,7 +929,7 @@ static void keep_job(Step *step, int job, int thread) {
     const Model *model = step->model;
     const Layer *layer = &model->layer[step->layer];
     const int dim = model->head_dim, heads = model->heads, kv_heads = model->kv_heads, half = model->rotary_dim / 2;
-    const int64_t kept = kept_bytes(model);
+    const int64_t kept = kept_bytes(model->kv_form, dim);
     for (int r = job * ROWS_A_JOB; r < last_row(job, step->batch->tokens); r++) {
         float *query = step->qkv + (int64_t)r * step->qkv_width, *key = query + heads * dim;
         const float *value = key + kv_heads * dim;
@@ -1102,8 +1099,7 @@ INLINE void split(int form, Vector lanes, Vector scale, float *to) {
 
 /* Lays keys of 16 neighbouring tokens out by dimension. */
 INLINE void turn_as(int form, const uint8_t *keys, int dim, const float *scale, float *turned) {
-    const int kept = form == KV_INT8 ? dim + (int)sizeof(float) : form == KV_BF16 ? 2 * dim : 4 * dim;
-    const int lane = form == KV_INT8 ? 4 : form == KV_BF16 ? 2 : 1, stride = kept / (int)sizeof(float);
+    const int lane = form == KV_INT8 ? 4 : form == KV_BF16 ? 2 : 1, stride = kept_bytes(form, dim) / (int)sizeof(float);
     for (int d = 0; d < dim; d += 4 * lane)
         for (int v = 0; v < GROUP_PARTS; v++) {
             const float *from = (const float *)keys + (int64_t)v * LANES * stride + d / lane;
@@ -1120,7 +1116,7 @@ INLINE void turn_as(int form, const uint8_t *keys, int dim, const float *scale, 
 }
 
 static void take_scales(const uint8_t *kept, int dim, float *scale) {
-    for (int t = 0; t < GROUP; t++) memcpy(scale + t, kept + (int64_t)t * (dim + (int)sizeof(float)) + dim, sizeof(float));
+    for (int t = 0; t < GROUP; t++) memcpy(scale + t, kept + t * kept_bytes(KV_INT8, dim) + dim, sizeof(float));
 }
 
 /* What all queries of a block share: its keys by dimension, [dimension][KEYS], then scales of K and of V, [KEYS] each. */
@@ -1196,7 +1192,7 @@ INLINE void weigh(int form, int rows, int parts, const Row *row, const Block *bl
     Vector sum[ATTENTION_ROWS][ATTENTION_PARTS], value[ATTENTION_PARTS];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < parts; v++)
         sum[r][v] = multiplied(load(row[r].out + at + v * LANES), splat(factor[r]));
-    const int kept = form == KV_INT8 ? dim + (int)sizeof(float) : form == KV_BF16 ? 2 * dim : 4 * dim;
+    const int kept = kept_bytes(form, dim);
     for (int begin = block->from; begin < to; begin += GROUP) {
         const uint8_t *from = block->values[begin / GROUP];
         const int end = begin + GROUP < to ? begin + GROUP : to;
@@ -1277,7 +1273,7 @@ static void rows_of(const Step *step, const Span *span, int head, Row *row) {
 static Block block_at(const Step *step, int job, int begin) {
     const Model *model = step->model;
     const Span *span = &step->spans[job / model->kv_heads];
-    const int64_t kept = kept_bytes(model), size = model->block_size;
+    const int64_t kept = kept_bytes(model->kv_form, model->head_dim), size = model->block_size;
     const int from = first_seen(step, span), to = step->batch->begin[span->sequence] + span->end;
     Block block = {.begin = begin, .from = from > begin ? from - begin : 0, .to = to < begin + KEYS ? to - begin : KEYS};
     for (int t = block.from; t < block.to; t += GROUP) {
@@ -1308,7 +1304,7 @@ static void fetch(const Block *block, int kept, int share, int shares) {
 static void attend_job(Step *step, int job, int thread) {
     const Model *model = step->model;
     const Span *span = &step->spans[job / model->kv_heads];
-    const int head = job % model->kv_heads, dim = model->head_dim, kept = kept_bytes(model);
+    const int head = job % model->kv_heads, dim = model->head_dim, kept = kept_bytes(model->kv_form, dim);
     const int num_rows = (span->end - span->begin) * (model->heads / model->kv_heads);
     const int tiles = (num_rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS;
     float *turned = step->keys[thread];

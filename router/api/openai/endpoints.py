@@ -132,4 +132,5 @@ def _model_card(service: RouterService) -> dict[str, Any]:
         "owned_by": "baton",
         "max_model_len": card.max_model_len,
         "weights": card.weights,
+        "kv_dtype": card.kv_dtype,
     }

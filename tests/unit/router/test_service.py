@@ -98,7 +98,7 @@ class Router:
         instruments = Instruments(cluster_status)
         self.service = RouterService(
             LoadedModel(
-                card=ModelCard(id=MODEL, path="", max_model_len=8192, created=0, weights="exact"),
+                card=ModelCard(id=MODEL, path="", max_model_len=8192, created=0, weights="exact", kv_dtype="auto"),
                 tokenizer=tokenizer,
                 content_id="content",
                 facts=facts,

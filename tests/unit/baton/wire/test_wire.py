@@ -612,10 +612,10 @@ def test_tokenize() -> None:
 
 
 def test_list_models() -> None:
-    card = api.ModelCard(id="m", path="/m", max_model_len=8192, created=1_700_000_000, weights="int8g")
+    card = api.ModelCard(id="m", path="/m", max_model_len=8192, created=1_700_000_000, weights="int8g", kv_dtype="int8")
     (model,) = through_bytes(wire.list_models_response([card])).models
     assert (model.id, model.path, model.max_model_len, model.created) == ("m", "/m", 8192, 1_700_000_000)
-    assert model.weights == "int8g"
+    assert (model.weights, model.kv_dtype) == ("int8g", "int8")
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------
