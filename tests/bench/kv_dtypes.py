@@ -18,7 +18,7 @@ from router.prompt import Tokenizer
 from tests.bench.report import Report, Table
 from tests.bench.stats import interleaved, ratio, spread
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
 KV_DTYPES = ("float32", "bfloat16", "int8")
 CONTEXT, CHUNK = 1024, 512
 NUM_STREAMS = (1, 8, 16)
@@ -88,7 +88,9 @@ class _Arm:
 def run(quick: bool) -> Report:
     path = Path(resolve(ModelConfig(), cache_dir(load().cluster)).path)
     tokenizer = Tokenizer.load(path)
-    passages = [tokenizer.encode(page.read_text()) for page in sorted(DOCS.rglob("*.md"))]
+    passages = [
+        tokenizer.encode(page.read_text()) for page in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+    ]
     passages = [tokens[:PASSAGE_TOKENS] for tokens in passages if len(tokens) >= PASSAGE_TOKENS]
     arms = {name: _Arm.started(path, name) for name in KV_DTYPES}
     long = [token for passage in passages for token in passage]

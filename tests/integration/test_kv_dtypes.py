@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,8 @@ def test_the_pool_holds_as_many_blocks_as_fit(uneven: Path) -> None:
 
 def test_what_is_packed_serves_pages_of_any_type(uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first steps are compared over float32 pages, so that one file has one digest."""
+
+    shutil.copy2(build.library(cache_dir(load().cluster) / "native", build.variant_of(build.cpu_flags())), tmp_path)
 
     def started(kv_dtype: str) -> NativeRunner:
         return NativeRunner(ModelConfig(path=str(uneven), device="cpu"), with_pages(kv_dtype), tmp_path)
