@@ -286,9 +286,8 @@ def paged_attention(
     value_pages = pages[:, group.block_size * group.k_dim :]
     # Rounded before it is attended: what a token sees does not depend on what is computed together.
     key, value = key.to(pages.dtype), value.to(pages.dtype)
-    write = (context.write_pages, context.write_offsets)
-    key_pages.view(-1, group.block_size, group.k_dim).index_put_(write, key[0].transpose(0, 1).flatten(0, 1))
-    value_pages.view(-1, group.block_size, group.v_dim).index_put_(write, value[0].transpose(0, 1).flatten(0, 1))
+    _write(context, key_pages.view(-1, group.block_size, group.k_dim), key)
+    _write(context, value_pages.view(-1, group.block_size, group.v_dim), value)
     step.report_written(layer)
 
     num_heads, num_tokens = query.shape[1], query.shape[2]
@@ -302,12 +301,7 @@ def paged_attention(
             keys = key_pages.index_select(0, segment.pages).view(*shape, group.k_dim)[:, :, : segment.num_context]
             values = value_pages.index_select(0, segment.pages).view(*shape, group.v_dim)[:, :, : segment.num_context]
         out[rows] = _attend_segment(
-            query[0, :, rows],
-            keys[0].to(query.dtype),
-            values[0].to(query.dtype),
-            segment,
-            scaling=scaling,
-            sliding_window=sliding_window,
+            query[0, :, rows], keys[0], values[0], segment, scaling=scaling, sliding_window=sliding_window
         )
     for decodes, at in zip(step.decodes, context.decodes, strict=True):
         shape = (len(decodes.parts), group.num_kv_heads, -1)
@@ -320,6 +314,11 @@ def paged_attention(
         attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
         out[decodes.tokens] = decodes.unpacked(attended, num_heads)
     return out.unsqueeze(0), None
+
+
+def _write(context: GroupContext, pages: torch.Tensor, new: torch.Tensor) -> None:
+    """Writes the step's K or V, `[1, kv_heads, T, dim]`, into pages, `[pages, block_size, dim]`."""
+    pages.index_put_((context.write_pages, context.write_offsets), new[0].transpose(0, 1).flatten(0, 1))
 
 
 def _attend_segment(
@@ -338,7 +337,7 @@ def _attend_segment(
     all tokens would be written out.
     """
     grouped = query.view(len(keys), -1, *query.shape[1:])
-    keys, values = (side.unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for side in (keys, values))
+    keys, values = (side.to(query.dtype).unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for side in (keys, values))
     mask = None
     is_causal = segment.num_tokens == segment.num_context and sliding_window is None
     if not is_causal:
