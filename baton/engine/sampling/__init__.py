@@ -13,6 +13,7 @@ __all__ = [
     "masses",
     "penalties",
     "pipeline",
+    "quick",
     "random",
     "ranking",
     "row",

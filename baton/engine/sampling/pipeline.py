@@ -23,6 +23,7 @@ from baton.engine.sampling import bias, dry, exclusions, penalties, structure, t
 from baton.engine.sampling.candidates import candidates_of
 from baton.engine.sampling.history import Histories
 from baton.engine.sampling.masses import first_beyond
+from baton.engine.sampling.quick import QuickDraws, best
 from baton.engine.sampling.random import uniform
 from baton.engine.sampling.row import Row
 from baton.engine.sampling.scores import RawLogits
@@ -55,6 +56,7 @@ class Sampler:
         self._histories = Histories()
         self._buffers = buffers = Buffers()
         self._weights = TokenWeights(buffers)
+        self._quick = QuickDraws()
         self._truncations: tuple[tuple[_Asks, _Truncates], ...] = (
             (lambda params: params.top_k > 0, truncation.top_k),
             (lambda params: params.top_p < 1, truncation.top_p),
@@ -93,15 +95,13 @@ class Sampler:
 
     def _sampled(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
         drawing = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
-        if not drawing:
-            best: list[int] = logits.argmax(dim=-1).tolist()
-            return best
-        drawn = self._drawn(logits[drawing] if len(drawing) < len(rows) else logits, [rows[i] for i in drawing])
         if len(drawing) == len(rows):
-            return drawn
-        tokens: list[int] = logits.argmax(dim=-1).tolist()
-        for index, token in zip(drawing, drawn, strict=True):
-            tokens[index] = token
+            return self._drawn(logits, rows)
+        tokens = best(logits)
+        if drawing:
+            drawn = self._drawn(logits[drawing], [rows[index] for index in drawing])
+            for index, token in zip(drawing, drawn, strict=True):
+                tokens[index] = token
         return tokens
 
     def _adjusted(self, logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
@@ -120,19 +120,23 @@ class Sampler:
         return logits
 
     def _drawn(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-        self._weights.fill(logits, [max(row.sampling.temperature, MIN_TEMPERATURE) for row in rows])
+        temperatures = [max(row.sampling.temperature, MIN_TEMPERATURE) for row in rows]
+        numbers = [_number(row) for row in rows]
+        quick = self._quick.drawn(logits, rows, temperatures, numbers)
+        if not (others := [index for index, token in enumerate(quick) if token is None]):
+            return [token for token in quick if token is not None]
+        rows = [rows[index] for index in others]
+        self._weights.fill(
+            logits[others] if len(others) < len(quick) else logits, [temperatures[index] for index in others]
+        )
         if truncating := _asking(rows, self._is_truncated):
             self._truncate(truncating)
         if excluding := _asking(rows, xtc.is_asked):
             most = xtc.xtc(self._weights.all, excluding, self._eos_token_ids)
             self._weights.truncate(list(excluding), WeightBounds(most=most))
-        numbers = []
-        for row in rows:
-            assert row.sampling.seed is not None
-            numbers.append(uniform(row.sampling.seed, row.choice_index, row.position))
-        shares = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
-        tokens: list[int] = first_beyond(self._weights.all, shares).tolist()
-        return tokens
+        shares = torch.tensor([numbers[index] for index in others], dtype=torch.float64, device=logits.device)
+        drawn = iter(first_beyond(self._weights.all, shares).tolist())
+        return [next(drawn) if token is None else token for token in quick]
 
     def _is_truncated(self, row: Row) -> bool:
         return any(is_asked(row.sampling) for is_asked, _ in self._truncations)
@@ -147,6 +151,12 @@ class Sampler:
                 bounds = step(rising, params)
                 kept = kept.within(bounds)
         self._weights.truncate(indices, kept)
+
+
+def _number(row: Row) -> float:
+    """Returns the random number that draws a row's token."""
+    assert row.sampling.seed is not None
+    return uniform(row.sampling.seed, row.choice_index, row.position)
 
 
 def _asking(rows: Sequence[Row], asks: Callable[[Row], bool]) -> dict[int, Row]:
