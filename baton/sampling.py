@@ -167,6 +167,11 @@ class SamplingParams:
         lists = self.logit_bias or self.bad_word_ids or self.allowed_token_ids
         return bool(lists) or self.min_tokens > 0 or self.dry_multiplier != 0 or self.penalizes or self.is_structured
 
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether tokens alone are asked for, one after the other, that the logits decide as they are."""
+        return not (self.adjusts_logits or self.wants_scores or self.use_beam_search)
+
     @property
     def is_structured(self) -> bool:
         """Whether the tokens so far decide which ones may come next."""

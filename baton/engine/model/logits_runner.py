@@ -113,7 +113,8 @@ class LogitsRunner(ABC):
             return StepOutput.of(step, Drawn([]), prompts)
 
         def sample(places: Sequence[int], rows: Sequence[Row]) -> Sampled:
-            asked = logits[:num_rows] if len(places) == num_rows else logits[list(places)]
+            is_all = len(places) == num_rows and not num_scored
+            asked = logits if is_all else logits[list(places)]
             return self._sampler.sample_and_score(asked, rows)
 
         found = drawn(parts, rows, sample)

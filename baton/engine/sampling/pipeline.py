@@ -73,7 +73,6 @@ class Sampler:
         """Returns one token for each row, as `sample_and_score` does."""
         return self.sample_and_score(logits, rows).token_ids
 
-    @torch.inference_mode()
     def sample_and_score(self, logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
         """Returns one token for each row, and its scores.
 
@@ -81,6 +80,12 @@ class Sampler:
             logits: `[rows, vocab_size]`, any floating dtype; may be changed.
             rows: each with the seed set, unless it is greedy.
         """
+        if all(row.sampling.is_plain for row in rows):
+            return Sampled(self._sampled(logits, rows))
+        return self._specially(logits, rows)
+
+    @torch.inference_mode()
+    def _specially(self, logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
         structured = _asking(rows, structure.is_asked)
         masks = self._structures.masks(structured) if structured else _NO_MASKS
         raw = RawLogits(logits, rows, self._buffers) if any(row.sampling.wants_scores for row in rows) else None
@@ -119,24 +124,35 @@ class Sampler:
             exclusions.apply(logits, excluding, self._eos_token_ids)
         return logits
 
+    @torch.inference_mode()
     def _drawn(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
         temperatures = [max(row.sampling.temperature, MIN_TEMPERATURE) for row in rows]
         numbers = [_number(row) for row in rows]
-        quick = self._quick.drawn(logits, rows, temperatures, numbers)
-        if not (others := [index for index, token in enumerate(quick) if token is None]):
-            return [token for token in quick if token is not None]
-        rows = [rows[index] for index in others]
-        self._weights.fill(
-            logits[others] if len(others) < len(quick) else logits, [temperatures[index] for index in others]
-        )
+        found = self._quick.drawn(logits, rows, temperatures, numbers)
+        if left := [index for index, token in enumerate(found) if token is None]:
+            self._weights.fill(
+                logits[left] if len(left) < len(rows) else logits, [temperatures[index] for index in left]
+            )
+            drawn = self._drawn_by_definition([rows[index] for index in left], [numbers[index] for index in left])
+            for index, token in zip(left, drawn, strict=True):
+                found[index] = token
+        return [token for token in found if token is not None]
+
+    def _drawn_by_definition(self, rows: Sequence[Row], numbers: Sequence[float]) -> list[int]:
+        """Returns the tokens of the rows whose weights there are.
+
+        Args:
+            rows: those.
+            numbers: the random number of each.
+        """
         if truncating := _asking(rows, self._is_truncated):
             self._truncate(truncating)
         if excluding := _asking(rows, xtc.is_asked):
             most = xtc.xtc(self._weights.all, excluding, self._eos_token_ids)
             self._weights.truncate(list(excluding), WeightBounds(most=most))
-        shares = torch.tensor([numbers[index] for index in others], dtype=torch.float64, device=logits.device)
-        drawn = iter(first_beyond(self._weights.all, shares).tolist())
-        return [next(drawn) if token is None else token for token in quick]
+        shares = torch.tensor(numbers, dtype=torch.float64, device=self._weights.all.device)
+        tokens: list[int] = first_beyond(self._weights.all, shares).tolist()
+        return tokens
 
     def _is_truncated(self, row: Row) -> bool:
         return any(is_asked(row.sampling) for is_asked, _ in self._truncations)

@@ -1,4 +1,4 @@
-"""Draws on CPUs, a row at a time, from the few tokens that stay: what `truncation` and `masses` define, for less.
+"""Draws on CPUs, row by row, from the few tokens that stay: what `truncation` and `masses` define, for less.
 
 No vocabulary is sorted, and nothing is added up that was excluded: a cut below all that stays leaves hundreds of
 50,000 tokens. The sums are taken in another order than the definition's and differ from them by rounding, which is less
@@ -23,10 +23,12 @@ Floats = npt.NDArray[np.float32]
 Sums = npt.NDArray[np.float64]
 
 DOUBT = 1e-9
-"""A share of a row's sum: millions of additions in float64 round by less."""
+"""A share of a sum in float64: millions of additions round by less."""
+COARSE_DOUBT = 1e-5
+"""A share of a sum in float32: a hundred additions one after the other round by less, and numpy adds in pairs."""
 CUTS = 16.0, 0.9
-"""Cuts for top-p, in units of what goes, shared out among all tokens. What is lighter than the last one is less than goes
-even if that is the whole vocabulary; the first one leaves fewer tokens, and most often all that stay too."""
+"""Cuts for top-p, in units of what goes, shared out among all tokens. What is lighter than the last one is less than
+goes even if that is the whole vocabulary; the first one leaves fewer tokens, and most often all that stay too."""
 LEAST_POSITIVE = float(np.finfo(np.float32).smallest_subnormal)
 
 
@@ -36,16 +38,16 @@ def best(logits: torch.Tensor) -> list[int]:
     Args:
         logits: `[rows, vocab_size]`, any floating dtype.
     """
-    is_quick = _is_quick(logits)  # numpy has vector instructions for it: an eighth of what torch takes
-    tokens: list[int] = logits.numpy().argmax(-1).tolist() if is_quick else logits.argmax(-1).tolist()
+    # Numpy has vector instructions for it: an eighth of what torch takes.
+    tokens: list[int] = (logits.numpy() if _is_quick(logits) else logits).argmax(-1).tolist()
     return tokens
 
 
 class QuickDraws:
-    """Draws tokens for one model. It keeps the memory of one row."""
+    """Draws of one model. It keeps the memory of one row, which stays in the CPU's cache."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        self._weights = torch.empty(0)
 
     def drawn(
         self, logits: torch.Tensor, rows: Sequence[Row], temperatures: Sequence[float], numbers: Sequence[float]
@@ -55,29 +57,33 @@ class QuickDraws:
         Args:
             logits: `[rows, vocab_size]`, any floating dtype.
             rows: they say what truncates them.
-            temperatures: those of the rows, all positive.
+            temperatures: of the rows, all positive.
             numbers: the random numbers of the rows.
         """
         if not _is_quick(logits):
             return [None] * len(rows)
-        each = zip(logits.unbind(), rows, temperatures, numbers, strict=True)
-        return [
-            None if _is_rare(row) else token_of(self._weights(of_row, temperature), row.sampling, number)
-            for of_row, row, temperature, number in each
-        ]
-
-    def _weights(self, logits: torch.Tensor, temperature: float) -> Floats:
-        """Returns the weights of one row as `TokenWeights.fill` makes them, to the bit; valid until the next call."""
-        if len(self._memory) != len(logits):
-            self._memory = torch.empty(len(logits))
-        weights = self._memory
-        if temperature == 1:  # softmax itself takes the best one off
-            torch.softmax(logits, -1, out=weights)
-        else:
-            torch.sub(logits, logits.amax(), out=weights).div_(torch.tensor(temperature))
-            torch.softmax(weights, -1, out=weights)
-        found: Floats = weights.numpy()
+        if len(self._weights) != logits.shape[-1]:
+            self._weights = torch.empty(logits.shape[-1])
+        weights = self._weights.numpy()
+        found = []
+        for of_row, row, temperature, number in zip(logits.unbind(), rows, temperatures, numbers, strict=True):
+            is_rare = row.sampling.typical_p < 1 or xtc.is_asked(row)
+            if not is_rare:
+                self._fill(of_row, temperature)
+            found.append(None if is_rare else token_of(weights, row.sampling, number))
         return found
+
+    def _fill(self, logits: torch.Tensor, temperature: float) -> None:
+        """Does what `TokenWeights.fill` does, to the bit, for one row."""
+        if temperature == 1:
+            torch.softmax(logits, -1, out=self._weights)  # it takes the best one off itself
+        else:
+            torch.sub(logits, logits.amax(), out=self._weights).div_(torch.tensor(temperature))
+            torch.softmax(self._weights, -1, out=self._weights)
+
+
+def _is_quick(logits: torch.Tensor) -> bool:
+    return logits.dtype is torch.float32 and logits.device.type == "cpu"
 
 
 def token_of(weights: Floats, params: SamplingParams, number: float) -> int | None:
@@ -90,62 +96,67 @@ def token_of(weights: Floats, params: SamplingParams, number: float) -> int | No
     """
     if 0 < params.top_k < len(weights):
         place = len(weights) - params.top_k
-        return _of_those_above(np.partition(weights, place)[place], weights, None, params, number)
+        return _of_those_above(np.partition(weights, place)[place], weights, params, number)
     if params.top_p < 1:
-        total = float(weights.sum(dtype=np.float64))
-        mean = (1 - params.top_p) * total / len(weights)
-        tokens = (_of_those_above(np.float32(cut * mean), weights, total, params, number) for cut in CUTS)
+        mean = (1 - params.top_p) / len(weights)
+        tokens = (_of_those_above(np.float32(cut * mean), weights, params, number) for cut in CUTS)
         return next((token for token in tokens if token is not None), None)
     if params.min_p > 0:
-        return _of_those_above(_least_by_min_p(weights, params), weights, None, params, number)
+        return _of_those_above(_least_by_min_p(weights, params), weights, params, number)
     return _of_all(weights, number)
 
 
-def _is_quick(logits: torch.Tensor) -> bool:
-    return logits.dtype is torch.float32 and logits.device.type == "cpu"
-
-
-def _is_rare(row: Row) -> bool:
-    return row.sampling.typical_p < 1 or xtc.is_asked(row)
-
-
-def _of_those_above(
-    cut: np.float32, weights: Floats, total: float | None, params: SamplingParams, number: float
-) -> int | None:
+def _of_those_above(cut: np.float32, weights: Floats, params: SamplingParams, number: float) -> int | None:
     """Returns the token that a row draws, of those whose weight is at least so large.
 
     Args:
-        cut: nothing lighter stays; if something might, there is no token.
+        cut: nothing lighter stays; where something might, there is no token.
         weights: the row's.
-        total: sum of all that top-p is to see; None: it sees those above the cut.
         params: the row's.
         number: the random number.
     """
-    ids = np.flatnonzero(weights >= max(cut, LEAST_POSITIVE))
+    ids = (weights >= max(cut, LEAST_POSITIVE)).nonzero()[0]
     if not len(ids):
         return None
     kept = weights[ids]
-    least = np.float32(0) if params.top_p == 1 else _least_by_top_p(kept, total, params)
-    if least is None:
-        return None
-    least = max(least, _least_by_min_p(kept, params))
+    least = _least_by_min_p(kept, params)
+    if params.top_p < 1:
+        is_after_top_k = 0 < params.top_k < len(weights)
+        by_top_p = _least_by_top_p(kept, 0.0 if is_after_top_k else _sum_of_others(weights, ids), params)
+        if by_top_p is None:
+            return None
+        least = max(least, by_top_p)
     if least > cut:
-        stays = kept >= least
-        ids, kept = ids[stays], kept[stays]
+        places = (kept >= least).nonzero()[0]
+        ids, kept = ids[places], kept[places]
     sums = kept.cumsum(dtype=np.float64)
     place = _place(sums, number * sums[-1], sums[-1])
     return None if place is None else int(ids[place])
 
 
-def _least_by_top_p(weights: Floats, total: float | None, params: SamplingParams) -> np.float32 | None:
-    """Returns the least weight that top-p keeps; None: it is not among these, or rounding might decide."""
-    kept = weights.sum(dtype=np.float64)
-    total, rest = (kept, 0.0) if total is None else (total, total - kept)
-    wanted, doubt = (1 - params.top_p) * total, DOUBT * total
-    if not rest <= wanted - doubt:
-        return None
+def _sum_of_others(weights: Floats, ids: npt.NDArray[np.intp]) -> float:
+    """Returns the sum of all weights but these, roughly. A sum of all in float64 takes twice as long."""
+    kept = weights[ids]
+    weights[ids] = 0
+    others = float(weights.sum())
+    weights[ids] = kept
+    return others
+
+
+def _least_by_top_p(weights: Floats, others: float, params: SamplingParams) -> np.float32 | None:
+    """Returns the least weight that top-p keeps; None: it is not among these, or rounding might decide.
+
+    Args:
+        weights: the heaviest, in any order.
+        others: sum of those that top-p sees beside them.
+        params: the row's.
+    """
     rising = np.sort(weights)
-    sums = rest + rising.cumsum(dtype=np.float64)
+    sums = others + rising.cumsum(dtype=np.float64)
+    wanted = (1 - params.top_p) * sums[-1]
+    doubt = DOUBT * sums[-1] + COARSE_DOUBT * others
+    if not others <= wanted - doubt:
+        return None
     first, last = sums.searchsorted((wanted - doubt, wanted + doubt), side="right")
     least: np.float32 = rising[first]
     return least if least == rising[min(last, len(rising) - 1)] else None
