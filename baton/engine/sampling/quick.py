@@ -2,7 +2,7 @@
 
 No vocabulary is sorted, and nothing is added up that was excluded: a cut below all that stays leaves hundreds of
 50,000 tokens. The sums are taken in another order than the definition's and differ from them by rounding, which is less
-than a share `DOUBT` of a row's sum. Where so little could lead to another token, there is no quick draw, and the
+than `DOUBT` and `COARSE_DOUBT` say. Where so little could lead to another token, there is no quick draw, and the
 definition decides. So every draw is the definition's, and a function of its row alone.
 """
 
@@ -29,7 +29,7 @@ COARSE_DOUBT = 1e-5
 CUTS = 16.0, 0.9
 """Cuts for top-p, in units of what goes, shared out among all tokens. What is lighter than the last one is less than
 goes even if that is the whole vocabulary; the first one leaves fewer tokens, and most often all that stay too."""
-LEAST_POSITIVE = float(np.finfo(np.float32).smallest_subnormal)
+LEAST_POSITIVE = np.finfo(np.float32).smallest_subnormal
 
 
 def best(logits: torch.Tensor) -> list[int]:
@@ -115,7 +115,7 @@ def _of_those_above(cut: np.float32, weights: Floats, params: SamplingParams, nu
         params: the row's.
         number: the random number.
     """
-    ids = (weights >= max(cut, LEAST_POSITIVE)).nonzero()[0]
+    ids = (weights >= (cut if cut > 0 else LEAST_POSITIVE)).nonzero()[0]
     if not len(ids):
         return None
     kept = weights[ids]
