@@ -320,7 +320,7 @@ def drafted_and_plain(engine: Engine, plain: Engine) -> tuple[list[list[int]], l
 def test_drafts_change_no_answer(
     kind: str, extra: dict[str, Any], pads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With decodes attended by length, and all at once as on a GPU."""
+    """Drafts change no answer, be decodes attended by length or all at once as on a GPU."""
     if pads:
         monkeypatch.setattr(attention, "PADDING_DEVICES", frozenset({"cpu"}))
     save_tiny(kind, extra, tmp_path)

@@ -551,7 +551,7 @@ def test_gain_is_not_expected_where_a_step_is_faster_than_the_line_for_all_says(
 
 @pytest.mark.parametrize("s_per_sequence", [0.0, 0.004])
 def test_drafts_of_many_sequences_are_taken_where_they_gain(s_per_sequence: float) -> None:
-    """Of 64 sequences that are guessed right. Were each attended by itself, one draft each would be a loss, and as many
+    """The guesses of 64 sequences are right. Were each attended by itself, one draft each would be a loss, and as many
     as a step holds a gain.
     """
     fit = StepFit()
