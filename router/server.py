@@ -287,6 +287,8 @@ def _http_server(config: Config, app: FastAPI) -> _HttpServer:
             app=app,
             log_config=None,
             access_log=False,
+            proxy_headers=False,
+            server_header=False,
             timeout_graceful_shutdown=math.ceil(config.router.drain_timeout_s),
         )
     )

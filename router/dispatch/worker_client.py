@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import grpc
 from opentelemetry.context import Context
@@ -29,6 +29,7 @@ from baton.messages import (
     FetchRequest,
     FirstToken,
     HandedOver,
+    NewTokens,
     PrefillRequest,
     PrefixSource,
     SequenceSpec,
@@ -37,10 +38,13 @@ from baton.messages import (
 from baton.rpc import channel, from_rpc_error
 from baton.rpc.errors import from_failed
 from baton.rpc.outbox import MAX_FRAME_COMMANDS, Outbox
+from baton.scores import TokenScores
 from baton.telemetry import tracing
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 E = TypeVar("E")
+MAX_JOINED = 32
+"""Messages with tokens that are read as one: detokenizing them must not hold up the event loop."""
 
 
 class WorkerCallError(Exception):
@@ -66,7 +70,8 @@ class WorkerStream(Generic[E]):
         self._reader: asyncio.Future[None] | None = None
 
     async def read(self) -> E:
-        """The next answer, for one reader at a time.
+        """The next answer, for one reader at a time. Tokens come with those that wait behind them: a router that has
+        fallen behind its workers writes fewer and larger chunks, and so catches up.
 
         Raises:
             WorkerCallError: the worker refused, failed or ended the call, and all that it sent before has been read.
@@ -76,7 +81,7 @@ class WorkerStream(Generic[E]):
                 raise WorkerCallError(self.worker, self._failure)
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        return self._events.popleft()
+        return _taken(self._events)
 
     def leave(self) -> None:
         """Cancels the call, which frees everything on the worker; idempotent."""
@@ -103,6 +108,30 @@ class WorkerStream(Generic[E]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._leave()
+
+
+def _taken(events: deque[E]) -> E:
+    """Takes the next answer, or the tokens of several."""
+    event = events.popleft()
+    if not events or not isinstance(event, NewTokens):
+        return event
+    parts: list[NewTokens] = [event]
+    while events and isinstance(following := events[0], NewTokens) and len(parts) < MAX_JOINED:
+        parts.append(following)
+        events.popleft()
+    return cast(E, _joined(parts))
+
+
+def _joined(parts: Sequence[NewTokens]) -> NewTokens:
+    """One message with the tokens of several that follow one another."""
+    first, last = parts[0], parts[-1]
+    return NewTokens(
+        token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
+        finish_reason=last.finish_reason,
+        report=first.report,
+        scores=TokenScores.joined(part.scores for part in parts),
+        beams=last.beams,
+    )
 
 
 class _Link:

@@ -25,7 +25,9 @@ from baton.messages import (
     Decoding,
     Event,
     Failed,
+    Migrate,
     NewTokens,
+    PrefillReport,
     PrefillRequest,
     SequenceSpec,
     StartCall,
@@ -33,10 +35,11 @@ from baton.messages import (
 )
 from baton.rpc import RpcServer, channel
 from baton.sampling import FinishReason
+from baton.scores import TokenScores
 from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.worker.calls import CallServicer
-from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
+from router.dispatch.worker_client import MAX_JOINED, WorkerCallError, WorkerClient, WorkerStream
 from tests.support import builders
 from tests.support.waiting import until
 
@@ -136,6 +139,20 @@ async def read(stream: Stream) -> Decoding:
         return await stream.read()
 
 
+async def read_ids(stream: Stream, count: int) -> list[int]:
+    """The ids of the next tokens; as many messages as it takes."""
+    token_ids: list[int] = []
+    while len(token_ids) < count:
+        message = await read(stream)
+        assert isinstance(message, NewTokens)
+        token_ids += message.token_ids
+    return token_ids
+
+
+def ids_of(name: str, count: int) -> list[int]:
+    return [100 * int(name) + index for index in range(count)]
+
+
 async def failure_of(reading: Awaitable[Any]) -> WorkerCallError:
     async with asyncio.timeout(10):
         with pytest.raises(WorkerCallError) as caught:
@@ -154,7 +171,41 @@ async def test_every_call_gets_its_own_events_in_order() -> None:
             if index % 7 == 0:
                 await asyncio.sleep(0)  # so that frames hold now few events and now many
         for name, stream in streams.items():
-            assert [await read(stream) for _ in range(50)] == [tokens_of(name, index) for index in range(50)]
+            assert await read_ids(stream, 50) == ids_of(name, 50)
+
+
+async def test_tokens_that_wait_are_read_as_one_message_but_no_more_than_the_loop_has_time_for() -> None:
+    engine, score = Engine(), TokenScores((-0.5,), (3,), (-0.25,))
+    report = PrefillReport(num_cached_tokens=2)
+    scored = [replace(tokens_of("1", index), scores=score) for index in range(MAX_JOINED + 3)]
+    async with joined(engine) as call, call("1") as stream, call("2") as other:
+        engine.say("1", replace(scored[0], report=report), *scored[1:])
+        engine.say("1", replace(tokens_of("1", 99), finish_reason=FinishReason.STOP), None)
+        await until(lambda: engine.freed == ["1"])
+        engine.say("2", tokens_of("2", 0))
+        await read(other)
+        assert await read(stream) == NewTokens(
+            token_ids=tuple(ids_of("1", MAX_JOINED)),
+            finish_reason=None,
+            report=report,
+            scores=TokenScores((-0.5,) * MAX_JOINED, (3,) * MAX_JOINED, (-0.25,) * MAX_JOINED),
+        )
+        last = await read(stream)
+        assert isinstance(last, NewTokens)
+        assert (last.token_ids[-1], len(last.token_ids), last.finish_reason) == (199, 4, FinishReason.STOP)
+        assert last.report is None
+
+
+async def test_tokens_are_not_joined_over_another_answer_nor_with_what_comes_later() -> None:
+    engine = Engine()
+    async with joined(engine) as call, call("1") as stream, call("2") as other:
+        engine.say("1", tokens_of("1", 0), Migrate(), tokens_of("1", 1), tokens_of("1", 2))
+        engine.say("2", tokens_of("2", 0))
+        await read(other)
+        assert [await read(stream) for _ in range(2)] == [tokens_of("1", 0), Migrate()]
+        assert await read_ids(stream, 2) == [101, 102]
+        engine.say("1", tokens_of("1", 3))
+        assert await read(stream) == tokens_of("1", 3)
 
 
 async def test_what_is_ready_together_travels_in_one_frame() -> None:
@@ -182,9 +233,10 @@ async def test_leaving_a_call_frees_it_and_leaves_the_others_alone(num_read: int
     engine = Engine()
     async with joined(engine) as call, call("2") as other:
         async with call("1") as left:
-            engine.say("1", tokens_of("1", 0), tokens_of("1", 1))
+            engine.say("1", tokens_of("1", 0))
             for index in range(num_read):
                 assert await read(left) == tokens_of("1", index)
+            engine.say("1", tokens_of("1", num_read))
             await until(lambda: len(engine.held) == 2)
         await until(lambda: engine.freed == ["1"])
         engine.say("2", tokens_of("2", 0))
@@ -326,9 +378,9 @@ async def test_the_end_of_the_stream_fails_all_its_calls_at_once_and_the_next_ca
         assert isinstance(failure.error, WorkerFailed), "nobody listens"
         async with serving(again := Engine(), port):
             async with asyncio.timeout(20):
+                again.say("7", tokens_of("7", 0))
                 while True:  # grpc's channel waits a moment before it tries again
                     async with calls.decode(worker, spec("7"), await_kv=False, trace=Context()) as stream:
-                        again.say("7", tokens_of("7", 0))
                         with contextlib.suppress(WorkerCallError):
                             assert await stream.read() == tokens_of("7", 0)
                             break
@@ -377,8 +429,7 @@ async def test_a_call_that_nobody_reads_holds_up_no_other() -> None:
         engine.say("1", *(tokens_of("1", index) for index in range(num_unread)))
         engine.say("2", tokens_of("2", 0))
         assert await read(other) == tokens_of("2", 0)
-        for index in range(num_unread):
-            assert await read(unread) == tokens_of("1", index)
+        assert await read_ids(unread, num_unread) == ids_of("1", num_unread)
 
 
 async def test_a_read_that_is_given_up_loses_nothing() -> None:
