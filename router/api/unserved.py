@@ -6,6 +6,7 @@ what lies below it are meant.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 
 _NO_FILES = "nothing is stored"
@@ -85,6 +86,7 @@ def why_unserved(path: str) -> tuple[str, str] | None:
     return None if found is None else (found, _ALL[found])
 
 
+@functools.lru_cache(maxsize=256)  # asked with every answer
 def is_anthropics(path: str) -> bool:
     """Returns whether a path is of Anthropic's API alone."""
     return _endpoint_of(path, ANTHROPICS) is not None
