@@ -2,7 +2,8 @@
 
 A step is three calls, straight down: `schedule` (pure decisions) -> `runner.execute` (tensors, in a thread) ->
 `commit` (bookkeeping, outputs, events). Everything but `execute` happens on one thread, so there are no locks. While a
-step executes, sequences may be added, aborted or inserted: what the step uses is only given away at its commit.
+step executes, sequences may be added, aborted or inserted: what the step uses is only given away at its commit. And
+the next step may be scheduled (`schedule_ahead`) and given to the runner behind it.
 
 The verbs are JetStream's: a PREFILL sequence is admitted with all its blocks and ends HELD with them, a RECEIVE
 sequence is reserved and later `insert`ed (or its KV `adopt`ed by the cache), and generation is what the running batch
@@ -14,24 +15,26 @@ the known one of the same content), and its sequence may end first. Pinned block
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
 from baton.blocks import GRANULE
 from baton.cluster import BlockCounts
 from baton.costs import StepCosts
+from baton.engine.core import ahead
 from baton.engine.core.beams import BeamSearch
 from baton.engine.core.block_pool import BlockChange
 from baton.engine.core.drafting import Drafter
 from baton.engine.core.group_pool import GroupPool
-from baton.engine.core.kv_spec import BlockTables
 from baton.engine.core.outputs import Admitted, EngineLoad, Generated, Output, Pin, Preempted, Refused, Reserved
+from baton.engine.core.pins import Pins
+from baton.engine.core.plan import Schedule
+from baton.engine.core.requirements import require_computable, require_searchable
 from baton.engine.core.runner import Runner, StepInput, StepOutput
 from baton.engine.core.scheduler import Scheduler, SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.core.step_fit import StepFit, StepSize
-from baton.errors import InvalidRequest, TransferRefused
+from baton.errors import InvalidRequest
 from baton.hypotheses import NO_HYPOTHESES, Hypotheses
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
@@ -53,8 +56,9 @@ class Engine:
         self._fit = StepFit()
         self._busy_s = 0.0
         self._num_computed_tokens = self._num_drafted_tokens = self._num_accepted_tokens = 0
-        self._pins: dict[int, BlockTables] = {}
-        self._pin_ids = itertools.count()
+        self._pins = Pins(self.pool)
+        self._read_by_next: list[Pin] = []
+        """Blocks that are kept until the step is committed which was planned ahead of the last commit."""
 
     def add(self, spec: SequenceSpec, purpose: Purpose, now: float) -> Sequence:
         """Queues a sequence.
@@ -63,32 +67,14 @@ class Engine:
             InvalidRequest: it cannot fit, or names a token id outside the model's vocabulary.
             TransferRefused: its beams cannot go on from KV that comes from elsewhere.
         """
-        if not 0 < len(spec.token_ids) < self.runner.max_model_len:
-            raise InvalidRequest(
-                f"{len(spec.token_ids)} tokens do not fit; this worker takes 1 to {self.runner.max_model_len - 1}"
-            )
-        # In the step it would be an error of the whole batch, on a GPU of the whole process.
-        begun = (beam.token_ids for beam in (*spec.hypotheses.running, *spec.hypotheses.finished))
-        for ids in (spec.token_ids, *spec.sampling.named_token_ids.values(), *begun):
-            if ids and not (min(ids) >= 0 and max(ids) < self.runner.vocab_size):
-                bad = next(token for token in ids if not 0 <= token < self.runner.vocab_size)
-                raise InvalidRequest(
-                    f"token id {bad} is outside the model's vocabulary, whose ids are 0 to {self.runner.vocab_size - 1}"
-                )
+        require_computable(spec, self.runner)
         sequence = Sequence(spec=spec, purpose=purpose, arrival_s=now)
         if spec.sampling.use_beam_search and purpose is not Purpose.PREFILL and spec.max_tokens:
-            self._require_beams(spec, purpose)
+            require_searchable(spec, purpose, self.runner, self.scheduler.limits.max_num_beams)
             sequence.search = BeamSearch.of(spec, self.runner.eos_token_ids, self.runner.max_model_len)
         self.sequences[sequence.key] = sequence
         self.scheduler.add(sequence)
         return sequence
-
-    def _require_beams(self, spec: SequenceSpec, purpose: Purpose) -> None:
-        limits, width = self.scheduler.limits, spec.sampling.num_beams
-        if (most := min(limits.max_num_seqs, limits.max_num_batched_tokens)) < width:
-            raise InvalidRequest(f"a search with {width} beams does not fit; this worker computes {most} at a time")
-        if purpose is Purpose.RECEIVE and self.runner.spec.states:
-            raise TransferRefused("beams go on from no state that is handed over: it is ahead of their first tokens")
 
     def fork(self, parent: Sequence, spec: SequenceSpec, now: float) -> Sequence | None:
         """Adds a sequence that goes on from what another one has computed, between two steps.
@@ -159,7 +145,7 @@ class Engine:
 
     def pin(self, sequence: Sequence) -> Pin:
         """Takes a reference on each block of a sequence, for a reader: nobody else gets them until `unpin`."""
-        return self._pin(sequence.block_ids)
+        return self._pins.take(sequence.block_ids)
 
     def pin_prefix(self, keys: SequenceOf[bytes]) -> Pin:
         """Pins the longest cached prefix of a chain of keys, one per granule of 16 tokens (see `baton.blocks`).
@@ -171,19 +157,35 @@ class Engine:
 
     def pin_cached(self, keys: SequenceOf[bytes]) -> Pin:
         """Pins what `num_cached_tokens` counts."""
-        return self._pin(tuple(tuple(blocks) for blocks in self.pool.match(keys)))
+        return self._pins.take(tuple(tuple(blocks) for blocks in self.pool.match(keys)))
 
     def unpin(self, pin: Pin) -> None:
         """Drops what one `pin` or `pin_prefix` took."""
-        if any(pin.block_ids):
-            assert pin.pin_id in self._pins, f"pin {pin.pin_id} is unpinned more often than pinned"
-            self.pool.release(self._pins.pop(pin.pin_id))
+        self._pins.give_back(pin)
 
     def schedule(self, now: float) -> tuple[StepInput, list[Output]]:
         """Returns the next step to execute (empty: nothing can run now), and which sequences got or lost blocks."""
-        schedule = self.scheduler.schedule(now)
+        return self._scheduled(self.scheduler.schedule(now))
+
+    def schedule_ahead(self, step: StepInput, begins_s: float) -> tuple[StepInput, list[Output]] | None:
+        """Returns the step after one that executes, as `schedule` does.
+
+        None, and nothing has changed: that one has to be committed first; see `ahead`.
+
+        Args:
+            step: the step that executes, the last one that was scheduled.
+            begins_s: when it is expected to end.
+        """
+        sequences = [self._known(part.sequence_key) for part in step.parts]
+        if not ahead.is_possible(step, sequences, self.scheduler):
+            return None
+        for part, sequence in zip(step.parts, sequences, strict=True):
+            sequence.run_ahead(part, self.runner.max_model_len)
+        return self._scheduled(self.scheduler.schedule(begins_s, may_draft=False))
+
+    def _scheduled(self, schedule: Schedule) -> tuple[StepInput, list[Output]]:
         for part in schedule.step.parts:
-            self._known(part.sequence_key).in_flight = True
+            self._known(part.sequence_key).in_flight += 1
         outputs: list[Output] = [Preempted(sequence.key) for sequence in schedule.preempted]
         for trunk in schedule.too_large:
             width, held = trunk.num_seats, self.blocks.total
@@ -199,16 +201,19 @@ class Engine:
     def commit(self, step: StepInput, output: StepOutput, now: float) -> list[Output]:
         """Books an executed step. It is kept lean: it runs once per sequence and step."""
         outputs: list[Output] = []
+        read_before, self._read_by_next = self._read_by_next, []
         eos_token_ids, max_model_len = self.runner.eos_token_ids, self.runner.max_model_len
         key_tokens = self.pool.key_tokens
         for index, part in enumerate(step.parts):
             if (sequence := self._find(part.sequence_key)) is None:
                 continue  # a beam whose search has just ended
-            sequence.in_flight = False
+            sequence.in_flight -= 1
+            if sequence.num_ahead_tokens:
+                sequence.catch_up()
             if sequence.copies:
                 self.scheduler.blocks.copied(sequence)
             if sequence.owner.aborted:
-                self._finish(sequence.owner)
+                self.end(sequence.owner)
                 continue
             if output.failures and index in output.failures:
                 outputs.append(self._refuse(sequence.owner, output.failures[index]))
@@ -230,6 +235,8 @@ class Engine:
             sequence.num_kv_tokens = (num_computed_tokens,) * len(part.block_ids)
             sequence.num_computed_tokens = num_computed_tokens
             if num_computed_tokens // key_tokens > sequence.num_registered_keys:
+                if sequence.in_flight:  # its table may change, and the step planned ahead reads blocks of the old one
+                    self._read_by_next.append(self.pin(sequence))
                 self.scheduler.blocks.register_computed(sequence)
             if not token_ids:
                 continue
@@ -240,9 +247,10 @@ class Engine:
             if sequence.purpose is Purpose.PREFILL:
                 self.scheduler.remove(sequence, Status.HELD)
             elif finish_reason is not None:
-                self._finish(sequence)
+                self.end(sequence)
             scores = output.scores[index].part(0, len(token_ids)) if output.scores else NO_SCORES
             outputs.append(Generated(sequence.key, token_ids, finish_reason, scores, report))
+        self._pins.give_back(*read_before)
         return outputs + self._search(step, output.candidates, now) if output.candidates else outputs
 
     def _search(self, step: StepInput, candidates: Mapping[int, Candidates], now: float) -> list[Output]:
@@ -290,12 +298,14 @@ class Engine:
         if self.scheduler.drafter is not None:
             self.scheduler.drafter.costs = self._fit.draft_costs
 
-    def abandon(self, step: StepInput) -> list[Sequence]:
-        """Takes the sequences of a step out that could not be executed. Returns those that were not aborted already."""
-        sequences = list(dict.fromkeys(self._known(part.sequence_key).owner for part in step.parts))
+    def abandon(self, *steps: StepInput) -> list[Sequence]:
+        """Takes the sequences of steps out that cannot be executed. Returns those that were not aborted already."""
+        sequences = list(dict.fromkeys(self._known(part.sequence_key).owner for step in steps for part in step.parts))
         for sequence in sequences:
-            sequence.in_flight = False
+            sequence.in_flight = 0
             self._finish(sequence)
+        self._pins.give_back(*self._read_by_next)
+        self._read_by_next = []
         return [sequence for sequence in sequences if not sequence.aborted]
 
     def end(self, sequence: Sequence) -> None:
@@ -372,7 +382,7 @@ class Engine:
     def check(self) -> None:
         """Asserts that nothing is leaked: every used block is pinned or held by a sequence that is still known."""
         held = (s for s in self.sequences.values() if s.status is Status.HELD)
-        self.scheduler.check(held, self._pins.values())
+        self.scheduler.check(held, self._pins.tables)
         finished = [s for s in self.sequences.values() if s.status is Status.FINISHED]
         assert not finished, "a finished sequence is kept"
 
@@ -381,13 +391,6 @@ class Engine:
         sequence.num_computed_tokens = num_tokens
         sequence.num_kv_tokens = (num_tokens,) * len(sequence.block_ids)
         self.scheduler.blocks.register_computed(sequence)
-
-    def _pin(self, tables: BlockTables) -> Pin:
-        pin = Pin(next(self._pin_ids), tables)
-        if any(tables):
-            self.pool.acquire(tables)
-            self._pins[pin.pin_id] = tables
-        return pin
 
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.drop(sequence.beams)

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +19,16 @@ from baton.engine.core.outputs import EngineLoad, Generated, KvProgress, OnProgr
 from baton.engine.core.runner import Fence, OnLayerDone, StepInput
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.core.step_fit import StepSize
+from baton.engine.core.step_threads import FORGETTING, RunningStep, StepThreads
 from baton.errors import BatonError, Overloaded, WorkerFailed
 from baton.hypotheses import Hypotheses
 from baton.messages import SequenceSpec
 
 logger = logging.getLogger(__name__)
+LEAST_LEAD_S = 0.001
+"""Time before the end of a step at which the next one is planned, at the least: timers are as coarse as that."""
+MARGIN = 2.0
+"""How many times what planning and launching have taken lately they are given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +48,27 @@ class EngineLoop:
     step or a transfer can overwrite the block. The step does not wait until others know of it: that would cost a round
     trip, and still be too late for those who have looked already. A worker that is asked for what it has evicted finds
     nothing in its own table.
+
+    With `plans_ahead` a step is planned shortly before the one before it ends, where that is possible (`ahead`), so
+    that the runner need not wait for the books. Who comes before that moment takes part as without; who comes after it
+    waits for one step more.
     """
 
-    def __init__(self, engine: Engine, max_waiting: int, on_event: OnEngineEvent = lambda event: None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        max_waiting: int,
+        on_event: OnEngineEvent = lambda event: None,
+        *,
+        plans_ahead: bool = False,
+    ) -> None:
         self.engine = engine
         self.self_check = "ok"
         self._max_waiting = max_waiting
         self._on_event = on_event
+        self._plans_ahead = plans_ahead
+        self._plan_s = 0.0
+        """What planning a step ahead has taken lately."""
         self._outputs: dict[int, asyncio.Queue[Output | BatonError]] = {}
         """Outputs that nobody has read yet, by sequence key."""
         self._watchers: dict[int, tuple[OnProgress, ...]] = {}
@@ -147,39 +165,72 @@ class EngineLoop:
 
     async def run(self) -> None:
         """Steps until cancelled. A step in progress is waited for, so no thread outlives this call."""
-        with ThreadPoolExecutor(1, "engine") as thread:
+        with StepThreads(self.engine.runner) as threads:
+            running: RunningStep | None = None
             while True:
-                step, outputs = self.engine.schedule(time.monotonic())
-                # What the last step stored, and what this one evicted: published before those blocks are overwritten.
-                self._publish_block_events()
-                self._deliver(outputs)
-                if not step:
+                running = running or self._begin(threads, self.engine.schedule(time.monotonic()))
+                if running is None:
                     self._note_idleness()
                     self._wake.clear()
                     await self._wake.wait()
                     continue
-                await self._step(step, thread)
+                following = await self._begin_next(threads, running) if self._plans_ahead else None
+                running = following if await self._end(running, following) else None
 
-    async def _step(self, step: StepInput, thread: ThreadPoolExecutor) -> None:
+    def _begin(
+        self, threads: StepThreads, scheduled: tuple[StepInput, list[Output]], before: RunningStep | None = None
+    ) -> RunningStep | None:
+        """Gives the runner what was scheduled, and says what has come of that. Returns None if there is no step."""
+        step, outputs = scheduled
+        # What the last step stored, and what this one evicted: published before those blocks are overwritten.
+        self._publish_block_events()
+        self._deliver(outputs)
+        return threads.execute(step, self._layer_reporter(step), time.monotonic(), before) if step else None
+
+    async def _begin_next(self, threads: StepThreads, running: RunningStep) -> RunningStep | None:
+        """Begins the next step shortly before the one that runs is expected to end, if it still runs then."""
+        size = StepSize.of(running.step)
+        num_prompt = size.num_new - size.num_decoding
+        step_s = self.engine.costs.step_s(num_prompt, size.num_pairs, size.num_decoding, size.num_kv_tokens)
+        ends_s = running.began_s + step_s
+        lead_s = LEAST_LEAD_S + MARGIN * (self._plan_s + threads.launch_s)
+        if (wait_s := ends_s - lead_s - time.monotonic()) > 0:
+            await asyncio.wait((running.output,), timeout=wait_s)
+        if running.output.done():
+            return None
         began_s = time.monotonic()
-        executing = asyncio.get_running_loop().run_in_executor(
-            thread, self.engine.runner.execute, step, self._layer_reporter(step)
-        )
+        scheduled = self.engine.schedule_ahead(running.step, max(began_s, ends_s))
+        if scheduled is None:
+            return None
+        following = self._begin(threads, scheduled, running)
+        self._plan_s = FORGETTING * self._plan_s + (1 - FORGETTING) * (time.monotonic() - began_s)
+        return following
+
+    async def _end(self, running: RunningStep, following: RunningStep | None) -> bool:
+        """Books what came of a step. Returns False when it has failed, and with it the one that was begun behind it."""
         try:
-            output = await executing
+            output = await running.output
         except Exception as error:  # the model's own code: any failure ends this batch, not the worker
             logger.exception("a step failed")
             failure = WorkerFailed(f"the engine could not compute a step: {error}")
-            for sequence in self.engine.abandon(step):
+            steps = [running.step]
+            if following is not None:
+                await asyncio.wait((following.output,))
+                following.output.exception()  # it is the same one, or comes of it
+                steps.append(following.step)
+            for sequence in self.engine.abandon(*steps):
                 self._outputs[sequence.key].put_nowait(failure)
-            return
+            return False
         ended_s = time.monotonic()
-        outputs = self.engine.commit(step, output, ended_s)
+        outputs = self.engine.commit(running.step, output, ended_s)
         # The promise of one report per step, for runners that report no layers and for watchers that came after them.
-        for part, num_tokens in zip(step.parts, output.num_computed_tokens, strict=True):
+        for part, num_tokens in zip(running.step.parts, output.num_computed_tokens, strict=True):
             self._report(part.sequence_key, min(num_tokens, part.end), self._num_layers, None)
         self._deliver(outputs)
-        self.engine.learn(StepSize.of(step), ended_s - began_s)
+        self.engine.learn(StepSize.of(running.step), ended_s - running.began_s)
+        if following is not None:
+            following.began_s = max(following.began_s, ended_s)
+        return True
 
     def _layer_reporter(self, step: StepInput) -> OnLayerDone:
         def on_layer_done(layer: int, fence: Fence | None) -> None:
@@ -220,7 +271,7 @@ class EngineLoop:
 
     def watch(self, sequence: Sequence, on_progress: OnProgress) -> None:
         """See `ServedSequence.watch`."""
-        on_progress(KvProgress(sequence.num_computed_tokens, self._num_layers))
+        on_progress(KvProgress(sequence.num_written_tokens, self._num_layers))
         self._watchers[sequence.key] = (*self._watchers.get(sequence.key, ()), on_progress)
 
     def insert(self, sequence: Sequence, first_token: int | None, num_tokens: int | None) -> None:

@@ -191,6 +191,25 @@ def _by_part(step: StepInput, found: Mapping[int, T]) -> dict[int, T]:
     return {sampling[place]: value for place, value in found.items()}
 
 
+class LaunchedStep(Protocol):
+    """A step that is under way."""
+
+    def collect(self) -> StepOutput:
+        """Waits for the step, in any thread, and returns what came of it: what `execute` returns, or raises."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """A step that its launch has computed."""
+
+    output: StepOutput
+
+    def collect(self) -> StepOutput:
+        """See `LaunchedStep.collect`."""
+        return self.output
+
+
 class Runner(Protocol):
     """A model bound to a KV cache."""
 
@@ -208,6 +227,9 @@ class Runner(Protocol):
     sampler: str
     """The contract of its random numbers: samplers of one name draw the same token from the same logits, seed, choice
     and position."""
+
+    runs_ahead: bool
+    """Whether what `launch` begins goes on by itself, on a device."""
 
     @property
     def caches(self) -> Sequence[Any]:
@@ -232,6 +254,17 @@ class Runner(Protocol):
         time, never the event loop's. `on_layer_done` is called in that thread, with rising layers, as often as the
         runner can: at best once per layer, possibly not at all. On return all KV and states are in the caches, also for
         readers that wait for no fence.
+
+        Where a token is unknown (`UNKNOWN_TOKEN`), it is the one that the step before has sampled for the sequence. No
+        such step follows one that has failed.
+        """
+        ...
+
+    def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> LaunchedStep:
+        """Begins what `execute` does, behind the steps that were launched before, and in the same thread as these.
+
+        A runner that `runs_ahead` has then only put it on its way; the fences of `on_layer_done` say how far it is.
+        Another one has computed it.
         """
         ...
 

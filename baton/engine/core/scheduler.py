@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.costs import LEAST_SHARE, PRIOR, StepCosts
 from baton.engine.core.beams import BeamSearch
 from baton.engine.core.drafting import Drafter
 from baton.engine.core.group_pool import GroupPool
 from baton.engine.core.kv_spec import BlockTables
-from baton.engine.core.runner import StepInput, StepPart
+from baton.engine.core.plan import Schedule, StepPlan
+from baton.engine.core.runner import StepInput
 from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.core.sequence_blocks import SequenceBlocks
 from baton.engine.core.urgency import computing_room_s, urgency
@@ -45,35 +46,10 @@ class SchedulerLimits:
     max_draft_tokens: int = 0
     """Tokens of each sequence that are guessed and checked in a step at most, beside its next one."""
 
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """What a call of `Scheduler.schedule` has decided."""
-
-    step: StepInput
-    admitted: tuple[Sequence, ...] = ()
-    """Sequences that have their blocks now."""
-    preempted: tuple[Sequence, ...] = ()
-    """Sequences that gave their blocks up, and wait again."""
-    too_large: tuple[Sequence, ...] = ()
-    """Trunks whose beams do not fit, although nobody else holds a block."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Plan:
-    """A step while it is put together."""
-
-    budget: int
-    """Tokens that may still be added."""
-    sequences: list[Sequence] = field(default_factory=list)
-    parts: list[StepPart] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    too_large: list[Sequence] = field(default_factory=list)
-
-    def add(self, sequence: Sequence, part: StepPart) -> None:
-        self.sequences.append(sequence)
-        self.parts.append(part)
-        self.budget -= len(part.token_ids)
+    @property
+    def max_num_beams(self) -> int:
+        """Sequences that a step can compute together."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 
 class Scheduler:
@@ -113,18 +89,21 @@ class Scheduler:
         sequence.status = Status.RUNNING
         self.running.append(sequence)
 
-    def schedule(self, now: float) -> Schedule:
+    def schedule(self, now: float, *, may_draft: bool = True) -> Schedule:
         """Returns the next step.
 
         Sequences that decode come first. Prompts, computed in part or waiting, follow in order of `urgency`, as far as
         blocks, batch size, the token budget and the objectives of the decoding sequences allow.
+
+        Args:
+            may_draft: whether the last tokens of all sequences are known.
         """
-        plan = _Plan(budget=self.limits.max_num_batched_tokens)
+        plan = StepPlan(budget=self.limits.max_num_batched_tokens)
         self._preempted = []
         self._plan(plan, now)
         if not plan.parts and self._due_trunks():  # admitted with all that it computes in the cache
             self._plan(plan, now)
-        if self.drafter is not None and plan.budget > 0:
+        if self.drafter is not None and may_draft and plan.budget > 0:
             self._draft(self.drafter, plan)
         return Schedule(
             step=StepInput(tuple(plan.parts), tuple(copy for sequence in plan.sequences for copy in sequence.copies)),
@@ -133,11 +112,11 @@ class Scheduler:
             too_large=tuple(plan.too_large),
         )
 
-    def _plan(self, plan: _Plan, now: float) -> None:
+    def _plan(self, plan: StepPlan, now: float) -> None:
         for trunk in self._due_trunks():
             if trunk.is_due:  # not preempted by one before it
                 self._branch(trunk, plan, now)
-        for sequence in [s for s in self.running if len(s.token_ids) - s.num_computed_tokens == 1]:
+        for sequence in [s for s in self.running if len(s.token_ids) - s.num_computed_tokens == 1 and not s.aborted]:
             if plan.budget <= 0 or sequence.status is not Status.RUNNING:  # preempted by one before it
                 continue
             group = [sequence] if sequence.search is None and sequence.trunk is None else self._ready_group(sequence)
@@ -145,7 +124,8 @@ class Scheduler:
                 for each in group:
                     plan.add(each, each.part(1))
         self._note_full(now)
-        prompts = [s for s in self.running if len(s.token_ids) - s.num_computed_tokens > 1] + self.waiting
+        begun = [s for s in self.running if len(s.token_ids) - s.num_computed_tokens > 1 and not s.aborted]
+        prompts = begun + self.waiting
         if prompts:
             if len(prompts) > 1:
                 chunk = self.limits.max_num_batched_tokens
@@ -155,7 +135,7 @@ class Scheduler:
     def _due_trunks(self) -> list[Sequence]:
         return [s for s in (*self.branched, *self.running) if s.search is not None and s.is_due]
 
-    def _schedule_prompts(self, plan: _Plan, prompts: list[Sequence], now: float) -> None:
+    def _schedule_prompts(self, plan: StepPlan, prompts: list[Sequence], now: float) -> None:
         """Adds what the step computes of prompts, the most urgent first."""
         room_s = computing_room_s(plan.sequences, now, self.costs)
         least = plan.budget // LEAST_SHARE
@@ -300,7 +280,7 @@ class Scheduler:
         is_ready = group[0] is sequence and not sequence.owner.is_due
         return group if is_ready and all(each.num_missing_tokens == 1 for each in group) else []
 
-    def _branch(self, trunk: Sequence, plan: _Plan, now: float) -> None:
+    def _branch(self, trunk: Sequence, plan: StepPlan, now: float) -> None:
         """Forks a trunk, or its beams, so that there is a sequence for each beam of the search; all or none.
 
         Of the beams that go on from the same one, the first takes its place.
@@ -340,7 +320,7 @@ class Scheduler:
         self.running.append(sequence)
         return sequence
 
-    def _grow(self, group: list[Sequence], num_tokens: int, plan: _Plan) -> bool:
+    def _grow(self, group: list[Sequence], num_tokens: int, plan: StepPlan) -> bool:
         """Takes blocks for the first `num_tokens` tokens of sequences that decode together, of all or of none.
 
         The youngest of least priority is preempted when there are none left. It is then the most urgent one that waits,
@@ -357,7 +337,7 @@ class Scheduler:
             self.blocks.add(sequence, numbers)
         return True
 
-    def _draft(self, drafter: Drafter, plan: _Plan) -> None:
+    def _draft(self, drafter: Drafter, plan: StepPlan) -> None:
         """Adds drafts to the sequences that decode.
 
         Where drafts need blocks, nobody has to be preempted for them, now or in the step after: each sequence that runs
@@ -372,10 +352,10 @@ class Scheduler:
             if kept := token_ids[: sequence.num_block_tokens - sequence.num_tokens]:
                 plan.parts[place] = sequence.part(1, kept)
 
-    def _make_room(self, group: list[Sequence], plan: _Plan) -> bool:
+    def _make_room(self, group: list[Sequence], plan: StepPlan) -> bool:
         """Preempts somebody for sequences that need blocks. Returns False when they cannot try again in this step."""
         owner, taken = group[0].owner, {sequence.owner for sequence in plan.sequences}
-        preemptible = [s for s in self.running if s.purpose is not Purpose.PREFILL]
+        preemptible = [s for s in self.running if s.purpose is not Purpose.PREFILL and not s.in_flight]
         if all(sequence.owner is owner for sequence in preemptible):
             # Nobody else may give way: the other blocks are for transfers, which end.
             if owner.search and owner not in (*taken, *plan.too_large) and self.blocks.holds_all(preemptible):

@@ -9,7 +9,7 @@ from enum import Enum
 from baton.engine.core.beams import BeamSearch
 from baton.engine.core.kv_spec import BlockTables
 from baton.engine.core.ngrams import NgramIndex
-from baton.engine.core.runner import BlockCopy, StepPart
+from baton.engine.core.runner import UNKNOWN_TOKEN, BlockCopy, StepPart
 from baton.messages import PrefillReport, SequenceSpec
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, TokenScores
@@ -78,9 +78,13 @@ class Sequence:
     num_registered_keys: int = 0
     """Leading block keys under which its blocks are known to the prefix cache."""
     was_admitted: bool = False
-    in_flight: bool = False
-    """Whether it is part of the step that is being executed: its blocks must not be given away."""
+    in_flight: int = 0
+    """Steps that it is part of and that are not committed: meanwhile its blocks must not be given away."""
+    num_ahead_tokens: int = 0
+    """The last of its computed tokens that are only being computed: of a step after which the next one is planned
+    already."""
     aborted: bool = False
+    """Whether it has ended, and takes part in no further step. It is taken out when none is in flight."""
     scheduled_s: float = 0.0
     blocked_s: float = 0.0
     """Time before the first admission during which the head of the queue lacked KV blocks."""
@@ -134,6 +138,16 @@ class Sequence:
     def num_missing_tokens(self) -> int:
         """Known tokens that are not computed."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_written_tokens(self) -> int:
+        """Leading tokens whose KV is in the blocks now; see `num_ahead_tokens`."""
+        return self.num_computed_tokens - self.num_ahead_tokens
+
+    @property
+    def has_unknown(self) -> bool:
+        """Whether its last token is being sampled; it stands as `UNKNOWN_TOKEN`."""
+        return self.token_ids[-1] == UNKNOWN_TOKEN
 
     @property
     def owner(self) -> Sequence:
@@ -225,6 +239,23 @@ class Sequence:
         if self.num_output_tokens >= self.spec.max_tokens or self.num_tokens >= max_model_len:
             return FinishReason.LENGTH
         return None
+
+    def run_ahead(self, part: StepPart, max_model_len: int) -> None:
+        """Counts what a step is computing of it as computed.
+
+        Where the step samples a token after which the sequence may go on, whichever it is, that stands as unknown.
+        """
+        self.num_computed_tokens, self.num_kv_tokens = part.end, part.num_kv_tokens
+        self.num_ahead_tokens = len(part.token_ids)
+        goes_on = self.num_output_tokens + 1 < self.spec.max_tokens and self.num_tokens + 1 < max_model_len
+        if part.sample and goes_on and not self.aborted and self.purpose is not Purpose.PREFILL:
+            self.token_ids.append(UNKNOWN_TOKEN)
+
+    def catch_up(self) -> None:
+        """Forgets, of a step that is over, what `run_ahead` has supposed of its tokens."""
+        self.num_ahead_tokens = 0
+        if self.has_unknown:
+            self.token_ids.pop()
 
     def part(self, num_tokens: int, drafts: tuple[int, ...] = ()) -> StepPart:
         """Returns what a step computes of it: its next `num_tokens` known tokens, and drafts behind the last one."""

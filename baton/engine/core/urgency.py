@@ -56,7 +56,7 @@ def computing_room_s(decoding: list[Sequence], now: float, costs: StepCosts) -> 
     step_s, num_kv_tokens = math.inf, 0
     for sequence in decoding:
         num_kv_tokens += len(sequence.token_ids)
-        if (itl_s := sequence.spec.itl_s) < math.inf and sequence.num_generated_tokens:
+        if (itl_s := sequence.spec.itl_s) < math.inf and sequence.num_generated_tokens > sequence.has_unknown:
             due_s = sequence.first_token_s + ITL_TARGET * itl_s * sequence.num_generated_tokens
             step_s = min(step_s, max(due_s - now, LEAST_STEP * itl_s))
     if step_s == math.inf:

@@ -26,8 +26,9 @@ import torch
 
 from baton.blocks import num_blocks_for
 from baton.engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
-from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
+from baton.engine.core.runner import ComputedStep, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from baton.engine.model.kv_cache import KVCache
+from baton.engine.model.last_tokens import LastTokens
 from baton.engine.model.rows import drawn, rows_of
 from baton.engine.sampling.pipeline import SAMPLER, Sampler
 from baton.engine.sampling.row import Row
@@ -49,6 +50,7 @@ class ArithmeticRunner:
     `tokenizer`, a tokenizer.json, gives its tokens the texts that structured answers are made of.
     """
 
+    runs_ahead = False
     unknown_settings = frozenset({"kv_cache_gib", "kv_dtype", "rank_timeout_s"})
     """Settings that its engine does not know: its pool is counted in blocks, and its one rank waits for no other."""
 
@@ -90,6 +92,7 @@ class ArithmeticRunner:
         self.eos_token_ids = eos_token_ids
         self.layer_s = layer_s
         self.token_s = token_s
+        self._last_tokens = LastTokens()
 
     def prepare(self, params: SamplingParams) -> None:
         """See `Runner.prepare`."""
@@ -97,6 +100,7 @@ class ArithmeticRunner:
 
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         """See `Runner.execute`."""
+        step = self._last_tokens.filled(step)
         self.cache.copy_blocks(step.copies)
         if self.cache.states:
             self.cache.clear_states([_state(part) for part in step.parts if part.num_computed_tokens == 0])
@@ -121,7 +125,13 @@ class ArithmeticRunner:
         prompts = (
             [self._prompt_scores(part) for part in step.parts] if any(p.scores_prompt for p in step.parts) else None
         )
-        return StepOutput.of(step, drawn(answering, rows_of(answering), sample), prompts)
+        output = StepOutput.of(step, drawn(answering, rows_of(answering), sample), prompts)
+        self._last_tokens.keep(step, output)
+        return output
+
+    def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> ComputedStep:
+        """See `Runner.launch`."""
+        return ComputedStep(self.execute(step, on_layer_done))
 
     def close(self) -> None:
         """Ends nothing: it has started no process."""

@@ -12,8 +12,9 @@ import torch
 
 from baton.blocks import num_blocks_for
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
+from baton.engine.core.runner import ComputedStep, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from baton.engine.model.kv_cache import KVCache
+from baton.engine.model.last_tokens import LastTokens
 from baton.engine.model.rank_step import RankStep, order_for_packing
 from baton.engine.model.rows import drawn, rows_of
 from baton.engine.model.shapes import arithmetic_dtype, cache_spec, longest_sequence
@@ -48,6 +49,7 @@ class LogitsRunner(ABC):
 
     name: str
     """See `Runner.name`."""
+    runs_ahead = False
     unknown_settings = frozenset({"arithmetic_step_ms", "arithmetic_token_ms"})
     """Settings that its engine does not know."""
 
@@ -82,6 +84,7 @@ class LogitsRunner(ABC):
         tokenizer = Path(model.path) / "tokenizer.json"
         self._structures = Structures(tokenizer if tokenizer.exists() else None, self.vocab_size, eos_token_ids)
         self._sampler = Sampler(eos_token_ids, self._structures)
+        self._last_tokens = LastTokens()
 
     @abstractmethod
     def _compute(self, step: RankStep, on_layer_done: OnLayerDone) -> torch.Tensor:
@@ -97,6 +100,16 @@ class LogitsRunner(ABC):
 
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         """See `Runner.execute`."""
+        step = self._last_tokens.filled(step)
+        output = self._executed(step, on_layer_done)
+        self._last_tokens.keep(step, output)
+        return output
+
+    def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> ComputedStep:
+        """See `Runner.launch`."""
+        return ComputedStep(self.execute(step, on_layer_done))
+
+    def _executed(self, step: StepInput, on_layer_done: OnLayerDone) -> StepOutput:
         order = order_for_packing(step.parts)
         packed = [step.parts[index] for index in order]
         sampling = [row for row, part in enumerate(packed) if part.sample]

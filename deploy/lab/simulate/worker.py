@@ -14,7 +14,7 @@ from baton.cluster import WorkerLoad, WorkerState
 from baton.engine.core.engine import Engine
 from baton.engine.core.kv_spec import KVSpec, LayerGroup
 from baton.engine.core.outputs import Generated, Reserved
-from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
+from baton.engine.core.runner import ComputedStep, OnLayerDone, StepInput, StepOutput, ignore_layer
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.core.step_fit import StepSize
@@ -46,6 +46,8 @@ class WorkerShape:
 class CostlyRunner:
     """A model without tensors: the answer is the sequence's own next number."""
 
+    runs_ahead = False
+
     def __init__(self, shape: WorkerShape) -> None:
         group = LayerGroup(
             name="none",
@@ -70,6 +72,10 @@ class CostlyRunner:
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         """See `Runner.execute`."""
         return StepOutput.one_each(step, Sampled([part.token_ids[-1] + 1 for part in step.parts if part.sample]))
+
+    def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> ComputedStep:
+        """See `Runner.launch`."""
+        return ComputedStep(self.execute(step, on_layer_done))
 
     def close(self) -> None:
         """Ends nothing: it has started no process."""

@@ -5,6 +5,7 @@ import math
 import random
 import time
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any
 
@@ -1172,6 +1173,7 @@ class EngineMachine(RuleBasedStateMachine):
         ttft_s=st.sampled_from([1.0, 30.0, math.inf]),
         itl_s=st.sampled_from([0.001, 1.0, math.inf]),
         num_expected_tokens=st.sampled_from([0, 5, 100]),
+        stops_after=st.sampled_from([None, 0, 2, 7, 19]),
     )
     def add(
         self,
@@ -1183,12 +1185,14 @@ class EngineMachine(RuleBasedStateMachine):
         ttft_s: float,
         itl_s: float,
         num_expected_tokens: int,
+        stops_after: int | None,
     ) -> None:
-        """Prompts are made of few different parts, so that they share prefixes."""
+        """Prompts are made of few different parts, so that they share prefixes. Some answers stop early."""
         prompt = self.prompt(parts) + numbers(2, tail)
         if len(prompt) >= self.engine.runner.max_model_len:
             return
-        spec = make_spec(prompt, max_tokens, name=next(self.names))
+        stops = () if stops_after is None else self.answers(prompt, stops_after + 1)[-1:]
+        spec = make_spec(prompt, max_tokens, name=next(self.names), stop_token_ids=tuple(stops))
         spec = replace(spec, priority=priority, ttft_s=ttft_s, itl_s=itl_s, num_expected_tokens=num_expected_tokens)
         self.now += 1
         sequence = self.engine.add(spec, purpose, self.now)
@@ -1281,7 +1285,10 @@ class EngineMachine(RuleBasedStateMachine):
         return [token for part in parts for token in numbers(part, 15)]
 
     def expected(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        return expected_tokens(sequence.spec.token_ids, num_tokens, with_state=self.with_state)
+        return self.answers(sequence.spec.token_ids, num_tokens)
+
+    def answers(self, prompt: SequenceOf[int], num_tokens: int) -> list[int]:
+        return expected_tokens(prompt, num_tokens, with_state=self.with_state)
 
     def take(self, outputs: list[Output]) -> None:
         for output in outputs:
@@ -1307,7 +1314,10 @@ class EngineMachine(RuleBasedStateMachine):
             tokens += output.token_ids
             assert tokens == self.expected(sequence, len(tokens))
             at_end = len(tokens) == sequence.spec.max_tokens or sequence.num_tokens == self.engine.runner.max_model_len
-            assert output.finish_reason is (FinishReason.LENGTH if at_end else None)
+            reason = FinishReason.LENGTH if at_end else None
+            if tokens and tokens[-1] in sequence.spec.sampling.stop_token_ids:
+                reason = FinishReason.STOP
+            assert output.finish_reason is reason
             if output.finish_reason is not None:
                 self.finished.add(sequence)
 

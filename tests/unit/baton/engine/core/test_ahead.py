@@ -1,0 +1,104 @@
+"""Steps that are planned while the one before runs."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from baton.engine.core.outputs import Output, Reserved
+from baton.engine.core.runner import StepInput, StepOutput
+from tests.unit.baton.engine.core.test_engine import BLOCK, EngineMachine
+
+GARBAGE = -7
+
+
+class AheadMachine(EngineMachine):
+    """The same with two steps at a time, which are executed and committed at any moments, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output: StepOutput | None = None
+        self.following: StepInput | None = None
+        self.following_output: StepOutput | None = None
+        self.was_tried = False
+        self.num_ahead = 0
+
+    @rule()
+    @precondition(lambda self: self.batch is not None and not self.was_tried)
+    def plan_ahead(self) -> None:
+        assert self.batch is not None
+        self.was_tried = True
+        if (scheduled := self.engine.schedule_ahead(self.batch, self.now)) is not None:
+            step, outputs = scheduled
+            self.take(outputs)
+            self.following = step or None
+            self.num_ahead += bool(step)
+
+    @rule()
+    @precondition(lambda self: self.batch is not None)
+    def execute(self) -> None:
+        if self.output is None:
+            assert self.batch is not None
+            self.output = self.engine.runner.execute(self.batch)
+        elif self.following is not None and self.following_output is None:
+            self.following_output = self.engine.runner.execute(self.following)
+
+    @rule()
+    @precondition(lambda self: self.batch is not None)
+    def commit(self) -> None:
+        assert self.batch is not None
+        if self.output is None:
+            self.output = self.engine.runner.execute(self.batch)
+        self.take(self.engine.commit(self.batch, self.output, self.now))
+        self.batch, self.output = self.following, self.following_output
+        self.following = self.following_output = None
+        self.was_tried = False
+
+    @rule(choices=st.lists(st.sampled_from(["plan_ahead", "execute", "commit"]), min_size=1, max_size=40))
+    def run_for_a_while(self, choices: list[str]) -> None:
+        for choice in choices:
+            if self.batch is None:
+                self.schedule()
+            if self.batch is not None and not (choice == "plan_ahead" and self.was_tried):
+                getattr(self, choice)()
+            self.engine.check()
+
+    @rule(num_steps=st.integers(1, 20))
+    def run_ahead_for_a_while(self, num_steps: int) -> None:
+        self.run_for_a_while(["plan_ahead", "execute", "execute", "commit"] * num_steps)
+
+    @rule()
+    @precondition(lambda self: self.batch is not None and self.output is None)
+    def fail(self) -> None:
+        assert self.batch is not None
+        steps = [step for step in (self.batch, self.following) if step is not None]
+        for sequence in self.engine.abandon(*steps):
+            del self.alive[sequence]
+        self.batch = self.following = None
+        self.was_tried = False
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.alive)
+    def pin(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(list(self.alive)))
+        pin = self.engine.pin(sequence)
+        self.pins.append((pin, sequence.token_ids[: sequence.num_written_tokens] if any(pin.block_ids) else []))
+
+    def take(self, outputs: list[Output]) -> None:
+        """A transfer may write at once what is reserved for it."""
+        super().take(outputs)
+        for output in outputs:
+            if isinstance(output, Reserved):
+                pages = self.engine.runner.caches[0].groups[0].view(2, -1, 2, BLOCK)
+                pages[:, list(output.block_ids[0][output.num_cached_tokens // BLOCK :])] = GARBAGE
+
+
+class AheadWithStateMachine(AheadMachine):
+    with_state = True
+
+
+TestAnythingAhead = AheadMachine.TestCase
+TestAnythingAhead.settings = settings(max_examples=60, stateful_step_count=40)
+TestAnythingAheadWithState = AheadWithStateMachine.TestCase
+TestAnythingAheadWithState.settings = settings(max_examples=30, stateful_step_count=40)
