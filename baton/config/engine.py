@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from baton.blocks import GRANULE
-from baton.config.section import NUMBER, ON_OFF, AtLeastOne, Float, Int, Must, OneOf, Share, String, section
+from baton.config.section import NUMBER, ON_OFF, AtLeastOne, Float, Int, Must, OneOf, Share, String, Switch, section
 from baton.errors import ConfigError
 
 
@@ -126,6 +126,9 @@ class EngineConfig(EveryEngineConfig):
     """Sequences that may wait for blocks before a worker refuses more."""
     output_reservation: Int = 512
     """Answer tokens for which a decode worker reserves blocks up front; longer answers grow block by block."""
+    plan_ahead: Switch = False
+    """Whether a step is planned while the one before it runs, so that the model need not wait for the engine's books.
+    Answers are the same token for token."""
     num_threads: AtLeastOne = 1
     """Compute threads per rank. Two contended threads can be 40 times slower than one."""
     kv_dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "int8")] = "auto"

@@ -54,7 +54,12 @@ class Member:
             output_reservation=config.engine.output_reservation,
             max_draft_tokens=config.engine.max_draft_tokens if config.engine.speculation == "ngram" else 0,
         )
-        self.loop = EngineLoop(Engine(runner, limits), config.engine.max_waiting, self._on_engine_event)
+        self.loop = EngineLoop(
+            Engine(runner, limits),
+            config.engine.max_waiting,
+            self._on_engine_event,
+            plans_ahead=config.engine.plan_ahead,
+        )
         local = LocalWorker(
             worker_id=worker_id,
             incarnation=self.incarnation,

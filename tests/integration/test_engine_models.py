@@ -28,7 +28,7 @@ from baton.engine.core.engine import Engine
 from baton.engine.core.kv_spec import EMPTY_PLACE
 from baton.engine.core.loop import EngineLoop
 from baton.engine.core.outputs import Generated
-from baton.engine.core.runner import Fence, OnLayerDone, Runner, StepInput, StepOutput, ignore_layer
+from baton.engine.core.runner import UNKNOWN_TOKEN, Fence, OnLayerDone, Runner, StepInput, StepOutput, ignore_layer
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.model import attention
@@ -209,6 +209,27 @@ def answers(engine: Engine, specs: list[SequenceSpec], steps_between: int) -> tu
         engine.check()
         num_steps += 1
     return list(tokens.values()), added
+
+
+def tokens_of(engine: Engine, specs: list[SequenceSpec], *, ahead: bool) -> tuple[list[list[int]], int]:
+    """Runs all specs. Returns their answers, and how many steps had tokens that were unknown when they were planned."""
+    tokens = {engine.add(spec, Purpose.GENERATE, 0.0).key: list[int]() for spec in specs}
+    num_ahead = 0
+    step, _ = engine.schedule(0.0)
+    launched = engine.runner.launch(step)
+    while step:
+        scheduled = engine.schedule_ahead(step, 0.0) if ahead else None
+        following = StepInput(()) if scheduled is None else scheduled[0]
+        num_ahead += any(UNKNOWN_TOKEN in part.token_ids for part in following.parts)
+        behind = engine.runner.launch(following) if following else None
+        for told in engine.commit(step, launched.collect(), 0.0):
+            assert isinstance(told, Generated)
+            tokens[told.sequence_key] += told.token_ids
+        engine.check()
+        step = following or engine.schedule(0.0)[0]
+        if step:
+            launched = behind or engine.runner.launch(step)
+    return list(tokens.values()), num_ahead
 
 
 @pytest.mark.parametrize(("kind", "extra"), CASES)

@@ -28,6 +28,7 @@ from baton.engine.native.spec import FAMILIES, describe
 from baton.engine.native.weights import Form, PackedWeights
 from baton.engine.runners import make_runner
 from baton.errors import ConfigError, NotNative
+from baton.messages import SequenceSpec
 from deploy.models import cache_dir
 from tests.integration.test_engine_models import (
     ALTERNATING,
@@ -50,6 +51,7 @@ from tests.integration.test_engine_models import (
     rows_of,
     same_up_to_near_ties,
     save_tiny,
+    tokens_of,
 )
 from tests.support.builders import sequence_spec
 from tests.unit.baton.engine.native.test_weights import of_form
@@ -392,6 +394,32 @@ def test_blocks_behind_the_window_may_be_empty_places(tmp_path: Path, monkeypatc
     for answer, prompt in zip(got, prompts, strict=True):
         assert same_up_to_near_ties(answer, refer(reference, prompt, 12))
     assert num_emptied > 20
+
+
+@pytest.mark.parametrize("kind", ["native", "transformers", "device"])
+def test_steps_planned_ahead_answer_the_same(kind: str, tmp_path: Path) -> None:
+    """Prompts in chunks, stops that are noticed one step late, and for a while draws that need their last tokens, or
+    scores. A runner whose device runs ahead leaves tokens there.
+    """
+    save_tiny("llama", {}, tmp_path)
+    engine = native_engine(tmp_path) if kind == "native" else make_engine(tmp_path)
+    if kind == "device":
+        engine.runner.runs_ahead = True
+    specs = []
+    for index, length in enumerate((70, 1, 33, 5, 50, 9)):
+        prompt = [random.Random(index).randrange(VOCAB_SIZE) for _ in range(length)]
+        sampling = {
+            "temperature": float(index % 2),
+            "seed": index,
+            "stop_token_ids": tuple(range(index, VOCAB_SIZE, 40)),
+        }
+        specs.append(sequence_spec(prompt, f"{index}", max_tokens=30, **sampling))
+    specs.append(sequence_spec([1, 2, 3], "penalized", max_tokens=4, repetition_penalty=1.5))
+    specs.append(sequence_spec([3, 2, 1], "scored", max_tokens=8, logprobs=1))
+    specs.append(sequence_spec([3, 3, 1], "biased", max_tokens=12, logit_bias=((5, 2.0),), temperature=0.5))
+    (expected, _), (found, num_ahead) = (tokens_of(engine, specs, ahead=ahead) for ahead in (False, True))
+    assert found == expected
+    assert num_ahead > 10
 
 
 def test_a_layer_that_is_done_is_final(tmp_path: Path) -> None:

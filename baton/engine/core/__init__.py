@@ -5,6 +5,7 @@ no more. A runner (`runner.Runner`) computes the steps.
 """
 
 __all__ = [
+    "ahead",
     "beams",
     "block_pool",
     "draft_costs",
@@ -16,11 +17,15 @@ __all__ = [
     "loop",
     "ngrams",
     "outputs",
+    "pins",
+    "plan",
+    "requirements",
     "runner",
     "scheduler",
     "sequence",
     "sequence_blocks",
     "serving",
     "step_fit",
+    "step_threads",
     "urgency",
 ]

@@ -36,7 +36,7 @@ def is_possible(step: StepInput, sequences: SequenceOf[Sequence], scheduler: Sch
         return False
     if any(each.search is not None or each.scores_prompt for each in scheduler.running):
         return False
-    if any(each.spec.choice_index for each in scheduler.waiting):
+    if any(each.spec.choice_index or each.search is not None for each in scheduler.waiting):
         return False
     return _has_room(scheduler) and not _may_draft(step, sequences, scheduler)
 

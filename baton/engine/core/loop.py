@@ -165,7 +165,7 @@ class EngineLoop:
 
     async def run(self) -> None:
         """Steps until cancelled. A step in progress is waited for, so no thread outlives this call."""
-        with StepThreads(self.engine.runner) as threads:
+        with StepThreads(self.engine.runner, plans_ahead=self._plans_ahead) as threads:
             running: RunningStep | None = None
             while True:
                 running = running or self._begin(threads, self.engine.schedule(time.monotonic()))

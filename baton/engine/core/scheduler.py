@@ -355,7 +355,7 @@ class Scheduler:
     def _make_room(self, group: list[Sequence], plan: StepPlan) -> bool:
         """Preempts somebody for sequences that need blocks. Returns False when they cannot try again in this step."""
         owner, taken = group[0].owner, {sequence.owner for sequence in plan.sequences}
-        preemptible = [s for s in self.running if s.purpose is not Purpose.PREFILL and not s.in_flight]
+        preemptible = [s for s in self.running if s.purpose is not Purpose.PREFILL]
         if all(sequence.owner is owner for sequence in preemptible):
             # Nobody else may give way: the other blocks are for transfers, which end.
             if owner.search and owner not in (*taken, *plan.too_large) and self.blocks.holds_all(preemptible):
@@ -369,6 +369,7 @@ class Scheduler:
         return victim.owner is not owner
 
     def _preempt(self, sequence: Sequence) -> None:
+        assert not sequence.in_flight, f"{sequence.sequence_id} is preempted while a step computes it"
         self.num_preemptions += 1
         self._preempted.append(sequence)
         self.drop(sequence.beams)

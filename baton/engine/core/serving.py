@@ -48,7 +48,8 @@ class ServedSequence(Protocol):
         What a report says stays true for as long as the blocks are held or pinned. The first one comes at once, with
         what is computed already, in all layers; then at least one comes for each step that computes the sequence, when
         the step ends and all layers are there; and, where the engine can, one after each layer, from its own thread. A
-        step begins with one layer and more tokens than the step before, which takes nothing back.
+        step begins with one layer and more tokens than the step before, which takes nothing back; nor does the end of a
+        step that is reported after the next one has begun.
 
         `on_progress` must be quick, since a step waits for it, must not raise, and must be safe to call in any thread.
         It is called no more once the sequence's context is left, but for a call that is under way at that moment.

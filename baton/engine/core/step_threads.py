@@ -11,7 +11,7 @@ import asyncio
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from baton.engine.core.runner import LaunchedStep, OnLayerDone, Runner, StepInput, StepOutput
 
@@ -27,15 +27,20 @@ class RunningStep:
     output: asyncio.Future[StepOutput]
     began_s: float
     """When the runner could begin it, on the monotonic clock: it was given the step, and had ended the one before."""
-    launched: Future[LaunchedStep] | Future[StepOutput]
+    launched: Future[Any]
     """Done when the thread takes the next step."""
 
 
 class StepThreads:
-    """The threads of one runner. Leaving the context waits until they have ended."""
+    """The threads of one runner. Leaving the context waits until they have ended.
 
-    def __init__(self, runner: Runner) -> None:
+    Args:
+        plans_ahead: whether steps are given to it behind those that run.
+    """
+
+    def __init__(self, runner: Runner, *, plans_ahead: bool = False) -> None:
         self._runner = runner
+        self._launches = plans_ahead and runner.runs_ahead
         self._thread = ThreadPoolExecutor(1, "engine")
         self._collector = ThreadPoolExecutor(1, "engine-collect")
         self.launch_s = 0.0
@@ -57,20 +62,20 @@ class StepThreads:
             before: the last step that was begun, if the tokens that it samples are not known yet.
         """
         after = None if before is None else before.launched
-        launched: Future[LaunchedStep] | Future[StepOutput]
-        if self._runner.runs_ahead:
+        launched: Future[Any]
+        if self._launches:
             launched = launching = self._thread.submit(self._launch, after, step, on_layer_done)
             output = self._collector.submit(lambda: launching.result().collect())
         else:
             launched = output = self._thread.submit(self._execute, after, step, on_layer_done)
         return RunningStep(step=step, output=asyncio.wrap_future(output), began_s=now, launched=launched)
 
-    def _execute(self, after: Future[StepOutput] | None, step: StepInput, on_layer_done: OnLayerDone) -> StepOutput:
+    def _execute(self, after: Future[Any] | None, step: StepInput, on_layer_done: OnLayerDone) -> StepOutput:
         if after is not None:
             after.result()
         return self._runner.execute(step, on_layer_done)
 
-    def _launch(self, after: Future[LaunchedStep] | None, step: StepInput, on_layer_done: OnLayerDone) -> LaunchedStep:
+    def _launch(self, after: Future[Any] | None, step: StepInput, on_layer_done: OnLayerDone) -> LaunchedStep:
         if after is not None:
             after.result()
         began_s = time.monotonic()

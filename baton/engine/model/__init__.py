@@ -9,6 +9,7 @@ __all__ = [
     "arithmetic",
     "attention",
     "kv_cache",
+    "last_tokens",
     "logits_runner",
     "rank_step",
     "ranks",

@@ -126,7 +126,7 @@ class ArithmeticRunner:
             [self._prompt_scores(part) for part in step.parts] if any(p.scores_prompt for p in step.parts) else None
         )
         output = StepOutput.of(step, drawn(answering, rows_of(answering), sample), prompts)
-        self._last_tokens.keep(step, output)
+        self._last_tokens.keep(step, ComputedStep(output))
         return output
 
     def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> ComputedStep:

@@ -1,34 +1,132 @@
-"""The tokens that a step has sampled, for the one that was planned before they were known."""
+"""The tokens that a step has sampled, for the one that was planned before they were known.
+
+On a device they need not come to the host for that: they are put where the next step reads its tokens.
+"""
 
 from __future__ import annotations
 
-from baton.engine.core.runner import UNKNOWN_TOKEN, StepInput, StepOutput
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from baton.engine.core.runner import UNKNOWN_TOKEN, LaunchedStep, StepInput, StepOutput, StepPart
+from baton.scores import Drawn, Sampled
+
+
+class Filling(NamedTuple):
+    """Tokens that are known to the device alone."""
+
+    places: Sequence[int]
+    """Where they stand among the packed tokens of a step."""
+    sources: Sequence[int]
+    """Where each stands in `tokens`."""
+    tokens: torch.Tensor
+    """`[tokens]`, on the device."""
+
+    def fill(self, token_ids: torch.Tensor) -> None:
+        """Puts them into the packed tokens, `[tokens]` on the device."""
+        places, sources = (torch.tensor(each, device=token_ids.device) for each in (self.places, self.sources))
+        token_ids.index_copy_(0, places, self.tokens.index_select(0, sources))
 
 
 class LastTokens:
-    """Those of the last step that was executed."""
+    """What the last step that was launched has sampled."""
 
     def __init__(self) -> None:
-        self._last: tuple[StepInput, StepOutput] | None = None
+        self._last: tuple[StepInput, LaunchedStep] | None = None
 
-    def keep(self, step: StepInput, output: StepOutput) -> None:
-        """Takes what came of a step."""
-        self._last = step, output
+    def keep(self, step: StepInput, launched: LaunchedStep) -> None:
+        """Takes a step that was launched."""
+        self._last = step, launched
 
     def filled(self, step: StepInput) -> StepInput:
-        """Returns the next step with all its tokens. Those of the step before are forgotten: they are of no other."""
+        """Returns the next step with all its tokens, for which it waits. The step before is forgotten: its tokens are
+        for no other one.
+        """
         last, self._last = self._last, None
-        if not any(part.token_ids[-1] == UNKNOWN_TOKEN for part in step.parts):
+        if not any(_has_unknown(part) for part in step.parts):
             return step
         assert last is not None, "a step has unknown tokens, and none was executed before it"
-        sampled = {
-            part.sequence_key: token_ids
-            for part, token_ids in zip(last[0].parts, last[1].sampled_token_ids, strict=True)
+        sampled = last[1].collect().sampled_token_ids
+        tokens = {
+            part.sequence_key: of_part[-1] for part, of_part in zip(last[0].parts, sampled, strict=True) if of_part
         }
         parts = [
-            part._replace(token_ids=(*part.token_ids[:-1], sampled[part.sequence_key][-1]))
-            if part.token_ids[-1] == UNKNOWN_TOKEN
-            else part
+            part._replace(token_ids=(*part.token_ids[:-1], tokens[part.sequence_key])) if _has_unknown(part) else part
             for part in step.parts
         ]
         return StepInput(tuple(parts), step.copies)
+
+    def filling(self, packed: Sequence[StepPart]) -> Filling | None:
+        """Returns what the unknown tokens of the next step, whose parts are packed so, are on the device; None: there
+        are none, or they have come to the host, where `filled` finds them.
+        """
+        if self._last is None or not isinstance(launched := self._last[1], DeviceStep):
+            return None
+        place_of = {key: place for place, key in enumerate(launched.sequence_keys)}
+        places, sources, end = [], [], 0
+        for part in packed:
+            end += len(part.token_ids)
+            if _has_unknown(part):
+                places.append(end - 1)
+                sources.append(place_of[part.sequence_key])
+        return Filling(places, sources, launched.tokens) if places else None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStep:
+    """A step that a device computes, without drafts, scores and what else only the host could sample."""
+
+    step: StepInput
+    sequence_keys: Sequence[int]
+    """The sequences of the parts that sample, in the order of `tokens`."""
+    tokens: torch.Tensor
+    """`[parts that sample]`, on the device."""
+    copied: CopiedTokens
+
+    @classmethod
+    def of(cls, step: StepInput, sampling: Sequence[StepPart], tokens: torch.Tensor) -> DeviceStep:
+        """Returns a step all of whose work is on its way.
+
+        Args:
+            sampling: the parts that sample, in the order of `tokens`.
+        """
+        return cls(step, [part.sequence_key for part in sampling], tokens, CopiedTokens.of(tokens))
+
+    def collect(self) -> StepOutput:
+        """See `LaunchedStep.collect`."""
+        tokens = dict(zip(self.sequence_keys, self.copied.wait(), strict=True))
+        sampled = [tokens[part.sequence_key] for part in self.step.parts if part.sample]
+        return StepOutput.of(self.step, Drawn.one_each(Sampled(sampled)))
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedTokens:
+    """Tokens on their way to the host, behind all that their device was asked for before."""
+
+    tokens: torch.Tensor
+    """`[tokens]`, in pinned memory."""
+    done: torch.cuda.Event | None
+    """None: they are there."""
+
+    @classmethod
+    def of(cls, tokens: torch.Tensor) -> CopiedTokens:
+        """Begins to copy tokens, and does not wait for them."""
+        if tokens.device.type != "cuda":
+            return cls(tokens, None)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        return cls(host, torch.cuda.current_stream(tokens.device).record_event())
+
+    def wait(self) -> list[int]:
+        """Returns the tokens once they are there, and with them all that comes before them."""
+        if self.done is not None:
+            self.done.synchronize()
+        found: list[int] = self.tokens.tolist()
+        return found
+
+
+def _has_unknown(part: StepPart) -> bool:
+    return part.token_ids[-1] == UNKNOWN_TOKEN

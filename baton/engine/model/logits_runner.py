@@ -12,7 +12,15 @@ import torch
 
 from baton.blocks import num_blocks_for
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.runner import ComputedStep, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
+from baton.engine.core.runner import (
+    ComputedStep,
+    LaunchedStep,
+    OnLayerDone,
+    StepInput,
+    StepOutput,
+    StepPart,
+    ignore_layer,
+)
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.last_tokens import LastTokens
 from baton.engine.model.rank_step import RankStep, order_for_packing
@@ -102,10 +110,10 @@ class LogitsRunner(ABC):
         """See `Runner.execute`."""
         step = self._last_tokens.filled(step)
         output = self._executed(step, on_layer_done)
-        self._last_tokens.keep(step, output)
+        self._last_tokens.keep(step, ComputedStep(output))
         return output
 
-    def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> ComputedStep:
+    def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> LaunchedStep:
         """See `Runner.launch`."""
         return ComputedStep(self.execute(step, on_layer_done))
 

@@ -22,6 +22,7 @@ from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.runner import OnLayerDone
 from baton.engine.model.attention import ATTENTION_NAME, begun_blocks, set_step, step_context
 from baton.engine.model.kv_cache import KVCache, torch_dtype
+from baton.engine.model.last_tokens import Filling
 from baton.engine.model.rank_step import RankStep
 from baton.engine.model.shapes import arithmetic_dtype
 from baton.errors import ModelLoadError, in_one_line
@@ -80,10 +81,13 @@ class ModelRank:
         self._num_sharing: int = config.num_attention_heads // num_kv_heads
 
     @torch.inference_mode()
-    def compute(self, step: RankStep, on_layer_done: OnLayerDone) -> torch.Tensor:
+    def compute(self, step: RankStep, on_layer_done: OnLayerDone, filling: Filling | None = None) -> torch.Tensor:
         """Performs the copies, writes the KV of this rank's heads and returns logits.
 
         On a GPU all are there when its current stream has come so far.
+
+        Args:
+            filling: tokens of the step that are on the device alone.
 
         Returns:
             `[rows or 1, vocabulary]`: those of `logit_rows`.
@@ -91,6 +95,8 @@ class ModelRank:
         device, parts = self.cache.device, step.parts
         self.cache.copy_blocks(step.copies)
         token_ids = torch.tensor([[token for part in parts for token in part.token_ids]], device=device)
+        if filling is not None:
+            filling.fill(token_ids[0])
         positions = torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts])[None].to(device)
         self.cache.clear_blocks(begun_blocks(self.cache, parts))
         set_step(step_context(self.cache, parts, self._num_sharing, on_layer_done))

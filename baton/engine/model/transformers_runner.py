@@ -6,10 +6,12 @@ import torch
 
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.kv_spec import INT8
-from baton.engine.core.runner import Fence, OnLayerDone
+from baton.engine.core.runner import Fence, LaunchedStep, OnLayerDone, StepInput, StepPart, ignore_layer
+from baton.engine.model.last_tokens import DeviceStep
 from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
-from baton.engine.model.rank_step import RankStep
+from baton.engine.model.rank_step import RankStep, order_for_packing
 from baton.engine.model.ranks import OtherRanks
+from baton.engine.model.rows import rows_of
 from baton.engine.model.transformers_model import ModelRank, load_config
 from baton.errors import ConfigError, ModelLoadError
 
@@ -31,6 +33,7 @@ class TransformersRunner(LogitsRunner):
         devices = _devices(model.device, engine.tensor_parallel)
         super().__init__(model, engine, load_config(model.path), devices)
         self._others = OtherRanks(model, engine, self.caches) if len(self.caches) > 1 else None
+        self.runs_ahead = devices[0].type == "cuda" and self._others is None
         try:
             self.rank = ModelRank(model, engine, self.cache)
             if self._others is not None:
@@ -40,6 +43,21 @@ class TransformersRunner(LogitsRunner):
         except ModelLoadError:
             self.close()
             raise
+
+    def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> LaunchedStep:
+        """See `Runner.launch`. A step of which the host has to see logits is computed."""
+        if not self.runs_ahead or not all(_samples_on_device(part) for part in step.parts):
+            return super().launch(step, on_layer_done)
+        packed = [step.parts[index] for index in order_for_packing(step.parts)]
+        sampling = [row for row, part in enumerate(packed) if part.sample]
+        parts = [packed[row] for row in sampling]
+        filling = self._last_tokens.filling(packed)
+        if filling is None:
+            packed = list(self._last_tokens.filled(StepInput(tuple(packed))).parts)
+        logits = self.rank.compute(RankStep(packed, sampling, step.copies), on_layer_done, filling)
+        launched = DeviceStep.of(step, parts, self._sampler.tokens(logits[: len(parts)], rows_of(parts)))
+        self._last_tokens.keep(step, launched)
+        return launched
 
     def close(self) -> None:
         """See `Runner.close`."""
@@ -55,6 +73,13 @@ class TransformersRunner(LogitsRunner):
             self._wait_for_stream()
         on_layer_done(self.spec.num_layers - 1, None)
         return logits
+
+
+def _samples_on_device(part: StepPart) -> bool:
+    """Returns whether nothing of what a part asks for is found on the host."""
+    asked = part.sampling
+    on_host = asked.is_structured or asked.wants_scores or asked.use_beam_search
+    return not (part.num_drafts or part.scores_prompt or on_host)
 
 
 def _one_behind(on_layer_done: OnLayerDone) -> OnLayerDone:

@@ -23,8 +23,7 @@ from baton.engine.sampling import bias, dry, exclusions, penalties, structure, t
 from baton.engine.sampling.candidates import candidates_of
 from baton.engine.sampling.history import Histories
 from baton.engine.sampling.masses import first_beyond
-from baton.engine.sampling.quick import QuickDraws, best
-from baton.engine.sampling.random import uniform
+from baton.engine.sampling.quick import QuickDraws
 from baton.engine.sampling.row import Row
 from baton.engine.sampling.scores import RawLogits
 from baton.engine.sampling.structure import Masks, Structures
@@ -35,8 +34,6 @@ from baton.scores import Sampled
 
 SAMPLER = "inverse-transform-blake2b/2"
 """Name of the contract: the same seed, choice, position and logits give the same token in every release with it."""
-MIN_TEMPERATURE = 1e-30
-"""Lower ones draw as this one does: float32 has not much below it."""
 _NO_MASKS = Masks({}, {})
 _Asks = Callable[[SamplingParams], bool]
 _Truncates = Callable[[torch.Tensor, Sequence[SamplingParams]], WeightBounds]
@@ -98,16 +95,25 @@ class Sampler:
         found = candidates_of(logits, searching, self._eos_token_ids, raw) if searching else {}
         return Sampled(tokens, scores, masks.failures, found)
 
+    @torch.inference_mode()
+    def tokens(self, logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+        """Returns one token for each row, `[rows]` on the device of the logits, for which nobody waits here.
+
+        Args:
+            rows: without structure, scores and beam search.
+        """
+        if any(row.sampling.adjusts_logits for row in rows):
+            logits = self._adjusted(logits.float(), rows)
+        return self._defined(logits, rows)
+
     def _sampled(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-        drawing = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
-        if len(drawing) == len(rows):
-            return self._drawn(logits, rows)
-        tokens = best(logits)
-        if drawing:
-            drawn = self._drawn(logits[drawing], [rows[index] for index in drawing])
-            for index, token in zip(drawing, drawn, strict=True):
-                tokens[index] = token
-        return tokens
+        found = self._quick.tokens(logits, rows)
+        if left := [index for index, token in enumerate(found) if token is None]:
+            asked = logits[left] if len(left) < len(rows) else logits
+            defined = self._defined(asked, [rows[index] for index in left]).tolist()
+            for index, token in zip(left, defined, strict=True):
+                found[index] = token
+        return [token for token in found if token is not None]
 
     def _adjusted(self, logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         asking = _asking(rows, lambda row: row.sampling.adjusts_logits)
@@ -125,34 +131,26 @@ class Sampler:
         return logits
 
     @torch.inference_mode()
-    def _drawn(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-        temperatures = [max(row.sampling.temperature, MIN_TEMPERATURE) for row in rows]
-        numbers = [_number(row) for row in rows]
-        found = self._quick.drawn(logits, rows, temperatures, numbers)
-        if left := [index for index, token in enumerate(found) if token is None]:
-            self._weights.fill(
-                logits[left] if len(left) < len(rows) else logits, [temperatures[index] for index in left]
-            )
-            drawn = self._drawn_by_definition([rows[index] for index in left], [numbers[index] for index in left])
-            for index, token in zip(left, drawn, strict=True):
-                found[index] = token
-        return [token for token in found if token is not None]
+    def _defined(self, logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+        """Returns the tokens of rows, `[rows]` on the device, for which nobody waits here."""
+        drawing = [index for index, row in enumerate(rows) if row.draws]
+        if not drawing:
+            return logits.argmax(dim=-1)
+        if len(drawing) == len(rows):
+            return self._drawn(logits, rows)
+        tokens = logits.argmax(dim=-1)
+        tokens[drawing] = self._drawn(logits[drawing], [rows[index] for index in drawing])
+        return tokens
 
-    def _drawn_by_definition(self, rows: Sequence[Row], numbers: Sequence[float]) -> list[int]:
-        """Returns the tokens of the rows whose weights there are.
-
-        Args:
-            rows: those.
-            numbers: the random number of each.
-        """
+    def _drawn(self, logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+        self._weights.fill(logits, [row.divisor for row in rows])
         if truncating := _asking(rows, self._is_truncated):
             self._truncate(truncating)
         if excluding := _asking(rows, xtc.is_asked):
             most = xtc.xtc(self._weights.all, excluding, self._eos_token_ids)
             self._weights.truncate(list(excluding), WeightBounds(most=most))
-        shares = torch.tensor(numbers, dtype=torch.float64, device=self._weights.all.device)
-        tokens: list[int] = first_beyond(self._weights.all, shares).tolist()
-        return tokens
+        shares = torch.tensor([row.number for row in rows], dtype=torch.float64, device=logits.device)
+        return first_beyond(self._weights.all, shares)
 
     def _is_truncated(self, row: Row) -> bool:
         return any(is_asked(row.sampling) for is_asked, _ in self._truncations)
@@ -167,12 +165,6 @@ class Sampler:
                 bounds = step(rising, params)
                 kept = kept.within(bounds)
         self._weights.truncate(indices, kept)
-
-
-def _number(row: Row) -> float:
-    """Returns the random number that draws a row's token."""
-    assert row.sampling.seed is not None
-    return uniform(row.sampling.seed, row.choice_index, row.position)
 
 
 def _asking(rows: Sequence[Row], asks: Callable[[Row], bool]) -> dict[int, Row]:

@@ -36,10 +36,10 @@ def best(logits: torch.Tensor) -> list[int]:
     """Returns the likeliest token of each row; of equal ones the first.
 
     Args:
-        logits: `[rows, vocab_size]`, any floating dtype.
+        logits: `[rows, vocab_size]` in float32, on a CPU.
     """
     # Numpy has vector instructions for it: an eighth of what torch takes.
-    tokens: list[int] = (logits.numpy() if _is_quick(logits) else logits).argmax(-1).tolist()
+    tokens: list[int] = logits.numpy().argmax(-1).tolist()
     return tokens
 
 
@@ -49,29 +49,32 @@ class QuickDraws:
     def __init__(self) -> None:
         self._weights = torch.empty(0)
 
-    def drawn(
-        self, logits: torch.Tensor, rows: Sequence[Row], temperatures: Sequence[float], numbers: Sequence[float]
-    ) -> list[int | None]:
-        """Returns the token of each row; None: the definition has to draw it.
+    def tokens(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int | None]:
+        """Returns the token of each row; None: the definition has to find it.
 
         Args:
             logits: `[rows, vocab_size]`, any floating dtype.
             rows: they say what truncates them.
-            temperatures: of the rows, all positive.
-            numbers: the random numbers of the rows.
         """
-        if not _is_quick(logits):
+        if logits.dtype is not torch.float32 or logits.device.type != "cpu":
             return [None] * len(rows)
-        if len(self._weights) != logits.shape[-1]:
-            self._weights = torch.empty(logits.shape[-1])
-        weights = self._weights.numpy()
-        found = []
-        for of_row, row, temperature, number in zip(logits.unbind(), rows, temperatures, numbers, strict=True):
-            is_rare = row.sampling.typical_p < 1 or xtc.is_asked(row)
-            if not is_rare:
-                self._fill(of_row, temperature)
-            found.append(None if is_rare else token_of(weights, row.sampling, number))
+        num_drawing = sum(row.draws for row in rows)
+        found: list[int | None] = [*best(logits)] if num_drawing < len(rows) else [None] * len(rows)
+        if not num_drawing:
+            return found
+        with torch.inference_mode():
+            for index, of_row in enumerate(logits.unbind()):
+                if rows[index].draws:
+                    found[index] = self._drawn(of_row, rows[index])
         return found
+
+    def _drawn(self, logits: torch.Tensor, row: Row) -> int | None:
+        if row.sampling.typical_p < 1 or xtc.is_asked(row):
+            return None
+        if len(self._weights) != len(logits):
+            self._weights = torch.empty(len(logits))
+        self._fill(logits, row.divisor)
+        return token_of(self._weights.numpy(), row.sampling, row.number)
 
     def _fill(self, logits: torch.Tensor, temperature: float) -> None:
         """Does what `TokenWeights.fill` does, to the bit, for one row."""
@@ -80,10 +83,6 @@ class QuickDraws:
         else:
             torch.sub(logits, logits.amax(), out=self._weights).div_(torch.tensor(temperature))
             torch.softmax(self._weights, -1, out=self._weights)
-
-
-def _is_quick(logits: torch.Tensor) -> bool:
-    return logits.dtype is torch.float32 and logits.device.type == "cpu"
 
 
 def token_of(weights: Floats, params: SamplingParams, number: float) -> int | None:

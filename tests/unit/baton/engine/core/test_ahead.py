@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from baton.engine.core.outputs import Output, Reserved
 from baton.engine.core.runner import StepInput, StepOutput
-from tests.unit.baton.engine.core.test_engine import BLOCK, EngineMachine
+from baton.engine.core.sequence import Purpose, Status
+from tests.unit.baton.engine.core.test_engine import BLOCK, EngineMachine, make_engine, make_spec, numbers, step
 
 GARBAGE = -7
 
@@ -92,6 +96,44 @@ class AheadMachine(EngineMachine):
             if isinstance(output, Reserved):
                 pages = self.engine.runner.caches[0].groups[0].view(2, -1, 2, BLOCK)
                 pages[:, list(output.block_ids[0][output.num_cached_tokens // BLOCK :])] = GARBAGE
+
+
+@pytest.mark.parametrize("num_left", [1, 30])
+def test_who_is_aborted_takes_part_in_no_further_step(num_left: int) -> None:
+    """Its blocks are free when the step is committed in which it was."""
+    engine = make_engine(max_num_batched_tokens=64)
+    other = engine.add(make_spec(numbers(1, 20), name="other"), Purpose.GENERATE, 0.0)
+    step(engine)
+    aborted = engine.add(make_spec(numbers(2, 63 + num_left), name="aborted"), Purpose.GENERATE, 0.0)
+    batch, _ = engine.schedule(0.0)
+    engine.end(aborted)
+    scheduled = engine.schedule_ahead(batch, 0.0)
+    assert scheduled is not None
+    assert [part.sequence_key for part in scheduled[0].parts] == [other.key]
+    engine.commit(batch, engine.runner.execute(batch), 0.0)
+    assert aborted.status is Status.FINISHED
+    engine.check()
+
+
+@pytest.mark.parametrize("values", [{"choice_index": 1}, {"use_beam_search": True, "beam_width": 2}])
+def test_beams_and_choices_of_one_prompt_are_planned_when_all_is_known(values: dict[str, Any]) -> None:
+    engine = make_engine()
+    engine.add(make_spec(numbers(1, 20)), Purpose.GENERATE, 0.0)
+    batch, _ = engine.schedule(0.0)
+    engine.add(make_spec(numbers(1, 20), **values), Purpose.GENERATE, 0.0)
+    assert engine.schedule_ahead(batch, 0.0) is None
+    engine.commit(batch, engine.runner.execute(batch), 0.0)
+    batch, _ = engine.schedule(0.0)
+    assert len(batch.parts) == 2
+    assert engine.schedule_ahead(batch, 0.0) is None, "copies would be made twice, and beams planned alone"
+    engine.commit(batch, engine.runner.execute(batch), 0.0)
+
+
+def test_scores_of_a_prompt_are_planned_when_all_is_known() -> None:
+    engine = make_engine()
+    engine.add(make_spec(numbers(1, 200), prompt_logprobs=1), Purpose.GENERATE, 0.0)
+    batch, _ = engine.schedule(0.0)
+    assert engine.schedule_ahead(batch, 0.0) is None
 
 
 class AheadWithStateMachine(AheadMachine):
