@@ -28,7 +28,6 @@ from baton.engine.native.spec import FAMILIES, describe
 from baton.engine.native.weights import Form, PackedWeights
 from baton.engine.runners import make_runner
 from baton.errors import ConfigError, NotNative
-from baton.messages import SequenceSpec
 from deploy.models import cache_dir
 from tests.integration.test_engine_models import (
     ALTERNATING,

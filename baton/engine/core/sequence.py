@@ -283,7 +283,7 @@ class Sequence:
         return PrefillReport(
             num_cached_tokens=self.num_cached_tokens,
             queue_s=self.scheduled_s - self.arrival_s,
-            prefill_s=self.first_token_s - self.scheduled_s,
+            prefill_s=max(0.0, self.first_token_s - self.scheduled_s),  # a step planned ahead may begin early
             room_s=self.blocked_s,
             prompt_scores=TokenScores.joined(self.prompt_scores) if self.prompt_scores else NO_SCORES,
         )

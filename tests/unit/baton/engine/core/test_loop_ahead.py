@@ -66,8 +66,10 @@ class DeviceRunner(CountingRunner):
     def __init__(self, num_blocks: int = 64, layer_s: float = 0.001, **values: Any) -> None:
         super().__init__(num_blocks, layer_s, **values)
         self._device = ThreadPoolExecutor(1)
+        self.num_launched = 0
 
     def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> Any:
+        self.num_launched += 1
         return Launched(self._device.submit(self.execute, step, on_layer_done))
 
 
@@ -138,6 +140,8 @@ async def test_answers_are_the_same(seed: int) -> None:
         loop = loop_of(runner, max_draft_tokens=4 * (seed % 2))
         assert await answers(loop, asked) == expected
         assert runner.num_ahead > 0
+        if isinstance(runner, DeviceRunner):
+            assert runner.num_launched == len(runner.steps)
         assert is_empty(loop.engine)
         assert loop.self_check == "ok"
 
@@ -288,15 +292,20 @@ class BreakingRunner(CountingRunner):
 async def test_with_a_step_that_fails_the_one_behind_it_does(caplog: pytest.LogCaptureFixture) -> None:
     runner = BreakingRunner(2)
     loop = loop_of(runner)
-    async with taking(loop, step_costs(s_overhead=0.0)):
+    async with taking(loop, step_costs(s_overhead=0.5)):
         async with loop.sequence(make_spec(numbers(1, 40), 10), Purpose.GENERATE) as unlucky:
             assert await begun(unlucky) + await begun(unlucky) == expected_tokens(numbers(1, 40), 2)
             async with asyncio.timeout(10):
-                while sequence_of(unlucky).in_flight != 2:  # noqa: ASYNC110
+                while len(runner.steps) < 3:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
-            runner.allowed.set()
-            with pytest.raises(WorkerFailed, match="out of memory"):
-                await unlucky.next()
+                async with loop.sequence(make_spec(numbers(2, 20), name="behind"), Purpose.GENERATE) as behind:
+                    while sequence_of(unlucky).in_flight != 2:  # noqa: ASYNC110
+                        await asyncio.sleep(0.001)
+                    assert sequence_of(behind).in_flight == 1
+                    runner.allowed.set()
+                    for handle in (unlucky, behind):
+                        with pytest.raises(WorkerFailed, match="out of memory"):
+                            await handle.next()
         assert len(runner.steps) == 3, "the step behind it is not computed"
         async with loop.sequence(make_spec(numbers(1, 40), 10), Purpose.GENERATE) as handle:
             assert await read_all(handle) == expected_tokens(numbers(1, 40), 10)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from baton.costs import ITL_TARGET, StepCosts
 from baton.engine.core.group_pool import GroupPool
 from baton.engine.core.kv_spec import BlockTables, KVSpec, LayerGroup, StateSpec
-from baton.engine.core.runner import StepInput
 from baton.engine.core.plan import Schedule
+from baton.engine.core.runner import StepInput
 from baton.engine.core.scheduler import Scheduler, SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.core.step_fit import StepSize
