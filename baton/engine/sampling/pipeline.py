@@ -103,7 +103,7 @@ class Sampler:
             rows: without structure, scores and beam search.
         """
         if any(row.sampling.adjusts_logits for row in rows):
-            logits = self._adjusted(logits.float(), rows)
+            return self._defined(self._adjusted(logits.float(), rows), rows)
         return self._defined(logits, rows)
 
     def _sampled(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
