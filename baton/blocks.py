@@ -41,20 +41,15 @@ def cache_seed(content: str, secret: bytes, cache_scope: str) -> bytes:
 
 
 def block_keys(seed: bytes, token_ids: Sequence[int], block_size: int = GRANULE) -> list[bytes]:
-    """Keys of the full blocks of `token_ids`, in order. A trailing partial block has none."""
-    return extend_block_keys(seed, [], token_ids, block_size)
+    """Keys of the full blocks of `token_ids`, in order. A trailing partial block has none.
 
-
-def extend_block_keys(
-    seed: bytes, keys: list[bytes], token_ids: Sequence[int], block_size: int = GRANULE
-) -> list[bytes]:
-    """The keys that follow `keys` once the sequence has grown to `token_ids`; `keys` is not changed."""
+    Args:
+        seed: the chain's; for tokens that follow full blocks, the key of the last one.
+    """
     if block_size % GRANULE:
         raise ValueError(f"block_size must be a multiple of {GRANULE}, got {block_size}")
-    begin = len(keys) * block_size
-    num_blocks = (len(token_ids) - begin) // block_size
-    packed = array("I", token_ids[begin : begin + num_blocks * block_size]).tobytes()
-    key = keys[-1] if keys else seed
+    packed = array("I", token_ids[: len(token_ids) // block_size * block_size]).tobytes()
+    key = seed
     chain: list[bytes] = []
     for offset in range(0, len(packed), GRANULE_BYTES):
         key = hashlib.blake2b(key + packed[offset : offset + GRANULE_BYTES], digest_size=KEY_BYTES).digest()

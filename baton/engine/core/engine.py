@@ -185,7 +185,7 @@ class Engine:
 
     def _scheduled(self, schedule: Schedule) -> tuple[StepInput, list[Output]]:
         for part in schedule.step.parts:
-            self._known(part.sequence_key).in_flight += 1
+            (self.sequences.get(part.sequence_key) or self._known(part.sequence_key)).in_flight += 1
         outputs: list[Output] = [Preempted(sequence.key) for sequence in schedule.preempted]
         for trunk in schedule.too_large:
             width, held = trunk.num_seats, self.blocks.total
@@ -203,26 +203,28 @@ class Engine:
         outputs: list[Output] = []
         read_before, self._read_by_next = self._read_by_next, []
         eos_token_ids, max_model_len = self.runner.eos_token_ids, self.runner.max_model_len
-        key_tokens = self.pool.key_tokens
-        for index, part in enumerate(step.parts):
-            if (sequence := self._find(part.sequence_key)) is None:
+        key_tokens, known, prefill = self.pool.key_tokens, self.sequences, Purpose.PREFILL
+        generated = Generated.__new__  # see `Sequence.part`
+        of_parts = zip(step.parts, output.sampled_token_ids, output.num_computed_tokens, strict=True)
+        for index, (part, token_ids, num_computed_tokens) in enumerate(of_parts):
+            if (sequence := known.get(part.sequence_key) or self._find(part.sequence_key)) is None:
                 continue  # a beam whose search has just ended
             sequence.in_flight -= 1
             if sequence.num_ahead_tokens:
                 sequence.catch_up()
             if sequence.copies:
                 self.scheduler.blocks.copied(sequence)
-            if sequence.owner.aborted:
+            if (sequence.trunk or sequence).aborted:
                 self.end(sequence.owner)
                 continue
             if output.failures and index in output.failures:
                 outputs.append(self._refuse(sequence.owner, output.failures[index]))
                 continue
-            token_ids, finish_reason = output.sampled_token_ids[index], None
-            for count, token_id in enumerate(token_ids, start=1):
+            num_known, finish_reason = len(sequence.token_ids), None
+            for token_id in token_ids:
                 finish_reason = sequence.append(token_id, eos_token_ids, max_model_len)
-                if finish_reason is not None or sequence.purpose is Purpose.PREFILL:
-                    token_ids = token_ids[:count]  # of a prompt that is handed over, the others are drawn elsewhere
+                if finish_reason is not None or sequence.purpose is prefill:  # the others are drawn elsewhere
+                    token_ids = token_ids[: len(sequence.token_ids) - num_known]
                     break
             if output.prompt_scores is not None and output.prompt_scores[index]:
                 if part.num_computed_tokens == 0:
@@ -231,7 +233,8 @@ class Engine:
             if part.num_drafts:
                 self._num_drafted_tokens += part.num_drafts
                 self._num_accepted_tokens += max(0, len(token_ids) - 1)
-            num_computed_tokens = min(output.num_computed_tokens[index], sequence.num_tokens)
+            if num_computed_tokens > (num_tokens := len(sequence.token_ids)):
+                num_computed_tokens = num_tokens
             sequence.num_kv_tokens = (num_computed_tokens,) * len(part.block_ids)
             sequence.num_computed_tokens = num_computed_tokens
             if num_computed_tokens // key_tokens > sequence.num_registered_keys:
@@ -244,12 +247,12 @@ class Engine:
             if not sequence.first_token_s:
                 sequence.first_token_s = now
                 report = sequence.report()
-            if sequence.purpose is Purpose.PREFILL:
+            if sequence.purpose is prefill:
                 self.scheduler.remove(sequence, Status.HELD)
             elif finish_reason is not None:
                 self.end(sequence)
             scores = output.scores[index].part(0, len(token_ids)) if output.scores else NO_SCORES
-            outputs.append(Generated(sequence.key, token_ids, finish_reason, scores, report))
+            outputs.append(generated(Generated, sequence.key, token_ids, finish_reason, scores, report))
         self._pins.give_back(*read_before)
         return outputs + self._search(step, output.candidates, now) if output.candidates else outputs
 

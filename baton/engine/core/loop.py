@@ -234,7 +234,7 @@ class EngineLoop:
 
     def _layer_reporter(self, step: StepInput) -> OnLayerDone:
         def on_layer_done(layer: int, fence: Fence | None) -> None:
-            for part in step.parts:
+            for part in step.parts if self._watchers else ():
                 self._report(part.sequence_key, part.known_end, layer + 1, fence)
 
         return on_layer_done

@@ -160,7 +160,8 @@ class StepOutput:
             prompt_scores: of each part; None: none scores its prompt.
         """
         token_ids, scores = iter(drawn.token_ids), iter(drawn.scores or ())
-        sampled = tuple([next(token_ids) if part.sample else () for part in step.parts])
+        all_sample = len(drawn.token_ids) == len(step.parts)
+        sampled = tuple(drawn.token_ids if all_sample else [next(token_ids) if p.sample else () for p in step.parts])
         return cls(
             sampled_token_ids=sampled,
             num_computed_tokens=tuple(

@@ -105,22 +105,23 @@ class Scheduler:
             self._plan(plan, now)
         if self.drafter is not None and may_draft and plan.budget > 0:
             self._draft(self.drafter, plan)
-        return Schedule(
-            step=StepInput(tuple(plan.parts), tuple(copy for sequence in plan.sequences for copy in sequence.copies)),
-            admitted=tuple(plan.admitted),
-            preempted=tuple(self._preempted),
-            too_large=tuple(plan.too_large),
-        )
+        copies = [copy for sequence in plan.sequences if sequence.copies for copy in sequence.copies]
+        step = StepInput(tuple(plan.parts), tuple(copies))
+        return Schedule(step, tuple(plan.admitted), tuple(self._preempted), tuple(plan.too_large))
 
     def _plan(self, plan: StepPlan, now: float) -> None:
         for trunk in self._due_trunks():
             if trunk.is_due:  # not preempted by one before it
                 self._branch(trunk, plan, now)
         for sequence in [s for s in self.running if len(s.token_ids) - s.num_computed_tokens == 1 and not s.aborted]:
-            if plan.budget <= 0 or sequence.status is not Status.RUNNING:  # preempted by one before it
+            if plan.budget <= 0 or (self._preempted and sequence.status is not Status.RUNNING):
                 continue
-            group = [sequence] if sequence.search is None and sequence.trunk is None else self._ready_group(sequence)
-            if group and len(group) <= plan.budget and self._grow(group, len(sequence.token_ids), plan):
+            is_alone, num_tokens = sequence.search is None and sequence.trunk is None, len(sequence.token_ids)
+            if is_alone and num_tokens <= sequence.num_block_tokens:
+                plan.add(sequence, sequence.part(1))
+                continue
+            group = [sequence] if is_alone else self._ready_group(sequence)
+            if group and len(group) <= plan.budget and self._grow(group, num_tokens, plan):
                 for each in group:
                     plan.add(each, each.part(1))
         self._note_full(now)

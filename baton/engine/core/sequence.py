@@ -101,6 +101,10 @@ class Sequence:
     None: it has the beams of the next step."""
     trunk: Sequence | None = None
     """The trunk, where this is one of its beams."""
+    most_tokens: int = field(init=False)
+    """Tokens of its prompt and its whole answer, if the model takes so many."""
+    stop_token_ids: tuple[int, ...] = field(init=False)
+    """Tokens that end its answer, beside those that end every one."""
     needs_history: bool = field(init=False)
     """Whether its draws depend on the tokens before them."""
     ngrams: NgramIndex | None = None
@@ -108,6 +112,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.token_ids)
+        self.most_tokens = self.spec.num_prompt_tokens + self.spec.max_tokens
+        self.stop_token_ids = self.spec.sampling.stop_token_ids
         self.needs_history = self.spec.sampling.needs_history
 
     @property
@@ -231,12 +237,11 @@ class Sequence:
 
     def append(self, token_id: int, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
         """Adds a sampled token and returns why the sequence ends with it; None: it goes on."""
-        self.token_ids.append(token_id)
-        if token_id in self.spec.sampling.stop_token_ids or (
-            token_id in eos_token_ids and not self.spec.sampling.ignore_eos
-        ):
+        token_ids = self.token_ids
+        token_ids.append(token_id)
+        if token_id in self.stop_token_ids or (token_id in eos_token_ids and not self.spec.sampling.ignore_eos):
             return FinishReason.STOP
-        if self.num_output_tokens >= self.spec.max_tokens or self.num_tokens >= max_model_len:
+        if len(token_ids) >= self.most_tokens or len(token_ids) >= max_model_len:
             return FinishReason.LENGTH
         return None
 
@@ -260,21 +265,24 @@ class Sequence:
     def part(self, num_tokens: int, drafts: tuple[int, ...] = ()) -> StepPart:
         """Returns what a step computes of it: its next `num_tokens` known tokens, and drafts behind the last one."""
         assert num_tokens > 0, f"{self.sequence_id} is scheduled with nothing to compute"
+        token_ids, spec, tables = self.token_ids, self.spec, self.block_ids
         start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
-        samples = end == len(self.token_ids)
-        return StepPart(
+        samples = end == len(token_ids)
+        scores_prompt = not self.first_token_s and self.scores_prompt
+        return StepPart.__new__(  # without the detour of a call of the class, which takes half as long again
+            StepPart,
             self.key,
-            (*self.token_ids[start:end], *drafts),
+            (token_ids[start],) if num_tokens == 1 and not drafts else (*token_ids[start:end], *drafts),
             start,
-            self.block_ids,
-            (end + len(drafts),) * len(self.block_ids),
+            tables,
+            (end + len(drafts),) * len(tables),
             samples,
-            num_tokens == 1 and len(self.token_ids) > self.spec.num_prompt_tokens,
-            self.spec.sampling,
-            self.spec.choice_index,
-            self.spec.num_prompt_tokens,
-            tuple(self.token_ids) if (samples and self.needs_history) or self.scores_prompt else (),
-            self.scores_prompt,
+            num_tokens == 1 and len(token_ids) > spec.num_prompt_tokens,
+            spec.sampling,
+            spec.choice_index,
+            spec.num_prompt_tokens,
+            tuple(token_ids) if (samples and self.needs_history) or scores_prompt else (),
+            scores_prompt,
             len(drafts),
         )
 

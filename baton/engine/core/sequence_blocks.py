@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from baton.blocks import extend_block_keys
+from baton.blocks import block_keys
 from baton.engine.core.group_pool import GroupPool
 from baton.engine.core.kv_spec import EMPTY_PLACE, BlockTables
 from baton.engine.core.sequence import Purpose, Sequence, Status
@@ -122,8 +122,8 @@ class SequenceBlocks:
 
     def _keys(self, sequence: Sequence, num_keys: int) -> list[bytes]:
         """Works out at least the first `num_keys` block keys of a sequence."""
-        if len(sequence.block_keys) < num_keys:
-            unit = self.pool.key_tokens
-            known = sequence.token_ids[: num_keys * unit]
-            sequence.block_keys += extend_block_keys(sequence.spec.cache_seed, sequence.block_keys, known, unit)
-        return sequence.block_keys
+        keys, unit = sequence.block_keys, self.pool.key_tokens
+        if len(keys) < num_keys:
+            seed = keys[-1] if keys else sequence.spec.cache_seed
+            keys += block_keys(seed, sequence.token_ids[len(keys) * unit : num_keys * unit], unit)
+        return keys

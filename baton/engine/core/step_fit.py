@@ -38,7 +38,7 @@ class StepSize:
         """Returns the size of a step."""
         num_new = num_pairs = num_decoding = num_kv_tokens = num_drafts = 0
         for part in step.parts:
-            num_tokens, start = part.num_known_tokens, part.num_computed_tokens
+            num_tokens, start = len(part.token_ids) - part.num_drafts, part.num_computed_tokens
             num_new += num_tokens
             num_drafts += part.num_drafts
             if part.is_decoding:

@@ -101,26 +101,11 @@ class ArithmeticRunner:
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         """See `Runner.execute`."""
         step = self._last_tokens.filled(step)
-        self.cache.copy_blocks(step.copies)
-        if self.cache.states:
-            self.cache.clear_states([_state(part) for part in step.parts if part.num_computed_tokens == 0])
-        num_layers = self.spec.num_layers
-        layer_s = self.layer_s + self.token_s * step.num_scheduled_tokens / num_layers
-        for layer in range(num_layers):
-            if layer_s:
-                time.sleep(layer_s)
-            for part in step.parts:
-                self._write(layer, part)
-            on_layer_done(layer, None)
-        for part in step.parts:
-            for state in self.cache.states.values():
-                state[_state(part)] += sum(part.token_ids)
+        self._compute(step, on_layer_done)
         answering = [part for part in step.parts if part.sample]
-        ends = [(part, end) for part in answering for end in range(part.known_end, part.end + 1)]
 
         def sample(places: SequenceOf[int], rows: SequenceOf[Row]) -> Sampled:
-            answers = [self._answer(*ends[place]) for place in places]
-            return sampled_of(answers, rows, self._sampler, self.vocab_size)
+            return sampled_of(self._answers(answering, rows), rows, self._sampler, self.vocab_size)
 
         prompts = (
             [self._prompt_scores(part) for part in step.parts] if any(p.scores_prompt for p in step.parts) else None
@@ -140,6 +125,23 @@ class ArithmeticRunner:
         """Returns a layer as `[block, K or V, token]`."""
         return self.cache.layer(layer).view(-1, 2, self.spec.block_size)
 
+    def _compute(self, step: StepInput, on_layer_done: OnLayerDone) -> None:
+        """Performs the copies, and writes KV and states."""
+        self.cache.copy_blocks(step.copies)
+        if self.cache.states:
+            self.cache.clear_states([_state(part) for part in step.parts if part.num_computed_tokens == 0])
+        num_layers = self.spec.num_layers
+        layer_s = self.layer_s + self.token_s * step.num_scheduled_tokens / num_layers
+        for layer in range(num_layers):
+            if layer_s:
+                time.sleep(layer_s)
+            for part in step.parts:
+                self._write(layer, part)
+            on_layer_done(layer, None)
+        for state in self.cache.states.values():
+            for part in step.parts:
+                state[_state(part)] += sum(part.token_ids)
+
     def _write(self, layer: int, part: StepPart) -> None:
         block_size, pages = self.spec.block_size, self._pages(layer)
         for position, token_id in enumerate(part.token_ids, part.num_computed_tokens):
@@ -153,6 +155,11 @@ class ArithmeticRunner:
         ends = range(part.num_computed_tokens + 1, part.num_computed_tokens + 1 + len(token_ids))
         logits = logits_of([self._answer(part, end) for end in ends], self.vocab_size)
         return scores_of(logits, token_ids, part.sampling.prompt_logprobs or 0)
+
+    def _answers(self, parts: SequenceOf[StepPart], rows: SequenceOf[Row]) -> list[int]:
+        """Returns the answer to the tokens before each row, which is one of these parts'."""
+        by_key = {part.sequence_key: part for part in parts}
+        return [self._answer(by_key[row.sequence_key], row.position) for row in rows]
 
     def _answer(self, part: StepPart, num_tokens: int) -> int:
         """Returns the answer to the sequence's first tokens."""
@@ -204,8 +211,13 @@ def sampled_of(answers: SequenceOf[int], rows: SequenceOf[Row], sampler: Sampler
     and all that has any weight.
     """
     tokens, scores, prime = list(answers), [NO_SCORES] * len(rows), modulus(vocab_size)
-    near = [i for i, row in enumerate(rows) if row.sampling.temperature > 0 and _only_draws(row.sampling)]
-    far = [i for i, row in enumerate(rows) if not _only_draws(row.sampling)]
+    near, far = [], []
+    for i, row in enumerate(rows):
+        params = row.sampling
+        if not params.is_plain or params.xtc_probability:  # a token matters by its number
+            far.append(i)
+        elif params.temperature > 0:
+            near.append(i)
     if near:
         logits = _falling(prime)[:NUM_NEAR].expand(len(near), -1)
         for i, place in zip(near, sampler.sample(logits, [rows[i] for i in near]), strict=True):
@@ -219,11 +231,6 @@ def sampled_of(answers: SequenceOf[int], rows: SequenceOf[Row], sampler: Sampler
     failures = {far[place]: reason for place, reason in drawn.failures.items()}
     candidates = {far[place]: found for place, found in drawn.candidates.items()}
     return Sampled(tokens, scores if drawn.scores else None, failures, candidates)
-
-
-def _only_draws(params: SamplingParams) -> bool:
-    """Whether no token matters by its number: what is the best, or likeliest, is all that counts."""
-    return not (params.adjusts_logits or params.wants_scores or params.xtc_probability or params.use_beam_search)
 
 
 def expected_tokens(

@@ -24,10 +24,12 @@ class RankStep:
     @property
     def logit_rows(self) -> list[int]:
         """Places of the packed tokens whose logits are wanted: first those of `sampling`, then the scored ones."""
-        ends = list(itertools.accumulate(len(part.token_ids) for part in self.parts))
-        rows = [
-            row for index in self.sampling for row in range(ends[index] - 1 - self.parts[index].num_drafts, ends[index])
-        ]
+        ends = list(itertools.accumulate([len(part.token_ids) for part in self.parts]))
+        drafts = [part.num_drafts for part in self.parts]
+        if any(drafts):
+            rows = [row for index in self.sampling for row in range(ends[index] - 1 - drafts[index], ends[index])]
+        else:
+            rows = [ends[index] - 1 for index in self.sampling]
         for part, end, number in zip(self.parts, ends, self.num_scored, strict=False):
             begin = end - len(part.token_ids)
             rows += range(begin, begin + number)
@@ -38,8 +40,5 @@ def order_for_packing(parts: Sequence[StepPart]) -> list[int]:
     """Returns the parts' indices in packed order: segments first, then single tokens with the drafts behind them, those
     that are equally long together.
     """
-
-    def length(index: int) -> int:
-        return len(parts[index].token_ids) if parts[index].num_known_tokens == 1 else 0
-
-    return sorted(range(len(parts)), key=length)
+    lengths = [length if (length := len(p.token_ids)) == p.num_drafts + 1 else 0 for p in parts]
+    return sorted(range(len(parts)), key=lengths.__getitem__)

@@ -21,7 +21,19 @@ SampleRows = Callable[[Sequence[int], Sequence[Row]], Sampled]
 
 def rows_of(parts: Sequence[StepPart]) -> list[Row]:
     """Returns the first row of each part, all of which sample."""
-    return [_row(part, 0) for part in parts]
+    row = Row.__new__  # see `Sequence.part`
+    return [
+        row(
+            Row,
+            p.sampling,
+            p.choice_index,
+            p.num_computed_tokens + len(p.token_ids) - p.num_drafts,
+            p.num_prompt_tokens,
+            p.history,
+            p.sequence_key,
+        )
+        for p in parts
+    ]
 
 
 def drawn(parts: Sequence[StepPart], first: Sequence[Row], sample: SampleRows) -> Drawn:
@@ -40,7 +52,7 @@ def drawn(parts: Sequence[StepPart], first: Sequence[Row], sample: SampleRows) -
     going_on = [index for index in range(len(parts)) if index not in found.failures]
     count = 1
     while going_on := [index for index in going_on if _has_come(parts[index], token_ids[index], count)]:
-        rows = [_row(parts[index], count) for index in going_on]
+        rows = [_after_drafts(first[index], parts[index], count) for index in going_on]
         more = sample([begins[index] + count for index in going_on], rows)
         for place, index in enumerate(going_on):
             if place in more.failures:  # its next step says so, after the tokens that it has
@@ -59,11 +71,10 @@ def _has_come(part: StepPart, token_ids: Sequence[int], count: int) -> bool:
     return is_drafted and token_ids[-1] == part.token_ids[len(part.token_ids) - part.num_drafts + count - 1]
 
 
-def _row(part: StepPart, num_drafts: int) -> Row:
-    """Returns the row after so many drafts of a part."""
-    history = part.history
-    if num_drafts and history:
-        first = len(part.token_ids) - part.num_drafts
-        history += part.token_ids[first : first + num_drafts]
-    position = part.known_end + num_drafts
-    return Row(part.sampling, part.choice_index, position, part.num_prompt_tokens, history, part.sequence_key)
+def _after_drafts(first: Row, part: StepPart, num_drafts: int) -> Row:
+    """Returns the row after so many drafts of a part, of its first row."""
+    history = first.history
+    if history:
+        begin = len(part.token_ids) - part.num_drafts
+        history += part.token_ids[begin : begin + num_drafts]
+    return first._replace(position=first.position + num_drafts, history=history)
