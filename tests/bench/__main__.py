@@ -16,6 +16,7 @@ from tests.bench.stats import OtherWork, machine
 
 BENCHMARKS = (
     "autoscale",
+    "bookkeeping",
     "engine",
     "handover",
     "kv_dtypes",
