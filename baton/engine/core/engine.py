@@ -233,8 +233,7 @@ class Engine:
             if part.num_drafts:
                 self._num_drafted_tokens += part.num_drafts
                 self._num_accepted_tokens += max(0, len(token_ids) - 1)
-            if num_computed_tokens > (num_tokens := len(sequence.token_ids)):
-                num_computed_tokens = num_tokens
+            num_computed_tokens = min(num_computed_tokens, len(sequence.token_ids))
             sequence.num_kv_tokens = (num_computed_tokens,) * len(part.block_ids)
             sequence.num_computed_tokens = num_computed_tokens
             if num_computed_tokens // key_tokens > sequence.num_registered_keys:
@@ -386,8 +385,7 @@ class Engine:
         """Asserts that nothing is leaked: every used block is pinned or held by a sequence that is still known."""
         held = (s for s in self.sequences.values() if s.status is Status.HELD)
         self.scheduler.check(held, self._pins.tables)
-        finished = [s for s in self.sequences.values() if s.status is Status.FINISHED]
-        assert not finished, "a finished sequence is kept"
+        assert all(s.status is not Status.FINISHED for s in self.sequences.values()), "a finished sequence is kept"
 
     def _book_computed(self, sequence: Sequence, num_tokens: int) -> None:
         assert num_tokens <= sequence.num_tokens, f"{num_tokens} of {sequence.num_tokens} known tokens are computed"

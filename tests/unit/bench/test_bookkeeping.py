@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import itertools
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 
+from baton import garbage
 from baton.engine.core.runner import StepInput, StepOutput
 from tests.bench import bookkeeping
 from tests.bench.bookkeeping import Blank, Meter, Spent, Steps
@@ -32,7 +34,7 @@ def test_each_part_of_a_step_is_counted_once() -> None:
         # An answer that is looked at by its number is drawn by the sampler.
         patch.object(runner._sampler, "sample_and_score", sample),
     ):
-        found = steps.decode(PROMPTS, bookkeeping.replace(GREEDY, logprobs=0), 2)
+        found = steps.decode(PROMPTS, replace(GREEDY, logprobs=0), 2)
     # The two meters look twice each within the runner's time of five.
     assert found == [Spent(schedule=1, packing=3, sampling=1, commit=1, computing=1)] * 2
     assert found[0].books == 6
@@ -81,6 +83,6 @@ def test_growth_is_compared_with_the_first_number(monkeypatch: pytest.MonkeyPatc
 def test_the_collector_is_as_before_afterwards() -> None:
     before = gc.get_threshold()
     with bookkeeping.collected_as_in_a_worker():
-        assert gc.get_threshold() == bookkeeping.garbage.THRESHOLDS
+        assert gc.get_threshold() == garbage.THRESHOLDS
         assert gc.get_freeze_count() > 0
     assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
