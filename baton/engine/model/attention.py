@@ -17,6 +17,7 @@ that are equally long.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from baton.blocks import num_blocks_for
 from baton.engine.core.kv_spec import EMPTY_PLACE, LayerGroup
 from baton.engine.core.runner import OnLayerDone, StepPart
 from baton.engine.model.kv_cache import KVCache
+from baton.engine.uploads import StepNumbers
 
 ATTENTION_NAME = "baton_paged"
 PADDING_DEVICES = frozenset({"cuda"})
@@ -58,14 +60,14 @@ class Padding:
     """`[tokens]`: the place of each token."""
 
     @classmethod
-    def of(cls, counts: torch.Tensor, device: torch.device) -> Padding | None:
+    def of(cls, counts: torch.Tensor, numbers: StepNumbers) -> Padding | None:
         """Returns how decodes of so many tokens are padded, `[decodes]`; None: they are equally long."""
         longest, counts = int(counts.max()), counts[:, None]
         if longest == int(counts.min()):
             return None
         places = torch.arange(longest)
         padded = counts.cumsum(0) - counts + torch.minimum(places, counts - 1)
-        return cls(padded.flatten().to(device), (places < counts).flatten().nonzero()[:, 0].to(device))
+        return cls(numbers.put(padded.flatten()), numbers.put((places < counts).flatten().nonzero()[:, 0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,9 @@ class Decodes:
     tokens: slice
     """The packed tokens."""
     padding: Padding | None
+    positions: torch.Tensor
+    """`[decodes, 1, rows, 1]`: position of each row's token, the last one it may see. Of decodes of one token, whose
+    rows are all alike, there is one."""
 
     def rows(self, query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
         """Returns their queries, of all those of a step: `[heads, T, dim]` to `[decodes, kv_heads, rows, dim]`.
@@ -97,17 +102,23 @@ class Decodes:
         return tokens if self.padding is None else tokens.index_select(0, self.padding.tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DecodeIndex:
     """The index tensors of decodes for one layer group."""
 
     pages: torch.Tensor
     """`[decodes * kv_heads * blocks]`, padded with the sequence's own first block."""
+    num_places: int
+    """The places in all the blocks of a decode, padding included."""
     positions: torch.Tensor
-    """`[decodes, 1, rows, 1]`: position of each row's token, the last one it may see. Of decodes of one token, whose
-    rows are all alike, there is one."""
-    mask: torch.Tensor
-    """`[decodes, 1, rows, blocks * block_size]`: the places that each row may see."""
+    """See `Decodes.positions`."""
+
+    @functools.cached_property
+    def mask(self) -> torch.Tensor:
+        """The places that each row may see, `[decodes, 1, rows, places]`. Made when the first layer asks for it: by
+        then the positions have been sent.
+        """
+        return torch.arange(self.num_places, device=self.positions.device) <= self.positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,35 +158,37 @@ def set_step(step: StepContext) -> None:
 
 
 def step_context(
-    cache: KVCache, parts: Sequence[StepPart], num_sharing: int, on_layer_done: OnLayerDone
+    cache: KVCache, parts: Sequence[StepPart], num_sharing: int, on_layer_done: OnLayerDone, numbers: StepNumbers
 ) -> StepContext:
-    """Makes the index tensors of a step.
+    """Makes the index tensors of a step. They are there when the numbers have been sent.
 
     Args:
         cache: this rank's.
         parts: in packed order.
         num_sharing: query heads for each KV head.
         on_layer_done: see `Runner.execute`.
+        numbers: the step's.
     """
-    decodes = tuple(_decodes(parts, cache.device))
+    decodes = tuple(_decodes(parts, num_sharing, numbers))
     groups = range(len(cache.spec.groups))
     return StepContext(
         cache=cache,
-        groups=tuple(_group_context(cache, group, parts, decodes, num_sharing) for group in groups),
+        groups=tuple(_group_context(cache.spec.groups[group], group, parts, decodes, numbers) for group in groups),
         decodes=decodes,
         on_layer_done=on_layer_done,
     )
 
 
-def _decodes(parts: Sequence[StepPart], device: torch.device) -> Iterator[Decodes]:
+def _decodes(parts: Sequence[StepPart], num_sharing: int, numbers: StepNumbers) -> Iterator[Decodes]:
     """Yields the decodes of a step, those together that are attended together."""
     begin = 0
-    for length, alike in groupby(parts, lambda part: _decode_length(part, device)):
+    for length, alike in groupby(parts, lambda part: _decode_length(part, numbers.device)):
         batch = list(alike)
         counts = torch.tensor([len(part.token_ids) for part in batch])
         end = begin + int(counts.sum())
         if length:
-            yield Decodes(batch, slice(begin, end), Padding.of(counts, device))
+            positions = numbers.put(_row_positions(batch, num_sharing))
+            yield Decodes(batch, slice(begin, end), Padding.of(counts, numbers), positions)
         begin = end
 
 
@@ -187,10 +200,9 @@ def _decode_length(part: StepPart, device: torch.device) -> int:
 
 
 def _group_context(
-    cache: KVCache, group: int, parts: Sequence[StepPart], decodes: Sequence[Decodes], num_sharing: int
+    layers: LayerGroup, group: int, parts: Sequence[StepPart], decodes: Sequence[Decodes], numbers: StepNumbers
 ) -> GroupContext:
     """Makes the index tensors of one layer group."""
-    layers = cache.spec.groups[group]
     heads = torch.arange(layers.num_kv_heads)
     tables = [_table(part, group, layers) for part in parts]
     positions = torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts])
@@ -205,35 +217,31 @@ def _group_context(
     row = 0
     for part, table in zip(parts[:num_segments], tables, strict=False):
         pages = (heads[:, None] + torch.tensor(table)[None] * layers.num_kv_heads).flatten()
-        segments.append(Segment(row, len(part.token_ids), part.num_kv_tokens[group], pages.to(cache.device)))
+        segments.append(Segment(row, len(part.token_ids), part.num_kv_tokens[group], numbers.put(pages)))
         row += len(part.token_ids)
     rest = iter(tables[num_segments:])
     return GroupContext(
-        write_pages=(blocks[:, None] * layers.num_kv_heads + heads[None]).flatten().to(cache.device),
-        write_offsets=(positions % layers.block_size).repeat_interleave(layers.num_kv_heads).to(cache.device),
+        write_pages=numbers.put((blocks[:, None] * layers.num_kv_heads + heads[None]).flatten()),
+        write_offsets=numbers.put((positions % layers.block_size).repeat_interleave(layers.num_kv_heads)),
         segments=tuple(segments),
-        decodes=tuple(
-            _decode_index(cache.device, layers, list(islice(rest, len(each.parts))), _row_positions(each, num_sharing))
-            for each in decodes
-        ),
+        decodes=tuple(_decode_index(layers, list(islice(rest, len(each.parts))), each, numbers) for each in decodes),
     )
 
 
 def _decode_index(
-    device: torch.device, layers: LayerGroup, tables: Sequence[tuple[int, ...]], positions: torch.Tensor
+    layers: LayerGroup, tables: Sequence[tuple[int, ...]], decodes: Decodes, numbers: StepNumbers
 ) -> DecodeIndex:
     heads = torch.arange(layers.num_kv_heads)
     width = max(len(table) for table in tables)
     padded = torch.tensor([(*table, *table[:1] * (width - len(table))) for table in tables])
-    pages = (padded[:, None, :] * layers.num_kv_heads + heads[None, :, None]).flatten().to(device)
-    positions = positions.to(device)
-    return DecodeIndex(pages, positions, torch.arange(width * layers.block_size, device=device) <= positions)
+    pages = (padded[:, None, :] * layers.num_kv_heads + heads[None, :, None]).flatten()
+    return DecodeIndex(numbers.put(pages), width * layers.block_size, decodes.positions)
 
 
-def _row_positions(decodes: Decodes, num_sharing: int) -> torch.Tensor:
-    """Returns `DecodeIndex.positions`, on the CPU."""
-    begins = torch.tensor([part.num_computed_tokens for part in decodes.parts])[:, None]
-    ends = torch.tensor([part.end for part in decodes.parts])[:, None]
+def _row_positions(parts: Sequence[StepPart], num_sharing: int) -> torch.Tensor:
+    """Returns `Decodes.positions`, on the CPU."""
+    begins = torch.tensor([part.num_computed_tokens for part in parts])[:, None]
+    ends = torch.tensor([part.end for part in parts])[:, None]
     longest = int((ends - begins).max())
     positions = torch.minimum(begins + torch.arange(longest), ends - 1)
     rows = positions if longest == 1 else positions.repeat_interleave(num_sharing, dim=1)

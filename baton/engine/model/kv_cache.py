@@ -85,11 +85,15 @@ class KVCache:
         """Returns the index of the layer's group."""
         return self._place[layer_index][0]
 
-    def clear_blocks(self, tables: Sequence[Sequence[int]]) -> None:
-        """Zeroes whole blocks of each group in every layer."""
+    def clear_blocks(self, tables: Sequence[Sequence[int] | torch.Tensor]) -> None:
+        """Zeroes whole blocks of each group in every layer.
+
+        Args:
+            tables: numbers of blocks, or an int64 tensor of them on the cache's device, for which nobody waits.
+        """
         for group, blocks in zip(self.groups, tables, strict=False):
-            if blocks:
-                group.index_fill_(1, torch.tensor(blocks, device=self.device), 0)
+            if len(blocks):
+                group.index_fill_(1, torch.as_tensor(blocks, device=self.device), 0)
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         """Copies whole blocks in every layer of their group, or the states of a sequence, in order."""

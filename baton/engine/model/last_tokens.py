@@ -12,23 +12,27 @@ from typing import NamedTuple
 import torch
 
 from baton.engine.core.runner import UNKNOWN_TOKEN, LaunchedStep, StepInput, StepOutput, StepPart
+from baton.engine.uploads import StepNumbers
 from baton.scores import Drawn, Sampled
 
 
 class Filling(NamedTuple):
     """Tokens that are known to the device alone."""
 
-    places: Sequence[int]
-    """Where they stand among the packed tokens of a step."""
-    sources: Sequence[int]
-    """Where each stands in `tokens`."""
+    places: torch.Tensor
+    """Where they stand among the packed tokens of a step, `[tokens]`."""
+    sources: torch.Tensor
+    """Where each stands in `tokens`, `[tokens]`."""
     tokens: torch.Tensor
-    """`[tokens]`, on the device."""
+    """`[tokens of the step before]`, on the device."""
+
+    def put_by(self, numbers: StepNumbers) -> Filling:
+        """Returns the same with all on the device, once the numbers have been sent."""
+        return Filling(numbers.put(self.places), numbers.put(self.sources), self.tokens)
 
     def fill(self, token_ids: torch.Tensor) -> None:
         """Puts them into the packed tokens, `[tokens]` on the device."""
-        places, sources = (torch.tensor(each, device=token_ids.device) for each in (self.places, self.sources))
-        token_ids.index_copy_(0, places, self.tokens.index_select(0, sources))
+        token_ids.index_copy_(0, self.places, self.tokens.index_select(0, self.sources))
 
 
 class LastTokens:
@@ -72,7 +76,7 @@ class LastTokens:
             if _has_unknown(part):
                 places.append(end - 1)
                 sources.append(place_of[part.sequence_key])
-        return Filling(places, sources, launched.tokens) if places else None
+        return Filling(torch.tensor(places), torch.tensor(sources), launched.tokens) if places else None
 
 
 @dataclass(frozen=True, slots=True)

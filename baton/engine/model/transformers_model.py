@@ -25,6 +25,7 @@ from baton.engine.model.kv_cache import KVCache, torch_dtype
 from baton.engine.model.last_tokens import Filling
 from baton.engine.model.rank_step import RankStep
 from baton.engine.model.shapes import arithmetic_dtype
+from baton.engine.uploads import StepNumbers
 from baton.errors import ModelLoadError, in_one_line
 from baton.model_files import require_runnable
 
@@ -76,6 +77,7 @@ class ModelRank:
         _require_complete(model.path, type(self.model).__name__, report)
         self.model.to(cache.device).eval()
         self.cache = cache
+        self._numbers = StepNumbers(cache.device)
         config = self.model.config
         num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._num_sharing: int = config.num_attention_heads // num_kv_heads
@@ -92,16 +94,19 @@ class ModelRank:
         Returns:
             `[rows or 1, vocabulary]`: those of `logit_rows`.
         """
-        device, parts = self.cache.device, step.parts
+        parts, put = step.parts, self._numbers.put
         self.cache.copy_blocks(step.copies)
-        token_ids = torch.tensor([[token for part in parts for token in part.token_ids]], device=device)
+        token_ids = put(torch.tensor([[token for part in parts for token in part.token_ids]]))
+        positions = put(torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts])[None])
+        # With no row to sample from, one row of logits is computed for nothing: 0 would mean all of them.
+        rows = put(torch.tensor(step.logit_rows)) if step.logit_rows else 1
+        begun = [put(torch.tensor(blocks, dtype=torch.int64)) for blocks in begun_blocks(self.cache, parts)]
+        filling = None if filling is None else filling.put_by(self._numbers)
+        set_step(step_context(self.cache, parts, self._num_sharing, on_layer_done, self._numbers))
+        self._numbers.send()
         if filling is not None:
             filling.fill(token_ids[0])
-        positions = torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts])[None].to(device)
-        self.cache.clear_blocks(begun_blocks(self.cache, parts))
-        set_step(step_context(self.cache, parts, self._num_sharing, on_layer_done))
-        # With no row to sample from, one row of logits is computed for nothing: 0 would mean all of them.
-        rows = torch.tensor(step.logit_rows, device=device) if step.logit_rows else 1
+        self.cache.clear_blocks(begun)
         logits: torch.Tensor = self.model(
             input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows
         ).logits[0]  # fmt: skip

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from baton.engine.sampling.row import Row
+from baton.engine.uploads import uploaded
 
 
 def apply(logits: torch.Tensor, rows: Mapping[int, Row]) -> None:
@@ -19,9 +20,13 @@ def apply(logits: torch.Tensor, rows: Mapping[int, Row]) -> None:
         rows: those that ask, by their index.
     """
     entries = [_columns(row.sampling.logit_bias) for row in rows.values()]
-    where = torch.from_numpy(np.repeat(list(rows), [len(ids) for ids, _ in entries])).to(logits.device)
-    ids = torch.from_numpy(np.concatenate([ids for ids, _ in entries])).to(logits.device)
-    logits[where, ids] += torch.from_numpy(np.concatenate([biases for _, biases in entries])).to(logits.device)
+    columns = (
+        np.repeat(list(rows), [len(ids) for ids, _ in entries]),
+        np.concatenate([ids for ids, _ in entries]),
+        np.concatenate([biases for _, biases in entries]),
+    )
+    where, ids, biases = (uploaded(torch.from_numpy(column), logits.device) for column in columns)
+    logits[where, ids] += biases
 
 
 @functools.lru_cache(maxsize=256)

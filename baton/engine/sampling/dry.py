@@ -15,6 +15,7 @@ import torch
 
 from baton.engine.sampling.history import History
 from baton.engine.sampling.row import Row
+from baton.engine.uploads import uploaded
 from baton.sampling import MAX_DRY_LENGTH, SamplingParams
 
 
@@ -28,8 +29,9 @@ def apply(logits: torch.Tensor, rows: Mapping[int, Row], histories: Mapping[int,
     for index, row in rows.items():
         ids, lengths = repetitions(histories[index], row.sampling)
         penalties = row.sampling.dry_multiplier * row.sampling.dry_base ** (lengths - row.sampling.dry_allowed_length)
-        where = torch.from_numpy(ids).to(logits.device)
-        logits[index, where] -= torch.from_numpy(penalties.astype(np.float32)).to(logits.device)
+        columns = ids, penalties.astype(np.float32)
+        where, lost = (uploaded(torch.from_numpy(column), logits.device) for column in columns)
+        logits[index, where] -= lost
 
 
 def repetitions(history: History, params: SamplingParams) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:

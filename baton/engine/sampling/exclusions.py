@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from baton.engine.sampling.row import Row
+from baton.engine.uploads import uploaded
 
 EXCLUDED = float("-inf")
 
@@ -33,11 +34,13 @@ def apply(logits: torch.Tensor, rows: Mapping[int, Row], eos_token_ids: Collecti
             banned.update(eos_token_ids, row.sampling.stop_token_ids)
         if allowed := row.sampling.allowed_token_ids:
             left = [token_id for token_id in allowed if token_id not in banned] or list(allowed)
-            kept = logits[index, left]
+            places = uploaded(torch.tensor(left), logits.device)
+            kept = logits[index].index_select(0, places)
             logits[index] = EXCLUDED
-            logits[index, left] = kept
-        elif len(banned) < logits.shape[-1]:
-            logits[index, list(banned)] = EXCLUDED
+            logits[index].index_copy_(0, places, kept)
+        elif 0 < len(banned) < logits.shape[-1]:
+            places = uploaded(torch.tensor(list(banned)), logits.device)
+            logits[index].index_fill_(0, places, EXCLUDED)
 
 
 def _is_too_short(row: Row) -> bool:

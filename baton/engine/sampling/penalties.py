@@ -13,6 +13,7 @@ import torch
 
 from baton.engine.sampling.history import History
 from baton.engine.sampling.row import Row
+from baton.engine.uploads import uploaded
 
 
 def apply(logits: torch.Tensor, rows: Mapping[int, Row], histories: Mapping[int, History]) -> None:
@@ -24,11 +25,15 @@ def apply(logits: torch.Tensor, rows: Mapping[int, Row], histories: Mapping[int,
     """
     sizes = [histories[index].num_seen for index in rows]
     params = [row.sampling for row in rows.values()]
-    where = torch.from_numpy(np.repeat(list(rows), sizes)).to(logits.device)
-    ids = torch.from_numpy(np.concatenate([histories[index].ids for index in rows])).to(logits.device)
-    counts = torch.from_numpy(np.concatenate([histories[index].counts for index in rows])).to(logits.device)
-    columns = np.array([[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params], np.float32)
-    repetition, presence, frequency = torch.from_numpy(columns.repeat(sizes, axis=0)).to(logits.device).unbind(-1)
+    penalties = np.array([[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params], np.float32)
+    columns = (
+        np.repeat(list(rows), sizes),
+        np.concatenate([histories[index].ids for index in rows]),
+        np.concatenate([histories[index].counts for index in rows]),
+        penalties.repeat(sizes, axis=0),
+    )
+    where, ids, counts, each = (uploaded(torch.from_numpy(column), logits.device) for column in columns)
+    repetition, presence, frequency = each.unbind(-1)
     values = logits[where, ids]
     values = torch.where(values > 0, values / repetition, values * repetition)
     logits[where, ids] = values - presence * (counts > 0) - frequency * counts

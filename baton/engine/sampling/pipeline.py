@@ -29,6 +29,7 @@ from baton.engine.sampling.scores import RawLogits
 from baton.engine.sampling.structure import Masks, Structures
 from baton.engine.sampling.typical import typical
 from baton.engine.sampling.weights import EVERYTHING, Buffers, TokenWeights, WeightBounds
+from baton.engine.uploads import uploaded
 from baton.sampling import SamplingParams
 from baton.scores import Sampled
 
@@ -138,9 +139,9 @@ class Sampler:
             return logits.argmax(dim=-1)
         if len(drawing) == len(rows):
             return self._drawn(logits, rows)
-        tokens = logits.argmax(dim=-1)
-        tokens[drawing] = self._drawn(logits[drawing], [rows[index] for index in drawing])
-        return tokens
+        places = uploaded(torch.tensor(drawing), logits.device)
+        drawn = self._drawn(logits.index_select(0, places), [rows[index] for index in drawing])
+        return logits.argmax(dim=-1).index_copy_(0, places, drawn)
 
     def _drawn(self, logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         self._weights.fill(logits, [row.divisor for row in rows])
@@ -149,8 +150,8 @@ class Sampler:
         if excluding := _asking(rows, xtc.is_asked):
             most = xtc.xtc(self._weights.all, excluding, self._eos_token_ids)
             self._weights.truncate(list(excluding), WeightBounds(most=most))
-        shares = torch.tensor([row.number for row in rows], dtype=torch.float64, device=logits.device)
-        return first_beyond(self._weights.all, shares)
+        shares = torch.tensor([row.number for row in rows], dtype=torch.float64)
+        return first_beyond(self._weights.all, uploaded(shares, logits.device))
 
     def _is_truncated(self, row: Row) -> bool:
         return any(is_asked(row.sampling) for is_asked, _ in self._truncations)

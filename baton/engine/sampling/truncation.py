@@ -12,6 +12,7 @@ import torch
 
 from baton.engine.sampling.masses import first_beyond
 from baton.engine.sampling.weights import WeightBounds
+from baton.engine.uploads import uploaded
 from baton.sampling import SamplingParams
 
 
@@ -19,16 +20,16 @@ def top_k(rising: torch.Tensor, params: Sequence[SamplingParams]) -> WeightBound
     """Keeps the k likeliest tokens."""
     vocab_size = rising.shape[-1]
     kept = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-    places = torch.tensor([vocab_size - k for k in kept], device=rising.device)
+    places = uploaded(torch.tensor([vocab_size - k for k in kept]), rising.device)
     return WeightBounds(rising.gather(1, places[:, None])[:, 0])
 
 
 def top_p(rising: torch.Tensor, params: Sequence[SamplingParams]) -> WeightBounds:
     """Keeps the likeliest tokens that together have a share p, as few as that takes (Holtzman et al., 2020)."""
-    rest = torch.tensor([1 - p.top_p for p in params], dtype=torch.float64, device=rising.device)
+    rest = uploaded(torch.tensor([1 - p.top_p for p in params], dtype=torch.float64), rising.device)
     return WeightBounds(rising.gather(1, first_beyond(rising, rest)[:, None])[:, 0])
 
 
 def min_p(rising: torch.Tensor, params: Sequence[SamplingParams]) -> WeightBounds:
     """Keeps the tokens that are at least p times as likely as the best one (Nguyen et al., 2024)."""
-    return WeightBounds(torch.tensor([p.min_p for p in params], device=rising.device) * rising[:, -1])
+    return WeightBounds(uploaded(torch.tensor([p.min_p for p in params]), rising.device) * rising[:, -1])

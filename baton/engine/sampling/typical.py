@@ -12,6 +12,7 @@ import torch
 
 from baton.engine.sampling.masses import PrefixSums
 from baton.engine.sampling.weights import Buffers, WeightBounds
+from baton.engine.uploads import uploaded
 from baton.sampling import SamplingParams
 
 TINY = torch.finfo(torch.float32).tiny
@@ -29,7 +30,7 @@ def typical(rising: torch.Tensor, params: Sequence[SamplingParams], buffers: Buf
         params: the rows'.
         buffers: for two arrays of that shape.
     """
-    shares = torch.tensor([p.typical_p for p in params], dtype=torch.float64, device=rising.device)
+    shares = uploaded(torch.tensor([p.typical_p for p in params], dtype=torch.float64), rising.device)
     sums = PrefixSums(rising)
     wanted = (shares * sums.total)[:, None]
     logs = torch.clamp(rising, min=TINY, out=buffers.like("logs", rising)).log_()  # that of 0 takes ten times as long

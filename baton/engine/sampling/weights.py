@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from baton.engine.uploads import uploaded
+
 
 class WeightBounds(NamedTuple):
     """The least and the greatest weight that stays in each row, `[rows]`; None: there is no such bound."""
@@ -60,7 +62,7 @@ class TokenWeights:
 
     def fill(self, logits: torch.Tensor, temperatures: Sequence[float]) -> None:
         """Takes the logits `[rows, vocab_size]` of other rows."""
-        divisors = torch.tensor(temperatures, device=logits.device)[:, None]
+        divisors = uploaded(torch.tensor(temperatures), logits.device)[:, None]
         self._scaled = self._buffers.like("scaled", logits)
         best = logits.amax(-1, keepdim=True)
         torch.sub(logits, best, out=self._scaled).div_(divisors)  # so that the best one stays finite
@@ -89,9 +91,13 @@ class TokenWeights:
         if len(rows) == len(self.all):
             self.narrow(self.all, bounds)
             return
-        chosen = self._of(rows)
+        places = self._places(rows)
+        chosen = self.all.index_select(0, places)
         self.narrow(chosen, bounds)
-        self.all[list(rows)] = chosen
+        self.all.index_copy_(0, places, chosen)
 
     def _of(self, rows: Sequence[int]) -> torch.Tensor:
-        return self.all if len(rows) == len(self.all) else self.all[list(rows)]
+        return self.all if len(rows) == len(self.all) else self.all.index_select(0, self._places(rows))
+
+    def _places(self, rows: Sequence[int]) -> torch.Tensor:
+        return uploaded(torch.tensor(rows), self.all.device)

@@ -13,6 +13,7 @@ import torch
 
 from baton.engine.sampling.random import XTC, uniform
 from baton.engine.sampling.row import Row
+from baton.engine.uploads import uploaded
 
 
 def is_asked(row: Row) -> bool:
@@ -32,12 +33,13 @@ def xtc(weights: torch.Tensor, rows: Mapping[int, Row], eos_token_ids: Collectio
         rows: those that exclude tokens, by their index.
         eos_token_ids: tokens that end every answer.
     """
-    chosen = weights[list(rows)]
-    thresholds = torch.tensor([row.sampling.xtc_threshold for row in rows.values()], device=weights.device)
+    chosen = weights.index_select(0, uploaded(torch.tensor(list(rows)), weights.device))
+    thresholds = uploaded(torch.tensor([row.sampling.xtc_threshold for row in rows.values()]), weights.device)
     is_top = (chosen >= (thresholds * chosen.sum(-1, dtype=torch.float64)).float()[:, None]) & (chosen > 0)
     most = torch.where(is_top, chosen, torch.inf).amin(-1)
     for place, row in enumerate(rows.values()):
         exempt = [*eos_token_ids, *row.sampling.stop_token_ids, *row.sampling.xtc_exempt_token_ids]
-        if exempt and bool((chosen[place, exempt] > most[place]).any()):
-            most[place] = torch.inf
+        if exempt:  # decided where the weights are: the host would have to wait for them
+            heaviest = chosen[place].index_select(0, uploaded(torch.tensor(exempt), weights.device)).amax()
+            most[place].masked_fill_(heaviest > most[place], torch.inf)
     return most

@@ -14,6 +14,7 @@ from baton.engine.model import attention
 from baton.engine.model.attention import begun_blocks, paged_attention, set_step, step_context
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.rank_step import order_for_packing
+from baton.engine.uploads import StepNumbers
 from baton.sampling import SamplingParams
 
 KV_HEADS, SHARING, DIM, BLOCK, NUM_BLOCKS = 2, 3, 8, 16, 40
@@ -103,7 +104,7 @@ def test_each_token_is_attended_over_what_is_before_it(name: str, window: int | 
     key, value = torch.randn(2, 1, KV_HEADS, num_tokens, DIM, generator=generator)
     layer = torch.nn.Module()
     layer.layer_idx = 0  # type: ignore[assignment]
-    set_step(step_context(cache, parts, SHARING, ignore_layer))
+    set_step(step_context(cache, parts, SHARING, ignore_layer, StepNumbers(cache.device)))
     found, _ = paged_attention(layer, query, key, value, None, sliding_window=window)
     begin = 0
     for part in parts:

@@ -1,0 +1,113 @@
+"""A step that is launched on a device: the host copies numbers there once, waits for nothing and sees nothing.
+
+The device is none (`tests.support.device_waits`), so what it computes is not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from baton.config import ModelConfig
+from baton.engine.core.runner import UNKNOWN_TOKEN, StepInput, StepPart
+from baton.engine.model import attention
+from baton.engine.model.kv_cache import KVCache
+from baton.engine.model.last_tokens import DeviceStep
+from baton.engine.model.transformers_runner import TransformersRunner
+from baton.engine.uploads import StepNumbers
+from baton.sampling import SamplingParams
+from tests.integration.test_engine_models import ENGINE, WINDOW, save_tiny
+from tests.support.device_waits import DEVICE, Waits
+
+pytestmark = pytest.mark.integration
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "top-k, top-p": {"top_k": 20, "top_p": 0.9},
+    "min-p": {"min_p": 0.1, "temperature": 0.5},
+    "typical": {"typical_p": 0.9},
+    "xtc": {"xtc_probability": 1.0, "xtc_threshold": 0.1, "stop_token_ids": (3,), "xtc_exempt_token_ids": (5, 9)},
+    "bias": {"logit_bias": ((5, 2.0), (7, -1.0))},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+    "dry": {"dry_multiplier": 0.8, "dry_allowed_length": 1},
+    "allowed": {"allowed_token_ids": (1, 2, 3)},
+    "bad words": {"bad_word_ids": ((4,), (7, 8)), "min_tokens": 9, "stop_token_ids": (3,)},
+}
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> TransformersRunner:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny("mistral", {"sliding_window": WINDOW}, folder)
+    runner = TransformersRunner(ModelConfig(path=str(folder), dtype="float32"), ENGINE)
+    runner.runs_ahead = True
+    runner.rank.model.to(DEVICE)
+    cache = KVCache(runner.spec, runner.cache.num_blocks, ENGINE.max_num_seqs, DEVICE)
+    runner.cache = runner.rank.cache = cache
+    runner.rank._numbers = StepNumbers(DEVICE)
+    return runner
+
+
+@contextmanager
+def launching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
+    monkeypatch.setattr(attention, "PADDING_DEVICES", frozenset({DEVICE.type}))
+    with Waits(monkeypatch) as waits:
+        yield waits
+
+
+def part(
+    key: int, begin: int, token_ids: tuple[int, ...], sampling: SamplingParams = GREEDY, **values: Any
+) -> StepPart:
+    end = begin + len(token_ids)
+    table = tuple(range(8 * key, 8 * key + 8))
+    made = StepPart(
+        sequence_key=key,
+        token_ids=token_ids,
+        num_computed_tokens=begin,
+        block_ids=(table,),
+        num_kv_tokens=(end,),
+        sample=True,
+        is_decoding=begin > 0,
+        sampling=sampling,
+        choice_index=0,
+        num_prompt_tokens=1,
+    )
+    return made._replace(**values)
+
+
+def test_steps_one_behind_the_other_copy_once_and_wait_for_nothing(
+    runner: TransformersRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, chunks of which nobody samples, and tokens that the host does not know."""
+    steps = [
+        (part(0, 0, (1, 2, 3)), part(1, 0, tuple(range(40)), sample=False)),
+        (part(0, 3, (UNKNOWN_TOKEN,)), part(1, 40, tuple(range(8)))),
+        (part(0, 4, (UNKNOWN_TOKEN,)), part(1, 48, (UNKNOWN_TOKEN,)), part(2, 0, (7,))),
+        (part(3, 0, tuple(range(16)), sample=False),),
+    ]
+    with launching(monkeypatch) as waits:
+        for number, parts in enumerate(steps, start=1):
+            launched = runner.launch(StepInput(parts))
+            assert isinstance(launched, DeviceStep)
+            assert launched.tokens.device == DEVICE
+            assert launched.tokens.shape == (sum(each.sample for each in parts),)
+            assert not waits.found
+            assert waits.num_copies == number
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_what_a_token_is_drawn_by_is_copied_without_waiting(
+    name: str, runner: TransformersRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = SamplingParams(**{"temperature": 1.0, "seed": 3} | SAMPLINGS[name])
+    history = (7, 8, 7, 8, 9, 7)
+    drawing = [part(key, 5, (7,), sampling, history=history) for key in (0, 2)]
+    with launching(monkeypatch) as waits:
+        for parts in ([part(1, 5, (4,)), *drawing], [part(1, 5, (4,), SamplingParams(seed=1)), *drawing], drawing):
+            launched = runner.launch(StepInput(tuple(parts)))
+            assert isinstance(launched, DeviceStep)
+    assert not waits.found
+    assert waits.num_copies > 3
