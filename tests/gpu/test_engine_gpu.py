@@ -18,7 +18,7 @@ from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.transformers_runner import TransformersRunner
 from baton.messages import SequenceSpec
-from tests.integration.test_engine_models import load_reference, refer, same_up_to_near_ties, tokens_of
+from tests.integration.test_engine_models import load_reference, refer, same_up_to_near_ties
 from tests.support.builders import sequence_spec
 from tests.support.guessing import FREE
 
@@ -41,24 +41,6 @@ class Sevens(NgramIndex):
     def guess(self, token_ids: Sequence[int], most: int) -> Guess:
         number = min(most, len(token_ids) % 13)
         return Guess((7,) * number, tuple(0.9**place for place in range(1, number + 1)))
-
-
-def test_steps_planned_ahead_answer_the_same(model_dir: Path) -> None:
-    """Tokens stay on the GPU for the step that is launched behind theirs."""
-    runner = TransformersRunner(
-        ModelConfig(path=str(model_dir), dtype="float32", device="cuda"), EngineConfig(num_blocks=1024)
-    )
-    assert runner.runs_ahead
-    limits = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=512, output_reservation=512)
-    generator = torch.Generator().manual_seed(0)
-    specs = []
-    for index, length in enumerate((1, 16, 17, 100, 700)):
-        prompt = torch.randint(3, 49000, (length,), generator=generator).tolist()
-        specs.append(sequence_spec(prompt, str(index), max_tokens=32, temperature=float(index % 2), seed=index))
-    engine = Engine(runner, limits)
-    (expected, _), (found, num_ahead) = (tokens_of(engine, specs, ahead=ahead) for ahead in (False, True))
-    assert found == expected
-    assert num_ahead > 20
 
 
 def test_tokens_equal_generate_in_float32_with_drafts(model_dir: Path) -> None:
