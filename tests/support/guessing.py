@@ -9,6 +9,7 @@ from baton.engine.core.draft_costs import DraftCosts, DraftCurve
 from baton.engine.core.engine import Engine
 from baton.engine.core.ngrams import NO_GUESS, Guess, NgramIndex
 from baton.engine.core.outputs import Generated, Output
+from baton.engine.core.runner import StepInput
 from baton.engine.core.sequence import Purpose
 from baton.engine.core.sequence import Sequence as EngineSequence
 from baton.messages import SequenceSpec
@@ -70,12 +71,17 @@ class Told:
 
 
 def run(
-    engine: Engine, specs: Iterable[SequenceSpec], known: Mapping[str, Known] | None = None
+    engine: Engine,
+    specs: Iterable[SequenceSpec],
+    known: Mapping[str, Known] | None = None,
+    ahead: random.Random | None = None,
 ) -> tuple[list[Told], list[Output]]:
     """Runs all, and checks the books after each step. Returns each one's answer, and what else the engine said.
 
     Args:
         known: what guesses, by the sequence's id; None: nothing, or the engine itself.
+        ahead: draws whether a step is planned before the one before it is executed, or before it is committed, or after
+            that; None: all are planned after that.
     """
     if known and engine.scheduler.drafter is not None:
         engine.scheduler.drafter.costs = FREE
@@ -85,16 +91,28 @@ def run(
         added[-1].ngrams = (known or {}).get(spec.sequence_id)
     told = {sequence.key: Told() for sequence in added}
     others: list[Output] = []
-    for now in range(10_000):
-        batch, said = engine.schedule(float(now))
-        engine.check()
-        if not batch:
-            return list(told.values()), others
-        assert batch.num_scheduled_tokens <= engine.scheduler.limits.max_num_batched_tokens
-        for output in (*said, *engine.commit(batch, engine.runner.execute(batch), float(now))):
+
+    def take(outputs: Iterable[Output]) -> None:
+        for output in outputs:
             if isinstance(output, Generated):
                 told[output.sequence_key].take(output)
             else:
                 others.append(output)
         engine.check()
+
+    batch, following = StepInput(()), StepInput(())
+    for now in range(10_000):
+        if not following:
+            following, said = engine.schedule(float(now))
+            take(said)
+        batch, following = following, StepInput(())
+        if not batch:
+            return list(told.values()), others
+        assert batch.num_scheduled_tokens <= engine.scheduler.limits.max_num_batched_tokens
+        is_executed = ahead is not None and ahead.random() < 0.5
+        output = engine.runner.execute(batch) if is_executed else None
+        if ahead is not None and ahead.random() < 0.8 and (planned := engine.schedule_ahead(batch, float(now))):
+            following, said = planned
+            take(said)
+        take(engine.commit(batch, output or engine.runner.execute(batch), float(now)))
     raise AssertionError("the engine does not come to rest")

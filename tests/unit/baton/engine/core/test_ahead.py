@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence as SequenceOf
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from baton.engine.core.engine import Engine
 from baton.engine.core.ngrams import NO_GUESS, Guess
 from baton.engine.core.outputs import Generated, Output, Reserved
-from baton.engine.core.runner import StepInput, StepOutput
+from baton.engine.core.runner import UNKNOWN_TOKEN, OnLayerDone, StepInput, StepOutput, ignore_layer
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose, Status
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
-from tests.support.guessing import FREE, Known
-from tests.unit.baton.engine.core.test_engine import BLOCK, EngineMachine, make_engine, make_spec, numbers, step
+from baton.sampling import FinishReason
+from baton.structure import StructuredOutputs
+from tests.support.guessing import FREE, Known, run
+from tests.unit.baton.engine.core import test_drafting as drafting
+from tests.unit.baton.engine.core.test_engine import (
+    BLOCK,
+    EngineMachine,
+    is_empty,
+    make_engine,
+    make_spec,
+    numbers,
+    step,
+)
 
 GARBAGE = -7
 
@@ -207,6 +220,64 @@ def test_scores_of_a_prompt_are_planned_when_all_is_known() -> None:
     engine.add(make_spec(numbers(1, 200), prompt_logprobs=1), Purpose.GENERATE, 0.0)
     batch, _ = engine.schedule(0.0)
     assert engine.schedule_ahead(batch, 0.0) is None
+
+
+PLAIN = st.fixed_dictionaries(
+    {"temperature": st.sampled_from([0.0, 1.0])},
+    optional={"top_p": st.floats(0.3, 1), "stop_token_ids": st.lists(drafting.IDS, max_size=3).map(tuple)},
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    asked=st.lists(PLAIN | drafting.SAMPLING, min_size=1, max_size=4),
+    n=st.sampled_from([1, 1, 2]),
+    seed=st.integers(0, 2**20),
+    most=st.integers(0, 6),
+    budget=st.sampled_from([16, 20, 64]),
+    num_blocks=st.sampled_from([9, 16, 64]),
+    num_answered=st.integers(0, 5),
+)
+def test_answers_are_those_of_steps_planned_one_by_one(
+    asked: list[dict[str, Any]], n: int, seed: int, most: int, budget: int, num_blocks: int, num_answered: int
+) -> None:
+    """At any parameters, of several choices, resumed, in small steps, with drafts, preempted for want of blocks."""
+    specs = drafting.specs_of(asked, n, seed, num_answered)
+    plain, _ = run(drafting.make_engine(max_num_batched_tokens=budget), specs)
+    known = drafting.known_of(specs, plain, seed, vocab_size=drafting.VOCAB_SIZE)
+    engine = drafting.make_engine(most, num_blocks, max_num_batched_tokens=budget)
+    ahead, _ = run(engine, specs, known, random.Random(seed))
+    assert [one.values for one in ahead] == [one.values for one in plain]
+    assert is_empty(engine)
+
+
+def test_a_structure_is_followed_beside_answers_without(model_dir: Path) -> None:
+    """While one answer follows a grammar, all wait for its last token; before and after that they do not."""
+    structure = StructuredOutputs(regex="(ab|cd){5,9}")
+    sizes: dict[str, Any] = {
+        "vocab_size": 49152,
+        "tokenizer": model_dir / "tokenizer.json",
+        "eos_token_ids": frozenset({2}),
+    }
+    specs = [make_spec(numbers(n, 20), 40, name=f"{n}", temperature=float(n)) for n in range(2)]
+    specs.append(make_spec(numbers(3, 120), 30, name="structured", ignore_eos=False, structured_outputs=structure))
+    plain, _ = run(drafting.make_engine(max_num_batched_tokens=24, **sizes), specs)
+    runner = Counting(64, **sizes)
+    limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=24, output_reservation=8)
+    found, _ = run(Engine(runner, limits), specs, ahead=random.Random(1))
+    assert [one.values for one in found] == [one.values for one in plain]
+    assert runner.num_ahead > 5
+    assert plain[2].finish_reason is FinishReason.STOP
+
+
+class Counting(ArithmeticRunner):
+    """Counts the steps that have unknown tokens."""
+
+    num_ahead = 0
+
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        self.num_ahead += any(UNKNOWN_TOKEN in part.token_ids for part in step.parts)
+        return super().execute(step, on_layer_done)
 
 
 class AheadWithStateMachine(AheadMachine):

@@ -104,6 +104,22 @@ def numbers_of(seed: int, count: int) -> list[int]:
     return [number % VOCAB_SIZE for number in numbers(seed, count)]
 
 
+def specs_of(asked: Sequence[dict[str, Any]], n: int, seed: int, num_answered: int) -> list[SequenceSpec]:
+    """Returns `n` choices each of what is asked, the first one of which goes on after so many tokens."""
+    specs = []
+    for place, values in enumerate(asked):
+        prompt = numbers_of(seed + place, 5 + (seed + 11 * place) % 40)
+        begun = numbers_of(seed + 7, num_answered if place == 0 else 0)
+        sampling = sampling_of(values, seed, num_answered + 1 + (seed + place) % 40)
+        specs += [
+            sequence_spec(
+                [*prompt, *begun], f"{place}", num_prompt_tokens=len(prompt), sampling=sampling, choice_index=choice
+            )
+            for choice in range(n)
+        ]
+    return specs
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     asked=st.lists(SAMPLING, min_size=1, max_size=4),
@@ -118,17 +134,7 @@ def test_answers_are_those_without_drafts(
     asked: list[dict[str, Any]], n: int, seed: int, most: int, budget: int, num_blocks: int, num_answered: int
 ) -> None:
     """At any parameters, of several choices, resumed, in small steps, preempted for want of blocks."""
-    specs = []
-    for place, values in enumerate(asked):
-        prompt = numbers_of(seed + place, 5 + (seed + 11 * place) % 40)
-        begun = numbers_of(seed + 7, num_answered if place == 0 else 0)
-        sampling = sampling_of(values, seed, num_answered + 1 + (seed + place) % 40)
-        specs += [
-            sequence_spec(
-                [*prompt, *begun], f"{place}", num_prompt_tokens=len(prompt), sampling=sampling, choice_index=choice
-            )
-            for choice in range(n)
-        ]
+    specs = specs_of(asked, n, seed, num_answered)
     plain, _ = run(make_engine(max_num_batched_tokens=budget), specs)
     engine = make_engine(most, num_blocks, max_num_batched_tokens=budget)
     drafted, _ = run(engine, specs, known_of(specs, plain, seed, vocab_size=VOCAB_SIZE))
