@@ -7,7 +7,9 @@ import importlib
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -15,6 +17,7 @@ from tests.bench.report import Report, as_json, show
 from tests.bench.stats import OtherWork, machine
 
 BENCHMARKS = (
+    "any_precision",
     "autoscale",
     "bookkeeping",
     "engine",
@@ -27,6 +30,7 @@ BENCHMARKS = (
     "routing",
     "sampling",
     "speculation",
+    "threads",
 )
 ON_REQUEST = ("simulator",)
 """Needs a machine that nobody else uses; run with --only."""
@@ -36,6 +40,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Ratios in one run on this machine.")
     parser.add_argument(
         "--only", action="append", choices=BENCHMARKS + ON_REQUEST, help="run this one; may be repeated"
+    )
+    parser.add_argument(
+        "--part", action="append", metavar="PART", help="of those that --only names, this part; may be repeated"
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds and shorter ones: to see that it works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
@@ -49,16 +56,22 @@ def main() -> None:
     started = time.strftime("%Y-%m-%d %H:%M")
     console.print(f"{started}  {machine()}  load average {os.getloadavg()[0]:.2f}", highlight=False)
     console.print("medians \\[min–max] of the rounds; ratios and differences are taken within a round\n", style="dim")
-    reports = [_run(name, options.quick, console) for name in names]
+    benchmarks = {name: importlib.import_module(f"tests.bench.{name}") for name in names}
+    for name, benchmark in benchmarks.items() if options.part else ():
+        known = getattr(benchmark, "PARTS", ())
+        if unknown := set(options.part) - set(known):
+            parser.error(f"{name} has no part {', '.join(sorted(unknown))}; it has {', '.join(known) or 'none'}")
+    arguments = {"parts": options.part} if options.part else {}
+    reports = [_run(benchmark.run, console, quick=options.quick, **arguments) for benchmark in benchmarks.values()]
     if options.json:
         result = {"started": started, "machine": machine(), "quick": options.quick}
         options.json.write_text(json.dumps({**result, "benchmarks": [as_json(r) for r in reports]}, indent=1) + "\n")
 
 
-def _run(name: str, quick: bool, console: Console) -> Report:
+def _run(run: Callable[..., Report], console: Console, **arguments: Any) -> Report:
     start = time.monotonic()
     with OtherWork() as others:
-        report: Report = importlib.import_module(f"tests.bench.{name}").run(quick)
+        report = run(**arguments)
     report.seconds = time.monotonic() - start
     report.other_work_cores = others.cores
     show(report, console)

@@ -190,6 +190,59 @@ class LlamaCpp:
         ]
 
 
+class Vllm:
+    """The engine of vLLM's wheel for CPUs, stepped in this process."""
+
+    def __init__(self, precision: str, model: Path, scratch: Path) -> None:
+        os.environ |= {
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CACHE_ROOT": str(scratch / "vllm"),
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        vllm = importlib.import_module("vllm")
+        self.name = f"vLLM {importlib.metadata.version('vllm')}"
+        self.precision = f"{precision}, KV as well"
+        self._engine = vllm.LLM(
+            model=str(model),
+            dtype=precision,
+            max_model_len=4096,
+            max_num_seqs=32,
+            max_num_batched_tokens=CHUNK,
+            enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+        ).llm_engine
+        self._params = vllm.SamplingParams
+        self._num_requests = 0
+
+    def run(self, prompts: list[list[int]], num_steps: int) -> tuple[Clocks, Clocks, Clocks, Answers]:
+        params = self._params(max_tokens=num_steps + 64, temperature=0.0, ignore_eos=True, detokenize=False)
+        begin = clocks()
+        answers: dict[str, list[int]] = {}
+        for prompt in prompts:
+            answers[str(self._num_requests)] = []
+            self._engine.add_request(str(self._num_requests), {"prompt_token_ids": prompt}, params)
+            self._num_requests += 1
+        while not all(answers.values()):
+            self._step(answers)
+        first = clocks()
+        wanted = {name: len(answer) + num_steps for name, answer in answers.items()}
+        while any(len(answer) < wanted[name] for name, answer in answers.items()):
+            self._step(answers)
+        end = clocks()
+        self._engine.abort_request(list(answers))
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        return begin, first, end, [answer[: num_steps + 1] for answer in answers.values()]
+
+    def _step(self, answers: dict[str, list[int]]) -> None:
+        """Some steps give a stream no token: they may begin before the last one has ended."""
+        for output in self._engine.step():
+            answers[output.request_id] = list(output.outputs[0].token_ids)
+
+
 def cpu_flags(system_info: str) -> list[str]:
     """The instruction sets, among those of which there are many, for which a llama.cpp is built."""
     present = {
@@ -242,7 +295,7 @@ def write_gguf(model: Path, path: Path, kind: str) -> None:
     part.rename(path)
 
 
-KINDS: dict[str, Callable[[str, Path, Path], Any]] = {"openvino": OpenVino, "llama.cpp": LlamaCpp}
+KINDS: dict[str, Callable[[str, Path, Path], Any]] = {"openvino": OpenVino, "llama.cpp": LlamaCpp, "vllm": Vllm}
 
 
 def main() -> None:

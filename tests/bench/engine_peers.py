@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +15,14 @@ from deploy.processes import tied
 from tests.bench import engine_peer
 from tests.bench.engine_sides import Measured
 from tests.bench.peer import end
+from tests.bench.report import Table
 
 VARIABLE = "BENCH_PEERS"
-PRECISIONS = {"openvino": ("float32", "default", engine_peer.WITHOUT_AMX), "llama.cpp": ("float32", "Q8_0", "Q4_1")}
-NOT_DRIVEN = {"vllm": "this bench does not drive it: its wheel for CPUs is a third party's, and starts for minutes"}
+PRECISIONS = {
+    "openvino": ("float32", "default", engine_peer.WITHOUT_AMX),
+    "llama.cpp": ("float32", "Q8_0", "Q4_1"),
+    "vllm": ("float32", "bfloat16"),
+}
 
 
 class PeerSide:
@@ -79,30 +83,43 @@ class Peers:
     absent: dict[str, str] = field(default_factory=dict)
     """Why each of the others is not compared."""
 
+    def table(self) -> Table:
+        """Names each with its reason."""
+        table = Table("Engines of other makes that were not compared", ("", "why"))
+        table.rows += [(name, why) for name, why in self.absent.items()]
+        if os.environ.get(VARIABLE) is None:
+            names = ",".join(f"{kind}=PYTHON" for kind in PRECISIONS)
+            table.note = f"{VARIABLE}={names} names the Pythons that have them"
+        return table
+
 
 @contextmanager
-def started(model: Path, cache: Path) -> Iterator[Peers]:
+def started(model: Path, cache: Path, *, float32_only: bool = False) -> Iterator[Peers]:
     """Starts every peer that BENCH_PEERS names, once for each precision.
 
     Args:
         cache: folder for what they convert.
+        float32_only: starts none of another precision.
     """
     peers = Peers()
     named = dict(part.partition("=")[::2] for part in os.environ.get(VARIABLE, "").split(",") if part)
+    scratch = cache / "bench_peers" / model.name
     with ExitStack() as stack:
-        for kind in (*PRECISIONS, *NOT_DRIVEN, *named):
-            if kind in NOT_DRIVEN or kind not in PRECISIONS:
-                peers.absent[kind] = NOT_DRIVEN.get(kind, "this bench does not drive it")
+        for kind in dict.fromkeys((*PRECISIONS, *named)):
+            if kind not in PRECISIONS:
+                peers.absent[kind] = "this bench does not drive it"
             elif kind not in named:
                 peers.absent[kind] = f"{VARIABLE} does not name it"
-            elif not any(name.startswith(f"{kind}, ") for name in (*peers.sides, *peers.absent)):
-                _start(stack, peers, named[kind], kind, model, cache)
+            else:
+                precisions = PRECISIONS[kind][:1] if float32_only else PRECISIONS[kind]
+                _start(stack, peers, named[kind], [(kind, precision) for precision in precisions], model, scratch)
         yield peers
 
 
-def _start(stack: ExitStack, peers: Peers, python: str, kind: str, model: Path, cache: Path) -> None:
-    scratch = cache / "bench_peers" / model.name
-    for precision in PRECISIONS[kind]:
+def _start(
+    stack: ExitStack, peers: Peers, python: str, wanted: Sequence[tuple[str, str]], model: Path, scratch: Path
+) -> None:
+    for kind, precision in wanted:
         name = f"{kind}, {precision}"
         try:
             side = PeerSide(python, kind, precision, model, scratch)

@@ -40,6 +40,8 @@ class Measured:
     answers: tuple[tuple[int, ...], ...]
     chunks_s: tuple[float, ...] = ()
     """Wall time of each step up to the first tokens; of our engine alone."""
+    began_s: float = 0.0
+    """When the time that is measured began, on a clock that all processes of a machine share; of our engine alone."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -70,11 +72,15 @@ class Baton:
     Args:
         runner: as `engine.runner` names it.
         weights: as `model.weights` names them.
+        kv_dtype: as `engine.kv_dtype` names it.
     """
 
-    def __init__(self, path: Path, runner: str = "auto", weights: str = "exact") -> None:
-        self.precision = "float32" if weights == "exact" else weights
-        config = EngineConfig(runner=runner, num_threads=1, kv_cache_gib=0.5)
+    def __init__(
+        self, path: Path, runner: str = "auto", weights: str = "exact", kv_dtype: str = "auto", num_threads: int = 1
+    ) -> None:
+        kept = "" if kv_dtype == "auto" else f", KV {kv_dtype}"
+        self.precision = f"{'float32' if weights == 'exact' else weights}{kept}"
+        config = EngineConfig(runner=runner, num_threads=num_threads, kv_cache_gib=0.5, kv_dtype=kv_dtype)
         model = ModelConfig(path=str(path), dtype="float32", device="cpu", weights=weights)
         self.runner = make_runner(model, config, cache_dir(load().cluster))
         limits = SchedulerLimits(
@@ -121,7 +127,8 @@ class Baton:
         for sequence in sequences:
             self._engine.end(sequence)
         self._engine.take_block_events()
-        return Measured(num_tokens, wall_s, cpu_s, answers, tuple(b - a for a, b in pairwise(begins_s)))
+        chunks_s = tuple(b - a for a, b in pairwise(begins_s))
+        return Measured(num_tokens, wall_s, cpu_s, answers, chunks_s, start[0])
 
     def _step(self) -> int:
         batch, _ = self._engine.schedule(time.monotonic())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,28 +28,52 @@ def passages() -> list[str]:
     return [passage for passage in found if len(passage) > 8 * PASSAGE_TOKENS][:NUM_PASSAGES]
 
 
-def table(exact: Runner, rounded: Runner, prompts: Sequence[list[int]]) -> Table:
-    """Compares two runners of a model.
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """How near predictions are to exact ones: of each passage, the means over its tokens."""
 
-    Args:
-        prompts: passages, as tokens; those behind `PASSAGE_TOKENS` are not read.
-    """
+    divergences: Sequence[float]
+    """Kullback-Leibler divergence, in nats a token."""
+    agreements: Sequence[float]
+    """The share of tokens after which the most probable one is the same."""
+
+    @property
+    def divergence(self) -> float:
+        return statistics.fmean(self.divergences)
+
+    @property
+    def agreement(self) -> float:
+        return statistics.fmean(self.agreements)
+
+    @property
+    def is_near(self) -> bool:
+        return self.divergence <= MOST_DIVERGENCE and self.agreement >= LEAST_AGREEMENT
+
+
+def compared(exact: Runner, other: Runner, prompts: Sequence[list[int]]) -> Quality:
+    """Compares two runners of a model on passages, which are tokens."""
     divergences, agreements = [], []
     for prompt in prompts:
-        expected, found = (_log_probabilities(runner, prompt[:PASSAGE_TOKENS]) for runner in (exact, rounded))
+        expected, found = (_log_probabilities(runner, prompt) for runner in (exact, other))
         divergences.append(float((expected.exp() * (expected - found)).sum(-1).mean()))
         agreements.append(float((expected.argmax(-1) == found.argmax(-1)).double().mean()))
-    divergence, agreement = (sum(values) / len(values) for values in (divergences, agreements))
+    return Quality(divergences, agreements)
+
+
+def table(found: Mapping[str, Quality]) -> Table:
+    """Returns what was found of each by its name."""
+    num_passages = max(len(quality.divergences) for quality in found.values())
     kept = Table(
-        f"Quality of int8g weights against float32, {len(prompts)} passages of {PASSAGE_TOKENS} tokens",
+        f"Predictions against float32's, {num_passages} passages of {PASSAGE_TOKENS} tokens",
         ("", "mean", "of passages", "gate", "kept"),
     )
-    kept.rows += [
-        ("KL divergence, nats a token", f"{divergence:.4f}", spread(divergences), f"<= {MOST_DIVERGENCE}",
-         "yes" if divergence <= MOST_DIVERGENCE else "no"),
-        ("same most probable token", f"{agreement:.4f}", spread(agreements), f">= {LEAST_AGREEMENT}",
-         "yes" if agreement >= LEAST_AGREEMENT else "no"),
-    ]  # fmt: skip
+    for name, quality in found.items():
+        kept.rows += [
+            (f"{name}: KL divergence, nats a token", f"{quality.divergence:.4f}", spread(quality.divergences),
+             f"<= {MOST_DIVERGENCE}", "yes" if quality.divergence <= MOST_DIVERGENCE else "no"),
+            (f"{name}: same most probable token", f"{quality.agreement:.4f}", spread(quality.agreements),
+             f">= {LEAST_AGREEMENT}", "yes" if quality.agreement >= LEAST_AGREEMENT else "no"),
+        ]  # fmt: skip
     return kept
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,8 +99,8 @@ def gemm_operations_per_s(shapes: Sequence[tuple[int, int, int]], num_tries: int
 
 def table(
     runner: Runner,
-    decodes: dict[tuple[int, float], list[Measured]],
-    prefills: dict[int, list[Measured]],
+    decodes: Mapping[tuple[int, float], Sequence[Measured]],
+    prefills: Mapping[int, Sequence[Measured]],
     quick: bool,
 ) -> Table:
     """Args:
@@ -136,8 +136,9 @@ def table(
         found.rows.append(
             (f"prefill, {num_tokens} tokens; GFLOP/s", text, _scaled(rates, 1e9), _scaled(rates, gemm.median), "")
         )
-    longest = max(prefills)
-    found.rows += _parts(work, longest, prefills[longest], gemm)
+    longest = max(prefills, default=0)
+    if prefills and len(prefills[longest][0].chunks_s) > 2:
+        found.rows += _parts(work, longest, prefills[longest], gemm)
     found.note = (
         "Bytes: weights + KV. Operations: the layers' matrices + attention. A line through the times of the longest "
         "prompt's chunks splits them into what all take alike and what grows with the tokens before (attention)."
@@ -145,7 +146,7 @@ def table(
     return found
 
 
-def _parts(work: Work, num_tokens: int, runs: list[Measured], gemm: Spread) -> list[tuple[str | Spread, ...]]:
+def _parts(work: Work, num_tokens: int, runs: Sequence[Measured], gemm: Spread) -> list[tuple[str | Spread, ...]]:
     """Rows of what all chunks of a prompt take alike, matrices above all, and of what grows with those before."""
     linear_rates, shares = [], []
     for run in runs:

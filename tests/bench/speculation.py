@@ -1,10 +1,19 @@
-"""The engine with drafts against itself without: on texts that repeat their prompt, and on texts that do not."""
+"""The engine with drafts against itself without: on texts that repeat their prompt, and on texts that do not.
+
+How much checking a draft costs depends on how the weights are held: as the codes that the model's file had, or in
+float32, to which end they are moved by less than a part in four thousand each.
+"""
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
 
 from baton.config import EngineConfig, ModelConfig, load
 from baton.engine.core.engine import Engine
@@ -12,6 +21,7 @@ from baton.engine.core.runner import Runner
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose
 from baton.engine.core.step_fit import StepSize
+from baton.engine.native.runner import NativeRunner
 from baton.engine.runners import make_runner
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
@@ -35,16 +45,20 @@ FREE = (
     "How do vaccines work?", "Write about the difference between wolves and dogs.",
 )  # fmt: skip
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+PARTS = ("codes", "float32", "transformers")
+"""How the weights are held natively, and the transformers runner."""
+COPYING_GATES = {"codes": ">= 1.4", "float32": ">= 2", "transformers": ""}
+FREE_GATE = ">= 0.98"
 CASES = (
-    ("copying", COPYING, 1, 0.0, ">= 1.4"),
-    ("copying", COPYING, 8, 0.0, ""),
-    ("copying", COPYING, 16, 0.0, ""),
-    ("free", FREE, 1, 0.0, ">= 0.98"),
-    ("free, temperature 1", FREE, 1, 1.0, ">= 0.98"),
-    ("free", FREE, 8, 0.0, ">= 0.98"),
-    ("free", FREE, 16, 0.0, ">= 0.98"),
-    ("free, temperature 1", FREE, 16, 1.0, ">= 0.98"),
+    ("copying", COPYING, 1, 0.0),
+    ("copying", COPYING, 16, 0.0),
+    ("free", FREE, 1, 0.0),
+    ("free, temperature 1", FREE, 1, 1.0),
+    ("free", FREE, 16, 0.0),
+    ("free, temperature 1", FREE, 16, 1.0),
 )
+MOVED = 2.0**-12
+"""The largest share of itself by which a weight is moved, so that no smaller form gives it back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,23 +127,26 @@ class _Arm:
         )
 
 
-def run(quick: bool) -> Report:
-    path = Path(resolve(ModelConfig(), cache_dir(load().cluster)).path)
-    return Report("speculation", [_table(path, name, quick) for name in ("auto", "transformers")])
+def run(quick: bool, parts: Collection[str] = PARTS) -> Report:
+    cache = cache_dir(load().cluster)
+    path = Path(resolve(ModelConfig(), cache).path)
+    return Report("speculation", [_table(path, cache, part, quick) for part in PARTS if part in parts])
 
 
-def _table(path: Path, runner_name: str, quick: bool) -> Table:
+def _table(path: Path, cache: Path, part: str, quick: bool) -> Table:
     num_rounds, num_tokens = (2, 32) if quick else (5, 128)
     tokenizer = Tokenizer.load(path)
-    config = EngineConfig(num_threads=1, kv_cache_gib=0.5, runner=runner_name)
-    model = ModelConfig(path=str(path), dtype="float32", device="cpu")
-    runner = make_runner(model, config, cache_dir(load().cluster))
+    config = EngineConfig(num_threads=1, kv_cache_gib=0.5, runner="transformers" if part == "transformers" else "auto")
+    folder = _moved(path, cache / "bench_float32" / path.name) if part == "float32" else path
+    runner = make_runner(ModelConfig(path=str(folder), dtype="float32", device="cpu"), config, cache)
     arms = {"plain": _Arm(runner, 0), "drafts": _Arm(runner, config.max_draft_tokens)}
+    held = f", weights in {runner._model.describe_memory()}" if isinstance(runner, NativeRunner) else ""
     table = Table(
-        f"Speculation: SmolLM2-135M, {runner.name}, 1 thread, {num_tokens} tokens an answer, {num_rounds} rounds",
+        f"Speculation: SmolLM2-135M, {runner.name}{held}, 1 thread, {num_tokens} tokens an answer, {num_rounds} rounds",
         ("", "streams", "plain CPU ms/tok", "drafts CPU ms/tok", "ratio", "gate", "steps", "accepted", "same tokens"),
     )
-    for name, texts, num_streams, temperature, gate in CASES:
+    for name, texts, num_streams, temperature in CASES:
+        gate = FREE_GATE if texts is FREE else COPYING_GATES[part] if num_streams == 1 else ""
         prompts = [_prompt(tokenizer, texts[place % len(texts)]) for place in range(num_streams)]
         found: dict[str, list[_Measured]] = {arm: [] for arm in arms}
         for arm in interleaved(tuple(arms), num_rounds + 1):  # the first round warms up
@@ -152,6 +169,29 @@ def _table(path: Path, runner_name: str, quick: bool) -> Table:
         )
     runner.close()
     return table
+
+
+def _moved(model: Path, folder: Path) -> Path:
+    """Returns a copy of a model whose matrices must be held in float32. The copy is made once.
+
+    Args:
+        model: a folder with one file of weights.
+        folder: where the copy is, or will be.
+    """
+    if (folder / "model.safetensors").exists():
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    part = folder.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(model, part)
+    generator = torch.Generator().manual_seed(0)
+    weights = load_file(part / "model.safetensors")
+    for weight in weights.values():
+        if weight.ndim == 2:
+            weight *= 1 + MOVED * (2 * torch.rand(weight.shape, generator=generator) - 1)
+    save_file(weights, part / "model.safetensors", {"format": "pt"})
+    part.rename(folder)
+    return folder
 
 
 def _prompt(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -13,6 +13,9 @@ from types import TracebackType
 
 import psutil
 
+QUIET_CORES = 0.2
+"""Most that other processes may use while something is measured that decides anything."""
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:

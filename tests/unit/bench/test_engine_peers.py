@@ -17,7 +17,7 @@ import json, sys
 kind, precision, model, scratch = sys.argv[2:]
 if precision == "Q4_1":
     sys.exit("cannot")
-if precision == "Q8_0":
+if kind == "vllm" or precision == "Q8_0":
     print(json.dumps({{"error": "no such weights"}}), flush=True)
     sys.exit()
 print(json.dumps({{"name": kind, "precision": precision}}), flush=True)
@@ -39,10 +39,22 @@ def test_every_engine_is_compared_or_named_with_the_reason(tmp_path: Path, monke
         assert side.prefill([[4]]) == Measured(0, 1.0, 0.5, ((4,),))
     absent = peers.absent
     names = ["openvino, float32", "openvino, default", f"openvino, {engine_peer.WITHOUT_AMX}"]
-    assert list(absent) == [*names, "llama.cpp, Q8_0", "llama.cpp, Q4_1", "vllm", "other"]
+    assert list(absent) == [*names, "llama.cpp, Q8_0", "llama.cpp, Q4_1", "vllm, float32", "vllm, bfloat16", "other"]
     assert absent["llama.cpp, Q8_0"] == "no such weights"
     assert absent["llama.cpp, Q4_1"].startswith("its process ended with status 1")
     assert absent["other"] == "this bench does not drive it"
+
+
+def test_peers_of_float32_are_started_alone_where_they_are_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(ANSWERING)
+    python.chmod(0o755)
+    monkeypatch.setenv("BENCH_PEERS", f"llama.cpp={python}")
+    with engine_peers.started(tmp_path, tmp_path, float32_only=True) as peers:
+        assert list(peers.sides) == ["llama.cpp, float32"]
+        assert list(peers.absent) == ["openvino", "vllm"]
 
 
 def test_without_the_variable_all_are_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
