@@ -17,6 +17,7 @@ from tests.bench.engine_cases import LONG_TEXT, PARTS, Found, Plan, cases, measu
 from tests.bench.engine_sides import PROMPT_TOKENS, Baton, Side, Transformers
 from tests.bench.quality import Quality
 from tests.bench.report import Report, Table
+from tests.bench.stats import verdict
 
 EXACT = "baton"
 SMALLER = {
@@ -80,6 +81,6 @@ def _gates(found: Sequence[Found], sides: Mapping[str, Side], qualities: Mapping
                 f"{near.divergence:.4f}" if near else "",
                 f"{near.agreement:.4f}" if near else "",
                 ">= 1" if has_gate else "",
-                of_case.verdict(is_kept) if has_gate else "",
+                verdict(is_kept, of_case.foreign_cores) if has_gate else "",
             ))  # fmt: skip
     return table

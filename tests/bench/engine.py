@@ -19,6 +19,7 @@ from tests.bench import engine_peers, roofline
 from tests.bench.engine_cases import LONG_PROMPTS, LONG_TEXT, PARTS, Found, Plan, cases, measure, measurements
 from tests.bench.engine_sides import PROMPT_TOKENS, Baton, Side, Transformers
 from tests.bench.report import Report, Table
+from tests.bench.stats import verdict
 
 OURS, RUNNER, GENERATE = "baton", "baton on transformers", "generate"
 EXACT_GATES = {1: 1.6, 8: 1.3, 16: 1.3, **dict.fromkeys(LONG_PROMPTS, 1.05)}
@@ -66,6 +67,6 @@ def _gates(found: Sequence[Found], sides: Mapping[str, Side]) -> Table:
                 times,
                 of_case.cpu_ratio(name, OURS),
                 f">= {gate}",
-                of_case.verdict(times.median >= gate),
+                verdict(times.median >= gate, of_case.foreign_cores),
             ))  # fmt: skip
     return table

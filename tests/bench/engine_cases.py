@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from tests.bench.engine_peers import PeerSide
 from tests.bench.engine_sides import PROMPT_TOKENS, TEXT, Measured, Side
 from tests.bench.report import Table
-from tests.bench.stats import QUIET_CORES, OtherWork, Spread, interleaved, ratio, spread
+from tests.bench.stats import NUM_TRIES, Spread, describe_load, interleaved, ratio, spread, until_quiet
 
 NUM_STREAMS = (1, 8, 16)
 LONG_PROMPTS = (512, 2048)
 PARTS = tuple(str(size) for size in (*NUM_STREAMS, *LONG_PROMPTS))
 """Streams of a decode, tokens of a prefill."""
 LONG_TEXT = TEXT * 60
-NUM_TRIES = 5
 FAR_BEHIND = 0.6
 """The share of the best engine of others below which another is measured once, and no gate depends on it."""
 
@@ -68,13 +68,8 @@ class Found:
     num_tries: int
 
     @property
-    def is_decided(self) -> bool:
-        return self.foreign_cores <= QUIET_CORES
-
-    @property
     def load(self) -> str:
-        tries = f", try {self.num_tries}" if self.num_tries > 1 else ""
-        return f"{self.foreign_cores:.2f}{tries}{'' if self.is_decided else ', not decided'}"
+        return describe_load(self.foreign_cores, self.num_tries)
 
     def rates(self, side: str) -> list[float]:
         return [run.tokens_per_s for run in self.runs[side]]
@@ -96,10 +91,6 @@ class Found:
     def best(self, sides: Collection[str]) -> str:
         return max(sides, key=lambda side: spread(self.rates(side)).median)
 
-    def verdict(self, is_kept: bool) -> str:
-        """What a gate's row says, of a machine that may have been too busy."""
-        return ("yes" if is_kept else "no") if self.is_decided else "not decided"
-
 
 def cases(ids: Sequence[int], parts: Collection[str], num_steps: int) -> list[Case]:
     """Returns the cases of the named parts.
@@ -117,14 +108,15 @@ def cases(ids: Sequence[int], parts: Collection[str], num_steps: int) -> list[Ca
 
 def measure(case: Case, sides: Mapping[str, Side], plan: Plan) -> Found:
     """Measures all sides, again while others are busy, and returns the quietest try."""
-    tries: list[Found] = []
     for side in sides.values():
         case.warm_up(side)
-    while len(tries) < plan.num_tries and not (tries and tries[-1].is_decided):
-        with OtherWork() as others:
+    tries: list[tuple[float, dict[str, list[Measured]]]] = []
+    for others in until_quiet(plan.num_tries):
+        with others:
             runs = _rounds(case, sides, plan)
-        tries.append(Found(case, runs, others.cores, len(tries) + 1))
-    return min(tries, key=lambda found: found.foreign_cores)
+        tries.append((others.cores, runs))
+    cores, runs = min(tries, key=itemgetter(0))
+    return Found(case, runs, cores, len(tries))
 
 
 def _rounds(case: Case, sides: Mapping[str, Side], plan: Plan) -> dict[str, list[Measured]]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -28,8 +29,8 @@ from baton.sampling import SamplingParams
 from deploy.models import cache_dir, resolve
 from router.prompt import Tokenizer
 from tests.bench.engine_sides import TEXT
-from tests.bench.report import Report, Table
-from tests.bench.stats import interleaved, ratio, spread
+from tests.bench.report import Cell, Report, Table
+from tests.bench.stats import NUM_TRIES, describe_load, interleaved, ratio, spread, until_quiet, verdict
 
 PASSAGE = (
     f"{TEXT}In the third winter a schooner from the north ran aground on the sandbank, and he rowed out twice, "
@@ -47,15 +48,31 @@ FREE = (
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 PARTS = ("codes", "float32", "transformers")
 """How the weights are held natively, and the transformers runner."""
-COPYING_GATES = {"codes": ">= 1.4", "float32": ">= 2", "transformers": ""}
-FREE_GATE = ">= 0.98"
+COPYING_GATES = {"codes": 1.4, "float32": 2.0}
+"""By the part; at one stream."""
+FREE_GATE = 0.98
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    name: str
+    texts: tuple[str, ...]
+    num_streams: int
+    temperature: float = 0.0
+
+    def gate(self, part: str) -> float | None:
+        if self.texts is FREE:
+            return FREE_GATE
+        return COPYING_GATES.get(part) if self.num_streams == 1 else None
+
+
 CASES = (
-    ("copying", COPYING, 1, 0.0),
-    ("copying", COPYING, 16, 0.0),
-    ("free", FREE, 1, 0.0),
-    ("free, temperature 1", FREE, 1, 1.0),
-    ("free", FREE, 16, 0.0),
-    ("free, temperature 1", FREE, 16, 1.0),
+    _Case("copying", COPYING, 1),
+    _Case("copying", COPYING, 16),
+    _Case("free", FREE, 1),
+    _Case("free, temperature 1", FREE, 1, 1.0),
+    _Case("free", FREE, 16),
+    _Case("free, temperature 1", FREE, 16, 1.0),
 )
 MOVED = 2.0**-12
 """The largest share of itself by which a weight is moved, so that no smaller form gives it back."""
@@ -134,41 +151,58 @@ def run(quick: bool, parts: Collection[str] = PARTS) -> Report:
 
 
 def _table(path: Path, cache: Path, part: str, quick: bool) -> Table:
-    num_rounds, num_tokens = (2, 32) if quick else (5, 128)
-    tokenizer = Tokenizer.load(path)
-    config = EngineConfig(num_threads=1, kv_cache_gib=0.5, runner="transformers" if part == "transformers" else "auto")
+    plain = part == "transformers"
+    config = EngineConfig(num_threads=1, kv_cache_gib=0.5, runner="transformers" if plain else "auto")
     folder = _moved(path, cache / "bench_float32" / path.name) if part == "float32" else path
     runner = make_runner(ModelConfig(path=str(folder), dtype="float32", device="cpu"), config, cache)
     arms = {"plain": _Arm(runner, 0), "drafts": _Arm(runner, config.max_draft_tokens)}
     held = f", weights in {runner._model.describe_memory()}" if isinstance(runner, NativeRunner) else ""
     table = Table(
-        f"Speculation: SmolLM2-135M, {runner.name}{held}, 1 thread, {num_tokens} tokens an answer, {num_rounds} rounds",
-        ("", "streams", "plain CPU ms/tok", "drafts CPU ms/tok", "ratio", "gate", "steps", "accepted", "same tokens"),
-    )
-    for name, texts, num_streams, temperature in CASES:
-        gate = FREE_GATE if texts is FREE else COPYING_GATES[part] if num_streams == 1 else ""
-        prompts = [_prompt(tokenizer, texts[place % len(texts)]) for place in range(num_streams)]
-        found: dict[str, list[_Measured]] = {arm: [] for arm in arms}
-        for arm in interleaved(tuple(arms), num_rounds + 1):  # the first round warms up
-            found[arm].append(arms[arm].decode(prompts, num_tokens, temperature))
-        plain, drafts = found["plain"][1:], found["drafts"][1:]
-        last, number = drafts[-1], num_streams * num_tokens
-        same = sum(a.answers == b.answers for a, b in zip(plain, drafts, strict=True))
-        table.rows.append(
-            (
-                name,
-                str(num_streams),
-                spread([each.cpu_s * 1e3 / number for each in plain]),
-                spread([each.cpu_s * 1e3 / number for each in drafts]),
-                ratio([each.cpu_s for each in plain], [each.cpu_s for each in drafts]),
-                gate,
-                f"{last.num_steps} of {plain[-1].num_steps}",
-                f"{last.num_accepted} of {last.num_drafted}",
-                f"{same} of {num_rounds}",
-            )
-        )
+        f"Speculation: SmolLM2-135M, {runner.name}{held}, 1 thread, {2 if quick else 5} rounds",
+        ("", "streams", "plain CPU ms/tok", "drafts CPU ms/tok", "ratio", "gate", "kept", "steps", "accepted",
+         "same tokens", "other work, cores"),
+    )  # fmt: skip
+    tokenizer = Tokenizer.load(path)
+    for case in CASES:
+        if case.num_streams == 1 or not plain:  # 16 streams on transformers take a quarter of an hour
+            table.rows.append(_row(case, tokenizer, arms, case.gate(part), quick))
     runner.close()
     return table
+
+
+def _row(
+    case: _Case, tokenizer: Tokenizer, arms: Mapping[str, _Arm], gate: float | None, quick: bool
+) -> tuple[Cell, ...]:
+    """Measures a case, again while others are busy; the quietest try counts."""
+    num_rounds, num_tokens = (2, 32) if quick else (5, 128 if case.num_streams == 1 else 64)
+    prompts = [_prompt(tokenizer, case.texts[place % len(case.texts)]) for place in range(case.num_streams)]
+    for arm in arms.values():
+        arm.decode(prompts, num_tokens, case.temperature)  # warm up
+    tries: list[tuple[float, dict[str, list[_Measured]]]] = []
+    for others in until_quiet(1 if quick else NUM_TRIES):
+        found: dict[str, list[_Measured]] = {name: [] for name in arms}
+        with others:
+            for name in interleaved(tuple(arms), num_rounds):
+                found[name].append(arms[name].decode(prompts, num_tokens, case.temperature))
+        tries.append((others.cores, found))
+    cores, found = min(tries, key=itemgetter(0))
+    plain, drafts = found["plain"], found["drafts"]
+    last, number = drafts[-1], case.num_streams * num_tokens
+    same = sum(a.answers == b.answers for a, b in zip(plain, drafts, strict=True))
+    times = ratio([each.cpu_s for each in plain], [each.cpu_s for each in drafts])
+    return (
+        case.name,
+        str(case.num_streams),
+        spread([each.cpu_s * 1e3 / number for each in plain]),
+        spread([each.cpu_s * 1e3 / number for each in drafts]),
+        times,
+        f">= {gate}" if gate else "",
+        verdict(times.median >= gate and same == num_rounds, cores) if gate else "",
+        f"{last.num_steps} of {plain[-1].num_steps}",
+        f"{last.num_accepted} of {last.num_drafted}",
+        f"{same} of {num_rounds}",
+        describe_load(cores, len(tries)),
+    )
 
 
 def _moved(model: Path, folder: Path) -> Path:

@@ -13,6 +13,7 @@ from types import TracebackType
 
 import psutil
 
+NUM_TRIES = 5
 QUIET_CORES = 0.2
 """Most that other processes may use while something is measured that decides anything."""
 
@@ -68,6 +69,26 @@ class OtherWork:
             now - then for now, then in zip((time.monotonic(), _busy_s(), _own_s()), self._start, strict=True)
         )
         self.cores = max(0.0, (busy_s - own_s) / wall_s)
+
+
+def until_quiet(num_tries: int) -> Iterator[OtherWork]:
+    """Yields what each try is to be measured in, until others were quiet during one, or all are used up."""
+    for _ in range(num_tries):
+        others = OtherWork()
+        yield others
+        if others.cores <= QUIET_CORES:
+            return
+
+
+def describe_load(cores: float, num_tries: int) -> str:
+    """Says how busy others were during the try that counts, and whether it decides anything."""
+    tries = f", {num_tries} tries" if num_tries > 1 else ""
+    return f"{cores:.2f}{tries}{'' if cores <= QUIET_CORES else ', not decided'}"
+
+
+def verdict(is_kept: bool, cores: float) -> str:
+    """Says whether a gate is kept, on a machine whose others may have been too busy."""
+    return ("yes" if is_kept else "no") if cores <= QUIET_CORES else "not decided"
 
 
 def _busy_s() -> float:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
+from operator import itemgetter
 from typing import Any
 
 from baton.config import ModelConfig, load
 from deploy.models import cache_dir, resolve
 from router.prompt import Tokenizer
-from tests.bench.engine_cases import LONG_TEXT, NUM_TRIES, PARTS, Case, cases
+from tests.bench.engine_cases import LONG_TEXT, PARTS, Case, cases
 from tests.bench.engine_sides import PROMPT_TOKENS
 from tests.bench.peer import Peer
 from tests.bench.report import Report, Table
-from tests.bench.stats import QUIET_CORES, OtherWork, interleaved, ratio, spread
+from tests.bench.stats import NUM_TRIES, describe_load, interleaved, ratio, spread, until_quiet, verdict
 
 ARMS = {"one": ("worker",), "threads": ("threads",), "workers": ("worker", "other")}
 """The processes that work at the same time."""
-THREADS_GATES = {1: 1.6, 8: 1.6, 16: 0.0, 512: 1.8, 2048: 1.8}
+THREADS_GATES = {1: 1.6, 8: 1.6, 512: 1.8, 2048: 1.8}
 WORKERS_GATE = 1.8
 
 
@@ -51,22 +52,21 @@ def run(quick: bool, parts: Collection[str] = PARTS) -> Report:
 
 def _row(case: Case, peers: dict[str, Peer], num_rounds: int, num_tries: int) -> tuple[Any, ...]:
     """Measures a case, again while others are busy; the quietest try counts."""
-    tries: list[tuple[float, dict[str, list[float]]]] = []
     for names in ARMS.values():
         _rate(case, [peers[name] for name in names])  # warm up
-    while len(tries) < num_tries and not (tries and tries[-1][0] <= QUIET_CORES):
+    tries: list[tuple[float, dict[str, list[float]]]] = []
+    for others in until_quiet(num_tries):
         rates: dict[str, list[float]] = {arm: [] for arm in ARMS}
-        with OtherWork() as others:
+        with others:
             for arm in interleaved(tuple(ARMS), num_rounds):
                 rates[arm].append(_rate(case, [peers[name] for name in ARMS[arm]]))
         tries.append((others.cores, rates))
-    cores, rates = min(tries, key=lambda one: one[0])
+    cores, rates = min(tries, key=itemgetter(0))
     cells: list[Any] = [case.name, spread(rates["one"])]
-    for arm, gate in (("threads", THREADS_GATES[case.size]), ("workers", WORKERS_GATE)):
+    for arm, gate in (("threads", THREADS_GATES.get(case.size)), ("workers", WORKERS_GATE)):
         times = ratio(rates[arm], rates["one"])
-        kept = "not decided" if cores > QUIET_CORES else "yes" if times.median >= gate else "no"
-        cells += [times, f">= {gate}" if gate else "", kept if gate else ""]
-    return (*cells, f"{cores:.2f}, try {len(tries)}")
+        cells += [times, f">= {gate}" if gate else "", verdict(times.median >= gate, cores) if gate else ""]
+    return (*cells, describe_load(cores, len(tries)))
 
 
 def _rate(case: Case, peers: Sequence[Peer]) -> float:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.bench import any_precision, engine, engine_cases, quality
+from tests.bench import any_precision, engine, engine_cases, quality, stats
 from tests.bench.engine_cases import Case, Found, Plan
 from tests.bench.engine_sides import Measured, Side
 
@@ -61,23 +61,23 @@ def found_of(foreign_cores: float = 0.0, **walls: float) -> Found:
     ("cores", "least", "load"),
     [
         ((0.1,), 0.1, "0.10"),
-        ((0.9, 0.2), 0.2, "0.20, try 2"),
-        ((0.9, 0.5, 0.3, 0.8, 0.7), 0.3, "0.30, try 3, not decided"),
+        ((0.9, 0.2), 0.2, "0.20, 2 tries"),
+        ((0.9, 0.5, 0.3, 0.8, 0.7), 0.3, "0.30, 5 tries, not decided"),
     ],
 )
 def test_a_case_beside_which_others_were_busy_is_measured_again(
     monkeypatch: pytest.MonkeyPatch, cores: tuple[float, ...], least: float, load: str
 ) -> None:
     machine = Machine(*cores)
-    monkeypatch.setattr(engine_cases, "OtherWork", machine)
-    found = engine_cases.measure(CASE, sides_of(ours=1.0, peer=2.0), Plan(5, engine_cases.NUM_TRIES, ("ours",)))
+    monkeypatch.setattr(stats, "OtherWork", machine)
+    found = engine_cases.measure(CASE, sides_of(ours=1.0, peer=2.0), Plan(5, stats.NUM_TRIES, ("ours",)))
     assert (found.foreign_cores, found.load) == (least, load)
-    assert found.is_decided == (least <= 0.2)
+    assert stats.verdict(True, found.foreign_cores) == ("yes" if least <= 0.2 else "not decided")
     assert list(machine.to_come) == []
 
 
 def test_an_engine_far_behind_the_best_of_others_has_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_cases, "OtherWork", Machine(0.0))
+    monkeypatch.setattr(stats, "OtherWork", Machine(0.0))
     sides = sides_of(ours=1.0, slow_one_of_ours=50.0, best=3.0, near=4.9, far=5.1)
     found = engine_cases.measure(CASE, sides, Plan(5, 1, ("ours", "slow_one_of_ours")))
     assert {name: len(runs) for name, runs in found.runs.items()} == {
