@@ -201,6 +201,7 @@ class Vllm:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CACHE_ROOT": str(scratch / "vllm"),
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
         }
         vllm = importlib.import_module("vllm")
         self.name = f"vLLM {importlib.metadata.version('vllm')}"
