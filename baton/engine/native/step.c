@@ -135,6 +135,7 @@ INLINE Vector divided(Vector a, Vector b) { return _mm512_div_ps(a, b); }
 INLINE Vector larger(Vector a, Vector b) { return _mm512_max_ps(a, b); }
 INLINE Vector smaller(Vector a, Vector b) { return _mm512_min_ps(a, b); }
 INLINE float largest_lane(Vector v) { return _mm512_reduce_max_ps(v); }
+INLINE float total_of_lanes(Vector v) { return _mm512_reduce_add_ps(v); } /* of whole numbers: any order gives the same */
 INLINE Vector without_sign(Vector v) { return _mm512_abs_ps(v); }
 INLINE Vector times_power(Vector a, Vector n) { /* a times 2 to the power that n's lowest bits are */
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_slli_epi32(_mm512_castps_si512(n), 23)));
@@ -157,7 +158,7 @@ INLINE Vector of_float16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_load
 INLINE Vector of_bytes(const int8_t *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
 }
-INLINE void to_bytes(int8_t *p, Vector v) { /* rounded to the nearest, from -128 to 127 */
+INLINE void to_bytes(int8_t *p, Vector v) { /* rounded as `rounded` does, from -128 to 127 */
     _mm_storeu_si128((void *)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(v)));
 }
 /* Each lane holds the neighbouring values of a token that fit into it. */
@@ -179,9 +180,6 @@ INLINE Integers splat_integer(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE Integers lower_halves(Integers v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 INLINE Integers upper_halves(Integers v) { return lower_halves(_mm512_srli_epi16(v, 4)); }
 INLINE Vector of_integers(Integers v) { return _mm512_cvtepi32_ps(v); }
-INLINE void store_as_bytes(int8_t *p, Vector v) { /* rounded, to the even one of two that are as near */
-    _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
-}
 #if defined(__AVX512VNNI__)
 /* Adds to each lane the products of its four unsigned bytes with four signed ones. */
 INLINE Integers add_products(Integers sum, Integers bytes, Integers with) { return _mm512_dpbusd_epi32(sum, bytes, with); }
@@ -209,6 +207,11 @@ INLINE float largest_lane(Vector v) {
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     four = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+INLINE float total_of_lanes(Vector v) {
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 INLINE Vector without_sign(Vector v) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v); }
 INLINE Vector times_power(Vector a, Vector n) {
@@ -250,11 +253,6 @@ INLINE Integers splat_integer(int32_t x) { return _mm256_set1_epi32(x); }
 INLINE Integers lower_halves(Integers v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 INLINE Integers upper_halves(Integers v) { return lower_halves(_mm256_srli_epi16(v, 4)); }
 INLINE Vector of_integers(Integers v) { return _mm256_cvtepi32_ps(v); }
-INLINE void store_as_bytes(int8_t *p, Vector v) {
-    __m256i whole = _mm256_cvtps_epi32(v);
-    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
-    _mm_storel_epi64((void *)p, _mm_packs_epi16(words, words));
-}
 INLINE Integers add_products(Integers sum, Integers bytes, Integers with) {
     Integers even = _mm256_and_si256(bytes, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(bytes, 8);
     Integers with_even = _mm256_srai_epi16(_mm256_slli_epi16(with, 8), 8), with_odd = _mm256_srai_epi16(with, 8);
@@ -274,9 +272,14 @@ INLINE float sum_of_lanes(const float *lane) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
+static const float WHOLE = 12582912.0f; /* what is added to it keeps no bits behind the point */
+
+/* The nearest whole number, of two as near the even one; of numbers that are smaller than 2 to the 22. */
+INLINE Vector rounded(Vector x) { return subtracted(added(x, splat(WHOLE)), splat(WHOLE)); }
+
 /* e to the x, which is at most 88, as Cephes has it, within one unit of the last place; not below e to the -87. */
 INLINE Vector exponential(Vector x) {
-    const Vector whole = splat(12582912.0f); /* what is added to it keeps no bits behind the point */
+    const Vector whole = splat(WHOLE);
     x = larger(x, splat(-87.0f));
     Vector power = multiply_add(x, splat(1.44269504088896341f), whole), n = subtracted(power, whole);
     Vector r = multiply_add(n, splat(2.12194440e-4f), multiply_add(n, splat(-0.693359375f), x));
@@ -374,8 +377,8 @@ struct Step {
     Pool pool;
     float *x, *normed, *qkv, *attended, *gate_up, *active, *delta; /* [max_tokens][...] */
     float *gathered, *routing;                                     /* the same, of a model with experts */
-    int8_t *bytes;                                                 /* [max_tokens][inputs of the product] */
-    Bytes *of_bytes;                                               /* [max_tokens][inputs / 32] */
+    int8_t *bytes;                                                 /* [tiles][inputs of the product / 32][DOT_ROWS][32] */
+    Bytes *of_bytes;                                               /* [tiles][inputs / 32][DOT_ROWS] */
     float **keys, **panels;                                        /* [threads]: room of its own */
     int32_t *sequence, *position, *picked;                         /* [max_tokens] */
     Span *spans;
@@ -550,78 +553,75 @@ static void put(const Step *step, int row, int rows, int panel, int panels, cons
 
 /* ---- products of integers ------------------------------------------------------------------------------------------------ */
 
-enum { DOT_ROWS = LANES == 16 ? 6 : 2 };
+/* Rows of a tile. The bytes of its rows lie together for each 32 inputs: [tile][32 inputs][row of the tile][32]. */
+enum { DOT_ROWS = LANES == 16 ? 12 : 4 };
 static int is_dot(const Matrix *m) { return m->form == DOT_Q8 || m->form == DOT_Q4; }
 
 /* Inputs of a row as bytes, the largest of each 32 as 127 or -127; smaller ones than 2 to the -100 are 0. */
 static void quantize(const float *x, int width, int8_t *bytes, Bytes *of) {
-    for (int block = 0; block < width / 32; block++, x += 32, bytes += 32) {
-        Vector largest = splat(0.0f);
-        for (int i = 0; i < 32; i += LANES)
-            largest = larger(largest, larger(load(x + i), subtracted(splat(0.0f), load(x + i))));
-        const float most = largest_lane(largest);
+    for (int block = 0; block < width / 32; block++, x += 32, bytes += DOT_ROWS * 32, of += DOT_ROWS) {
+        Vector largest = without_sign(load(x)), total = splat(0.0f);
+        for (int i = LANES; i < 32; i += LANES) largest = larger(largest, without_sign(load(x + i)));
+        const float most = largest_lane(largest), scale = most / 127.0f;
         const Vector inverse = splat(most > 0x1p-100f ? 127.0f / most : 0.0f);
-        for (int i = 0; i < 32; i += LANES) store_as_bytes(bytes + i, multiplied(load(x + i), inverse));
-        int32_t sum = 0;
-        for (int i = 0; i < 32; i++) sum += bytes[i];
-        const float scale = most / 127.0f;
-        of[block] = (Bytes){scale, scale * (float)sum, -128 * sum};
+        for (int i = 0; i < 32; i += LANES) {
+            const Vector whole = rounded(multiplied(load(x + i), inverse));
+            to_bytes(bytes + i, whole);
+            total = added(total, whole);
+        }
+        const float sum = total_of_lanes(total);
+        *of = (Bytes){scale, scale * sum, -128 * (int32_t)sum};
     }
 }
 
-/* Has weights of 32 inputs come nearer: the same inputs' of the next panel. */
-INLINE void fetch_bytes(int form, const Matrix *m, int64_t block) {
-    const int size = form == DOT_Q8 ? 1024 : 512;
+/* Has a share of the weights of 32 inputs come nearer, the same inputs' of the next panel: a cache line at most, so that no
+   more are on their way than the CPU waits for. There are 8 shares for each vector of a panel. */
+INLINE void fetch_bytes(int form, const Matrix *m, int64_t block, int share) {
+    const int size = form == DOT_Q8 ? 1024 : 512, at = share * (size / 8 / PARTS);
     block += m->inputs / 32;
-    UNROLL for (int i = 0; i < size; i += 64) _mm_prefetch((const char *)m->weights + block * size + i, _MM_HINT_T0);
-    _mm_prefetch((const char *)(m->scale + block * PANEL), _MM_HINT_T0);
-    if (form == DOT_Q4) _mm_prefetch((const char *)(m->least + block * PANEL), _MM_HINT_T0);
+    if (at % 64 == 0) _mm_prefetch((const char *)m->weights + block * size + at, _MM_HINT_T1);
+    if (share == 1) _mm_prefetch((const char *)(m->scale + block * PANEL), _MM_HINT_T1);
+    if (share == 9 && form == DOT_Q4) _mm_prefetch((const char *)(m->least + block * PANEL), _MM_HINT_T1);
 }
 
-/* Some rows of a product's inputs as bytes, and whether weights come nearer meanwhile. */
-typedef struct { const int8_t *bytes; const Bytes *of; int fetches; } ByteRows;
+/* A tile's inputs as bytes. */
+typedef struct { const int8_t *bytes; const Bytes *of; } ByteRows;
 
-/* A tile: `rows` rows of bytes by two vectors of a panel's outputs, which begin with vector `part`. */
+/* A tile: `rows` rows of bytes by vector `part` of a panel's outputs. */
 INLINE void dot_tile(int form, int rows, int part, const Matrix *m, int panel, const ByteRows *x, float *sums) {
     const int blocks = m->inputs / 32, size = form == DOT_Q8 ? 1024 : 512;
-    Vector sum[DOT_ROWS][2];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < 2; v++) sum[r][v] = splat(0.0f);
-    for (int block = 0; block < blocks; block++) {
-        const int64_t at = (int64_t)panel * blocks + block;
+    const int8_t *bytes = x->bytes;
+    const Bytes *of = x->of;
+    Vector sum[DOT_ROWS];
+    UNROLL for (int r = 0; r < rows; r++) sum[r] = splat(0.0f);
+    for (int block = 0; block < blocks; block++, bytes += DOT_ROWS * 32, of += DOT_ROWS) {
+        const int64_t at = (int64_t)panel * blocks + block, outputs = at * PANEL + part * LANES;
         const uint8_t *weights = (const uint8_t *)m->weights + at * size + part * LANES * 4;
-        Integers dot[DOT_ROWS][2];
-        if (part == 0 && x->fetches) fetch_bytes(form, m, at);
-        UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < 2; v++)
-            dot[r][v] = splat_integer(form == DOT_Q8 ? x->of[r * blocks + block].offset : 0);
+        Integers dot[DOT_ROWS];
+        UNROLL for (int r = 0; r < rows; r++) dot[r] = splat_integer(form == DOT_Q8 ? of[r].offset : 0);
         UNROLL for (int i = 0; i < 32; i += 4) {
-            Integers weight[2];
-            UNROLL for (int v = 0; v < 2; v++) {
-                if (form == DOT_Q8) weight[v] = load_bytes(weights + i * PANEL + v * LANES * 4);
-                else if (i < 16) weight[v] = lower_halves(load_bytes(weights + i * PANEL + v * LANES * 4));
-                else weight[v] = upper_halves(load_bytes(weights + (i - 16) * PANEL + v * LANES * 4));
-            }
+            Integers weight;
+            fetch_bytes(form, m, at, part * 8 + i / 4);
+            if (form == DOT_Q8) weight = load_bytes(weights + i * PANEL);
+            else if (i < 16) weight = lower_halves(load_bytes(weights + i * PANEL));
+            else weight = upper_halves(load_bytes(weights + (i - 16) * PANEL));
             UNROLL for (int r = 0; r < rows; r++) {
                 int32_t four;
-                memcpy(&four, x->bytes + (r * blocks + block) * 32 + i, 4);
-                UNROLL for (int v = 0; v < 2; v++) dot[r][v] = add_products(dot[r][v], weight[v], splat_integer(four));
+                memcpy(&four, bytes + r * 32 + i, 4);
+                dot[r] = add_products(dot[r], weight, splat_integer(four));
             }
         }
-        UNROLL for (int v = 0; v < 2; v++) {
-            const int64_t outputs = at * PANEL + (part + v) * LANES;
-            const Vector scale = of_float16(m->scale + outputs), least = form == DOT_Q4 ? of_float16(m->least + outputs) : scale;
-            UNROLL for (int r = 0; r < rows; r++) {
-                const Bytes *one = x->of + r * blocks + block;
-                sum[r][v] = multiply_add(of_integers(dot[r][v]), multiplied(scale, splat(one->scale)), sum[r][v]);
-                if (form == DOT_Q4) sum[r][v] = multiply_add(least, splat(one->total), sum[r][v]);
-            }
+        const Vector scale = of_float16(m->scale + outputs), least = form == DOT_Q4 ? of_float16(m->least + outputs) : scale;
+        UNROLL for (int r = 0; r < rows; r++) {
+            sum[r] = multiply_add(of_integers(dot[r]), multiplied(scale, splat(of[r].scale)), sum[r]);
+            if (form == DOT_Q4) sum[r] = multiply_add(least, splat(of[r].total), sum[r]);
         }
     }
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < 2; v++) store(sums + r * PANEL + (part + v) * LANES, sum[r][v]);
+    UNROLL for (int r = 0; r < rows; r++) store(sums + r * PANEL + part * LANES, sum[r]);
 }
 
 INLINE void dot_tiles(int form, int rows, const Matrix *m, int panel, const ByteRows *x, float *sums) {
-    UNROLL for (int part = 0; part < PARTS; part += 2) dot_tile(form, rows, part, m, panel, x, sums);
+    UNROLL for (int part = 0; part < PARTS; part++) dot_tile(form, rows, part, m, panel, x, sums);
 }
 
 /* The same for a number of rows that is known when it runs. */
@@ -629,11 +629,17 @@ INLINE void dot_tiles_of(int form, int rows, const Matrix *m, int panel, const B
     switch (rows) {
     case 1: dot_tiles(form, 1, m, panel, x, sums); return;
     case 2: dot_tiles(form, 2, m, panel, x, sums); return;
-#if defined(__AVX512F__)
     case 3: dot_tiles(form, 3, m, panel, x, sums); return;
     case 4: dot_tiles(form, 4, m, panel, x, sums); return;
+#if defined(__AVX512F__)
     case 5: dot_tiles(form, 5, m, panel, x, sums); return;
     case 6: dot_tiles(form, 6, m, panel, x, sums); return;
+    case 7: dot_tiles(form, 7, m, panel, x, sums); return;
+    case 8: dot_tiles(form, 8, m, panel, x, sums); return;
+    case 9: dot_tiles(form, 9, m, panel, x, sums); return;
+    case 10: dot_tiles(form, 10, m, panel, x, sums); return;
+    case 11: dot_tiles(form, 11, m, panel, x, sums); return;
+    case 12: dot_tiles(form, 12, m, panel, x, sums); return;
 #endif
     }
 }
@@ -645,21 +651,20 @@ static void dot_q4(int rows, const Matrix *m, int panel, const ByteRows *x, floa
     dot_tiles_of(DOT_Q4, rows, m, panel, x, sums);
 }
 
-/* Panels [first, last) for rows of the product: few rows panel by panel, so that the next one's weights come meanwhile,
-   many rows tile by tile, so that each is read once. */
+/* Panels [first, last) for rows of the product, of which the first one begins a tile: few rows panel by panel, so that the
+   next one's weights come meanwhile, many rows tile by tile, so that each is read once. */
 static void multiply_bytes(const Step *step, int first, int last, int row, int rows) {
     const Matrix *m = step->product.matrix;
-    const int tiles = (rows + DOT_ROWS - 1) / DOT_ROWS, is_many = tiles > 8, together = is_many ? last - first : 1;
+    const int is_many = rows > 4 * DOT_ROWS, together = is_many ? last - first : 1;
     float sums[DOT_ROWS * PANEL];
     for (int begin = first; begin < last; begin += together)
-        for (int tile = 0, r = row; tile < tiles; tile++) {
-            const int some = (row + rows - r + tiles - tile - 1) / (tiles - tile);
-            const ByteRows x = {step->bytes + (int64_t)r * m->inputs, step->of_bytes + (int64_t)r * (m->inputs / 32), !is_many};
+        for (int r = row; r < row + rows; r += DOT_ROWS) {
+            const int some = row + rows - r < DOT_ROWS ? row + rows - r : DOT_ROWS;
+            const ByteRows x = {step->bytes + (int64_t)r * m->inputs, step->of_bytes + (int64_t)r * (m->inputs / 32)};
             for (int panel = begin; panel < begin + together; panel++) {
                 (m->form == DOT_Q8 ? dot_q8 : dot_q4)(some, m, panel, &x, sums);
                 put(step, r, some, panel, 1, sums);
             }
-            r += some;
         }
 }
 
@@ -725,10 +730,11 @@ static int last_row(int job, int rows) { return (job + 1) * ROWS_A_JOB < rows ? 
 
 static void quantize_job(Step *step, int job, int thread) {
     (void)thread;
-    const int64_t inputs = step->product.matrix->inputs;
-    for (int r = job * ROWS_A_JOB; r < last_row(job, step->product.rows); r++)
-        quantize(step->product.x + (int64_t)r * step->product.ldx, (int)inputs, step->bytes + r * inputs,
-                 step->of_bytes + r * (inputs / 32));
+    const int inputs = step->product.matrix->inputs;
+    for (int r = job * ROWS_A_JOB; r < last_row(job, step->product.rows); r++) {
+        const int64_t at = (int64_t)(r / DOT_ROWS) * (inputs / 32) * DOT_ROWS + r % DOT_ROWS;
+        quantize(step->product.x + (int64_t)r * step->product.ldx, inputs, step->bytes + at * 32, step->of_bytes + at);
+    }
 }
 
 /* Computes the product that `step->product` describes. */
@@ -1295,8 +1301,8 @@ static Block first_block(const Step *step, int job) {
 static void fetch(const Block *block, int kept, int share, int shares) {
     for (int t = block->from; t < block->to; t += GROUP)
         for (int i = share * 64; i < GROUP * kept; i += shares * 64) {
-            _mm_prefetch((const char *)(block->keys[t / GROUP] + i), _MM_HINT_T0);
-            _mm_prefetch((const char *)(block->values[t / GROUP] + i), _MM_HINT_T0);
+            _mm_prefetch((const char *)(block->keys[t / GROUP] + i), _MM_HINT_T1);
+            _mm_prefetch((const char *)(block->values[t / GROUP] + i), _MM_HINT_T1);
         }
 }
 
@@ -1483,8 +1489,9 @@ Step *baton_open(const Model *model) {
         step->routing = room(tokens * most.router, sizeof(float));
         step->picked = room(tokens, sizeof(int32_t));
     }
-    step->bytes = room(tokens * most.input, 1);
-    step->of_bytes = room(tokens * (most.input / 32), sizeof(Bytes));
+    const int64_t in_tiles = (tokens + DOT_ROWS - 1) / DOT_ROWS * DOT_ROWS;
+    step->bytes = room(in_tiles * most.input, 1);
+    step->of_bytes = room(in_tiles * (most.input / 32), sizeof(Bytes));
     step->sequence = room(tokens, sizeof(int32_t));
     step->position = room(tokens, sizeof(int32_t));
     step->spans = room(tokens, sizeof(Span));
