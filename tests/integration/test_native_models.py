@@ -242,7 +242,7 @@ def test_logits_are_the_same_bits_on_every_variant(either: Path, monkeypatch: py
 
 @pytest.fixture(scope="module")
 def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose layers hold codes: Q4_1 in the perceptron, Q8_0 in attention."""
+    """A model that holds codes: Q4_1 in the perceptron, Q8_0 in attention and head."""
     folder = tmp_path_factory.mktemp("coded")
     save_tiny("llama", {}, folder)
 
@@ -250,7 +250,7 @@ def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, weight in weights.items():
             if ".mlp." in name:
                 weight.copy_(of_form(Form.Q4_1, weight))
-            elif "self_attn" in name:
+            elif "self_attn" in name or name in ("lm_head.weight", "model.embed_tokens.weight"):
                 weight.copy_(of_form(Form.Q8_0, weight))
 
     edit_weights(folder, to_codes)
@@ -263,7 +263,7 @@ def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("uneven", "bf16", "BF16"),
         ("uneven", "int8g", "DOT_Q8, F32"),
         ("mixed", "int8g", "DOT_Q8, F32"),
-        ("coded", "int8g", "DOT_Q4, DOT_Q8, F32"),
+        ("coded", "int8g", "DOT_FINE, DOT_Q4, DOT_Q8"),
     ],
     ids=["uneven-bf16", "uneven", "mixed", "coded"],
 )

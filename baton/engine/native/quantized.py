@@ -3,7 +3,7 @@
     bf16     what is held in float32 is rounded to bfloat16, as a checkpoint in bfloat16 has it; smaller forms stay
     int8g    the matrices of the layers are multiplied as integers, in groups of 32 inputs: codes stay the codes that
              they are, other weights become signed bytes. A router of experts stays, and so does a matrix whose inputs
-             are no multiple of 32
+             are no multiple of 32. A head of 8-bit codes keeps them, and is multiplied as integers of 16 bits
 
 The step that computes with them is proved before, with the exact ones.
 """
@@ -41,7 +41,7 @@ def quantized(exact: PackedWeights, mode: str) -> PackedWeights:
         )
         for layer in exact.layers
     ]
-    return replace(exact, layers=layers)
+    return replace(exact, head=_of_fine_dots(exact.head), layers=layers)
 
 
 def _rounded(matrix: PackedMatrix) -> PackedMatrix:
@@ -71,8 +71,18 @@ def _of_dots(matrix: PackedMatrix) -> PackedMatrix:
             codes, scale = _codes((matrix.weights.int() << 16).view(torch.float32), matrix.num_inputs)
         case _:
             codes, scale = _codes(matrix.weights, matrix.num_inputs)
-    unsigned = (_by_fours(codes, matrix.num_inputs).short() + 128).to(torch.uint8)
-    return replace(matrix, form=Form.DOT_Q8, weights=unsigned, scale=scale)
+    return replace(matrix, form=Form.DOT_Q8, weights=_unsigned(codes, matrix.num_inputs), scale=scale)
+
+
+def _of_fine_dots(matrix: PackedMatrix) -> PackedMatrix:
+    """Returns a matrix of 8-bit codes for products with inputs of two bytes, or as it is."""
+    if matrix.form is not Form.Q8_0:
+        return matrix
+    return replace(matrix, form=Form.DOT_FINE, weights=_unsigned(matrix.weights, matrix.num_inputs))
+
+
+def _unsigned(codes: torch.Tensor, num_inputs: int) -> torch.Tensor:
+    return (_by_fours(codes, num_inputs).short() + 128).to(torch.uint8)
 
 
 def _codes(panels: torch.Tensor, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:

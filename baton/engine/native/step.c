@@ -32,13 +32,14 @@
 
    Each form gives back the checkpoint's float32 weights bit for bit (`weights.py` proves it for each matrix).
 
-   Two forms are for products of integers, for which inputs become signed bytes, 32 at a time. There the weights of four
+   Three forms are for products of integers, for which inputs become signed bytes, 32 at a time. There the weights of four
    neighbouring inputs lie together, so that one instruction multiplies and adds four for each output of a vector:
 
        form    32 inputs of a panel                                            and
        DOT_Q8  8 times [output 0: inputs 4i..4i+3][output 1: the same] ...     scale[32]             weight = scale * (byte - 128)
        DOT_Q4  4 times the same; the lower half of a byte is of inputs         scale[32], least[32]  weight = scale * c + least
                4i..4i+3, the upper one of inputs 16+4i..16+4i+3
+       DOT_FINE  as DOT_Q8, but an input becomes two bytes, of which the second one has what the first one rounds away
 
    KV. A layer's pages are those of `KVCache`: page(block, head) = [K of token 0, 1, ... | V of token 0, 1, ...], where the K or
    V of a token is
@@ -63,7 +64,7 @@
 #define UNROLL _Pragma("GCC unroll 32")
 
 enum { PANEL = 32, GROUP = 16, MAX_TILE_ROWS = 12 };
-enum { F32, BF16, Q8_0, Q4_1, DOT_Q8, DOT_Q4, UNPACKED };       /* forms of weights; UNPACKED: F32 in a thread's room */
+enum { F32, BF16, Q8_0, Q4_1, DOT_Q8, DOT_Q4, DOT_FINE, UNPACKED }; /* forms of weights; UNPACKED: F32 in a thread's room */
 enum { SILU, GELU_TANH, RELU_SQUARED };                         /* activations */
 enum { QK_PLAIN, QK_BY_HEAD, QK_WHOLE };                        /* norms of queries and keys */
 enum { BY_SQUARES, BY_VARIANCE };                               /* kinds of norms: RMSNorm, LayerNorm */
@@ -179,6 +180,9 @@ INLINE Integers load_bytes(const uint8_t *p) { return _mm512_loadu_si512(p); }
 INLINE Integers splat_integer(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE Integers lower_halves(Integers v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 INLINE Integers upper_halves(Integers v) { return lower_halves(_mm512_srli_epi16(v, 4)); }
+INLINE Integers times_256_plus(Integers v, int32_t more) {
+    return _mm512_add_epi32(_mm512_slli_epi32(v, 8), splat_integer(more));
+}
 INLINE Vector of_integers(Integers v) { return _mm512_cvtepi32_ps(v); }
 #if defined(__AVX512VNNI__)
 /* Adds to each lane the products of its four unsigned bytes with four signed ones. */
@@ -252,6 +256,9 @@ INLINE Integers load_bytes(const uint8_t *p) { return _mm256_loadu_si256((const 
 INLINE Integers splat_integer(int32_t x) { return _mm256_set1_epi32(x); }
 INLINE Integers lower_halves(Integers v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 INLINE Integers upper_halves(Integers v) { return lower_halves(_mm256_srli_epi16(v, 4)); }
+INLINE Integers times_256_plus(Integers v, int32_t more) {
+    return _mm256_add_epi32(_mm256_slli_epi32(v, 8), splat_integer(more));
+}
 INLINE Vector of_integers(Integers v) { return _mm256_cvtepi32_ps(v); }
 INLINE Integers add_products(Integers sum, Integers bytes, Integers with) {
     Integers even = _mm256_and_si256(bytes, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(bytes, 8);
@@ -366,7 +373,7 @@ static void wake_helpers(Pool *pool) {
 
 /* ---- a step's memory ------------------------------------------------------------------------------------------------ */
 
-typedef struct { /* 32 inputs of a row as bytes: input = scale * byte */
+typedef struct { /* 32 inputs of a row as bytes: input = scale * byte, or scale * (256 * first byte + second one) */
     float scale, total; /* total: of the inputs */
     int32_t offset;     /* what is too much in a product with bytes that are 128 more than a weight, taken away */
 } Bytes;
@@ -377,7 +384,7 @@ struct Step {
     Pool pool;
     float *x, *normed, *qkv, *attended, *gate_up, *active, *delta; /* [max_tokens][...] */
     float *gathered, *routing;                                     /* the same, of a model with experts */
-    int8_t *bytes;                                                 /* [tiles][inputs of the product / 32][DOT_ROWS][32] */
+    int8_t *bytes;                                                 /* [tiles][inputs of the product / 32][DOT_ROWS][planes][32] */
     Bytes *of_bytes;                                               /* [tiles][inputs / 32][DOT_ROWS] */
     float **keys, **panels;                                        /* [threads]: room of its own */
     int32_t *sequence, *position, *picked;                         /* [max_tokens] */
@@ -553,20 +560,27 @@ static void put(const Step *step, int row, int rows, int panel, int panels, cons
 
 /* ---- products of integers ------------------------------------------------------------------------------------------------ */
 
-/* Rows of a tile. The bytes of its rows lie together for each 32 inputs: [tile][32 inputs][row of the tile][32]. */
+/* Rows of a tile. The bytes of its rows lie together for each 32 inputs: [tile][32 inputs][row of the tile][plane][32]. */
 enum { DOT_ROWS = LANES == 16 ? 12 : 4 };
-static int is_dot(const Matrix *m) { return m->form == DOT_Q8 || m->form == DOT_Q4; }
+static int is_dot(const Matrix *m) { return m->form == DOT_Q8 || m->form == DOT_Q4 || m->form == DOT_FINE; }
+INLINE int planes_of(int form) { return form == DOT_FINE ? 2 : 1; } /* bytes that an input becomes */
 
 /* Inputs of a row as bytes, the largest of each 32 as 127 or -127; smaller ones than 2 to the -100 are 0. */
-static void quantize(const float *x, int width, int8_t *bytes, Bytes *of) {
-    for (int block = 0; block < width / 32; block++, x += 32, bytes += DOT_ROWS * 32, of += DOT_ROWS) {
+INLINE void quantize_as(int planes, const float *x, int width, int8_t *bytes, Bytes *of) {
+    for (int block = 0; block < width / 32; block++, x += 32, bytes += DOT_ROWS * planes * 32, of += DOT_ROWS) {
         Vector largest = without_sign(load(x)), total = splat(0.0f);
         for (int i = LANES; i < 32; i += LANES) largest = larger(largest, without_sign(load(x + i)));
-        const float most = largest_lane(largest), scale = most / 127.0f;
+        const float most = largest_lane(largest), scale = most / 127.0f * (planes == 2 ? 1 / 256.0f : 1.0f);
         const Vector inverse = splat(most > 0x1p-100f ? 127.0f / most : 0.0f);
         for (int i = 0; i < 32; i += LANES) {
-            const Vector whole = rounded(multiplied(load(x + i), inverse));
+            const Vector value = multiplied(load(x + i), inverse);
+            Vector whole = rounded(value);
             to_bytes(bytes + i, whole);
+            if (planes == 2) {
+                const Vector rest = smaller(rounded(multiplied(subtracted(value, whole), splat(256.0f))), splat(127.0f));
+                to_bytes(bytes + 32 + i, rest);
+                whole = multiply_add(whole, splat(256.0f), rest);
+            }
             total = added(total, whole);
         }
         const float sum = total_of_lanes(total);
@@ -574,10 +588,15 @@ static void quantize(const float *x, int width, int8_t *bytes, Bytes *of) {
     }
 }
 
+static void quantize(int form, const float *x, int width, int8_t *bytes, Bytes *of) {
+    if (form == DOT_FINE) quantize_as(2, x, width, bytes, of);
+    else quantize_as(1, x, width, bytes, of);
+}
+
 /* Has a share of the weights of 32 inputs come nearer, the same inputs' of the next panel: a cache line at most, so that no
    more are on their way than the CPU waits for. There are 8 shares for each vector of a panel. */
 INLINE void fetch_bytes(int form, const Matrix *m, int64_t block, int share) {
-    const int size = form == DOT_Q8 ? 1024 : 512, at = share * (size / 8 / PARTS);
+    const int size = form == DOT_Q4 ? 512 : 1024, at = share * (size / 8 / PARTS);
     block += m->inputs / 32;
     if (at % 64 == 0) _mm_prefetch((const char *)m->weights + block * size + at, _MM_HINT_T1);
     if (share == 1) _mm_prefetch((const char *)(m->scale + block * PANEL), _MM_HINT_T1);
@@ -589,26 +608,29 @@ typedef struct { const int8_t *bytes; const Bytes *of; } ByteRows;
 
 /* A tile: `rows` rows of bytes by vector `part` of a panel's outputs. */
 INLINE void dot_tile(int form, int rows, int part, const Matrix *m, int panel, const ByteRows *x, float *sums) {
-    const int blocks = m->inputs / 32, size = form == DOT_Q8 ? 1024 : 512;
+    const int blocks = m->inputs / 32, size = form == DOT_Q4 ? 512 : 1024, planes = planes_of(form);
     const int8_t *bytes = x->bytes;
     const Bytes *of = x->of;
     Vector sum[DOT_ROWS];
     UNROLL for (int r = 0; r < rows; r++) sum[r] = splat(0.0f);
-    for (int block = 0; block < blocks; block++, bytes += DOT_ROWS * 32, of += DOT_ROWS) {
+    for (int block = 0; block < blocks; block++, bytes += DOT_ROWS * planes * 32, of += DOT_ROWS) {
         const int64_t at = (int64_t)panel * blocks + block, outputs = at * PANEL + part * LANES;
         const uint8_t *weights = (const uint8_t *)m->weights + at * size + part * LANES * 4;
         Integers dot[DOT_ROWS];
         UNROLL for (int r = 0; r < rows; r++) dot[r] = splat_integer(form == DOT_Q8 ? of[r].offset : 0);
-        UNROLL for (int i = 0; i < 32; i += 4) {
-            Integers weight;
-            fetch_bytes(form, m, at, part * 8 + i / 4);
-            if (form == DOT_Q8) weight = load_bytes(weights + i * PANEL);
-            else if (i < 16) weight = lower_halves(load_bytes(weights + i * PANEL));
-            else weight = upper_halves(load_bytes(weights + (i - 16) * PANEL));
-            UNROLL for (int r = 0; r < rows; r++) {
-                int32_t four;
-                memcpy(&four, bytes + r * 32 + i, 4);
-                dot[r] = add_products(dot[r], weight, splat_integer(four));
+        UNROLL for (int plane = 0; plane < planes; plane++) {
+            if (plane == 1) UNROLL for (int r = 0; r < rows; r++) dot[r] = times_256_plus(dot[r], of[r].offset);
+            UNROLL for (int i = 0; i < 32; i += 4) {
+                Integers weight;
+                if (plane == 0) fetch_bytes(form, m, at, part * 8 + i / 4);
+                if (form != DOT_Q4) weight = load_bytes(weights + i * PANEL);
+                else if (i < 16) weight = lower_halves(load_bytes(weights + i * PANEL));
+                else weight = upper_halves(load_bytes(weights + (i - 16) * PANEL));
+                UNROLL for (int r = 0; r < rows; r++) {
+                    int32_t four;
+                    memcpy(&four, bytes + (r * planes + plane) * 32 + i, 4);
+                    dot[r] = add_products(dot[r], weight, splat_integer(four));
+                }
             }
         }
         const Vector scale = of_float16(m->scale + outputs), least = form == DOT_Q4 ? of_float16(m->least + outputs) : scale;
@@ -650,6 +672,12 @@ static void dot_q8(int rows, const Matrix *m, int panel, const ByteRows *x, floa
 static void dot_q4(int rows, const Matrix *m, int panel, const ByteRows *x, float *sums) {
     dot_tiles_of(DOT_Q4, rows, m, panel, x, sums);
 }
+static void dot_fine(int rows, const Matrix *m, int panel, const ByteRows *x, float *sums) {
+    dot_tiles_of(DOT_FINE, rows, m, panel, x, sums);
+}
+
+typedef void (*DotTiles)(int, const Matrix *, int, const ByteRows *, float *);
+static const DotTiles DOT_TILES[] = {dot_q8, dot_q4, dot_fine}; /* from DOT_Q8 on */
 
 /* Panels [first, last) for rows of the product, of which the first one begins a tile: few rows panel by panel, so that the
    next one's weights come meanwhile, many rows tile by tile, so that each is read once. */
@@ -660,9 +688,9 @@ static void multiply_bytes(const Step *step, int first, int last, int row, int r
     for (int begin = first; begin < last; begin += together)
         for (int r = row; r < row + rows; r += DOT_ROWS) {
             const int some = row + rows - r < DOT_ROWS ? row + rows - r : DOT_ROWS;
-            const ByteRows x = {step->bytes + (int64_t)r * m->inputs, step->of_bytes + (int64_t)r * (m->inputs / 32)};
+            const ByteRows x = {step->bytes + (int64_t)r * planes_of(m->form) * m->inputs, step->of_bytes + (int64_t)r * (m->inputs / 32)};
             for (int panel = begin; panel < begin + together; panel++) {
-                (m->form == DOT_Q8 ? dot_q8 : dot_q4)(some, m, panel, &x, sums);
+                DOT_TILES[m->form - DOT_Q8](some, m, panel, &x, sums);
                 put(step, r, some, panel, 1, sums);
             }
         }
@@ -730,10 +758,11 @@ static int last_row(int job, int rows) { return (job + 1) * ROWS_A_JOB < rows ? 
 
 static void quantize_job(Step *step, int job, int thread) {
     (void)thread;
-    const int inputs = step->product.matrix->inputs;
+    const int inputs = step->product.matrix->inputs, form = step->product.matrix->form;
     for (int r = job * ROWS_A_JOB; r < last_row(job, step->product.rows); r++) {
         const int64_t at = (int64_t)(r / DOT_ROWS) * (inputs / 32) * DOT_ROWS + r % DOT_ROWS;
-        quantize(step->product.x + (int64_t)r * step->product.ldx, inputs, step->bytes + at * 32, step->of_bytes + at);
+        quantize(form, step->product.x + (int64_t)r * step->product.ldx, inputs, step->bytes + at * planes_of(form) * 32,
+                 step->of_bytes + at);
     }
 }
 
@@ -1490,7 +1519,7 @@ Step *baton_open(const Model *model) {
         step->picked = room(tokens, sizeof(int32_t));
     }
     const int64_t in_tiles = (tokens + DOT_ROWS - 1) / DOT_ROWS * DOT_ROWS;
-    step->bytes = room(in_tiles * most.input, 1);
+    step->bytes = room(in_tiles * most.input, planes_of(DOT_FINE));
     step->of_bytes = room(in_tiles * (most.input / 32), sizeof(Bytes));
     step->sequence = room(tokens, sizeof(int32_t));
     step->position = room(tokens, sizeof(int32_t));

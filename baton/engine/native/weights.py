@@ -26,6 +26,7 @@ class Form(IntEnum):
     Q4_1 = 3
     DOT_Q8 = 4
     DOT_Q4 = 5
+    DOT_FINE = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

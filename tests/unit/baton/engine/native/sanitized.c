@@ -25,7 +25,7 @@ static uint16_t *float16s(int64_t count, float scale) {
     return found;
 }
 
-static int is_of_bytes(int form) { return form == Q8_0 || form == DOT_Q8; }
+static int is_of_bytes(int form) { return form == Q8_0 || form == DOT_Q8 || form == DOT_FINE; }
 
 /* Exactly as large as it says: a byte read beyond it is found. */
 static Matrix matrix(int form, int outputs, int inputs, int has_bias) {
@@ -46,6 +46,19 @@ static Matrix matrix(int form, int outputs, int inputs, int has_bias) {
         if (!is_of_bytes(form)) m.least = float16s(blocks, 0.2f);
     }
     if (has_bias) m.bias = numbers(m.panels * PANEL, 0.1f);
+    return m;
+}
+
+/* The same weights for inputs of two bytes. */
+static Matrix fine(const Matrix *codes) {
+    Matrix m = *codes;
+    uint8_t *bytes = malloc((size_t)(m.panels * PANEL * m.inputs));
+    for (int at = 0, panel = 0; panel < m.panels; panel++)
+        for (int input = 0; input < m.inputs; input += 4)
+            for (int output = 0; output < PANEL; output++)
+                for (int i = 0; i < 4; i++)
+                    bytes[at++] = (uint8_t)(((const int8_t *)m.weights)[(panel * m.inputs + input + i) * PANEL + output] + 128);
+    m.form = DOT_FINE, m.weights = bytes;
     return m;
 }
 
@@ -128,6 +141,17 @@ int main(int argc, char **argv) {
     }
     for (size_t i = 0; i < LENGTH * width; i++)
         if (i % width < VOCAB && !isfinite(expected[i])) return printf("logit %zu is no number\n", i), 4;
+    const Matrix fine_head = fine(&head);
+    float largest = 0.0f, *fine_logits = malloc(sizeof(float) * LENGTH * width);
+    model.head = &fine_head;
+    for (int i = 0; i < 3; i++) {
+        if (compute(chunks[i], i ? found : fine_logits)) return 10;
+        if (i && memcmp(found, fine_logits, sizeof(float) * LENGTH * width)) return printf("fine chunks of %d differ\n", chunks[i]), 11;
+    }
+    for (size_t i = 0; i < LENGTH * width; i++)
+        if (i % width < VOCAB) largest = fmaxf(largest, fabsf(expected[i]));
+    for (size_t i = 0; i < LENGTH * width; i++)
+        if (i % width < VOCAB && !(fabsf(fine_logits[i] - expected[i]) < 2e-4f * largest)) return printf("logit %zu is too coarse\n", i), 12;
     int32_t far[] = {95}, two[] = {2}, wrong[] = {VOCAB}, beyond[6] = {3, 9, 0, 7, 11, BLOCKS};
     Batch batch = {1, 1, 6, 1, tokens, far, two, tables[0], rows, found};
     if (baton_step(step, &batch, 0, LAYERS) != TOO_LONG) return 5;

@@ -55,7 +55,7 @@ def test_bf16_rounds_what_is_float32_and_nothing_else(form: Form) -> None:
     assert torch.equal(unpacked(matrix), expected)
 
 
-def test_head_embedding_routers_and_uneven_inputs_keep_their_weights_in_int8g() -> None:
+def test_a_head_without_codes_embedding_routers_and_uneven_inputs_keep_their_weights_in_int8g() -> None:
     exact = weights_of(
         {"router": pack([of_form(Form.F32)], [None]), "out": pack([of_form(Form.F32)[:, : INPUTS - 16]], [None])}
     )
@@ -64,6 +64,13 @@ def test_head_embedding_routers_and_uneven_inputs_keep_their_weights_in_int8g() 
     assert found.embedding is exact.embedding
     assert found.layers[0].matrices == exact.layers[0].matrices
     assert found.layers[0].norms is exact.layers[0].norms
+
+
+def test_a_head_of_codes_keeps_them_in_int8g() -> None:
+    weight = of_form(Form.Q8_0)
+    head = quantized(replace(weights_of({}), head=pack([weight], [None])), "int8g").head
+    assert head.form is Form.DOT_FINE
+    assert torch.equal(unpacked(head).view(torch.int32), weight.view(torch.int32))
 
 
 def test_head_and_embedding_are_rounded_in_bf16() -> None:

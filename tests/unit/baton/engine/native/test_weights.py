@@ -35,7 +35,7 @@ def unpacked(matrix: PackedMatrix) -> torch.Tensor:
         case Form.Q4_1:
             halves = torch.cat([matrix.weights & 15, matrix.weights >> 4], -1)
             return rows(halves).float() * wide(matrix.scale) + wide(matrix.least)
-        case Form.DOT_Q8:
+        case Form.DOT_Q8 | Form.DOT_FINE:
             fours = matrix.weights.view(-1, PANEL, 4).transpose(1, 2)
             return (rows(fours).float() - 128) * wide(matrix.scale)
         case Form.DOT_Q4:
