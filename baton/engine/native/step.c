@@ -1191,29 +1191,34 @@ static void hide(const Row *row, int begin, float *scores, float with) {
     for (int t = row->to > begin ? row->to - begin : 0; t < KEYS; t++) scores[t] = with;
 }
 
-/* Turns scores of a block's tokens into weights, and returns by what the sums so far are scaled. */
-static float weights_of(Row *row, int begin, float *scores) {
-    const int hides = row->from > begin || row->to < begin + KEYS;
-    if (hides) hide(row, begin, scores, NO_SCORE);
-    Vector largest = load(scores);
-    UNROLL for (int t = LANES; t < KEYS; t += LANES) largest = larger(largest, load(scores + t));
-    const float before = row->most, most = largest_lane(larger(largest, splat(before)));
-    float factor = 1.0f;
-    if (most > before) {
-        float lane[LANES];
-        store(lane, exponential(splat(before - most)));
-        factor = lane[0];
+/* The largest of a query's scores so far, with those of a block. */
+INLINE float most_of(const Row *row, const float *scores) {
+    Vector largest = splat(row->most);
+    UNROLL for (int t = 0; t < KEYS; t += LANES) largest = larger(largest, load(scores + t));
+    return largest_lane(largest);
+}
+
+/* Turns a tile's scores of a block's tokens into weights, and says by what the sums so far are scaled. */
+INLINE void weights_of(int rows, Row *row, int begin, float (*scores)[KEYS], float *factor) {
+    float change[GROUP] = {0.0f};
+    int grows = 0;
+    UNROLL for (int r = 0; r < rows; r++) {
+        if (row[r].from > begin || row[r].to < begin + KEYS) hide(row + r, begin, scores[r], NO_SCORE);
+        const float most = most_of(row + r, scores[r]);
+        change[r] = row[r].most - most, grows |= most > row[r].most;
+        row[r].most = most;
     }
-    row->most = most;
-    UNROLL for (int t = 0; t < KEYS; t += LANES)
-        store(scores + t, exponential(subtracted(load(scores + t), splat(most))));
-    if (hides) hide(row, begin, scores, 0.0f);
-    UNROLL for (int v = 0; v < GROUP_PARTS; v++) {
-        Vector sum = multiplied(load(row->sum + v * LANES), splat(factor));
-        UNROLL for (int t = 0; t < KEYS; t += GROUP) sum = added(sum, load(scores + t + v * LANES));
-        store(row->sum + v * LANES, sum);
+    UNROLL for (int v = 0; v < GROUP; v += LANES) store(factor + v, grows ? exponential(load(change + v)) : splat(1.0f));
+    UNROLL for (int r = 0; r < rows; r++) {
+        UNROLL for (int t = 0; t < KEYS; t += LANES)
+            store(scores[r] + t, exponential(subtracted(load(scores[r] + t), splat(row[r].most))));
+        if (row[r].from > begin || row[r].to < begin + KEYS) hide(row + r, begin, scores[r], 0.0f);
+        UNROLL for (int v = 0; v < GROUP_PARTS; v++) {
+            Vector sum = multiplied(load(row[r].sum + v * LANES), splat(factor[r]));
+            UNROLL for (int t = 0; t < KEYS; t += GROUP) sum = added(sum, load(scores[r] + t + v * LANES));
+            store(row[r].sum + v * LANES, sum);
+        }
     }
-    return factor;
 }
 
 INLINE Vector kept_values(int form, const uint8_t *kept, int at) {
@@ -1245,10 +1250,10 @@ INLINE void weigh(int form, int rows, int parts, const Row *row, const Block *bl
 
 /* A tile of queries and a block of tokens. */
 INLINE void attend_tile(int form, int rows, Row *row, const Block *block, const float *turned, int dim, float scale) {
-    float scores[ATTENTION_ROWS][KEYS], factor[ATTENTION_ROWS];
+    float scores[ATTENTION_ROWS][KEYS], factor[GROUP];
     if (dim == 64) score(rows, row, turned, 64, scale, scores);
     else score(rows, row, turned, dim, scale, scores);
-    for (int r = 0; r < rows; r++) factor[r] = weights_of(row + r, block->begin, scores[r]);
+    weights_of(rows, row, block->begin, scores, factor);
     if (form == KV_INT8) /* a weight times (scale times c) */
         for (int r = 0; r < rows; r++)
             UNROLL for (int t = 0; t < KEYS; t += LANES)
