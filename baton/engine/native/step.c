@@ -525,14 +525,14 @@ typedef void (*Tile)(int, int, const Matrix *, int, const float *, int, float *)
 static const Tile TILES[] = {tile_f32, tile_bf16, tile_q8_0, tile_q4_1};
 
 INLINE void unpack(int form, const Matrix *m, int panel, float *into) {
-    Vector scale = splat(0.0f), least = scale;
-    for (int k = 0; k < m->inputs; k++)
+    for (int begin = 0; begin < m->inputs; begin += 32)
         for (int part = 0; part < PARTS; part++) {
-            int64_t at = ((int64_t)panel * (m->inputs / 32) + k / 32) * PANEL + part * LANES;
-            if (form == Q8_0 || form == Q4_1) scale = of_float16(m->scale + at);
-            if (form == Q4_1) least = of_float16(m->least + at);
-            store(into + k * PANEL + part * LANES,
-                  weight_at(form, m, (int64_t)panel * m->inputs + k, part, scale, least));
+            const int64_t at = ((int64_t)panel * (m->inputs / 32) + begin / 32) * PANEL + part * LANES;
+            const Vector scale = form == BF16 ? splat(0.0f) : of_float16(m->scale + at);
+            const Vector least = form == Q4_1 ? of_float16(m->least + at) : scale;
+            for (int k = begin; k < begin + 32 && k < m->inputs; k++)
+                store(into + k * PANEL + part * LANES,
+                      weight_at(form, m, (int64_t)panel * m->inputs + k, part, scale, least));
         }
 }
 
