@@ -65,8 +65,9 @@ class ClusterConfig:
     `decode`; one file per cluster. Empty: the sizes last as long as `baton up`, and with `ray_address` a file in the
     cache folder records which workers to end if all of it is killed."""
     gpus_per_worker: Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER, Must.be("at least 0")] = 0.0
-    """GPUs per worker. 0: one per rank (`engine.tensor_parallel`); a single rank gets an equal share of all nodes' GPUs
-    where the pools start with more workers than there are GPUs. Set it where nodes are reserved for one pool."""
+    """GPUs per worker. 0: one per rank (`engine.tensor_parallel`). Where the pools start with more workers of one rank
+    than there are GPUs, each gets an equal part of one GPU: with 3 workers on 2 GPUs a half. Workers for which the nodes
+    have no room are refused at the start; set the value where nodes are still to come."""
     drain_timeout_s: Wait = 30.0
     """Longest time in which a leaving worker hands over its work. Work that is left then is computed again."""
     start_timeout_s: Wait = 180.0

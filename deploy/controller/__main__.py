@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from baton.blocks import content_id
@@ -35,6 +36,7 @@ from deploy.processes import UNJOINED, tell_parent
 from deploy.ray_pools import actors as ray_actors
 from deploy.ray_pools.actor import RESOURCE
 from deploy.ray_pools.actors import RayActors
+from deploy.ray_pools.gpus import gpus_per_worker
 from deploy.scaling.autoscaler import Autoscaler
 from kvstore.index import Mirror, MirrorFollower, RedisConnection, RedisIndex
 from kvstore.leases import RedisLeases
@@ -87,7 +89,7 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
     """Runs the controller until a signal.
 
     Raises:
-        ConfigError: Ray does not answer, or has no room for any worker.
+        ConfigError: Ray does not answer, or its nodes have no room for the workers.
         BatonError: during the first start, a worker cannot start as configured.
     """
     content = content_id(config.model.identity)
@@ -178,7 +180,7 @@ async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | 
     Workers of an earlier cluster may still run in a Ray cluster that was joined; they are ended first.
 
     Args:
-        wait_s: longest wait for the first node with room for a worker to join Ray.
+        wait_s: longest wait for nodes with room for the workers to join Ray.
     """
     found = load(arguments.state_file)
     if found is not None and found.cluster == arguments.cluster:
@@ -193,18 +195,27 @@ async def _state(config: Config, arguments: Arguments, kubernetes: Kubernetes | 
         if reason := sizes_problem(sizes, config):
             raise ConfigError(f"the ServingPools ask for sizes that are not possible: {reason}")
         return ControllerState(desired=sizes, cluster=arguments.cluster, gpus_per_worker=config.cluster.gpus_per_worker)
-    deadline_s = time.monotonic() + wait_s
-    while not (resources := await ray_actors.resources()).get(RESOURCE) and time.monotonic() < deadline_s:  # noqa: ASYNC110
-        await asyncio.sleep(NODES_POLL_S)
-    if not resources.get(RESOURCE):
-        raise ConfigError(
-            f"the Ray cluster has no resource {RESOURCE!r}; start its nodes with `ray start --resources "
-            f"'{{\"{RESOURCE}\": N}}'` for N workers each"
-        )
     desired = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}  # as `up` found them
-    num_gpus = resources.get("GPU", 0.0) if config.model.device != "cpu" else 0.0
-    gpus_per_worker = ray_actors.gpus_per_worker(config, num_gpus, sum(desired.values()))
-    return ControllerState(desired=desired, cluster=arguments.cluster, gpus_per_worker=gpus_per_worker)
+    share = await _gpus_per_worker(config, desired, wait_s)
+    return ControllerState(desired=desired, cluster=arguments.cluster, gpus_per_worker=share)
+
+
+async def _gpus_per_worker(config: Config, desired: Mapping[Role, int], wait_s: float) -> float:
+    """The GPUs of each worker, once the nodes that have joined Ray have room for all that is desired."""
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        nodes = await ray_actors.nodes()
+        try:
+            if any(node.num_workers for node in nodes):
+                return gpus_per_worker(config, nodes, desired) if config.model.device != "cpu" else 0.0
+            raise ConfigError(
+                f"the Ray cluster has no resource {RESOURCE!r}; start its nodes with `ray start --resources "
+                f"'{{\"{RESOURCE}\": N}}'` for N workers each"
+            )
+        except ConfigError:
+            if time.monotonic() >= deadline_s:
+                raise
+        await asyncio.sleep(NODES_POLL_S)
 
 
 async def _until_stopped(config: Config, arguments: Arguments, ready: Ready) -> None:

@@ -19,12 +19,14 @@ from pathlib import Path
 
 import grpc
 
+from baton.cluster import Role
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
 from baton.model_files import read_json
 from baton.rpc import channel
 from deploy.doctor import machine
+from deploy.ray_pools.gpus import NodeGpus, gpus_per_worker, memory_share
 
 ANSWER_S = 3.0
 RAY_METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
@@ -101,10 +103,10 @@ def with_kv_size(config: Config) -> Config:
     if gpus is None or gpus:
         if gpus and engine.kv_cache_gib != "auto":
             weights = weights_bytes(Path(model.path), model.dtype) // ranks
-            part = config.cluster.gpus_per_worker or len(gpus) / (ranks * workers)
-            Room(free=int(min(gpus) * min(1.0, part)), num_pools=1, needed=weights, on_gpu=True).pool_gib(
-                engine.kv_cache_gib
-            )
+            node = NodeGpus(num_gpus=len(gpus), num_workers=workers)
+            desired = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}
+            part = memory_share(gpus_per_worker(config, [node], desired))
+            Room(free=int(min(gpus) * part), num_pools=1, needed=weights, on_gpu=True).pool_gib(engine.kv_cache_gib)
         return config
     weights = weights_bytes(Path(model.path), "float32" if model.dtype == "auto" else model.dtype) // ranks
     most = max(workers, config.autoscale.max_workers if config.autoscale.enabled else 0)

@@ -18,6 +18,7 @@ from baton.errors import WorkerFailed
 from baton.messages import Failed
 from baton.rpc.errors import from_failed
 from deploy.processes import FENCED, module_command, tied
+from deploy.ray_pools.gpus import memory_share
 from kvstore.transfer.transport.nccl_env import nccl_environment
 
 RESOURCE = "baton_worker"
@@ -107,7 +108,7 @@ class WorkerActor:
         context = ray.get_runtime_context()
         own: dict[str, float] = context.get_assigned_resources()
         if gpus := own.get("GPU"):
-            return min(1.0, gpus)
+            return memory_share(gpus)
         if self._host:  # all are on this machine
             return 1 / (config.cluster.prefill + config.cluster.decode)
         (node,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())

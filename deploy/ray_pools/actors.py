@@ -10,7 +10,7 @@ import contextlib
 import logging
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from baton.cluster import Role, pool_of
 from baton.config import ClusterConfig, Config
 from baton.errors import BatonError, ConfigError, WorkerFailed
 from deploy.ray_pools.actor import POOL_LABEL, RESOURCE, WorkerActor
+from deploy.ray_pools.gpus import NodeGpus
 from deploy.ray_pools.ray_import import ray
 
 logger = logging.getLogger(__name__)
@@ -76,19 +77,19 @@ def _no_folder_for_workers() -> Generator[None]:
         yield
 
 
-async def resources() -> dict[str, float]:
-    """Resources of all nodes together. Raises ConfigError if Ray does not answer."""
-    found: dict[str, float] = await _in_thread(ray.cluster_resources)
-    return found
+async def nodes() -> list[NodeGpus]:
+    """What each node has for workers. Raises ConfigError if Ray does not answer."""
+    return [node_gpus(node) for node in await _in_thread(ray.nodes) if node["Alive"]]
 
 
-def gpus_per_worker(config: Config, num_gpus: float, num_workers: int) -> float:
-    """The share of Ray's GPUs for each worker; whole GPUs where a worker has several ranks."""
-    if not num_gpus:
-        return 0.0
-    ranks = config.engine.tensor_parallel
-    share = min(1.0, num_gpus / num_workers) if ranks == 1 else float(ranks)
-    return config.cluster.gpus_per_worker or share
+def node_gpus(node: Mapping[str, Any]) -> NodeGpus:
+    """A node as Ray describes it."""
+    resources, pool = node["Resources"], node["Labels"].get(POOL_LABEL)
+    return NodeGpus(
+        num_gpus=int(resources.get("GPU", 0)),
+        num_workers=int(resources.get(RESOURCE, 0)),
+        pool=Role(pool) if pool in set(Role) else None,
+    )
 
 
 async def end_all(namespace: str) -> list[str]:

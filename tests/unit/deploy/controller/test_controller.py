@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from baton.cluster import ControllerInfo, PoolStatus, Role, Worker, WorkerLoad, WorkerState
-from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig
+from baton.config import ClusterConfig, Config, IndexConfig
 from baton.errors import ConfigError, Conflict, InvalidRequest, StoreUnavailable, WorkerFailed
 from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -618,21 +618,3 @@ def test_a_state_file_with_sizes_that_are_none_is_refused(tmp_path: Path, size: 
     path.write_text(json.dumps(values)[:-1] + f', "desired": {{"prefill": {size}, "decode": 1}}}}')
     with pytest.raises(ConfigError, match=r"cluster\.state_file: cannot use"):
         load(path)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "wanted", "num_gpus", "expected"),
-    [
-        (1, 0.0, 0.0, 0.0),
-        (1, 0.0, 8.0, 1.0),
-        (1, 0.0, 1.0, 0.25),
-        (1, 0.5, 8.0, 0.5),
-        (2, 0.0, 8.0, 2.0),
-        (2, 2.0, 8.0, 2.0),
-        (2, 0.0, 1.0, 2.0),  # it waits for a node that has them
-        (2, 0.0, 0.0, 0.0),
-    ],
-)
-def test_a_worker_has_a_gpu_a_rank_or_its_share(ranks: int, wanted: float, num_gpus: float, expected: float) -> None:
-    config = Config(engine=EngineConfig(tensor_parallel=ranks), cluster=ClusterConfig(gpus_per_worker=wanted))
-    assert ray_actors.gpus_per_worker(config, num_gpus, num_workers=4) == expected

@@ -1,0 +1,124 @@
+"""Every worker finds its part of a GPU, or the start is refused with what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+
+from baton.cluster import Role
+from baton.config import ClusterConfig, Config, EngineConfig
+from baton.errors import ConfigError
+from deploy.ray_pools.actors import node_gpus
+from deploy.ray_pools.gpus import UNITS, NodeGpus, gpus_per_worker, memory_share, num_placed
+
+P, D = Role.PREFILL, Role.DECODE
+MUCH = 256
+
+
+def node(num_gpus: int, num_workers: int = MUCH, pool: Role | None = None) -> NodeGpus:
+    return NodeGpus(num_gpus=num_gpus, num_workers=num_workers, pool=pool)
+
+
+def share_of(nodes: Sequence[NodeGpus], prefill: int, decode: int, ranks: int = 1, asked: float = 0.0) -> float:
+    config = Config(engine=EngineConfig(tensor_parallel=ranks), cluster=ClusterConfig(gpus_per_worker=asked))
+    return gpus_per_worker(config, nodes, {P: prefill, D: decode})
+
+
+def is_placed(nodes: Sequence[NodeGpus], num_workers: int, share: float) -> bool:
+    """Puts one worker after the other where Ray would: on one GPU that has so many of its units left."""
+    units = round(share * UNITS)
+    free = [[UNITS] * node.num_gpus for node in nodes]
+    slots = [node.num_workers for node in nodes]
+    for _ in range(num_workers):
+        for number, gpus in enumerate(free):
+            fitting = [place for place, left in enumerate(gpus) if left >= units]
+            if fitting and slots[number]:
+                gpus[fitting[0]] -= units
+                slots[number] -= 1
+                break
+        else:
+            return False
+    return True
+
+
+@pytest.mark.parametrize(("num_workers", "num_gpus"), list(product(range(1, 10), range(1, 9))))
+def test_workers_on_gpus_are_all_placed(num_workers: int, num_gpus: int) -> None:
+    share = share_of([node(num_gpus)], num_workers - 1, 1)
+    workers_of_a_gpu = -(-num_workers // num_gpus)
+    assert share == UNITS // workers_of_a_gpu / UNITS
+    assert is_placed([node(num_gpus)], num_workers, share)
+    assert workers_of_a_gpu * memory_share(share) <= 1, "their KV pools fit beside each other"
+
+
+def test_a_part_is_never_made_up_of_pieces_of_several_gpus() -> None:
+    assert num_placed([node(2)], {P: 1, D: 2}, 2 / 3) == 2
+    assert num_placed([node(3)], {P: 4, D: 4}, 0.4) == 6
+
+
+def test_nodes_that_differ_have_room_for_all_between_them() -> None:
+    for gpus in product(range(4), repeat=3):
+        for slots in product((1, 3, MUCH), repeat=3):
+            nodes = [node(num, most) for num, most in zip(gpus, slots, strict=True)]
+            for num_workers in range(1, 10):
+                most = sum(slot for num, slot in zip(gpus, slots, strict=True) if num)
+                if not any(gpus):
+                    assert share_of(nodes, num_workers - 1, 1) == 0.0
+                elif most < num_workers:
+                    with pytest.raises(ConfigError, match="room for"):
+                        share_of(nodes, num_workers - 1, 1)
+                else:
+                    share = share_of(nodes, num_workers - 1, 1)
+                    assert is_placed(nodes, num_workers, share)
+                    assert round(1 / share) == 1 or not is_placed(nodes, num_workers, 1 / (round(1 / share) - 1))
+
+
+def test_a_pool_that_has_fewer_gpus_of_its_own_decides() -> None:
+    nodes = [node(1, pool=P), node(8, pool=D)]
+    assert share_of(nodes, 1, 8) == 1.0
+    assert share_of(nodes, 4, 2) == 0.25, "the decode pool's GPUs are no use to prefill workers"
+    assert share_of([*nodes, node(3)], 4, 2) == 1.0, "those for all are"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "ranks", "asked", "expected"),
+    [
+        ([], 4, 1, 0.0, 0.0),
+        ([node(8)], 4, 1, 0.0, 1.0),
+        ([node(8)], 4, 1, 0.5, 0.5),
+        ([node(1, 1)], 4, 1, 1.0, 1.0),  # others are still to come
+        ([node(8)], 4, 2, 0.0, 2.0),
+        ([node(4), node(5)], 4, 2, 0.0, 2.0),
+        ([node(1)], 4, 2, 2.0, 2.0),
+        ([node(0)], 4, 2, 0.0, 0.0),
+        ([node(8, 0), node(0, 4)], 4, 1, 0.0, 0.0),  # GPUs of a node that takes no workers
+    ],
+)
+def test_ranks_have_whole_gpus_and_a_setting_holds(
+    nodes: list[NodeGpus], workers: int, ranks: int, asked: float, expected: float
+) -> None:
+    assert share_of(nodes, 1, workers - 1, ranks, asked) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "ranks", "asked", "sentence"),
+    [
+        ([node(1)], 2, 2, 0.0, "each worker needs 2 GPUs of one Ray node .* suffice for 0 of 2 .* lower engine.tensor"),
+        ([node(3), node(3)], 3, 2, 0.0, "suffice for 2 of 3 workers: add GPUs"),
+        ([node(2, 1), node(2, 1)], 3, 1, 0.0, "room for 2 of 3 workers, by their resource `baton_worker`.*raise the"),
+        ([node(2, 2), node(0, 9)], 3, 1, 0.0, "nodes with GPUs have room for 2 of 3 workers"),
+        ([node(8)], 2, 1, 1.5, r"gpus_per_worker is 1\.5: more than one GPU can only be a whole number"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_with_what_to_change(
+    nodes: list[NodeGpus], workers: int, ranks: int, asked: float, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        share_of(nodes, 1, workers - 1, ranks, asked)
+
+
+def test_a_node_is_read_as_ray_describes_it() -> None:
+    described = {"Resources": {"GPU": 2.0, "baton_worker": 4.0, "CPU": 8.0}, "Labels": {"baton.dev/pool": "decode"}}
+    assert node_gpus(described) == node(2, 4, D)
+    assert node_gpus({"Resources": {"CPU": 8.0}, "Labels": {"baton.dev/pool": "spare"}}) == node(0, 0)
