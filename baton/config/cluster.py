@@ -66,8 +66,8 @@ class ClusterConfig:
     cache folder records which workers to end if all of it is killed."""
     gpus_per_worker: Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER, Must.be("at least 0")] = 0.0
     """GPUs per worker. 0: one per rank (`engine.tensor_parallel`). Where the pools start with more workers of one rank
-    than there are GPUs, each gets an equal part of one GPU: with 3 workers on 2 GPUs a half. Workers for which the nodes
-    have no room are refused at the start; set the value where nodes are still to come."""
+    than there are GPUs, each gets an equal part of one GPU: with 3 workers on 2 GPUs a half. Workers for which the
+    nodes have no room are refused at the start; set the value where nodes are still to come."""
     drain_timeout_s: Wait = 30.0
     """Longest time in which a leaving worker hands over its work. Work that is left then is computed again."""
     start_timeout_s: Wait = 180.0
@@ -89,10 +89,13 @@ class KubernetesConfig:
     decode_pool: String = "decode"
     """Name of the decode pool's ServingPool."""
     prefill_deployment: String = ""
-    """Deployment whose pods are Ray nodes, one per prefill worker; the controller keeps as many as it needs. Empty:
+    """Deployment whose pods are Ray nodes for prefill workers; the controller keeps as many as it needs. Empty:
     something else adds nodes for workers that wait, such as KubeRay's autoscaler."""
     decode_deployment: String = ""
-    """Deployment whose pods are Ray nodes, one per decode worker. Empty: as for `prefill_deployment`."""
+    """Deployment whose pods are Ray nodes for decode workers; it may be the same one. Empty: as for
+    `prefill_deployment`."""
+    workers_per_pod: AtLeastOne = 1
+    """Workers for which one pod of those Deployments has room."""
 
 
 @section("autoscale")

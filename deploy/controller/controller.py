@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -162,7 +163,11 @@ class Controller:
         """Every known worker, as of now."""
         workers = self._lives.workers.values()
         unique = self._mirror.unique_blocks() if self._is_any_pool_too_large() else {}
-        return {worker.id: self._observed(worker, unique.get(worker.id, 0)) for worker in workers}
+        staying = Counter(worker.pod for worker in workers if worker.pod and worker.id not in self.state.retiring)
+        return {
+            worker.id: self._observed(worker, unique.get(worker.id, 0), max(0, staying[worker.pod] - 1))
+            for worker in workers
+        }
 
     def pool(self, role: Role) -> PoolStatus:
         return PoolStatus(self.state.desired[role], num_serving(self.observed().values(), role))
@@ -310,7 +315,7 @@ class Controller:
     async def _until_failed(self) -> None:
         await self._lives.failed
 
-    def _observed(self, worker: ManagedWorker, num_unique_blocks: int) -> ObservedWorker:
+    def _observed(self, worker: ManagedWorker, num_unique_blocks: int, num_neighbours: int) -> ObservedWorker:
         lease = self._watch.lease_of(worker.id)
         is_ready, is_held = worker.phase is WorkerPhase.READY, self.state.is_changing_role(worker.id)
         is_unplaced = worker.phase is WorkerPhase.STARTING and not worker.is_placed
@@ -324,6 +329,7 @@ class Controller:
             is_draining=worker.is_draining and is_ready and not is_held,
             waits_for_room=is_unplaced and time.monotonic() - worker.since_s > ROOM_S,
             start_at_s=worker.start_at_s,
+            num_neighbours=num_neighbours,
             num_requests=lease.load.running + lease.load.waiting if lease else 0,
             num_unique_blocks=num_unique_blocks,
         )

@@ -16,6 +16,7 @@ from baton.cluster import Role
 from baton.config import KubernetesConfig
 from baton.errors import ConfigError, StoreUnavailable
 from deploy.controller.controller import Controller
+from deploy.kubernetes.node_plan import NodeLayout
 from deploy.kubernetes.nodes import WorkerNodes
 from deploy.kubernetes.pools import ServingPools
 
@@ -50,7 +51,8 @@ class Kubernetes:
             tasks.create_task(self._report(controller), name="status")
             deployments = {Role.PREFILL: self._config.prefill_deployment, Role.DECODE: self._config.decode_deployment}
             if all(deployments.values()):
-                nodes = WorkerNodes(self._client, self._config.namespace, deployments)
+                layout = NodeLayout(deployments, self._config.workers_per_pod)
+                nodes = WorkerNodes(self._client, self._config.namespace, layout)
                 tasks.create_task(_keep_nodes(nodes, controller), name="nodes")
 
     async def _follow(self, controller: Controller) -> None:

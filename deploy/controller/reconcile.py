@@ -47,6 +47,8 @@ class ObservedWorker:
     """STARTING, but no node has had the resources for it for a while, so that it uses none."""
     start_at_s: float = 0.0
     """DOWN: the earliest time of its next start."""
+    num_neighbours: int = 0
+    """Workers beside it in its pod that do not have to leave."""
     num_requests: int = 0
     """Sequences that run or wait on it."""
     num_unique_blocks: int = 0
@@ -145,11 +147,14 @@ def _num_to_spare(desired: int, workers: Sequence[ObservedWorker], role: Role, i
 def _victims(desired: int, workers: Sequence[ObservedWorker], role: Role) -> list[ObservedWorker]:
     """The workers by which the pool is too large: those with the fewest requests and the fewest blocks of their own.
 
-    Workers that do not serve yet go first, so that the last ready one stays while the pool should have any.
+    Workers that do not serve yet go first, so that the last ready one stays while the pool should have any; then those
+    in the emptiest pods, so that pods come free.
     """
     members = [worker for worker in workers if worker.role is role and _is_member(worker)]
     free = [worker for worker in members if not worker.is_held]
-    free.sort(key=lambda w: (_takes_requests(w), w.num_requests, w.num_unique_blocks, -_number(w.id), w.id))
+    free.sort(
+        key=lambda w: (_takes_requests(w), w.num_neighbours, w.num_requests, w.num_unique_blocks, -_number(w.id), w.id)
+    )
     return free[: max(len(members) - desired, 0)]
 
 

@@ -1,12 +1,14 @@
 """The pods that are Ray nodes, where Deployments make them: as many as the workers need, and no used one is removed.
 
-A worker needs a node of the pool in which it was started, and keeps it when its role changes. No node has room for two.
-A pool's Deployment therefore grows by the workers that lack a node, and shrinks by the pods without a worker; a pod
-with one is more expensive to delete (controller.kubernetes.io/pod-deletion-cost). Pure.
+A worker needs room on a node of the pool in which it was started, and keeps it when its role changes. The pools may
+share one Deployment, whose pods have room for several workers of either. A Deployment grows by the pods for which the
+workers that lack a node do not fit on those in use, and shrinks by the pods without a worker; a pod with workers is
+more expensive to delete (controller.kubernetes.io/pod-deletion-cost). Pure.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,8 +22,8 @@ class NodePod:
     """A pod that is a Ray node."""
 
     name: str
-    deployment: Role
-    """The pool whose Deployment made it."""
+    deployment: str
+    """The Deployment that made it."""
     cost: int = 0
     """Deletion cost that the pod has in Kubernetes."""
     is_leaving: bool = False
@@ -45,15 +47,25 @@ class PlacedWorker:
 class NodePlan:
     """What to change."""
 
-    sizes: Mapping[Role, int]
+    sizes: Mapping[str, int]
     """The number of pods that each Deployment should have."""
     costs: Mapping[str, int]
     """The new deletion costs of the pods whose cost changes, by name."""
 
 
+@dataclass(frozen=True, slots=True)
+class NodeLayout:
+    """Which Deployment has the nodes of a pool, and how large they are."""
+
+    deployments: Mapping[Role, str]
+    """Names of the Deployments by pool; both pools may have the same one."""
+    workers_per_pod: int = 1
+
+
 def plan(
+    layout: NodeLayout,
     desired: Mapping[Role, int],
-    sizes: Mapping[Role, int],
+    sizes: Mapping[str, int],
     pods: Sequence[NodePod],
     workers: Sequence[PlacedWorker],
 ) -> NodePlan:
@@ -64,16 +76,19 @@ def plan(
         sizes: the Deployments' sizes now.
     """
     by_name = {pod.name: pod for pod in pods if not pod.is_leaving}
-    used = {worker.pod for worker in workers} & by_name.keys()
-    costs = {name: COST_OF_A_WORKER * (name in used) for name in by_name}
+    num_on = Counter(worker.pod for worker in workers if worker.pod in by_name)
+    costs = {name: COST_OF_A_WORKER * num_on[name] for name in by_name}
     changed = {name: cost for name, cost in costs.items() if cost != by_name[name].cost}
     staying = [worker for worker in workers if worker.is_staying]
     wanted = {}
-    for pool in Role:
-        num_waiting = sum(worker.pool is pool and worker.pod not in used for worker in staying)
-        num_to_come = max(0, desired[pool] - sum(worker.role is pool for worker in staying))
-        num_used = sum(by_name[name].deployment is pool for name in used)
+    for deployment, size in sizes.items():
+        pools = [pool for pool in Role if layout.deployments[pool] == deployment]
+        num_waiting = sum(worker.pool in pools and worker.pod not in num_on for worker in staying)
+        num_to_come = sum(max(0, desired[pool] - sum(worker.role is pool for worker in staying)) for pool in pools)
+        used = [name for name in num_on if by_name[name].deployment == deployment]
         num_lacking = num_waiting + num_to_come
+        num_homeless = max(0, num_lacking - sum(layout.workers_per_pod - num_on[name] for name in used))
+        num_needed = len(used) + -(-num_homeless // layout.workers_per_pod)
         # While a worker looks for a node, none goes: it may be about to run there.
-        wanted[pool] = max(sizes[pool], num_used + num_lacking) if num_lacking else min(sizes[pool], num_used)
+        wanted[deployment] = max(size, num_needed) if num_lacking else min(size, num_needed)
     return NodePlan(wanted, changed)

@@ -70,6 +70,7 @@ TOGGLES: dict[str, tuple[str, ...]] = {
     "no-policies": ("networkPolicy.enabled=false", "router.podDisruptionBudget.enabled=false"),
     "gpus": (
         *("worker.gpu.count=1", "worker.rdma.enabled=true", "worker.runtimeClassName=nvidia", "pools.decode.name=big"),
+        "worker.rdma.asRoot=true",
         *("worker.nodeSelector.gpu=h100", "pools.decode.sharedMemory=8Gi", "pools.decode.paused=true"),
     ),
     "extras": tuple(
@@ -94,11 +95,20 @@ MATRIX: dict[str, Values] = {
         "gpu-cluster", ("orchestrator=kuberay", *TOGGLES["ingress"], *TOGGLES["tenants"], *TOGGLES["policies"])
     ),
     "one-gpu": Values(
-        "gpu-node", ("config.router.mode=aggregated", "pools.prefill.initialReplicas=0", "pools.prefill.minReplicas=0")
+        "gpu-node",
+        (
+            *("config.router.mode=aggregated", "pools.prefill.initialReplicas=0", "pools.prefill.minReplicas=0"),
+            *("worker.perPod=1", "pools.decode.initialReplicas=1"),
+        ),
     ),
     "another-name": Values(sets=("commonLabels.team=ml",), name="a-release-with-a-name-that-is-as-long-as-can-be-here"),
 }
 """What every test of the rendered objects goes through."""
+
+
+def is_shared(values: Values) -> bool:
+    """Whether the workers of both pools are in the same pods."""
+    return values.file == "gpu-node" and "worker.perPod=1" not in values.sets
 
 
 def helm(major: int, *arguments: str) -> subprocess.CompletedProcess[str]:

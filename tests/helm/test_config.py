@@ -14,7 +14,21 @@ import yaml
 from baton import config as baton_config
 from baton.config import Config
 from baton.errors import ConfigError
-from tests.helm.chart import CHART, MATRIX, NAMESPACE, Object, Pod, Values, helm, of_kind, pod_of, pods, render, the
+from tests.helm.chart import (
+    CHART,
+    MATRIX,
+    NAMESPACE,
+    Object,
+    Pod,
+    Values,
+    helm,
+    of_kind,
+    pod_of,
+    pods,
+    render,
+    selects,
+    the,
+)
 from tools.chart_docs import config_schema
 
 POD_IP = "10.1.2.3"
@@ -139,12 +153,59 @@ def test_gpus_of_a_worker_are_those_of_its_pod(tmp_path: Path) -> None:
     assert "--num-gpus=1" in container["command"]
 
 
+@pytest.mark.parametrize("orchestrator", ["deployments", "kuberay"])
+def test_a_machine_with_gpus_is_one_pod_for_the_workers_of_both_pools(orchestrator: str, tmp_path: Path) -> None:
+    """NCCL takes pods for machines: only within a pod does KV go over NVLink."""
+    objects = render(MATRIX[f"gpu-node-{orchestrator}"])
+    pod = pod_of(objects, "worker")
+    assert {each.component for each in pods(objects)}.isdisjoint({"prefill", "decode"})
+    container = pod.spec["containers"][0]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    config = loaded(objects, container, tmp_path)
+    assert (config.engine.tensor_parallel, config.cluster.gpus_per_worker) == (1, 1)
+    assert config.kubernetes.workers_per_pod == 8
+    names = {config.kubernetes.prefill_deployment, config.kubernetes.decode_deployment}
+    if orchestrator == "deployments":
+        assert names == {"baton-worker"}
+        assert '--resources={"baton_worker": 8}' in container["command"]
+        assert "--num-gpus=8" in container["command"]
+        assert not [word for word in container["command"] if word.startswith("--labels")], "for workers of both pools"
+        strategy = the(objects, "Deployment", "baton-worker")["spec"]["strategy"]["rollingUpdate"]
+        assert strategy == {"maxSurge": 0, "maxUnavailable": 1}, "a machine has no room for a second pod"
+        (rule,) = (each for each in the(objects, "Role", "baton-controller")["rules"] if each["verbs"] == ["get"])
+        assert rule["resourceNames"] == ["baton-worker"]
+    else:
+        (cluster,) = of_kind(objects, "RayCluster")
+        (group,) = cluster["spec"]["workerGroupSpecs"]
+        start = group["rayStartParams"]
+        assert json.loads(json.loads(start["resources"].strip("'"))) == {"baton_worker": 8}
+        assert start["num-gpus"] == "8"
+        assert "labels" not in group, "for workers of both pools"
+        assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (1, 1, 3)
+    (budget,) = (
+        each for each in of_kind(objects, "PodDisruptionBudget") if selects(each["spec"]["selector"], pod.labels)
+    )
+    assert budget["metadata"]["name"] == "baton-worker"
+
+
+def test_workers_are_root_only_where_that_is_asked_for() -> None:
+    """For another user an added capability has no effect."""
+    for name, context in (("gpu-cluster-deployments", {}), ("gpus", {"runAsUser": 0, "runAsNonRoot": False})):
+        for container in pod_of(render(MATRIX[name]), "decode").containers:
+            found = container["securityContext"]
+            assert {key: found[key] for key in ("runAsUser", "runAsNonRoot") if key in found} == context
+            assert found["capabilities"].get("add", []) == (["IPC_LOCK"] if context else [])
+
+
 def test_a_worker_has_a_rank_for_each_of_its_gpus(tmp_path: Path) -> None:
-    objects = render(Values("gpu-node", ("worker.gpu.count=4",)))
+    objects = render(Values("gpu-node", ("worker.gpu.count=4", "worker.perPod=1")))
     container = pod_of(objects, "decode").spec["containers"][0]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
     config = loaded(objects, container, tmp_path)
     assert (config.engine.tensor_parallel, config.cluster.gpus_per_worker) == (4, 4)
+    two = pod_of(render(Values("gpu-node", ("worker.gpu.count=4", "worker.perPod=2"))), "worker").spec["containers"][0]
+    assert two["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert '--resources={"baton_worker": 2}' in two["command"]
 
 
 def test_settings_that_the_schema_offers_are_taken(tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ def _of_pod(pod: Pod) -> Iterator[str]:
 
 def _of_container(container: Object, pod: Pod) -> Iterator[str]:
     context, resources = container.get("securityContext", {}), container.get("resources", {})
+    if context.get("runAsUser") == 0:
+        yield "CKV_K8S_23"
     if context.get("privileged"):
         yield "CKV_K8S_16"
     if context.get("allowPrivilegeEscalation") is not False:

@@ -11,7 +11,19 @@ import typer.main
 
 from deploy.cli.app import app
 from deploy.ray_pools.actor import POOL_LABEL
-from tests.helm.chart import MATRIX, NAMESPACE, Object, Values, of_kind, pod_of, pods, render, selects, the
+from tests.helm.chart import (
+    MATRIX,
+    NAMESPACE,
+    Object,
+    Values,
+    is_shared,
+    of_kind,
+    pod_of,
+    pods,
+    render,
+    selects,
+    the,
+)
 
 every_values = pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
 
@@ -177,7 +189,7 @@ def test_the_policies_let_in_and_out_what_is_meant() -> None:
 def test_budgets_select_every_serving_pod(values: Values) -> None:
     objects = render(values)
     budgets = of_kind(objects, "PodDisruptionBudget")
-    for component in ("router", "prefill", "decode"):
+    for component in ("router", *(("worker",) if is_shared(values) else ("prefill", "decode"))):
         if component == "router" and "router.podDisruptionBudget.enabled=false" in values.sets:
             continue
         (budget,) = (b for b in budgets if selects(b["spec"]["selector"], pod_of(objects, component).labels))
@@ -205,8 +217,9 @@ def test_no_size_of_a_pool_is_rendered(values: Values) -> None:
     objects = render(values)
     pools = of_kind(objects, "ServingPool")
     assert len(pools) == 2
-    workers = [d for d in of_kind(objects, "Deployment") if d["metadata"]["name"].endswith(("-prefill", "-decode"))]
-    assert len(workers) == (0 if of_kind(objects, "RayCluster") else 2)
+    groups = ("-prefill", "-decode", "-worker")
+    workers = [d for d in of_kind(objects, "Deployment") if d["metadata"]["name"].endswith(groups)]
+    assert len(workers) == (0 if of_kind(objects, "RayCluster") else 2 - is_shared(values))
     assert not [each["metadata"]["name"] for each in (*pools, *workers) if "replicas" in each["spec"]]
 
 
@@ -344,7 +357,8 @@ def test_pods_of_workers_are_those_that_the_status_selects(values: Values) -> No
             metadata=SimpleNamespace(labels=each["metadata"]["labels"], generation=1),
         )
         wanted = dict(item.split("=") for item in spec_of(Role(role), pool).selector.split(","))
-        assert [pod.component for pod in pods(objects) if selects({"matchLabels": wanted}, pod.labels)] == [role]
+        found = [pod.component for pod in pods(objects) if selects({"matchLabels": wanted}, pod.labels)]
+        assert found == ([] if is_shared(values) else [role]), "a pod of both pools is neither's alone"
 
 
 def _commands(objects: tuple[Object, ...]) -> Iterator[list[str]]:

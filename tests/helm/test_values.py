@@ -61,6 +61,10 @@ CONTRADICTIONS = {
         "config.engine.tensor_parallel (4) is not worker.gpu.count (2)",
     ),
     "unequal workers": ("pools.decode.gpu.count=1", "differ: a worker of either pool"),
+    "a pool's own pods where they are shared": (
+        "worker.perPod=2,pools.decode.nodeSelector.gpu=h100",
+        "worker.perPod is 2, so both pools have the same pods: pools.decode.nodeSelector has no effect",
+    ),
     "two autoscalers": (
         "config.autoscale.enabled=true,pools.decode.hpa.enabled=true",
         "set config.autoscale.dry_run=true",

@@ -92,10 +92,23 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- end }}
 {{- end }}
 
-{{/* A pool's values: its own, and those of `worker` for what it does not say. (list role root) */}}
+{{/* The kinds of worker pods: one for each pool, or `worker`, whose pods have room for several workers of both pools. */}}
+{{- define "baton.workerGroups" -}}
+{{ gt (.Values.worker.perPod | int) 1 | ternary "worker" "prefill decode" }}
+{{- end }}
+
+{{/* A pool's values: its own, and those of `worker` for what it does not say. The group `worker` has those alone.
+     (list group root) */}}
 {{- define "baton.pool" -}}
 {{- $root := index . 1 }}
-{{- toYaml (mergeOverwrite (deepCopy $root.Values.worker) (deepCopy (index $root.Values.pools (index . 0)))) }}
+{{- $own := get $root.Values.pools (index . 0) | default dict }}
+{{- toYaml (mergeOverwrite (deepCopy $root.Values.worker) (deepCopy $own)) }}
+{{- end }}
+
+{{/* Pods of the group `worker` that have room for so many workers. (list workers root) */}}
+{{- define "baton.podsFor" -}}
+{{- $perPod := (index . 1).Values.worker.perPod | int }}
+{{- div (add (index . 0) $perPod -1) $perPod }}
 {{- end }}
 
 {{/* Times */}}
@@ -196,6 +209,13 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- fail (printf "pools.%s has an autoscaler, so pools.%s.minReplicas must be at least 1: an empty pool shows no demand" $role $role) }}
 {{- end }}
 {{- $_ := set $gpus $role ($pool.gpu.count | int) }}
+{{- if gt ($values.worker.perPod | int) 1 }}
+{{- range $name, $_ := $values.worker }}
+{{- if hasKey (index $values.pools $role) $name }}
+{{- fail (printf "worker.perPod is %v, so both pools have the same pods: pools.%s.%s has no effect; set worker.%s" $values.worker.perPod $role $name $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- $ranks := dig "engine" "tensor_parallel" $gpus.decode $values.config | int }}
 {{- if and $gpus.decode (ne $ranks $gpus.decode) }}
@@ -225,9 +245,11 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
   "namespace" .Release.Namespace
   "prefill_pool" .Values.pools.prefill.name
   "decode_pool" .Values.pools.decode.name }}
+{{- $_ := set $kubernetes "workers_per_pod" (.Values.worker.perPod | int) }}
 {{- if eq .Values.orchestrator "deployments" }}
-{{- $_ := set $kubernetes "prefill_deployment" (printf "%s-prefill" $full) }}
-{{- $_ := set $kubernetes "decode_deployment" (printf "%s-decode" $full) }}
+{{- $groups := include "baton.workerGroups" . | splitList " " }}
+{{- $_ := set $kubernetes "prefill_deployment" (printf "%s-%s" $full (first $groups)) }}
+{{- $_ := set $kubernetes "decode_deployment" (printf "%s-%s" $full (last $groups)) }}
 {{- end }}
 {{- $set := dict "cluster" $cluster "kubernetes" $kubernetes }}
 {{- if $gpus }}

@@ -1,11 +1,13 @@
-{{/* A worker's pod: a Ray node with room for one worker that begins in that pool. The controller places it there.
-     (list role root) */}}
+{{/* A worker's pod: a Ray node with room for one worker that begins in that pool, or, for the group `worker`, for several
+     workers of either. The controller places them there. (list group root) */}}
 {{- define "baton.workerTemplate" -}}
 {{- $role := index . 0 }}
 {{- $root := index . 1 }}
 {{- $pool := include "baton.pool" . | fromYaml }}
 {{- $kuberay := eq $root.Values.orchestrator "kuberay" }}
-{{- $labels := merge (dict "baton.dev/pool" $role) $pool.podLabels }}
+{{- $isShared := eq $role "worker" }}
+{{- $labels := $isShared | ternary (dict) (dict "baton.dev/pool" $role) }}
+{{- $labels = merge $labels $pool.podLabels }}
 {{- $resources := include "baton.workerResources" $pool | fromYaml }}
 {{- $securityContext := include "baton.workerSecurityContext" (list $pool $root) | fromYaml }}
 metadata:
@@ -37,9 +39,11 @@ spec:
       imagePullPolicy: {{ $root.Values.image.worker.pullPolicy }}
       {{- if not $kuberay }}
       command:
-        {{- include "baton.nodeCommand" (list ($pool.gpu.count | int) $root) | nindent 8 }}
-        - '--resources={"baton_worker": 1}'
+        {{- include "baton.nodeCommand" (list (include "baton.podGpus" $pool) $root) | nindent 8 }}
+        - '--resources={"baton_worker": {{ $pool.perPod | int }}}'
+        {{- if not $isShared }}
         - --labels=baton.dev/pool={{ $role }}
+        {{- end }}
       {{- end }}
       env:
         {{- include "baton.workerEnv" $root | nindent 8 }}
@@ -67,11 +71,15 @@ spec:
     {{- end }}
 {{- end }}
 
-{{/* With the pool's GPUs and RDMA devices. Kubernetes takes the limit of a device as its request. */}}
+{{- define "baton.podGpus" -}}
+{{ mul .gpu.count .perPod }}
+{{- end }}
+
+{{/* With the pod's GPUs and RDMA devices. Kubernetes takes the limit of a device as its request. */}}
 {{- define "baton.workerResources" -}}
 {{- $devices := dict }}
 {{- if .gpu.count }}
-{{- $_ := set $devices .gpu.resource (.gpu.count | int) }}
+{{- $_ := set $devices .gpu.resource (include "baton.podGpus" . | int) }}
 {{- end }}
 {{- if .rdma.enabled }}
 {{- $_ := set $devices .rdma.resource (.rdma.count | int) }}
@@ -79,12 +87,13 @@ spec:
 {{- toYaml (mergeOverwrite (deepCopy .resources) (dict "limits" $devices)) }}
 {{- end }}
 
-{{/* RDMA pins memory. */}}
+{{/* RDMA pins memory. Linux gives an added capability effect for root alone; others need the runtime's memlock limit. */}}
 {{- define "baton.workerSecurityContext" -}}
 {{- $pool := index . 0 }}
 {{- $context := deepCopy (index . 1).Values.containerSecurityContext }}
-{{- if $pool.rdma.enabled }}
-{{- $context = mergeOverwrite $context (dict "capabilities" (dict "add" (list "IPC_LOCK"))) }}
+{{- if and $pool.rdma.enabled $pool.rdma.asRoot }}
+{{- $lock := dict "capabilities" (dict "add" (list "IPC_LOCK")) }}
+{{- $context = mergeOverwrite $context $lock (dict "runAsUser" 0 "runAsNonRoot" false) }}
 {{- end }}
 {{- toYaml $context }}
 {{- end }}

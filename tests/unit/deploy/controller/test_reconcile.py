@@ -46,6 +46,12 @@ def test_nothing_to_do() -> None:
     assert decide(1, 2, ready("prefill-0"), ready("decode-0"), ready("decode-1")) == []
 
 
+def test_the_workers_of_the_emptiest_pod_leave_first() -> None:
+    full = [replace(ready(f"decode-{number}"), num_neighbours=3) for number in range(4)]
+    busy = replace(ready("decode-4", num_requests=9), num_neighbours=0)
+    assert decide(0, 4, *full, busy) == [RetireWorker("decode-4"), EndWorker("decode-4")]
+
+
 def test_new_workers_take_the_smallest_free_numbers() -> None:
     assert decide(0, 3, ready("decode-1")) == [StartWorker("decode-0", DECODE), StartWorker("decode-2", DECODE)]
 

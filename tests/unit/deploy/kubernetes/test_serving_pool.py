@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.cluster import Role
-from deploy.kubernetes.node_plan import COST_OF_A_WORKER, NodePlan, NodePod, PlacedWorker, plan
+from deploy.kubernetes import node_plan
+from deploy.kubernetes.node_plan import COST_OF_A_WORKER, NodeLayout, NodePlan, NodePod, PlacedWorker
 from deploy.kubernetes.serving_pool import PoolReport, PoolSpec, spec_of, status_of
 
 P, D = Role.PREFILL, Role.DECODE
+BOTH = "both"
 
 
 def pod(name: str, role: Role, cost: int = COST_OF_A_WORKER, leaving: bool = False) -> NodePod:
@@ -22,6 +27,43 @@ def pod(name: str, role: Role, cost: int = COST_OF_A_WORKER, leaving: bool = Fal
 def worker(role: Role, pod: str = "", stays: bool = True, pool: Role | None = None) -> PlacedWorker:
     """In the role with which it began, unless `pool` is given."""
     return PlacedWorker(pool or role, role, pod, stays)
+
+
+def plan(
+    desired: Mapping[Role, int], sizes: Mapping[Role, int], pods: Sequence[NodePod], workers: Sequence[PlacedWorker]
+) -> NodePlan:
+    """A Deployment for each pool, of the pool's name, and a pod for each worker."""
+    return node_plan.plan(NodeLayout({P: P, D: D}), desired, {**sizes}, pods, workers)
+
+
+def shared(
+    desired: tuple[int, int], size: int, pods: Sequence[str], workers: Sequence[PlacedWorker], room: int = 4
+) -> NodePlan:
+    """One Deployment for both pools."""
+    found = [NodePod(name, BOTH) for name in pods]
+    return node_plan.plan(
+        NodeLayout({P: BOTH, D: BOTH}, room), dict(zip(Role, desired, strict=True)), {BOTH: size}, found, workers
+    )
+
+
+def test_workers_of_both_pools_share_a_pod_that_has_room_for_them() -> None:
+    assert shared((1, 3), 1, ["a"], []).sizes == {BOTH: 1}
+    assert shared((1, 4), 1, ["a"], []).sizes == {BOTH: 2}
+    here = [worker(P, "a"), worker(D, "a"), worker(D, "a")]
+    assert shared((1, 2), 2, ["a", "b"], here) == NodePlan({BOTH: 1}, {"a": 3 * COST_OF_A_WORKER})
+    assert shared((1, 3), 1, ["a"], [*here, worker(D)]).sizes == {BOTH: 1}, "the fourth fits beside them"
+    assert shared((2, 3), 1, ["a"], here).sizes == {BOTH: 2}, "the fifth does not"
+    assert shared((2, 3), 2, ["a", "b"], [*here, worker(D), worker(P)]).sizes == {BOTH: 2}, "it is on its way"
+
+
+def test_a_shared_pod_stays_until_its_last_worker_has_gone() -> None:
+    full = [worker(P, "a"), *(worker(D, "a") for _ in range(3))]
+    for leaving in (worker(D, "b"), worker(D, "b", stays=False)):
+        assert shared((1, 3), 2, ["a", "b"], [*full, leaving]).sizes == {BOTH: 2}
+    assert shared((1, 3), 2, ["a", "b"], full).sizes == {BOTH: 1}
+    drained = [*full[:3], worker(D, "a", stays=False), worker(D)]
+    assert shared((1, 3), 1, ["a"], drained).sizes == {BOTH: 2}, "its successor needs room while it is still there"
+    assert shared((1, 3), 2, ["a", "b"], [*full[:3], worker(D)]).sizes == {BOTH: 2}, "no pod goes while it starts"
 
 
 def test_pools_as_they_should_be_change_nothing() -> None:
@@ -81,11 +123,15 @@ def test_an_idle_node_of_the_other_pool_is_none_for_a_worker() -> None:
 sizes = st.fixed_dictionaries({P: st.integers(0, 4), D: st.integers(1, 4)})
 
 
+@pytest.mark.parametrize("layout", [NodeLayout({P: P, D: D}), NodeLayout({P: BOTH, D: BOTH}, 3)], ids=["own", BOTH])
 @settings(max_examples=300)
-@given(st.data())
-def test_whatever_happens_every_worker_gets_a_node_and_no_node_is_left_over(data: st.DataObject) -> None:
+@given(data=st.data())
+def test_whatever_happens_every_worker_gets_a_node_and_no_node_is_left_over(
+    layout: NodeLayout, data: st.DataObject
+) -> None:
     """A cluster that does as it is told, with workers that leave and change their roles on the way."""
-    desired, nodes, workers = data.draw(sizes), {P: 1, D: 1}, list[PlacedWorker]()
+    desired, workers = data.draw(sizes), list[PlacedWorker]()
+    nodes = dict.fromkeys(layout.deployments.values(), 1)
     names = iter(range(10**6))
     pods: list[NodePod] = []
     for step in range(30):
@@ -100,21 +146,24 @@ def test_whatever_happens_every_worker_gets_a_node_and_no_node_is_left_over(data
             flipped = workers.pop(0)
             workers.append(worker(D if flipped.role is P else P, flipped.pod, pool=flipped.pool))
             desired = {role: sum(w.role is role for w in workers) for role in Role}
-        wanted = plan(desired, nodes, pods, workers)
+        wanted = node_plan.plan(layout, desired, nodes, pods, workers)
         pods = [NodePod(p.name, p.deployment, wanted.costs.get(p.name, p.cost)) for p in pods]
         nodes = dict(wanted.sizes)
-        for role in Role:  # Kubernetes' part
-            mine = sorted((p for p in pods if p.deployment is role), key=lambda p: -p.cost)
-            pods = [p for p in pods if p.deployment is not role] + mine[: nodes[role]]
-            pods += [pod(f"pod-{next(names)}", role, cost=0) for _ in range(nodes[role] - len(mine))]
+        for name in nodes:  # Kubernetes' part
+            mine = sorted((p for p in pods if p.deployment == name), key=lambda p: -p.cost)
+            pods = [p for p in pods if p.deployment != name] + mine[: nodes[name]]
+            pods += [NodePod(f"pod-{next(names)}", name) for _ in range(nodes[name] - len(mine))]
         assert {w.pod for w in workers if w.pod} <= {p.name for p in pods}, "a node went with its worker"
         for place, waiting in enumerate(workers):  # Ray's part
-            taken = {w.pod for w in workers}
-            free = [p.name for p in pods if p.deployment is waiting.pool and p.name not in taken]
+            taken = Counter(w.pod for w in workers)
+            home = layout.deployments[waiting.pool]
+            free = [p.name for p in pods if p.deployment == home and taken[p.name] < layout.workers_per_pod]
             if not waiting.pod and free:
                 workers[place] = worker(waiting.role, free[0], pool=waiting.pool)
-    assert all(w.pod for w in workers)
-    assert len(pods) == len(workers) == sum(nodes.values())
+    assert {w.pod for w in workers} == {p.name for p in pods}
+    assert len(pods) == sum(nodes.values())
+    if layout.workers_per_pod == 1:
+        assert len(pods) == len(workers)
 
 
 def serving_pool(**spec: Any) -> Any:
