@@ -10,6 +10,8 @@ from baton.config.section import COMMA_SEPARATED, ON_OFF, WHOLE, AtLeastOne, Mus
 from baton.errors import ConfigError
 
 LINK_KINDS = ("nccl", "shm", "tcp", "gloo")
+NCCL_MODES = ("nonblocking-eager", "nonblocking-lazy", "blocking-eager", "blocking-lazy")
+NcclMode: TypeAlias = Annotated[str, OneOf(*NCCL_MODES)]
 LinkKind: TypeAlias = Annotated[str, OneOf(*LINK_KINDS)]
 
 
@@ -29,9 +31,11 @@ class TransferConfig:
     """Staging slots that one connection may hold at a time."""
     max_pairs: Annotated[int, Field(ge=0), WHOLE, Must.be("0 (automatic) or more")] = 0
     """Connections that a sender keeps open, one per pair of ranks; the least recently used one is closed to make room.
-    0: 8 where nccl is used, since each takes about 30 MB of GPU memory, else 64 per rank."""
+    0: 32 where nccl is used, since each takes about 30 MB of GPU memory, else 64 per rank."""
     open_timeout_s: Seconds = 10.0
     """Longest wait for a connection to another worker, and its transport, to be open."""
+    nccl_open_timeout_s: Seconds = 60.0
+    """The same for an nccl transport: those of a GPU are made one after the other. KV travels otherwise meanwhile."""
     op_timeout_s: Seconds = 10.0
     """Longest wait for one message of a transport, or for the peer's answer to a control message."""
     pull_timeout_s: Seconds = 2.0
@@ -56,6 +60,10 @@ class TransferConfig:
     caches on one host; tcp always works. gloo always works too, but takes a third more processor time than tcp, and
     listens for the worker's whole life to anyone who connects: use it only where tcp fails. An nccl transport signals
     over gloo."""
+
+    nccl_mode: NcclMode = "nonblocking-eager"
+    """How nccl transports make and use their communicators, to find out about hangs; equal on all workers. Blocking: a
+    call into NCCL returns only when it is through. Lazy: a communicator is made by its first message."""
 
     def __post_init__(self) -> None:
         if not self.links:

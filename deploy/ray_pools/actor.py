@@ -130,5 +130,5 @@ def worker_environment(config: Config) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        **nccl_environment(),
+        **nccl_environment(config.transfer),
     }

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from baton.config import TransferConfig
 from kvstore.transfer.transport.base import RECEIVER, SENDER
 from kvstore.transfer.transport.nccl_env import nccl_environment
 from kvstore.transfer.transport.rendezvous import RendezvousStore
@@ -51,7 +52,7 @@ def skip_unless_possible(mode: str) -> None:
 def run(job: Job, mode: str, patience_s: float = 180.0) -> list[Any]:
     """What the two ends reported, the sender's first. Raises EOFError where an end has failed; its error is above."""
     skip_unless_possible(mode)
-    os.environ.update(nccl_environment())
+    os.environ.update(nccl_environment(TransferConfig()))
     spawn = multiprocessing.get_context("spawn")
     pipes = spawn.Pipe()
     outcomes = [spawn.Pipe(duplex=False) for _ in range(2)]
@@ -87,7 +88,7 @@ def _side(job: Job, rank: int, mode: str, pipe: Connection, results: Connection)
                 return
 
     threading.Thread(target=deliver, daemon=True).start()
-    job(rank, store, StagingPool(WINDOW, NUM_BYTES, device, pinned=False), results)
+    job(rank, store, StagingPool(WINDOW, NUM_BYTES, device), results)
 
 
 def meet(rank: int, store: Store, where: str) -> None:

@@ -69,9 +69,9 @@ async def test_blocks_arrive_bit_by_bit_whatever_the_devices(link: str, source: 
 @pytest.mark.parametrize("checksum", ["full", "off"])
 async def test_blocks_arrive_over_nccl_in_another_process(checksum: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_link("nccl", CONFIG, checksum=checksum, open_timeout_s=60.0, op_timeout_s=OP_TIMEOUT_S)
-    for name, value in (nccl_environment() | environment(ONE_GPU, 0)).items():
+    for name, value in (nccl_environment(config) | environment(ONE_GPU, 0)).items():
         monkeypatch.setenv(name, value)
-    theirs = nccl_environment() | environment(ONE_GPU, 1)
+    theirs = nccl_environment(config) | environment(ONE_GPU, 1)
     cache = filled_cache(1, device="cuda")
     async with (
         child("decode", config, device="cuda", environment=theirs) as decode,

@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+import math
+import os
+from typing import TYPE_CHECKING, Final
 
-def nccl_environment() -> dict[str, str]:
+from baton.errors import TransferError
+
+if TYPE_CHECKING:
+    from baton.config import TransferConfig
+
+PINNED: Final = {
+    # By default torch tears the process down when a communicator fails or stalls; here only the transport ends.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_DISTRIBUTED_DEBUG": "OFF",
+    # After a failed operation torch's watchdog sleeps four times this long with its lock held, and the end of the
+    # communicator waits for it: a minute by default.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # The flight recorder notes the Python stack of every operation.
+    "TORCH_FR_BUFFER_SIZE": "0",
+    # That sends of an eager communicator queue behind each other, of which torch warns, is what a transport wants.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+    "NCCL_RAS_ENABLE": "0",
+    # The first launch of a kernel that is loaded lazily may wait for a receive that spins.
+    "CUDA_MODULE_LOADING": "EAGER",
+}
+"""Values that a transport cannot do without, whatever the settings."""
+
+
+def nccl_environment(config: TransferConfig) -> dict[str, str]:
     """Returns the environment of a CUDA worker, which the process that starts the worker sets.
 
-    By default torch tears the process down when a communicator fails or stalls; here only the transport ends.
-    A nonblocking communicator whose peer hangs while it is made would hold the GPU's turns for half an hour.
-    That sends of an eager communicator queue behind each other, of which torch warns, is what a transport wants.
+    A communicator whose peer hangs while it is made keeps the turns of its GPU, for which the other transports wait no
+    longer than for a message; torch's own limit is half an hour.
     """
+    is_nonblocking = config.nccl_mode.startswith("nonblocking")
     return {
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        "TORCH_NCCL_ENABLE_MONITORING": "0",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        "TORCH_NCCL_NONBLOCKING_TIMEOUT": "10",
-        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+        **PINNED,
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(config.op_timeout_s)),
+        "TORCH_NCCL_USE_COMM_NONBLOCKING": str(int(is_nonblocking)),
     }
+
+
+def require_environment() -> None:
+    """Raises TransferError if the process does not run in the environment of a CUDA worker."""
+    wrong = [name for name, value in PINNED.items() if os.environ.get(name) != value]
+    if wrong:
+        raise TransferError(f"this process was not started for nccl transports: {', '.join(wrong)} must be set")

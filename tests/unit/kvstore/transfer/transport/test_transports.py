@@ -26,7 +26,6 @@ from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport.base import RECEIVER, SENDER, Operation, ReceivingTransport, SendingTransport
 from kvstore.transfer.transport.faults import Faults, FaultyTransport
 from kvstore.transfer.transport.nccl import is_well_formed as is_of_nccl
-from kvstore.transfer.transport.nccl_env import nccl_environment
 from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.select import chunk_bytes, open_receiver, open_sender, staging_device, usable_transports
 from kvstore.transfer.transport.shm import host_id
@@ -533,7 +532,3 @@ def test_chunks_of_a_tcp_link_stay_in_the_cache_and_hold_a_unit_at_least() -> No
 def test_the_host_id_is_that_of_every_process_of_this_user_here() -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
         assert processes.submit(host_id).result() == host_id()
-
-
-def test_nccl_environment_keeps_a_broken_pair_from_ending_the_process() -> None:
-    assert nccl_environment()["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
