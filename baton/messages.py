@@ -270,6 +270,8 @@ class Hello:
     """The receiving rank that is meant."""
     host_id: str
     """Equal where two processes can share memory."""
+    gpu_id: str = ""
+    """Equal where both ranks' caches are on one GPU; empty: on none, or not known."""
 
 
 @dataclass(frozen=True, slots=True)

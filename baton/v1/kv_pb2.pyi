@@ -179,6 +179,7 @@ class Hello(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     PEER_RANK_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
+    GPU_ID_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
@@ -189,6 +190,8 @@ class Hello(_message.Message):
     peer_rank: _builtins.int
     host_id: _builtins.str
     """Equal if and only if the two processes can share memory."""
+    gpu_id: _builtins.str
+    """Equal where both ranks have their caches on one GPU, between which NCCL moves nothing; empty: on none, or not known."""
     @_builtins.property
     def links(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Transports that this side can use, best first: "nccl", "shm", "tcp", "gloo"."""
@@ -207,10 +210,11 @@ class Hello(_message.Message):
         rank: _builtins.int = ...,
         peer_rank: _builtins.int = ...,
         host_id: _builtins.str = ...,
+        gpu_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "links", b"links", "peer_rank", b"peer_rank", "protocol_version", b"protocol_version", "rank", b"rank", "wire_compat", b"wire_compat", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_id", b"gpu_id", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "links", b"links", "peer_rank", b"peer_rank", "protocol_version", b"protocol_version", "rank", b"rank", "wire_compat", b"wire_compat", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,8 +14,9 @@
 `protocol` is pure and the same on both sides: who exchanges which heads (`layout`), which bytes travel in which chunk
 (`plan`), the 64 bytes before each message (`chunk_header`), and the two state machines. `connection` is one rank to one
 rank. `pipeline` runs on the thread that owns one end of a transport. `copy` moves bytes between cache and payload.
-`transport` moves them between two processes; a new transport is one file and one row in `transport.select`. Imports go
-from the top of the picture down. This package imports nothing by itself: `transport.nccl_env` is read before torch.
+`transport` moves them between two processes; a new transport is one file and one row in `transport.select`. `device` is
+a GPU, as far as these two need one. Imports go from the top of the picture down. This package imports nothing by
+itself: `transport.nccl_env` is read before torch.
 
 A hand-over, message by message. Lines with ~ are data; everything else is the control stream:
 
@@ -48,6 +49,7 @@ The engine reports progress by one of its own, `OutgoingTransfer.on_progress`, w
 __all__ = [
     "connection",
     "copy",
+    "device",
     "endpoint",
     "local_worker",
     "pipeline",

@@ -35,7 +35,7 @@ from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.protocol.layout import AUTO, block_size_of, mismatch
 from kvstore.transfer.protocol.plan import require_fitting_slots
 from kvstore.transfer.stats import TransferStats
-from kvstore.transfer.transport.select import LocalRank, StagingPools, choose_transport, usable_transports
+from kvstore.transfer.transport.select import LocalRank, StagingPools, choose_transport, gpu_id, usable_transports
 from kvstore.transfer.transport.shm import host_id
 
 if TYPE_CHECKING:
@@ -238,16 +238,20 @@ class KvReceiver:
             raise TransferRefused(f"worker {hello.worker_id} has no rank {hello.rank}")
         if not hello.peer_rank < len(here.caches):
             raise TransferRefused(f"worker {here.worker_id} has no rank {hello.peer_rank}")
-        kind = choose_transport(hello.links, self._usable, hello.host_id == host_id())
+        local = LocalRank(here.host, here.caches[hello.peer_rank].device, self._staging)
+        is_same_gpu = hello.gpu_id != "" and hello.gpu_id == gpu_id(local.device)
+        kind = choose_transport(
+            hello.links, self._usable, is_same_host=hello.host_id == host_id(), is_same_gpu=is_same_gpu
+        )
         if kind is None:
             is_elsewhere = any(offered in self._usable for offered in hello.links)
+            where = "on the same GPU" if is_same_gpu else "on another host"
             raise TransferRefused(
                 f"worker {hello.worker_id} offers the transports {', '.join(hello.links) or 'none'}"
-                f"{', and is on another host; ' if is_elsewhere else ', '}"
+                f"{f', and is {where}; ' if is_elsewhere else ', '}"
                 f"worker {here.worker_id} can use {', '.join(self._usable)}"
             )
         self._num_connections_ever += 1
-        local = LocalRank(here.host, here.caches[hello.peer_rank].device, self._staging)
         return IncomingConnection(self._num_connections_ever, hello, kind, local, self._reservations)
 
 

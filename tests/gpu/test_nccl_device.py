@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from kvstore.transfer.pipeline.thread import use_own_stream
 from kvstore.transfer.transport import nccl
 from kvstore.transfer.transport.base import SENDER
 from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.select import open_receiver, open_sender
 from kvstore.transfer.transport.staging import StagingPool
+from kvstore.transfer.transport.streams import own_stream
 from tests.gpu.decode_step import DecodeStep
 from tests.gpu.nccl_ends import MODES, NUM_BYTES, WINDOW, meet, run, taken, weighted_sum
 from tests.unit.kvstore.transfer.transport.ends import transport_end
@@ -65,7 +65,10 @@ def cross(rank: int, store: RendezvousStore, staging: StagingPool, results: Conn
     torch.cuda.manual_seed(rank)  # or both would send the same
 
     def work(name: str, sends: bool) -> None:
-        use_own_stream(staging.device)
+        with own_stream(staging.device):
+            move(name, sends)
+
+    def move(name: str, sends: bool) -> None:
         prefixed = PrefixStore(name, store)
         make = open_sender if sends else open_receiver
         link: Any = make("nccl", transport_end(prefixed, staging, 1, 60.0, 30.0))
@@ -125,7 +128,11 @@ def _send_all(rank: int, store: RendezvousStore, staging: StagingPool) -> list[i
 
 
 def _receive_all(rank: int, store: RendezvousStore, staging: StagingPool) -> list[int]:
-    use_own_stream(staging.device)
+    with own_stream(staging.device):
+        return _receive_each(rank, store, staging)
+
+
+def _receive_each(rank: int, store: RendezvousStore, staging: StagingPool) -> list[int]:
     (link,) = open_links(rank, store, staging, ["pair"])
     sums = []
     for _ in range(NUM_CHUNKS):

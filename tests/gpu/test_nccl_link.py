@@ -35,10 +35,10 @@ OP_TIMEOUT_S = 5.0
 def test_torch_still_has_the_private_names_that_the_link_uses() -> None:
     nccl = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - a CPU build of torch has no such name
     assert {"send", "recv", "abort", "eager_connect_single_device"} <= set(dir(nccl))
-    options = nccl.Options(is_high_priority_stream=False)
+    options = nccl.Options(is_high_priority_stream=True)
     options.config.max_ctas = 4
     assert options.config.max_ctas == 4, "config is a copy"
-    assert {"blocking", "min_ctas"} <= set(dir(options.config))
+    assert {"blocking", "min_ctas", "cga_cluster_size"} <= set(dir(options.config))
 
 
 def exchange(rank: int, store: RendezvousStore, staging: StagingPool, results: Connection) -> None:

@@ -47,7 +47,8 @@ class ControlStream(Generic[Out]):
     def __init__(self, peer_id: str, config: TransferConfig, now: float) -> None:
         loop = asyncio.get_running_loop()
         self.rendezvous = RendezvousStore(
-            lambda key, value: post(loop, self._out.put_nowait, Rendezvous(key, value)), config.open_timeout_s
+            lambda key, value: post(loop, self._out.put_nowait, Rendezvous(key, value)),
+            max(config.open_timeout_s, config.nccl_open_timeout_s),
         )
         self._peer_id = peer_id
         self._silence_s = config.op_timeout_s

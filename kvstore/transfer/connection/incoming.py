@@ -33,7 +33,7 @@ from baton.tasks import cancel_and_wait
 from kvstore.transfer.connection.control_stream import ControlStream
 from kvstore.transfer.connection.reservations import Reservations, SourceConnection
 from kvstore.transfer.pipeline.receive_loop import ReceiveLoop
-from kvstore.transfer.pipeline.thread import TransportThread, use_own_stream
+from kvstore.transfer.pipeline.thread import TransportThread
 from kvstore.transfer.transport.base import ReceivingTransport
 from kvstore.transfer.transport.select import LocalRank, open_receiver
 
@@ -72,7 +72,10 @@ class IncomingConnection:
         )
         self._stream.send(Welcome(reservations.worker.incarnation, transport_kind, number))
         self.thread: TransportThread[ReceivingTransport] = TransportThread(
-            f"kv-recv-{hello.worker_id}", partial(self._open_transport, transport_kind), self._receive_loop
+            f"kv-recv-{hello.worker_id}",
+            partial(self._open_transport, transport_kind),
+            self._receive_loop,
+            local.device,
         )
         self.thread.watch(self._on_transport)
 
@@ -165,7 +168,6 @@ class IncomingConnection:
     # -- the transport -----------------------------------------------------------------------------------------------
 
     def _open_transport(self, kind: str) -> ReceivingTransport:
-        use_own_stream(self._local.device)
         return open_receiver(kind, self._local.end(kind, self._stream.rendezvous, self._config))
 
     def _on_transport(self, error: TransferError | None) -> None:

@@ -39,7 +39,7 @@ from baton.v1 import kv_pb2_grpc
 from kvstore.transfer.connection.control_stream import ControlStream, open_channel
 from kvstore.transfer.pipeline.driven import DrivenMachine
 from kvstore.transfer.pipeline.send_loop import ChunkQueue, SendLoop
-from kvstore.transfer.pipeline.thread import TransportThread, use_own_stream
+from kvstore.transfer.pipeline.thread import TransportThread
 from kvstore.transfer.protocol.machine import Send, TransferCommitted, TransferFailed
 from kvstore.transfer.protocol.send_state import Granted, SendInstruction, SendState, Unpin
 from kvstore.transfer.transport.base import SendingTransport
@@ -366,12 +366,14 @@ class OutgoingConnection:
         heartbeat_s = self._config.op_timeout_s / 4
         self._send_loop = SendLoop(welcome.pair_epoch, self._machine, heartbeat_s, spoiler)
         self._thread = TransportThread(
-            f"kv-send-{peer.worker_id}", partial(self._open_transport, welcome.link), self._send_loop
+            f"kv-send-{peer.worker_id}",
+            partial(self._open_transport, welcome.link),
+            self._send_loop,
+            self._local.device,
         )
         self._thread.watch(self._on_transport)
 
     def _open_transport(self, kind: str) -> SendingTransport:
-        use_own_stream(self._local.device)
         transport = open_sender(kind, self._local.end(kind, self._stream.rendezvous, self._config))
         return FaultyTransport(transport, self._faults) if self._faults.on_transport else transport
 

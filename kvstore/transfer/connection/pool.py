@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from baton.errors import TransferError, TransferRefused, WorkerFailed
 from kvstore.transfer.connection.outgoing import OutgoingConnection, Peer
-from kvstore.transfer.transport.select import LocalRank, StagingPools, num_connections_kept
+from kvstore.transfer.transport.select import LocalRank, StagingPools, gpu_id, num_connections_kept
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -142,8 +142,10 @@ class ConnectionPool:
         """Opens a connection over the best kind of transport that works between the two sides."""
         links = self._hello.links
         while True:
-            hello = dataclasses.replace(self._hello, links=links, rank=rank, peer_rank=peer.rank)
-            connection = OutgoingConnection(peer, hello, self._config, self._ranks[rank], self._faults)
+            local = self._ranks[rank]
+            gpu = gpu_id(local.device)
+            hello = dataclasses.replace(self._hello, links=links, gpu_id=gpu, rank=rank, peer_rank=peer.rank)
+            connection = OutgoingConnection(peer, hello, self._config, local, self._faults)
             self._alive.add(connection)
             connection.closed.add_done_callback(partial(self._gone, connection))
             try:

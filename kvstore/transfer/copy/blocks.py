@@ -30,6 +30,7 @@ import torch
 from baton.engine.core.kv_spec import EMPTY_PLACE
 from baton.engine.model.kv_cache import torch_dtype
 from kvstore.transfer.copy import int8
+from kvstore.transfer.device import gpu_of
 from kvstore.transfer.protocol.layout import heads_of
 
 if TYPE_CHECKING:
@@ -116,7 +117,6 @@ class BlockCopier:
         layout: the layout of the side that `cache` belongs to: the plan's source or its destination.
         rank: the rank of that side.
         block_ids: the sequence's block tables on this side; the first block of a table holds token 0.
-        stream: the stream on which the copies run on a GPU; by default the calling thread's current one.
     """
 
     def __init__(
@@ -126,14 +126,12 @@ class BlockCopier:
         layout: KvLayout,
         rank: int,
         block_ids: BlockTables,
-        *,
-        stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.plan = plan
         self._cache = cache
         self._tables: list[NDArray[np.int64]] = []
         self.extend(block_ids)
-        self._stream = stream
+        self._gpu = gpu_of(cache.device)
         self._first_units = [plan.skip_tokens // wire.unit_tokens for wire in plan.groups]
         self._indices: dict[tuple[int, int, int], torch.Tensor] = {}
         """Run indices by part and units: the chunks of a span share one."""
@@ -144,7 +142,7 @@ class BlockCopier:
         self._bytes = {
             part: group.view(len(group), -1, runs.numel).view(torch.uint8).numpy()
             for part, (group, runs, wire) in enumerate(zip(cache.groups, self._runs, plan.groups, strict=True))
-            if group.device.type == "cpu" and group.dtype == torch_dtype(wire.dtype)
+            if self._gpu is None and group.dtype == torch_dtype(wire.dtype)
         }
         """The groups that travel without conversion, as bytes, `uint8[layers, runs, bytes]`; shares memory."""
 
@@ -175,11 +173,11 @@ class BlockCopier:
         This is the only place where a fence is waited for.
         """
         if fence is not None:
-            fence.wait(self._own_stream())
+            fence.wait(self._gpu.current_stream() if self._gpu is not None else None)
         if self._is_bytewise(chunk):
             self._gather_bytes(chunk, payload, checksum)
             return
-        with self._on_stream():
+        with self._awaited():
             if chunk.part < len(self._runs):
                 self._gather_blocks(chunk, payload)
             else:
@@ -198,8 +196,7 @@ class BlockCopier:
             return
         if checksum is not None:
             checksum.update(payload)
-        with self._on_stream():
-            payload = payload.to(self._cache.device, non_blocking=True)
+        with self._awaited():
             if chunk.part < len(self._runs):
                 self._scatter_blocks(chunk, payload)
             else:
@@ -246,12 +243,13 @@ class BlockCopier:
 
     def _scatter_blocks(self, chunk: Chunk, payload: torch.Tensor) -> None:
         wire, runs, layers = self.plan.groups[chunk.part], self._runs[chunk.part], self._layers(chunk)
+        payload = payload.to(layers.device, non_blocking=True)
         dtype = torch_dtype(wire.dtype)
         is_quantized = dtype == torch.int8 and layers.dtype != torch.int8
         values = int8.dequantized(self.plan, chunk, payload) if is_quantized else payload.view(dtype)
         values = values.to(layers.dtype).view(len(layers), -1, runs.numel)
         index = self._index(chunk.part, chunk.unit_lo, chunk.unit_hi)
-        if layers.device.type == "cpu":
+        if self._gpu is None:
             layers.view(torch.uint8).numpy()[:, index.numpy()] = values.view(torch.uint8).numpy()
         else:
             layers.index_copy_(1, index.to(layers.device), values)
@@ -286,17 +284,9 @@ class BlockCopier:
         name = self._cache.spec.states[chunk.part - len(self._runs)].name
         return self._cache.states[name][int(self._tables[-1][0])].view(-1).view(torch.uint8)
 
-    def _own_stream(self) -> torch.cuda.Stream | None:
-        """Returns the stream on which the copies run; None on a CPU."""
-        if self._cache.device.type == "cpu":
-            return None
-        return self._stream or torch.cuda.current_stream(self._cache.device)
-
     @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        if (stream := self._own_stream()) is None:
-            yield
-            return
-        with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()
+    def _awaited(self) -> Iterator[None]:
+        """Waits, at the end of the block, for the copies that it puts into the calling thread's stream on a GPU."""
+        yield
+        if self._gpu is not None:
+            self._gpu.current_stream().synchronize()

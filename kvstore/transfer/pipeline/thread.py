@@ -12,9 +12,10 @@ import torch
 from baton.errors import TransferError
 from kvstore.transfer.pipeline.driven import post
 from kvstore.transfer.transport.base import Transport
+from kvstore.transfer.transport.streams import own_stream
 
 OnTransport = Callable[[TransferError | None], None]
-"""Called on the event loop: with None once the transport is open, and with the error once it has ended."""
+"""Called on the event loop: with None once the transport is open, and with the error once it is over."""
 
 AnyTransport = TypeVar("AnyTransport", bound=Transport, contravariant=True)
 T = TypeVar("T", bound=Transport)
@@ -41,13 +42,21 @@ class TransportThread(Generic[T]):
 
     Attributes:
         opened: done once the transport is open; fails with TransferError if it cannot be opened.
-        ended: done once the thread has let go of the transport, with the error that ended it, or None.
+        over: done once nothing moves any more, before the transport is closed, with the error that ended it, or None.
+        ended: done once the thread has let go of the transport, which may take as long as a message; with the error.
+
+    Args:
+        device: where the thread copies to or from.
     """
 
-    def __init__(self, name: str, open_transport: OpenTransport[T], transport_loop: TransportLoop[T]) -> None:
+    def __init__(
+        self, name: str, open_transport: OpenTransport[T], transport_loop: TransportLoop[T], device: torch.device
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[None] = loop.create_future()
+        self.over: asyncio.Future[TransferError | None] = loop.create_future()
         self.ended: asyncio.Future[TransferError | None] = loop.create_future()
+        self._device = device
         self._loop = loop
         self._open_transport = open_transport
         self._transport_loop = transport_loop
@@ -58,14 +67,14 @@ class TransportThread(Generic[T]):
         self._thread.start()
 
     def watch(self, on_transport: OnTransport) -> None:
-        """Reports to the caller that the transport is open, and that it has ended."""
+        """Reports to the caller that the transport is open, and that it is over."""
 
         def opened(future: asyncio.Future[None]) -> None:
             if not future.cancelled() and future.exception() is None:
                 on_transport(None)
 
         self.opened.add_done_callback(opened)
-        self.ended.add_done_callback(
+        self.over.add_done_callback(
             lambda future: on_transport(future.result() or TransferError("the transport was closed"))
         )
 
@@ -86,6 +95,16 @@ class TransportThread(Generic[T]):
         return self.ended.done()
 
     def _run(self) -> None:
+        try:
+            with own_stream(self._device):
+                error = self._use_transport()
+        except Exception as failure:  # of a device
+            error = TransferError(f"the transport's thread failed: {failure!r}")
+            post(self._loop, _settle, self.opened, error)
+            post(self._loop, _finish, self.over, error)
+        post(self._loop, _finish, self.ended, _without_frames(error))
+
+    def _use_transport(self) -> TransferError | None:
         error: TransferError | None = None
         transport: T | None = None
         try:
@@ -104,10 +123,11 @@ class TransportThread(Generic[T]):
         finally:
             with self._lock:
                 self._transport = None
+            post(self._loop, _settle, self.opened, error or TransferError("the transport is closed"))
+            post(self._loop, _finish, self.over, _without_frames(error))
             if transport is not None:
                 error = _closed(transport) or error
-            post(self._loop, _settle, self.opened, error or TransferError("the transport is closed"))
-            post(self._loop, _finish, self.ended, _without_frames(error))
+        return error
 
 
 def _closed(transport: Transport) -> TransferError | None:
@@ -123,12 +143,6 @@ def _without_frames(error: TransferError | None) -> TransferError | None:
     if error is not None:
         error.__traceback__ = error.__cause__ = error.__context__ = None
     return error
-
-
-def use_own_stream(device: torch.device) -> None:
-    """Gives the calling thread a stream of its own on a GPU, so that its copies do not queue behind engine steps."""
-    if device.type == "cuda":
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def _settle(opened: asyncio.Future[None], error: TransferError | None) -> None:

@@ -1,7 +1,8 @@
 """Transports: they carry bytes from one rank of a worker to one of another, and know nothing of KV.
 
 `base` has the Protocols and `select` the table of transports: TCP, shared memory, gloo and NCCL. `staging` owns the
-slots, `rendezvous` exchanges what two ends must know, `faults` breaks a transport on purpose for tests.
+slots, `streams` the streams of a GPU, `rendezvous` exchanges what two ends must know, `faults` breaks a transport on
+purpose for tests.
 """
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "shm",
     "socket_end",
     "staging",
+    "streams",
     "tcp",
 ]

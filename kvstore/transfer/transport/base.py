@@ -104,6 +104,7 @@ class TransportEnd:
     """Slots that this side may hold at a time."""
     open_timeout_s: float
     op_timeout_s: float
+    nccl_mode: str = "nonblocking-eager"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +122,10 @@ class TransportKind:
     """Whether a worker with caches on these devices, one a rank, can use it."""
     needs_one_host: bool = False
     """Both sides must have the same `host_id`."""
+    needs_two_gpus: bool = False
+    """The sides must not share a GPU."""
+    opens_slowly: bool = False
+    """Opening takes seconds and may have to wait: KV travels over another kind meanwhile."""
     stages_on_gpu: bool = False
     """Slots are on the cache's device; otherwise they are in main memory."""
     prefers_warm_chunks: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import threading
@@ -14,28 +15,31 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from baton.errors import TransferError, TransferTimeout
+from kvstore.transfer.device import gpu_of
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport import gloo
 from kvstore.transfer.transport.base import RECEIVER, SENDER, TransportEnd, TransportKind
-from kvstore.transfer.transport.nccl_turns import DeviceTurns
+from kvstore.transfer.transport.nccl_env import require_environment
+from kvstore.transfer.transport.nccl_turns import DeviceTurns, OpeningLimits
+from kvstore.transfer.transport.streams import streams_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from torch._C._distributed_c10d import Store
-
+    from kvstore.transfer.device import Event
     from kvstore.transfer.transport.base import Operation, SignalOperation
     from kvstore.transfer.transport.staging import Slot
 
 _TAG = 1
 """NCCL ignores tags, but torch asks for one."""
+_WORK_TIMEOUTS = 10
+"""torch's own limit for an operation, in limits of the transport."""
+_SLACK_S = 1.0
 _MAX_CTAS = 4
 """NCCL channels a pair: each costs about 6.5 MB of GPU memory, and blocks of the decode kernels."""
 _STAGED, _POSTED = (word.ljust(HEADER_BYTES, b"\0") for word in (b"baton: staged", b"baton: posted"))
 """The signals with which the two sides begin a chunk."""
 _ID_BYTES = 128
-_LAUNCHER = threading.Lock()
-"""NCCL forbids issuing operations of several communicators of one device in parallel."""
 _TURNS: dict[torch.device, DeviceTurns] = {}
 
 
@@ -62,40 +66,48 @@ class NcclTransport:
     and the death of its peer is noticed on the gloo pair. `send_chunk` returns when the chunk has left; a receive is
     posted in its `wait`.
 
-    The communicator is eager, because a lazy one makes another communicator at the first send, and nonblocking, so that
-    another thread can abort it. `WorkNCCL.wait()` would only make the current stream wait, so completion is an event on
-    the transport's own stream that the owner thread polls.
+    The communicator is eager, because a lazy one is made by the first message, and nonblocking, so that another thread
+    can abort it (`TransferConfig.nccl_mode` has the other ways). `WorkNCCL.wait()` would only make the current stream
+    wait, so completion is an event on the transport's own stream that the owner thread polls.
+
+    Only the thread that aborts the communicator lets go of it: its destructor waits for torch's watchdog.
     """
 
     def __init__(self, end: TransportEnd, rank: int) -> None:
+        require_environment()
         device = end.staging.device
         self.slots = end.staging.share(end.max_slots)
         # torch finds an eager communicator by the index of its device, and a tensor's device always has one.
         self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        gpu = gpu_of(self._device)
+        assert gpu is not None
+        self._gpu = gpu
         self._peer = 1 - rank
         self._op_timeout_s = end.op_timeout_s
         self._aborted = threading.Event()
         self._ending = threading.Lock()
+        self._launching = threading.Lock()
+        """Held during a call into the communicator, which must not be aborted in the middle of it."""
+        self._ender: threading.Thread | None = None
         self._group: Any = None
         self._signalled: Operation | None = None
         self._turns = _TURNS.setdefault(self._device, DeviceTurns()).join()
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._streams = streams_of(gpu)
+        self._lent = contextlib.ExitStack()
+        """The streams, given back once nothing of this transport is on them."""
+        self._stream = self._streams.launches.lend()
+        self._lent.callback(self._streams.launches.give_back, self._stream)
         signals = PrefixStore("signals", end.rendezvous)
         self._signals = gloo.GlooTransport(dataclasses.replace(end, rendezvous=signals), rank)
         try:
-            self._open(end.rendezvous, rank, end.open_timeout_s)
+            self._open(end, rank)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, store: Store, rank: int, timeout_s: float) -> None:
+    def _open(self, end: TransportEnd, rank: int) -> None:
         """Makes the communicator and lets one byte cross: only then it is known that the two can reach each other."""
-        nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - a CPU build of torch has no such name
-        options = nccl.Options(is_high_priority_stream=False)
-        options._timeout = timedelta(seconds=max(timeout_s, self._op_timeout_s))
-        options.config.blocking = 0
-        options.config.min_ctas = 1
-        options.config.max_ctas = _MAX_CTAS
+        store, timeout_s = end.rendezvous, end.open_timeout_s
         id_of, turn_of = "nccl/device/{}".format, "nccl/turn/{}".format
         store.set(id_of(rank), self._turns.device.id)
         goes_first = self._turns.device.id < store.get(id_of(self._peer)).decode()
@@ -103,14 +115,36 @@ class NcclTransport:
         def signal() -> None:
             store.set(turn_of(rank), "taken")
 
-        def wait() -> None:
-            store.wait([turn_of(self._peer)], timedelta(seconds=timeout_s))
+        def wait(limit_s: float) -> None:
+            store.wait([turn_of(self._peer)], timedelta(seconds=limit_s))
 
-        with self._turns.opening(goes_first, signal, wait, timeout_s):
-            self._group = nccl(store, rank, 2, options)
-            self._group.eager_connect_single_device(self._device)
-            byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
-            self._launch("send" if rank == SENDER else "recv", byte, timeout_s).wait()
+        with self._turns.opening(goes_first, signal, wait, OpeningLimits(timeout_s, self._op_timeout_s)):
+            self._make_communicator(end, rank)
+
+    def _make_communicator(self, end: TransportEnd, rank: int) -> None:
+        """Makes it while this transport has both turns, for which others wait: it is aborted if that takes too long."""
+        nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - a CPU build of torch has no such name
+        options = nccl.Options(is_high_priority_stream=True)
+        # Beyond its own timeout torch ends an operation in ways of its own; here the transport does it before.
+        options._timeout = timedelta(seconds=_WORK_TIMEOUTS * max(end.open_timeout_s, self._op_timeout_s))
+        options.config.blocking = int(not end.nccl_mode.startswith("nonblocking"))
+        options.config.min_ctas = 1
+        options.config.max_ctas = _MAX_CTAS
+        options.config.cga_cluster_size = 1  # else all its blocks wait for room side by side on a busy GPU
+        stream = self._streams.communicators.lend_next()
+        self._lent.callback(self._streams.communicators.give_back, stream)
+        too_long = threading.Timer(self._op_timeout_s + 1, self.abort)
+        too_long.daemon = True
+        too_long.start()
+        try:
+            with self._streams.making_communicator(stream):
+                self._group = nccl(end.rendezvous, rank, 2, options)
+                if end.nccl_mode.endswith("eager"):
+                    self._group.eager_connect_single_device(self._device)
+                byte = self._gpu.buffer(1)
+                self._launch("send" if rank == SENDER else "recv", byte).wait()
+        finally:
+            too_long.cancel()
 
     def send_signal(self, header: bytes) -> Operation:
         return self._signals.send_signal(header)
@@ -118,7 +152,7 @@ class NcclTransport:
     def send_chunk(self, slot: Slot, num_bytes: int) -> Operation:
         posted = self._signals.recv_signal()
         with self._turns.sending(lambda: self._signal(_STAGED), lambda: _expect(_POSTED, posted), self._op_timeout_s):
-            operation = self._launch("send", slot.message(num_bytes), self._op_timeout_s)
+            operation = self._launch("send", slot.message(num_bytes))
             operation.settle()
         return operation
 
@@ -131,17 +165,18 @@ class NcclTransport:
     def receive(self, message: torch.Tensor, staged: SignalOperation) -> None:
         """Receives a chunk whose staging the peer announces in `staged`; called by `_NcclReceive.wait`."""
         with self._turns.receiving(lambda: _expect(_STAGED, staged), lambda: self._signal(_POSTED), self._op_timeout_s):
-            self._launch("recv", message, self._op_timeout_s).wait()
+            self._launch("recv", message).wait()
 
     def close(self) -> None:
+        """Waits for the end of the communicator no longer than for a message."""
         self._signals.close()
-        self._abort_group()
+        self._end().join(self._op_timeout_s)
 
     def abort(self) -> None:
         """Aborts in a thread of its own: the communicator's abort may wait for the device, the caller must not."""
         self._aborted.set()
         self._turns.abort()
-        threading.Thread(target=self._abort_group, name="kv-nccl-abort", daemon=True).start()
+        self._end()
 
     def stall(self) -> None:
         """Counts an operation that did not end in time, and aborts."""
@@ -153,32 +188,91 @@ class NcclTransport:
         """Whether `abort` was called."""
         return self._aborted.is_set()
 
-    def _abort_group(self) -> None:
+    def _end(self) -> threading.Thread:
+        """Begins to end the communicator, once, and returns the thread that does it."""
         with self._ending:
+            if self._ender is None:
+                self._ender = threading.Thread(target=self._end_group, name="kv-nccl-abort", daemon=True)
+                self._ender.start()
+            return self._ender
+
+    def _end_group(self) -> None:
+        with _ABORTS.under_way(self._op_timeout_s):
+            # A call that does not return keeps the communicator: to abort beside it may end the process.
+            if not self._launching.acquire(timeout=self._op_timeout_s):
+                _ABORTS.abandon()
+                return
             group, self._group = self._group, None
+            self._launching.release()
             if group is not None:
                 group.abort()
+                del group
+            self._lent.close()
 
     def _signal(self, word: bytes) -> None:
         if self._signalled is not None:
             self._signalled.wait()  # complete long ago: the peer has answered since
         self._signalled = self._signals.send_signal(word)
 
-    def _launch(self, move: str, message: torch.Tensor, timeout_s: float) -> _NcclOperation:
+    def _launch(self, move: str, message: torch.Tensor) -> _NcclOperation:
         """Starts a `send` or `recv` of `message`; the caller has the turn."""
-        group = self._group
-        if group is None:
-            raise TransferError("the nccl transport was aborted")
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        staged = torch.cuda.current_stream(self._device)  # the thread's own: it does not wait for the engine's steps
+        done = self._gpu.event()
+        staged = self._gpu.current_stream()  # the thread's own: it does not wait for the engine's steps
+        with self._launching:
+            if self._group is None or self.is_aborted:
+                raise TransferError("the nccl transport was aborted")
+            try:
+                with self._streams.launcher, self._gpu.on_stream(self._stream):
+                    self._stream.wait_stream(staged)
+                    getattr(self._group, move)([message], self._peer, _TAG).wait()  # makes our stream wait for NCCL's
+                    done.record(self._stream)
+            except RuntimeError as error:
+                raise TransferError(f"the nccl transport is broken: {error}") from error
+        return _NcclOperation(self, done, self._op_timeout_s)
+
+
+class _Aborts:
+    """The ends of communicators in this process, and how many are stuck: each may keep a thread and memory for good."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._deadlines: dict[int, float] = {}
+        self._num_begun = 0
+        self._num_late = 0
+        """Those that took too long and have ended, or were given up."""
+
+    @property
+    def num_stuck(self) -> int:
+        """Number of those that did not end in time, since the start."""
+        now = time.monotonic()
+        with self._lock:
+            return self._num_late + sum(deadline < now for deadline in self._deadlines.values())
+
+    @contextlib.contextmanager
+    def under_way(self, timeout_s: float) -> Iterator[None]:
+        """Counts an end that takes place within the block, if it takes too long."""
+        with self._lock:
+            self._num_begun += 1
+            number = self._num_begun
+            self._deadlines[number] = time.monotonic() + timeout_s + _SLACK_S
         try:
-            with _LAUNCHER, torch.cuda.stream(self._stream):
-                self._stream.wait_stream(staged)
-                getattr(group, move)([message], self._peer, _TAG).wait()  # makes our stream wait for NCCL's
-                done.record(self._stream)
-        except RuntimeError as error:
-            raise TransferError(f"the nccl transport is broken: {error}") from error
-        return _NcclOperation(self, done, timeout_s)
+            yield
+        finally:
+            with self._lock:
+                self._num_late += self._deadlines.pop(number) < time.monotonic()
+
+    def abandon(self) -> None:
+        """Counts an end that was given up."""
+        with self._lock:
+            self._num_late += 1
+
+
+_ABORTS = _Aborts()
+
+
+def num_stuck_aborts() -> int:
+    """Counts the communicators of this process that could not be ended in time, since the start."""
+    return _ABORTS.num_stuck
 
 
 def num_nccl_stalls() -> int:
@@ -203,7 +297,7 @@ class _NcclReceive:
 
 
 class _NcclOperation:
-    def __init__(self, transport: NcclTransport, done: torch.cuda.Event, timeout_s: float) -> None:
+    def __init__(self, transport: NcclTransport, done: Event, timeout_s: float) -> None:
         self._transport = transport
         self._done = done
         self._timeout_s = timeout_s
@@ -220,7 +314,7 @@ class _NcclOperation:
     def wait(self) -> None:
         if self._failure is not None:
             raise self._failure
-        while not self._done.query():  # type: ignore[no-untyped-call]
+        while not self._done.query():
             if self._transport.is_aborted:
                 break
             if time.monotonic() > self._deadline:
@@ -241,5 +335,7 @@ KIND = TransportKind(
     open_receiver=lambda end: NcclTransport(end, RECEIVER),
     is_well_formed=is_well_formed,
     is_usable=_is_usable,
+    needs_two_gpus=True,
+    opens_slowly=True,
     stages_on_gpu=True,
 )

@@ -27,7 +27,7 @@ import enum
 import threading
 import uuid
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from baton.errors import TransferError, TransferTimeout
 
@@ -94,6 +94,15 @@ class DeviceTurns:
             self.num_stalled += 1
 
 
+class OpeningLimits(NamedTuple):
+    """How long an opening waits, in seconds."""
+
+    in_queue_s: float
+    """While no turn is kept because of it: those of a GPU come one after the other."""
+    with_turn_s: float
+    """While a turn is kept, here or at the peer, for which transfers wait."""
+
+
 class TransportTurns:
     """One transport's part. Only the thread that owns the transport may use it, except for `abort`.
 
@@ -124,7 +133,7 @@ class TransportTurns:
 
     @contextlib.contextmanager
     def opening(
-        self, goes_first: bool, signal: Callable[[], None], wait: Callable[[], None], timeout_s: float
+        self, goes_first: bool, signal: Callable[[], None], wait: Callable[[float], None], limits: OpeningLimits
     ) -> Iterator[None]:
         """Takes both turns; the caller makes the communicator within the block.
 
@@ -132,14 +141,15 @@ class TransportTurns:
 
         Args:
             goes_first: whether this side's GPU has the lower id.
+            wait: takes the time in seconds after which it gives up.
         """
         if not goes_first:
-            wait()
-        with self._turn(Direction.RECEIVE, timeout_s):
+            wait(limits.in_queue_s)
+        with self._turn(Direction.RECEIVE, limits.in_queue_s if goes_first else limits.with_turn_s):
             signal()
             if goes_first:
-                wait()
-            with self._turn(Direction.SEND, timeout_s):
+                wait(limits.with_turn_s)
+            with self._turn(Direction.SEND, limits.with_turn_s):
                 yield
 
     def abort(self) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.errors import ConfigError, TransferError, TransferTimeout
+from kvstore.transfer.device import gpu_of
 from kvstore.transfer.transport import gloo, nccl, shm, tcp
 from kvstore.transfer.transport.base import (
     RECEIVER,
@@ -51,10 +52,19 @@ def usable_transports(devices: Sequence[torch.device], wanted: tuple[str, ...]) 
     return usable
 
 
-def choose_transport(offered: Sequence[str], usable: Sequence[str], is_same_host: bool) -> str | None:
+def choose_transport(
+    offered: Sequence[str], usable: Sequence[str], *, is_same_host: bool, is_same_gpu: bool
+) -> str | None:
     """Returns the first of the sender's kinds that the receiver can use too, or None."""
     common = (kind for kind in offered if kind in usable)
-    return next((kind for kind in common if is_same_host or not KINDS[kind].needs_one_host), None)
+    near = (kind for kind in common if is_same_host or not KINDS[kind].needs_one_host)
+    return next((kind for kind in near if not (is_same_gpu and KINDS[kind].needs_two_gpus)), None)
+
+
+def gpu_id(device: torch.device) -> str:
+    """Returns the `Gpu.id` of a cache's device; empty for a CPU."""
+    gpu = gpu_of(device)
+    return gpu.id if gpu is not None else ""
 
 
 def staging_device(kind: str, cache_device: torch.device) -> torch.device:
@@ -67,7 +77,7 @@ def num_connections_kept(kinds: Sequence[str], num_ranks: int) -> int:
 
     One that stages on a GPU takes memory of it, with NCCL about 30 MB.
     """
-    return 8 if any(KINDS[kind].stages_on_gpu for kind in kinds) else 64 * num_ranks
+    return 32 if any(KINDS[kind].stages_on_gpu for kind in kinds) else 64 * num_ranks
 
 
 def chunk_bytes(kind: str, slot_bytes: int, at_least: int, cache_device: torch.device) -> int:
@@ -96,8 +106,10 @@ class StagingPools:
         """Returns the pool for transports of a kind beside a cache, made on first use."""
         at = staging_device(kind, cache_device)
         if str(at) not in self._pools:
-            pinned = cache_device.type == "cuda" and at.type == "cpu"
-            self._pools[str(at)] = StagingPool(self._config.num_slots, self._config.slot_bytes, at, pinned)
+            pinned_for = gpu_of(cache_device) if at.type == "cpu" else None
+            self._pools[str(at)] = StagingPool(
+                self._config.num_slots, self._config.slot_bytes, at, pinned_for=pinned_for
+            )
         return self._pools[str(at)]
 
 
@@ -118,8 +130,9 @@ class LocalRank:
             host=self.host,
             staging=self.staging.pool(kind, self.device),
             max_slots=config.window,
-            open_timeout_s=config.open_timeout_s,
+            open_timeout_s=config.nccl_open_timeout_s if KINDS[kind].opens_slowly else config.open_timeout_s,
             op_timeout_s=config.op_timeout_s,
+            nccl_mode=config.nccl_mode,
         )
 
 

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
+from kvstore.transfer.device import gpu_of
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from kvstore.transfer.device import Gpu
 
 
 class Slot:
@@ -76,16 +80,19 @@ class StagingPool:
 
     Waiters are served in the order in which they began to wait, and before any caller that does not wait; together with
     the limit of each share this keeps a busy transport from starving the others.
+
+    Args:
+        pinned_for: the GPU that copies by itself between slots in main memory and its own.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device, pinned: bool) -> None:
+    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device, *, pinned_for: Gpu | None = None) -> None:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         """Largest payload of a slot."""
         self.device = device
         self.num_discarded = 0
         """Slots given up with operations that never ended, since the start. New ones replaced them."""
-        self._pinned = pinned
+        self._pinned_for = pinned_for
         self._lock = threading.Lock()
         self._num_made = 0
         self._free: list[Slot] = []
@@ -148,10 +155,16 @@ class StagingPool:
             return self._free.pop()
         if self._num_made == self.num_slots:
             return None
-        size = HEADER_BYTES + self.slot_bytes
-        slot = Slot(torch.zeros(size, dtype=torch.uint8, device=self.device, pin_memory=self._pinned))
+        slot = Slot(self._allocate(HEADER_BYTES + self.slot_bytes))
         self._num_made += 1
         return slot
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        if (gpu := gpu_of(self.device)) is not None:
+            return gpu.buffer(num_bytes)
+        if self._pinned_for is not None:
+            return self._pinned_for.pinned_buffer(num_bytes)
+        return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
 class _Waiter:

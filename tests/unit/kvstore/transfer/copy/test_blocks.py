@@ -402,8 +402,8 @@ def test_on_a_gpu_a_gather_waits_for_its_fence_on_a_stream_of_its_own(slot_devic
         want, destination = make_side(dst, rank, num_tokens, 3), make_side(dst, rank, num_tokens, 3, "cuda")
         move(computed, want, num_tokens, options=replace(OPTIONS, wire_dtype=wire))
         planned = plan(src, 0, dst, rank, num_tokens, 0, replace(OPTIONS, wire_dtype=wire))
-        ours = BlockCopier(source.cache, planned, src, 0, source.tables, stream=copy)
-        theirs = BlockCopier(destination.cache, planned, dst, rank, destination.tables, stream=copy)
+        ours = BlockCopier(source.cache, planned, src, 0, source.tables)
+        theirs = BlockCopier(destination.cache, planned, dst, rank, destination.tables)
         fence = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(compute):
             # Tens of milliseconds before the KV is there.
@@ -411,10 +411,11 @@ def test_on_a_gpu_a_gather_waits_for_its_fence_on_a_stream_of_its_own(slot_devic
             for tensor, values in zip(source.cache.groups, ready, strict=True):
                 tensor.copy_(values)
             fence.record()
-        for chunk in planned.chunks:
-            payload = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=slot_device)
-            ours.gather(chunk, payload, fence)
-            theirs.scatter(chunk, payload)
+        with torch.cuda.stream(copy):
+            for chunk in planned.chunks:
+                payload = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=slot_device)
+                ours.gather(chunk, payload, fence)
+                theirs.scatter(chunk, payload)
         for got, expected in zip(destination.cache.groups, want.cache.groups, strict=True):
             assert same_bits(got.cpu(), expected)
         torch.cuda.synchronize()

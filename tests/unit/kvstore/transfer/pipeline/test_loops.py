@@ -102,7 +102,7 @@ class Sides:
         self.source.groups[0].normal_(generator=torch.Generator().manual_seed(1))
         self.plan = plan(LAYOUT, 0, LAYOUT, 0, 16, 0, OPTIONS)
         assert len(self.plan.chunks) == NUM_CHUNKS
-        self.pools = [StagingPool(window, SLOT_BYTES, torch.device("cpu"), pinned=False) for _ in range(2)]
+        self.pools = [StagingPool(window, SLOT_BYTES, torch.device("cpu")) for _ in range(2)]
         self.ledger, self.offers = ReceiveState(), SendState(1.0, 10.0)
         self.received: dict[int, asyncio.Future[BatonError | None]] = {}
         self.sent: dict[int, asyncio.Future[BatonError | None]] = {}
@@ -123,10 +123,10 @@ class Sides:
             return partial(open_link, kind, transport_end(stores[side], self.pools[side], window, 5.0, op_timeout_s))
 
         self.sender: TransportThread[SendingTransport] = TransportThread(
-            "sender", ends(open_sender, SENDER), self.outflow
+            "sender", ends(open_sender, SENDER), self.outflow, torch.device("cpu")
         )
         self.receiver: TransportThread[ReceivingTransport] = TransportThread(
-            "receiver", ends(open_receiver, RECEIVER), self.inflow
+            "receiver", ends(open_receiver, RECEIVER), self.inflow, torch.device("cpu")
         )
 
     def offer(self, block: int) -> int:
@@ -520,7 +520,7 @@ async def test_a_link_that_cannot_be_opened_fails_both_futures(failure: Exceptio
     def open_link() -> SendingTransport:
         raise failure
 
-    lane = TransportThread("test", open_link, Nothing())
+    lane = TransportThread("test", open_link, Nothing(), torch.device("cpu"))
     error = await asyncio.wait_for(lane.ended, 10)
     assert type(error) is (TransferTimeout if isinstance(failure, TransferTimeout) else TransferError)
     assert str(failure) in str(error)
@@ -536,13 +536,40 @@ async def test_join_tells_whether_the_thread_has_ended_and_stop_reaches_one_that
         assert let_open.wait(10)
         return AbortableLink(aborted)
 
-    lane = TransportThread("late", open_link, Nothing())
+    lane = TransportThread("late", open_link, Nothing(), torch.device("cpu"))
     assert not await lane.join(0.05)
     lane.stop()
     let_open.set()
     assert await lane.join(10)
     assert aborted.is_set()
     assert lane.ended.result() is None
+
+
+async def test_a_link_that_broke_is_known_before_it_is_closed() -> None:
+    """The end of an NCCL communicator may take as long as a message."""
+    let_close = threading.Event()
+
+    class Broken(Nothing):
+        def run(self, link: SendingTransport) -> None:
+            raise TransferError("it broke")
+
+    class SlowToClose(AbortableLink):
+        def close(self) -> None:
+            assert let_close.wait(10)
+
+    def open_link() -> Any:
+        return SlowToClose(threading.Event())
+
+    seen: list[TransferError | None] = []
+    lane = TransportThread("slow", open_link, Broken(), torch.device("cpu"))
+    lane.watch(seen.append)
+    assert str(await asyncio.wait_for(asyncio.shield(lane.over), 5)) == "it broke"
+    await asyncio.sleep(0)
+    assert [str(error) for error in seen if error is not None] == ["it broke"]
+    assert not lane.ended.done()
+    let_close.set()
+    assert str(await asyncio.wait_for(lane.ended, 10)) == "it broke"
+    assert await lane.join(10)
 
 
 class AbortableLink:

@@ -9,7 +9,12 @@ from kvstore.transfer.transport.staging import StagingPool
 
 
 def transport_end(
-    rendezvous: Store, staging: StagingPool, max_slots: int, open_timeout_s: float = 5.0, op_timeout_s: float = 5.0
+    rendezvous: Store,
+    staging: StagingPool,
+    max_slots: int,
+    open_timeout_s: float = 5.0,
+    op_timeout_s: float = 5.0,
+    nccl_mode: str = "nonblocking-eager",
 ) -> TransportEnd:
     return TransportEnd(
         rendezvous=rendezvous,
@@ -18,4 +23,5 @@ def transport_end(
         max_slots=max_slots,
         open_timeout_s=open_timeout_s,
         op_timeout_s=op_timeout_s,
+        nccl_mode=nccl_mode,
     )

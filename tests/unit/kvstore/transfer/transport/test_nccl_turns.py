@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.errors import TransferError, TransferTimeout
-from kvstore.transfer.transport.nccl_turns import DeviceTurns, Direction, TransportTurns
+from kvstore.transfer.transport.nccl_turns import DeviceTurns, Direction, OpeningLimits, TransportTurns
 
 LONG_S = 20.0
 """Nothing here takes so long unless somebody waits in a circle."""
+LONG = OpeningLimits(LONG_S, LONG_S)
 
 
 def nothing() -> None:
@@ -159,7 +160,7 @@ def test_nobody_has_a_turn_while_waiting_for_the_other_side_to_be_ready() -> Non
     done = [
         in_thread(enter, traffic.join().sending(nothing, lambda: hear(0), LONG_S)),
         in_thread(enter, traffic.join().receiving(lambda: hear(1), nothing, LONG_S)),
-        in_thread(enter, traffic.join().opening(False, nothing, lambda: hear(2), LONG_S)),
+        in_thread(enter, traffic.join().opening(False, nothing, lambda _: hear(2), LONG)),
     ]
     assert all(event.wait(LONG_S) for event in asked)
     others = [Holder(traffic, direction) for direction in Direction]
@@ -177,7 +178,7 @@ def test_an_opening_waits_for_what_is_on_the_gpu_and_lets_nothing_new_begin() ->
     opened, let_go = threading.Event(), threading.Event()
 
     def open_pair() -> None:
-        with traffic.join().opening(True, nothing, nothing, LONG_S):
+        with traffic.join().opening(True, nothing, lambda _: None, LONG):
             opened.set()
             assert let_go.wait(LONG_S)
 
@@ -250,7 +251,8 @@ class FakeLink:
     def _open(
         self, turns: TransportTurns, gpu: Gpu, first: bool, tell: Callable[[], None], hear: Callable[[], None]
     ) -> None:
-        with turns.opening(first, tell, hear, self._timeout_s), gpu.busy(*Direction):
+        limits = OpeningLimits(self._timeout_s, self._timeout_s)
+        with turns.opening(first, tell, lambda _: hear(), limits), gpu.busy(*Direction):
             self._bytes.wait(self._timeout_s)
 
     def _hear(self, words: queue.SimpleQueue[None]) -> None:

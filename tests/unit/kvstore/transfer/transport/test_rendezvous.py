@@ -61,7 +61,7 @@ def said(kind: str) -> dict[int, tuple[str, bytes]]:
 
     stores += [RendezvousStore(publish(SENDER)), RendezvousStore(publish(RECEIVER))]
     with ThreadPoolExecutor(2) as threads:
-        staging = StagingPool(2, 100, torch.device("cpu"), pinned=False)
+        staging = StagingPool(2, 100, torch.device("cpu"))
         opening = [
             threads.submit(opens, kind, transport_end(store, staging, 2))
             for opens, store in zip((open_sender, open_receiver), stores, strict=True)

@@ -18,7 +18,7 @@ LONG_S = 10.0
 
 
 def pool(num_slots: int) -> StagingPool:
-    return StagingPool(num_slots, 100, CPU, pinned=False)
+    return StagingPool(num_slots, 100, CPU)
 
 
 def taken(source: SlotSource, wait_s: float = 0.0) -> Slot:
@@ -117,7 +117,7 @@ def test_a_discarded_slot_is_replaced_and_not_used_again() -> None:
 
 
 def test_a_slot_that_cannot_be_made_takes_nothing_from_the_pool() -> None:
-    staging = StagingPool(1, 2**60, CPU, pinned=False)
+    staging = StagingPool(1, 2**60, CPU)
     with pytest.raises(RuntimeError):
         staging.share(1).acquire(0.0)
     staging.slot_bytes = 1

@@ -27,7 +27,14 @@ from kvstore.transfer.transport.base import RECEIVER, SENDER, Operation, Receivi
 from kvstore.transfer.transport.faults import Faults, FaultyTransport
 from kvstore.transfer.transport.nccl import is_well_formed as is_of_nccl
 from kvstore.transfer.transport.rendezvous import RendezvousStore
-from kvstore.transfer.transport.select import chunk_bytes, open_receiver, open_sender, staging_device, usable_transports
+from kvstore.transfer.transport.select import (
+    choose_transport,
+    chunk_bytes,
+    open_receiver,
+    open_sender,
+    staging_device,
+    usable_transports,
+)
 from kvstore.transfer.transport.shm import host_id
 from kvstore.transfer.transport.staging import Slot, StagingPool
 from tests.support.waiting import wait_until
@@ -50,7 +57,7 @@ class Ends:
 
 
 def pool() -> StagingPool:
-    return StagingPool(2 * WINDOW, SLOT_BYTES, CPU, pinned=False)
+    return StagingPool(2 * WINDOW, SLOT_BYTES, CPU)
 
 
 @contextlib.contextmanager
@@ -518,6 +525,15 @@ def test_kinds_are_chosen_for_the_cache_and_the_wish() -> None:
         usable_transports([CPU], ("nccl",))
     assert staging_device("nccl", torch.device("cuda", 1)) == torch.device("cuda", 1)
     assert staging_device("gloo", torch.device("cuda", 1)) == CPU
+
+
+def test_nccl_is_not_tried_on_one_gpu() -> None:
+    kinds = ("nccl", "shm", "tcp")
+    assert choose_transport(kinds, kinds, is_same_host=True, is_same_gpu=False) == "nccl"
+    assert choose_transport(kinds, kinds, is_same_host=True, is_same_gpu=True) == "shm"
+    assert choose_transport(kinds, kinds, is_same_host=False, is_same_gpu=True) == "tcp"
+    assert choose_transport(("nccl",), kinds, is_same_host=True, is_same_gpu=True) is None
+    assert choose_transport(("unheard of",), kinds, is_same_host=True, is_same_gpu=False) is None
 
 
 def test_chunks_of_a_tcp_link_stay_in_the_cache_and_hold_a_unit_at_least() -> None:

@@ -1,0 +1,181 @@
+"""A GPU that is none: streams of work that is done in order by threads, and memory that is a CPU's.
+
+A stream is a thread that does what was put into it, one after the other; as in torch there are 32 a priority, given out
+in turn, so the thirty-third is the first again. What torch computes is computed at once, whatever the stream. What
+waits is NCCL's (`tests.fakes.nccl`): a receive that spins keeps its stream, and all that is behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from kvstore.transfer import device
+from kvstore.transfer.transport import nccl, streams
+
+NUM_STREAMS = 32
+PRIORITIES = (0, -1, -2, -3)
+PATIENCE_S = 60.0
+_CURRENT = threading.local()
+
+
+class Hardware:
+    """One of the streams that the GPU has."""
+
+    def __init__(self, gpu: FakeGpu, handle: int) -> None:
+        self.gpu = gpu
+        self.handle = handle
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, job: Callable[[], object]) -> None:
+        with self.gpu.lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"fake-stream-{self.handle}", daemon=True)
+                self._thread.start()
+            self._jobs.put(job)
+
+    def end(self) -> None:
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(PATIENCE_S)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+class FakeStream:
+    """As much of a `torch.cuda.Stream` as the hand-over uses."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+
+    @property
+    def cuda_stream(self) -> int:
+        return self.hardware.handle
+
+    def wait_stream(self, stream: Any) -> None:
+        place = FakeEvent()
+        place.record(stream)
+        place.wait(self)
+
+    def synchronize(self) -> None:
+        place = FakeEvent()
+        place.record(self)
+        place.happen(self.hardware.gpu)
+
+
+class FakeEvent:
+    """As much of a `torch.cuda.Event`. One that was not recorded is over, as there."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._done.set()
+
+    def record(self, stream: Any) -> None:
+        self._done = done = threading.Event()
+        stream.hardware.put(done.set)
+
+    def query(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, stream: Any) -> None:
+        done, gpu = self._done, stream.hardware.gpu
+        stream.hardware.put(lambda: gpu.until(done.is_set))
+
+    def happen(self, gpu: FakeGpu) -> None:
+        """Returns once the place is reached."""
+        gpu.until(self._done.is_set)
+
+
+class FakeGpu:
+    """A `kvstore.transfer.device.Gpu`.
+
+    Attributes:
+        num_taken: streams that were taken of each priority, since the start.
+    """
+
+    def __init__(self, index: int, gpu_id: str = "") -> None:
+        self.device = torch.device("cuda", index)
+        self.id = gpu_id or f"fake-{index}"
+        self.highest_priority = PRIORITIES[-1]
+        self.lock = threading.RLock()
+        self.num_taken = dict.fromkeys(PRIORITIES, 0)
+        self.is_over = False
+        self._default = Hardware(self, 0)
+        self._pools = {
+            priority: [Hardware(self, 1000 * number + place) for place in range(NUM_STREAMS)]
+            for number, priority in enumerate(PRIORITIES, 1)
+        }
+
+    def stream(self, priority: int) -> FakeStream:
+        with self.lock:
+            place = self.num_taken[priority]
+            self.num_taken[priority] += 1
+            return FakeStream(self._pools[priority][place % NUM_STREAMS])
+
+    def current_stream(self) -> FakeStream:
+        found: FakeStream | None = getattr(_CURRENT, "stream", None)
+        return found if found is not None and found.hardware.gpu is self else FakeStream(self._default)
+
+    def set_stream(self, stream: Any) -> None:
+        _CURRENT.stream = stream
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: Any) -> Iterator[None]:
+        before = getattr(_CURRENT, "stream", None)
+        self.set_stream(stream)
+        try:
+            yield
+        finally:
+            self.set_stream(before)
+
+    def event(self) -> FakeEvent:
+        return FakeEvent()
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def pinned_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        """Waits as a stream does, without an end of its own."""
+        tick = threading.Event()
+        while not happened() and not self.is_over:
+            tick.wait(0.001)
+
+    def end(self) -> None:
+        """Ends every stream, whatever is in it."""
+        self.is_over = True
+        for hardware in (self._default, *(one for pool in self._pools.values() for one in pool)):
+            hardware.end()
+
+
+def current_gpu() -> FakeGpu:
+    """The GPU whose stream is the calling thread's."""
+    gpu: FakeGpu = _CURRENT.stream.hardware.gpu
+    return gpu
+
+
+@contextlib.contextmanager
+def fake_gpus(num_gpus: int, *, same: bool = False) -> Iterator[list[FakeGpu]]:
+    """GPUs of this process, from `cuda:0` on. The same one several times: as two processes on one GPU see it."""
+    gpus = [FakeGpu(index, "the only one" if same else "") for index in range(num_gpus)]
+    before = dict(device.GPUS)
+    device.GPUS.update({gpu.device: gpu for gpu in gpus})
+    try:
+        yield gpus
+    finally:
+        device.GPUS.clear()
+        device.GPUS.update(before)
+        for gpu in gpus:
+            nccl._TURNS.pop(gpu.device, None)
+            streams._STREAMS.pop(gpu, None)
+            gpu.end()

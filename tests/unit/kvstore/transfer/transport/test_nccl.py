@@ -1,0 +1,335 @@
+"""NCCL transports on a fake GPU: what a broken, slow or hanging communicator costs, and which streams are whose."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from baton.config.transfer import NCCL_MODES
+from baton.errors import TransferError, TransferTimeout
+from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
+from kvstore.transfer.transport import nccl
+from kvstore.transfer.transport.base import RECEIVER, SENDER
+from kvstore.transfer.transport.nccl_env import PINNED
+from kvstore.transfer.transport.nccl_turns import Direction
+from kvstore.transfer.transport.rendezvous import RendezvousStore
+from kvstore.transfer.transport.select import open_receiver, open_sender
+from kvstore.transfer.transport.staging import Slot, StagingPool
+from kvstore.transfer.transport.streams import num_shared_streams, own_stream, streams_of
+from tests.fakes.gpu import NUM_STREAMS, FakeGpu, fake_gpus
+from tests.fakes.nccl import Knobs, fake_nccl
+from tests.support.waiting import wait_until
+from tests.unit.kvstore.transfer.transport.ends import transport_end
+
+SLOT_BYTES = 1000
+WINDOW = 2
+LONG_S = 20.0
+SOON_S = 1.0
+"""A closed pair has no thread after it: torch's watchdog sleeps for a minute."""
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**PINNED, "TORCH_NCCL_NONBLOCKING_TIMEOUT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def knobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Knobs]:
+    with fake_nccl(monkeypatch) as knobs:
+        yield knobs
+
+
+@pytest.fixture
+def gpus(knobs: Knobs) -> Iterator[list[FakeGpu]]:
+    with fake_gpus(3) as gpus:
+        yield gpus
+
+
+@dataclass
+class Pair:
+    sender: Any
+    receiver: Any
+    stores: list[RendezvousStore]
+    """torch holds only their C++ halves."""
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+
+def opened(source: FakeGpu, target: FakeGpu, *, op_timeout_s: float = 5.0, **more: Any) -> Pair:
+    stores: list[RendezvousStore] = []
+
+    def publish_to(other: int) -> Callable[[str, bytes], None]:
+        return lambda key, value: stores[other].deliver(key, value)
+
+    stores += [RendezvousStore(publish_to(RECEIVER)), RendezvousStore(publish_to(SENDER))]
+
+    def end(side: int, gpu: FakeGpu) -> Any:
+        staging = StagingPool(2 * WINDOW, SLOT_BYTES, gpu.device)
+        return transport_end(stores[side], staging, WINDOW, op_timeout_s=op_timeout_s, **more)
+
+    def run(make: Callable[[str, Any], Any], side: int, gpu: FakeGpu) -> Any:
+        try:
+            with own_stream(gpu.device):
+                return make("nccl", end(side, gpu))
+        except TransferError as error:
+            failure = type(error)(str(error))  # without frames, which would keep everything alive
+        for store in stores:  # as the end of the control stream does
+            store.close()
+        raise failure
+
+    with ThreadPoolExecutor(2) as threads:
+        sending = threads.submit(run, open_sender, SENDER, source)
+        receiving = threads.submit(run, open_receiver, RECEIVER, target)
+        return Pair(sending.result(LONG_S), receiving.result(LONG_S), stores)
+
+
+def in_thread(gpu: FakeGpu, job: Callable[[], Any]) -> Future[Any]:
+    """A transport's thread, with a stream of its own."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            with own_stream(gpu.device):
+                done.set_result(job())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
+
+
+def taken(slot: Slot | None) -> Slot:
+    assert slot is not None
+    return slot
+
+
+def send(pair: Pair, gpu: FakeGpu, value: int) -> Future[Any]:
+    slot = taken(pair.sender.slots.acquire(1.0))
+    slot.buffer.fill_(value)
+    return in_thread(gpu, lambda: (pair.sender.send_chunk(slot, SLOT_BYTES).wait(), pair.sender.slots.release(slot)))
+
+
+def receive(pair: Pair, gpu: FakeGpu) -> Future[Any]:
+    def job() -> set[int]:
+        slot = taken(pair.receiver.slots.acquire(1.0))
+        pair.receiver.recv_chunk(slot, SLOT_BYTES).wait()
+        pair.receiver.slots.release(slot)
+        return set(slot.message(SLOT_BYTES).tolist())
+
+    return in_thread(gpu, job)
+
+
+def cross(pair: Pair, source: FakeGpu, target: FakeGpu, value: int) -> None:
+    receiving, sending = receive(pair, target), send(pair, source, value)
+    sending.result(LONG_S)
+    assert receiving.result(LONG_S) == {value}
+
+
+def nccl_threads() -> list[str]:
+    names = ("kv-nccl-abort", "fake-nccl-watchdog")
+    return [thread.name for thread in threading.enumerate() if thread.name in names]
+
+
+def turn_of(gpu: FakeGpu) -> Any:
+    """Another transport's part in the turns of a GPU."""
+    return nccl._TURNS[gpu.device].join()
+
+
+# -- a pair that is well ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", NCCL_MODES)
+def test_signals_and_chunks_arrive_whole_and_in_order(mode: str, gpus: list[FakeGpu], knobs: Knobs) -> None:
+    pair = opened(gpus[0], gpus[1], nccl_mode=mode)
+    for value in range(3):
+        signal = pair.receiver.recv_signal()
+        pair.sender.send_signal(bytes([value]) * HEADER_BYTES).wait()
+        signal.wait()
+        assert signal.header == bytes([value]) * HEADER_BYTES
+        cross(pair, gpus[0], gpus[1], value)
+    options = [group.options for group in knobs.groups]
+    assert [option.config.blocking for option in options] == [int(mode.startswith("blocking"))] * 2
+    assert {(option.config.min_ctas, option.config.max_ctas, option.config.cga_cluster_size) for option in options} == {
+        (1, nccl._MAX_CTAS, 1)
+    }
+    pair.close()
+    wait_until(lambda: not nccl_threads(), SOON_S)
+
+
+def test_torchs_own_timeout_never_comes_first(gpus: list[FakeGpu], knobs: Knobs) -> None:
+    pair = opened(gpus[0], gpus[1], op_timeout_s=7.0)
+    assert {group.options._timeout.total_seconds() for group in knobs.groups} == {70.0}
+    pair.close()
+
+
+def test_a_process_that_was_not_started_for_nccl_opens_none(
+    gpus: list[FakeGpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_DESYNC_DEBUG", "1")
+    with pytest.raises(TransferError, match="TORCH_NCCL_DESYNC_DEBUG must be set"):
+        opened(gpus[0], gpus[1])
+
+
+# -- a pair that breaks ----------------------------------------------------------------------------------------------
+
+
+def test_a_pair_that_broke_in_a_transfer_is_gone_at_once_whatever_torchs_watchdog_does(
+    gpus: list[FakeGpu], knobs: Knobs
+) -> None:
+    """Its failed operation makes the watchdog sleep for a minute, by default, and the end of the group wait for it."""
+    pair = opened(gpus[0], gpus[1], op_timeout_s=0.5)
+    pair.sender._launch = die
+    receiving, sending = receive(pair, gpus[1]), send(pair, gpus[0], 1)
+    with pytest.raises(TransferError, match="killed"):
+        sending.result(LONG_S)
+    with pytest.raises(TransferTimeout):
+        receiving.result(LONG_S)
+    began = time.monotonic()
+    pair.close()
+    wait_until(lambda: not nccl_threads(), SOON_S)
+    assert time.monotonic() - began < SOON_S
+    assert nccl.num_nccl_stalls() == 1
+
+
+def die(*_: Any) -> Any:
+    raise TransferError("killed")
+
+
+def test_an_abort_waits_for_the_launch_of_its_own_pair(gpus: list[FakeGpu], knobs: Knobs) -> None:
+    """In the middle of a call the communicator's handle would be gone under it."""
+    pair = opened(gpus[0], gpus[1])
+    knobs.let_launch.clear()
+    knobs.launching.clear()
+    receiving, sending = receive(pair, gpus[1]), send(pair, gpus[0], 1)
+    assert knobs.launching.wait(LONG_S)
+    pair.receiver.abort()
+    pair.sender.abort()
+    time.sleep(0.1)
+    assert "kv-nccl-abort" in nccl_threads()
+    knobs.let_launch.set()
+    for ending in (receiving, sending):
+        with pytest.raises(TransferError):
+            ending.result(LONG_S)
+    pair.close()
+    wait_until(lambda: not nccl_threads(), SOON_S)
+    assert knobs.num_crashes == 0
+
+
+def test_aborts_that_do_not_end_are_counted_and_nobody_waits_for_them(gpus: list[FakeGpu], knobs: Knobs) -> None:
+    before = nccl.num_stuck_aborts()
+    pair = opened(gpus[0], gpus[1], op_timeout_s=0.2)
+    knobs.let_abort.clear()
+    pair.close()
+    wait_until(lambda: nccl.num_stuck_aborts() == before + 2, LONG_S)
+    knobs.let_abort.set()
+    wait_until(lambda: not nccl_threads(), LONG_S)
+    assert nccl.num_stuck_aborts() == before + 2, "one that ends late was stuck, too"
+
+
+def test_a_call_that_does_not_return_keeps_its_communicator_and_counts(gpus: list[FakeGpu], knobs: Knobs) -> None:
+    before = nccl.num_stuck_aborts()
+    pair = opened(gpus[0], gpus[1], op_timeout_s=0.3)
+    knobs.let_launch.clear()
+    knobs.launching.clear()
+    receiving = receive(pair, gpus[1])
+    sending = send(pair, gpus[0], 1)
+    assert knobs.launching.wait(LONG_S)
+    pair.receiver.abort()
+    wait_until(lambda: nccl.num_stuck_aborts() == before + 1, LONG_S)
+    assert knobs.num_crashes == 0
+    knobs.let_launch.set()
+    for ending in (receiving, sending):
+        with contextlib.suppress(TransferError):
+            ending.result(LONG_S)
+    pair.sender.close()
+
+
+@pytest.mark.parametrize("mode", NCCL_MODES[:2])
+def test_an_opening_that_hangs_ends_and_gives_its_turns_back(mode: str, gpus: list[FakeGpu], knobs: Knobs) -> None:
+    knobs.never_opens = True
+    with pytest.raises(TransferError):
+        opened(gpus[0], gpus[1], op_timeout_s=0.3, nccl_mode=mode)
+    wait_until(lambda: not nccl_threads(), LONG_S)
+    knobs.never_opens = False
+    pair = opened(gpus[0], gpus[1], nccl_mode=mode)
+    cross(pair, gpus[0], gpus[1], 3)
+    pair.close()
+
+
+# -- streams ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_two_pairs_have_a_stream_in_common_however_many_came_and_went(gpus: list[FakeGpu], knobs: Knobs) -> None:
+    before = num_shared_streams()
+    kept = opened(gpus[0], gpus[1])
+    taken_by_kept = {group.stream.cuda_stream for group in knobs.groups} | {kept.sender._stream.cuda_stream}
+    for _ in range(NUM_STREAMS + 8):
+        knobs.groups.clear()
+        pair = opened(gpus[0], gpus[2])
+        (stream,) = (group.stream for group in knobs.groups if group.stream.hardware.gpu is gpus[0])
+        with own_stream(gpus[0].device):
+            copies = gpus[0].current_stream()
+        handles = {stream.cuda_stream, pair.sender._stream.cuda_stream, copies.cuda_stream}
+        assert len(handles) == 3
+        assert not handles & taken_by_kept
+        pair.close()
+    kept.close()
+    assert num_shared_streams() == before
+
+
+def test_a_receive_that_spins_holds_up_nothing_else_after_any_number_of_pairs(
+    gpus: list[FakeGpu], knobs: Knobs
+) -> None:
+    """A waits for the send turn of its peer. B sends from the GPU on which A's half spins: the peer waits for that."""
+    a = opened(gpus[1], gpus[0])
+    for _ in range(NUM_STREAMS):  # with the streams that torch gives out in turn, b would now have those of a
+        opened(gpus[0], gpus[2]).close()
+    b = opened(gpus[0], gpus[2])
+    turn = turn_of(gpus[1])
+    turn.device.take(turn, Direction.SEND, LONG_S)
+    receiving, sending = receive(a, gpus[0]), send(a, gpus[1], 1)
+    wait_until(lambda: bool(a.receiver._turns.device._queues[Direction.RECEIVE]), LONG_S)
+    cross(b, gpus[0], gpus[2], 2)
+    assert not receiving.done()
+    turn.device.leave(turn, Direction.SEND)
+    sending.result(LONG_S)
+    assert receiving.result(LONG_S) == {1}
+    a.close()
+    b.close()
+
+
+def test_a_gpu_has_as_many_pairs_as_streams_and_refuses_one_more(gpus: list[FakeGpu], knobs: Knobs) -> None:
+    pool = streams_of(gpus[0]).communicators
+    lent = [pool.lend_next() for _ in range(NUM_STREAMS)]
+    with pytest.raises(TransferError, match="has 32 nccl transports already"):
+        opened(gpus[0], gpus[1], op_timeout_s=0.5)
+    pool.give_back(lent[7])
+    pair = opened(gpus[0], gpus[1])
+    assert knobs.groups[-1].stream.hardware.gpu in gpus
+    (stream,) = (group.stream for group in knobs.groups[-2:] if group.stream.hardware.gpu is gpus[0])
+    assert stream.cuda_stream == lent[7].cuda_stream
+    pair.close()
+
+
+def test_a_stream_that_another_library_took_in_between_is_counted(gpus: list[FakeGpu], knobs: Knobs) -> None:
+    before = num_shared_streams()
+    pool = streams_of(gpus[0])
+    stream = pool.communicators.lend_next()
+    with pool.making_communicator(stream):
+        gpus[0].stream(gpus[0].highest_priority)
+    assert num_shared_streams() == before
+    other = pool.communicators.lend_next()
+    with pool.making_communicator(other):
+        gpus[0].stream(gpus[0].highest_priority)
+        gpus[0].stream(gpus[0].highest_priority)
+    assert num_shared_streams() == before + 1
