@@ -35,7 +35,7 @@ class TransferConfig:
     open_timeout_s: Seconds = 10.0
     """Longest wait for a connection to another worker, and its transport, to be open."""
     nccl_open_timeout_s: Seconds = 60.0
-    """The same for an nccl transport: those of a GPU are made one after the other. KV travels otherwise meanwhile."""
+    """Longest wait for an nccl transport to be open: a GPU opens one after the other. Over tcp KV travels meanwhile."""
     op_timeout_s: Seconds = 10.0
     """Longest wait for one message of a transport, or for the peer's answer to a control message."""
     pull_timeout_s: Seconds = 2.0

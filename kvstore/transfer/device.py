@@ -27,7 +27,7 @@ class Stream(Protocol):
         """Waits until all that is in the stream by now has run."""
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A place in a stream. A `torch.cuda.Event` is one."""
 
     def record(self, stream: Any) -> None:
@@ -37,7 +37,7 @@ class Event(Protocol):
         """Returns whether the work before the place has run."""
 
 
-class Gpu(Protocol):
+class GpuDevice(Protocol):
     """A GPU in this process. Any thread may use it."""
 
     @property
@@ -62,7 +62,7 @@ class Gpu(Protocol):
     def on_stream(self, stream: Any) -> AbstractContextManager[object]:
         """Makes a stream the calling thread's own within a block."""
 
-    def event(self) -> Event:
+    def event(self) -> StreamEvent:
         """Makes an event."""
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
@@ -105,8 +105,8 @@ class CudaGpu:
     def on_stream(self, stream: Any) -> AbstractContextManager[object]:
         return torch.cuda.stream(stream)
 
-    def event(self) -> Event:
-        made: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def event(self) -> StreamEvent:
+        made: StreamEvent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         return made
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
@@ -116,12 +116,12 @@ class CudaGpu:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-GPUS: dict[torch.device, Gpu] = {}
+GPUS: dict[torch.device, GpuDevice] = {}
 """The GPUs that this process has used. Tests put theirs here."""
 _LOCK = threading.Lock()
 
 
-def gpu_of(device: torch.device) -> Gpu | None:
+def gpu_of(device: torch.device) -> GpuDevice | None:
     """Returns the GPU behind a device of torch; None for a CPU."""
     if device.type == "cpu":
         return None

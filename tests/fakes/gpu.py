@@ -95,7 +95,7 @@ class FakeEvent:
 
 
 class FakeGpu:
-    """A `kvstore.transfer.device.Gpu`.
+    """A `kvstore.transfer.device.GpuDevice`.
 
     Attributes:
         num_taken: streams that were taken of each priority, since the start.

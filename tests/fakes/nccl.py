@@ -204,7 +204,7 @@ class Wire:
         """Yields whenever it would have to wait."""
         data = message.numpy().data.cast("B")
         if move == "recv":
-            self._socket.sendall(b"r")
+            yield from self._repeat(self._socket.send, memoryview(b"r"))
             yield from self._repeat(self._socket.recv_into, data)
         else:
             yield from self._repeat(self._socket.recv_into, memoryview(bytearray(1)))

@@ -1,5 +1,9 @@
-"""The connections of one sender: opened when first needed, over the best kind of transport that works, and closed when
-there are too many, those that were idle longest first.
+"""The connections of one sender: opened when first needed, and closed when there are too many, those that were idle
+longest first.
+
+The first connection with a peer is over the best kind of transport that opens quickly. Better kinds that open slowly,
+and those that could not be opened, are tried beside it, again and again after longer and longer pauses; when one opens,
+it takes over, and the one before ends with the transfers that are on it.
 """
 
 from __future__ import annotations
@@ -8,12 +12,13 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from baton.errors import TransferError, TransferRefused, WorkerFailed
+from baton.errors import BatonError, TransferError, TransferRefused, WorkerFailed
 from kvstore.transfer.connection.outgoing import OutgoingConnection, Peer
-from kvstore.transfer.transport.select import LocalRank, StagingPools, gpu_id, num_connections_kept
+from kvstore.transfer.transport.select import LocalRank, StagingPools, gpu_id, num_connections_kept, quick_and_slow
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -26,13 +31,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 600.0
+"""Pauses before a kind that could not be opened is tried again: each is twice as long as the one before."""
+
+
 @dataclasses.dataclass(slots=True)
 class _Route:
     """The way from one rank here to one rank of a peer."""
 
-    opening: asyncio.Task[OutgoingConnection]
+    opening: asyncio.Future[OutgoingConnection]
     num_waiting: int = 0
     """Transfers that are about to be put on the connection."""
+    missed: tuple[str, ...] = ()
+    """Better kinds than the connection's that were not tried yet, or could not be opened."""
+    improving: asyncio.Task[None] | None = None
+    """Opens a connection of a better kind."""
+    pause_s: float = 0.0
+    try_at_s: float = 0.0
+    """When a better kind is tried next, on the monotonic clock."""
+
+    def put_off(self, *, for_long: bool) -> None:
+        """Puts the next try off, because one has failed."""
+        longer_s = min(2 * self.pause_s, LONGEST_PAUSE_S) or FIRST_PAUSE_S
+        self.pause_s = LONGEST_PAUSE_S if for_long else longer_s
+        self.try_at_s = time.monotonic() + self.pause_s
 
     @property
     def connection(self) -> OutgoingConnection | None:
@@ -67,11 +89,15 @@ class ConnectionPool:
         self._faults = faults
         self._max_connections = config.max_pairs or num_connections_kept(hello.links, len(self._ranks))
         self._routes: dict[tuple[int, Peer], _Route] = {}
+        self._replaced: set[OutgoingConnection] = set()
+        """Connections that end once no transfer is on them."""
         self._alive: set[OutgoingConnection] = set()
         """Connections whose stream, transport or thread has not ended yet."""
         self._closing = False
         self._past_fenced = 0
         self._past_resent = 0
+        self.num_failed_openings = 0
+        """Transports that could not be opened, since the start."""
 
     # -- what operators see ------------------------------------------------------------------------------------------
 
@@ -103,13 +129,13 @@ class ConnectionPool:
         route = self._routes.get((rank, peer))
         if route is None or route.is_over:
             self._routes = {key: other for key, other in self._routes.items() if not other.is_over}
-            route = self._routes[rank, peer] = _Route(asyncio.create_task(self._open(rank, peer)))
-            route.opening.add_done_callback(lambda opening: opening.cancelled() or opening.exception())
+            route = self._routes[rank, peer] = self._new_route(rank, peer)
         route.num_waiting += 1
         try:
-            connection = await asyncio.shield(route.opening)
+            await asyncio.shield(route.opening)
+            self._improve(rank, peer, route)
             self.make_room()
-            yield connection
+            yield route.opening.result()  # the best one, of those that have opened meanwhile
         finally:
             route.num_waiting -= 1
 
@@ -120,7 +146,9 @@ class ConnectionPool:
         return connection.transport_kind if connection is not None else ""
 
     def make_room(self) -> None:
-        """Closes the connections that were idle longest, if there are too many."""
+        """Closes the connections that were replaced and are idle, and those that were idle longest, if too many."""
+        for connection in [connection for connection in self._replaced if connection.is_idle]:
+            connection.lose(WorkerFailed("a better connection has replaced it"))
         surplus = self.num_open - self._max_connections
         if surplus <= 0:
             return
@@ -133,14 +161,22 @@ class ConnectionPool:
         self._closing = True
         for route in self._routes.values():
             route.opening.cancel()
+            if route.improving is not None:
+                route.improving.cancel()
         for connection in list(self._alive):
             connection.lose(WorkerFailed("this worker shuts down"))
         if self._alive:
             await asyncio.wait([connection.closed for connection in self._alive])
 
-    async def _open(self, rank: int, peer: Peer) -> OutgoingConnection:
-        """Opens a connection over the best kind of transport that works between the two sides."""
-        links = self._hello.links
+    def _new_route(self, rank: int, peer: Peer) -> _Route:
+        quick, slow = quick_and_slow(self._hello.links)
+        route = _Route(asyncio.get_running_loop().create_future(), missed=slow if quick else ())
+        route.opening = asyncio.create_task(self._open(rank, peer, quick or slow, route))
+        route.opening.add_done_callback(lambda opening: opening.cancelled() or opening.exception())
+        return route
+
+    async def _open(self, rank: int, peer: Peer, links: tuple[str, ...], route: _Route) -> OutgoingConnection:
+        """Opens a connection over the best of these kinds that works between the two sides."""
         while True:
             local = self._ranks[rank]
             gpu = gpu_id(local.device)
@@ -150,19 +186,54 @@ class ConnectionPool:
             connection.closed.add_done_callback(partial(self._gone, connection))
             try:
                 await asyncio.shield(connection.opened)
-                return connection
             except TransferRefused:
                 raise
             except TransferError as error:
                 failed = connection.transport_kind
                 links = tuple(kind for kind in links if kind != failed)
-                if self._closing or not failed or not links:
+                if self._closing or not failed:
                     raise
+                self.num_failed_openings += 1
+                if not links:
+                    raise
+                route.missed = (*route.missed, failed)
+                route.put_off(for_long=False)
                 logger.warning(
                     "no %s transport to worker %s, trying %s: %s", failed, peer.worker_id, ", ".join(links), error
                 )
+            else:
+                return connection
+
+    def _improve(self, rank: int, peer: Peer, route: _Route) -> None:
+        """Begins to open a better connection, if there may be one and it is time."""
+        is_busy = route.improving is not None and not route.improving.done()
+        if route.missed and not is_busy and time.monotonic() >= route.try_at_s and not self._closing:
+            route.improving = asyncio.create_task(self._replace(rank, peer, route))
+
+    async def _replace(self, rank: int, peer: Peer, route: _Route) -> None:
+        """Opens a connection of a missed kind, and lets it take over."""
+        kinds, route.missed = route.missed, ()
+        try:
+            better = await self._open(rank, peer, kinds, route)
+        except BatonError as error:
+            is_refused = isinstance(error, TransferRefused)
+            route.missed = kinds
+            route.put_off(for_long=is_refused)
+            text = "no %s transport to worker %s yet; next try in %g s at the earliest: %s"
+            level = logging.INFO if is_refused else logging.WARNING
+            logger.log(level, text, ", ".join(kinds), peer.worker_id, route.pause_s, error)
+            return
+        connection = route.connection
+        if connection is None or self._routes.get((rank, peer)) is not route:
+            better.lose(WorkerFailed("the connection that it was to replace has ended"))
+            return
+        self._replaced.add(connection)
+        route.opening = asyncio.get_running_loop().create_future()
+        route.opening.set_result(better)
+        self.make_room()
 
     def _gone(self, connection: OutgoingConnection, _: asyncio.Task[None]) -> None:
         self._alive.discard(connection)
+        self._replaced.discard(connection)
         self._past_fenced += connection.num_fenced
         self._past_resent += connection.num_resent

@@ -26,7 +26,7 @@ from kvstore.transfer.transport.streams import streams_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvstore.transfer.device import Event
+    from kvstore.transfer.device import StreamEvent
     from kvstore.transfer.transport.base import Operation, SignalOperation
     from kvstore.transfer.transport.staging import Slot
 
@@ -94,7 +94,7 @@ class NcclTransport:
         self._turns = _TURNS.setdefault(self._device, DeviceTurns()).join()
         self._streams = streams_of(gpu)
         self._lent = contextlib.ExitStack()
-        """The streams, given back once nothing of this transport is on them."""
+        """Gives the streams back, once nothing of this transport is on them."""
         self._stream = self._streams.launches.lend()
         self._lent.callback(self._streams.launches.give_back, self._stream)
         signals = PrefixStore("signals", end.rendezvous)
@@ -239,7 +239,7 @@ class _Aborts:
         self._deadlines: dict[int, float] = {}
         self._num_begun = 0
         self._num_late = 0
-        """Those that took too long and have ended, or were given up."""
+        """Number of those that took too long and have ended, or were given up."""
 
     @property
     def num_stuck(self) -> int:
@@ -297,7 +297,7 @@ class _NcclReceive:
 
 
 class _NcclOperation:
-    def __init__(self, transport: NcclTransport, done: Event, timeout_s: float) -> None:
+    def __init__(self, transport: NcclTransport, done: StreamEvent, timeout_s: float) -> None:
         self._transport = transport
         self._done = done
         self._timeout_s = timeout_s

@@ -98,9 +98,9 @@ class OpeningLimits(NamedTuple):
     """How long an opening waits, in seconds."""
 
     in_queue_s: float
-    """While no turn is kept because of it: those of a GPU come one after the other."""
+    """The limit while no turn is kept because of it: those of a GPU come one after the other."""
     with_turn_s: float
-    """While a turn is kept, here or at the peer, for which transfers wait."""
+    """The limit while a turn is kept, here or at the peer, for which transfers wait."""
 
 
 class TransportTurns:

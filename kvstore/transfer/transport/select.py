@@ -61,8 +61,15 @@ def choose_transport(
     return next((kind for kind in near if not (is_same_gpu and KINDS[kind].needs_two_gpus)), None)
 
 
+def quick_and_slow(kinds: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Splits kinds into those that open quickly, and those before the first of them that do not."""
+    quick = tuple(kind for kind in kinds if not KINDS[kind].opens_slowly)
+    first = kinds.index(quick[0]) if quick else len(kinds)
+    return quick, tuple(kind for kind in kinds[:first] if KINDS[kind].opens_slowly)
+
+
 def gpu_id(device: torch.device) -> str:
-    """Returns the `Gpu.id` of a cache's device; empty for a CPU."""
+    """Returns the `GpuDevice.id` of a cache's device; empty for a CPU."""
     gpu = gpu_of(device)
     return gpu.id if gpu is not None else ""
 

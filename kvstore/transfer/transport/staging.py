@@ -16,7 +16,7 @@ from kvstore.transfer.device import gpu_of
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 
 if TYPE_CHECKING:
-    from kvstore.transfer.device import Gpu
+    from kvstore.transfer.device import GpuDevice
 
 
 class Slot:
@@ -85,7 +85,9 @@ class StagingPool:
         pinned_for: the GPU that copies by itself between slots in main memory and its own.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device, *, pinned_for: Gpu | None = None) -> None:
+    def __init__(
+        self, num_slots: int, slot_bytes: int, device: torch.device, *, pinned_for: GpuDevice | None = None
+    ) -> None:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         """Largest payload of a slot."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kvstore.transfer.device import Gpu, Stream
+    from kvstore.transfer.device import GpuDevice, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 class StreamPool:
     """The streams of one priority of a GPU. Any thread may use it."""
 
-    def __init__(self, gpu: Gpu, priority: int) -> None:
+    def __init__(self, gpu: GpuDevice, priority: int) -> None:
         self._gpu = gpu
         self._priority = priority
         self._lock = threading.Lock()
         first = gpu.stream(priority)
         self.streams = [first]
-        """In the order in which torch gives them out."""
+        """The streams, as torch gives them out in turn."""
         while (stream := gpu.stream(priority)).cuda_stream != first.cuda_stream:
             self.streams.append(stream)
         self._handles = [stream.cuda_stream for stream in self.streams]
@@ -94,7 +94,7 @@ class GpuStreams:
         num_shared: communicators that may have the stream of another one, since the start.
     """
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: GpuDevice) -> None:
         highest = gpu.highest_priority
         self.launcher = threading.Lock()
         self.num_shared = 0
@@ -111,11 +111,11 @@ class GpuStreams:
             logger.warning("another library takes streams of this GPU: nccl transports may wait for each other")
 
 
-_STREAMS: dict[Gpu, GpuStreams] = {}
+_STREAMS: dict[GpuDevice, GpuStreams] = {}
 _LOCK = threading.Lock()
 
 
-def streams_of(gpu: Gpu) -> GpuStreams:
+def streams_of(gpu: GpuDevice) -> GpuStreams:
     """Returns the streams of a GPU, taken at the first call."""
     with _LOCK:
         if gpu not in _STREAMS:

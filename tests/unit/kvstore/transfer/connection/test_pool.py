@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import threading
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from baton.errors import BatonError, TransferError
 from baton.messages import Grant, Offer, Ping, SessionFailed, Welcome
 from baton.v1 import kv_pb2_grpc
 from kvstore.transfer.connection.control_stream import open_channel
+from kvstore.transfer.connection.pool import LONGEST_PAUSE_S
 from kvstore.transfer.protocol.plan import WireOptions, plan
 from kvstore.transfer.stats import TransferStats
 from kvstore.transfer.transport.base import TransportEnd
-from kvstore.transfer.transport.select import open_receiver, open_sender
+from kvstore.transfer.transport.select import KINDS, open_receiver, open_sender
 from tests.support.waiting import until
 from tests.unit.kvstore.transfer.peers import (
     CONFIG,
@@ -104,6 +106,82 @@ async def test_a_link_that_only_the_receiver_cannot_open_gives_way_to_the_next_k
         assert await asyncio.gather(*(hand_over(prefill, decode, f"t{n}") for n in range(3))) == [""] * 3
         assert [pair.transport_kind for pair in prefill.sender._connections._alive if not pair.failure] == ["gloo"]
         assert same_blocks(prefill.cache, range(40), decode.cache, range(40))
+
+
+def good_kinds(prefill: Prefill) -> list[str]:
+    return sorted(pair.transport_kind for pair in prefill.sender._connections._alive if not pair.failure)
+
+
+async def test_a_link_that_could_not_be_opened_is_tried_again_after_longer_and_longer_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_refusals = 0
+
+    def refuse_shm_three_times(kind: str, end: TransportEnd) -> object:
+        nonlocal num_refusals
+        if kind == "shm" and num_refusals < 3:
+            num_refusals += 1
+            raise RuntimeError("not now")
+        return open_receiver(kind, end)
+
+    monkeypatch.setattr("kvstore.transfer.connection.incoming.open_receiver", refuse_shm_three_times)
+    monkeypatch.setattr("kvstore.transfer.connection.pool.FIRST_PAUSE_S", 0.05)
+    async with decode_side(TWO_KINDS) as decode, prefill_side(TWO_KINDS) as prefill:
+        assert await hand_over(prefill, decode, "first") == ""
+        assert good_kinds(prefill) == ["gloo"]
+        (route,) = prefill.sender._connections._routes.values()
+        pauses = [route.pause_s]
+        async with asyncio.timeout(SOON_S):
+            while good_kinds(prefill) != ["shm"]:
+                assert await hand_over(prefill, decode, "again") == ""
+                pauses += [route.pause_s] * (route.pause_s != pauses[-1])
+                await asyncio.sleep(0.01)
+        assert pauses == [0.05, 0.1, 0.2]
+        assert prefill.sender._connections.num_failed_openings == 3
+        assert await hand_over(prefill, decode, "last") == ""
+        assert good_kinds(prefill) == ["shm"]
+
+
+async def test_kv_travels_otherwise_while_a_slow_link_is_opened_which_then_takes_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    let_open = threading.Event()
+
+    def open_when_let(kind: str, end: TransportEnd) -> object:
+        assert kind != "shm" or let_open.wait(SOON_S)
+        return open_receiver(kind, end)
+
+    monkeypatch.setattr("kvstore.transfer.connection.incoming.open_receiver", open_when_let)
+    monkeypatch.setitem(KINDS, "shm", dataclasses.replace(KINDS["shm"], opens_slowly=True))
+    config = dataclasses.replace(TWO_KINDS, open_timeout_s=SOON_S, nccl_open_timeout_s=SOON_S)
+    async with decode_side(config) as decode, prefill_side(config) as prefill:
+        assert await hand_over(prefill, decode, "first") == ""
+        ticket = decode.receiver.expect("long", 640, 0, tables_of(decode.receiver, range(40), 3))
+        async with prefill.sender.transfer(ticket) as transfer:
+            await until(lambda: all(part.granted for part in transfer._parts.values()), SOON_S)
+            let_open.set()
+            await until(lambda: good_kinds(prefill) == ["gloo", "shm"], SOON_S)
+            (route,) = prefill.sender._connections._routes.values()
+            await until(lambda: route.connection is not None and route.connection.transport_kind == "shm", SOON_S)
+            transfer.extend(tables_of(transfer, range(40), 3))
+            await transfer.finish(1)
+        await decode.receiver.release(ticket)
+        await until(lambda: good_kinds(prefill) == ["shm"], SOON_S)
+        assert await hand_over(prefill, decode, "last") == ""
+        assert good_kinds(prefill) == ["shm"]
+        assert decode.num_pairs_ever == 2
+
+
+async def test_a_better_link_that_the_receiver_refuses_is_not_asked_for_again_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(KINDS, "shm", dataclasses.replace(KINDS["shm"], opens_slowly=True))
+    async with decode_side(dataclasses.replace(CONFIG, links=("gloo",))) as decode, prefill_side(TWO_KINDS) as prefill:
+        assert await hand_over(prefill, decode, "first") == ""
+        (route,) = prefill.sender._connections._routes.values()
+        await until(lambda: route.pause_s == LONGEST_PAUSE_S, SOON_S)
+        assert await hand_over(prefill, decode, "next") == ""
+        assert good_kinds(prefill) == ["gloo"]
 
 
 @pytest.mark.parametrize("links", [("shm", "tcp"), ("shm",)])
