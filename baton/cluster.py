@@ -66,6 +66,12 @@ class TransferCounts:
     """Control messages that were sent again because no answer came."""
     nccl_stalls: int = 0
     """NCCL operations that did not end in time; their connection was given up."""
+    nccl_stuck_aborts: int = 0
+    """NCCL communicators that could not be ended in time; each may keep memory of the GPU. At two the worker leaves."""
+    nccl_shared_streams: int = 0
+    """NCCL communicators that may have a stream of the GPU in common with another one, and so wait for it."""
+    failed_openings: int = 0
+    """Transports that could not be opened, by senders; another kind carries the KV, and they are tried again."""
     failed_pulls: int = 0
     """Prefixes that could not be pulled and were computed instead."""
     pulled_tokens: int = 0
@@ -91,6 +97,17 @@ class TransferCounts:
     @property
     def failed(self) -> int:
         return self.sent_failed + self.received_failed
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLinks:
+    """Open connections of one kind to other workers."""
+
+    link: str
+    """The transport: nccl, shm, tcp or gloo."""
+    transport: str
+    """What NCCL moves the bytes by: P2P, SHM, NET/IB, NET/Socket or unknown; empty for other kinds."""
+    open_pairs: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +154,7 @@ class WorkerLoad:
     blocks: BlockCounts = field(default_factory=BlockCounts)
     self_check: str = "ok"
     transfers: TransferCounts = field(default_factory=TransferCounts)
+    links: tuple[OpenLinks, ...] = ()
     preemptions: int = 0
     """Preemptions since the worker started: sequences that gave their blocks back and were computed again."""
     costs: StepCosts = PRIOR

@@ -46,6 +46,12 @@ def _sequence_counts(status: ClusterStatus) -> Iterable[Observation]:
         yield Observation(worker.load.waiting, {**_labels(worker), "state": "waiting"})
 
 
+def _open_links(status: ClusterStatus) -> Iterable[Observation]:
+    for worker in status.workers:
+        for each in worker.load.links:
+            yield Observation(each.open_pairs, {**_labels(worker), "link": each.link, "transport": each.transport})
+
+
 def _worker_states(status: ClusterStatus) -> Iterable[Observation]:
     for worker in status.workers:
         for state in WorkerState:
@@ -210,6 +216,25 @@ OBSERVED: tuple[ObservedMetric, ...] = (
         is_counter=True,
     ),
     ObservedMetric(
+        name="baton.kv_nccl_stuck_aborts",
+        description="NCCL communicators that could not be ended in time. At two the worker drains and ends.",
+        observe=TransferRows({"nccl_stuck_aborts": {}}),
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.kv_nccl_shared_streams",
+        description="NCCL communicators that may have a stream of their GPU in common with another one: they wait for "
+        "each other.",
+        observe=TransferRows({"nccl_shared_streams": {}}),
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.kv_failed_openings",
+        description="Transports that could not be opened; another kind carries the KV, and they are tried again.",
+        observe=TransferRows({"failed_openings": {}}),
+        is_counter=True,
+    ),
+    ObservedMetric(
         name="baton.kv_transfer",
         description="Payload of committed KV transfers.",
         observe=TransferRows({f"{way}_bytes": {"direction": way} for way in DIRECTIONS}),
@@ -253,6 +278,12 @@ OBSERVED: tuple[ObservedMetric, ...] = (
         name="baton.kv_open_pairs",
         description="Open connections to other workers, one per pair of ranks.",
         observe=TransferRows({"open_pairs": {}}),
+    ),
+    ObservedMetric(
+        name="baton.kv_pairs",
+        description="Open connections to other workers by link (nccl, shm, tcp, gloo) and, for nccl, by what NCCL "
+        "moves the bytes by (transport): P2P, SHM, NET/IB, NET/Socket or unknown.",
+        observe=_open_links,
     ),
     ObservedMetric(
         name="baton.kv_staging_slots_in_use",

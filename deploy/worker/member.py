@@ -198,6 +198,7 @@ class Member:
             accepted_tokens=load.accepted_tokens,
             self_check=self.loop.self_check,
             transfers=self.kv.counts(),
+            links=self.kv.links(),
         )
 
     def _on_engine_event(self, event: EngineEvent) -> None:

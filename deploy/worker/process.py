@@ -7,7 +7,7 @@ ready, or has failed to start, it writes one line of JSON to the descriptor: `{"
 `{"kind": ..., "message": ...}`, which is an error of Baton's tree.
 
 SIGTERM drains it: its work moves to others, for `cluster.drain_timeout_s` at most, then it leaves the cluster and ends.
-A second SIGTERM ends it at once.
+A second SIGTERM ends it at once. A worker whose NCCL communicators can no longer be ended drains by itself.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ async def serve(
                 raise
             if ready_fd is not None:
                 tell_parent(ready_fd, pid=os.getpid(), address=control.member.info.address)
-            await _first(ended, stop.wait())
+            await _first(ended, stop.wait(), control.member.kv.stuck())
             await _first(ended, stop_now.wait(), control.drain(config.cluster.drain_timeout_s))
             await asyncio.sleep(LAST_WORDS_S)
     finally:

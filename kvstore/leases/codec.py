@@ -33,7 +33,7 @@ MAX_INT32 = 2**31 - 1
 MAX_S = 1e9
 """Largest number of seconds, and of every other fraction: 30 years."""
 MAX_COST_S = 3600.0
-LABELS = {"engine", "sampler"}
+LABELS = {"engine", "sampler", "link", "transport"}
 """Texts that are read as names, of a bounded form."""
 LEAST = {"block_size": GRANULE, "max_model_len": GRANULE, "chunk_tokens": 1}
 """Lower bounds of numbers, if not 0."""

@@ -6,24 +6,31 @@ Every worker has one, whatever its role: it sends and receives hand-overs, pulls
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from baton import wire
 from baton.blocks import GRANULE
-from baton.cluster import TransferCounts
+from baton.cluster import OpenLinks, TransferCounts
 from baton.v1 import kv_pb2, kv_pb2_grpc
 from kvstore.transfer.prefix_pull import PrefixPuller
 from kvstore.transfer.protocol.layout import block_size_of
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender
-from kvstore.transfer.transport.nccl import num_nccl_stalls
+from kvstore.transfer.transport.nccl import nccl_pairs_by_carrier, num_nccl_stalls, num_stuck_aborts
+from kvstore.transfer.transport.streams import num_shared_streams
 
 if TYPE_CHECKING:
     from baton.config import FaultsConfig, TransferConfig
     from baton.engine.core.serving import ServingEngine
     from kvstore.transfer.local_worker import LocalWorker
+
+logger = logging.getLogger(__name__)
+MAX_STUCK_ABORTS = 2
+STUCK_POLL_S = 1.0
 
 
 class KvEndpoint(kv_pb2_grpc.KvControlServicer):
@@ -60,6 +67,9 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
             fenced=sent.fenced + received.fenced,
             resent=sent.resent,
             nccl_stalls=num_nccl_stalls(),
+            nccl_stuck_aborts=num_stuck_aborts(),
+            nccl_shared_streams=num_shared_streams(),
+            failed_openings=self.sender.num_failed_openings,
             failed_pulls=self.prefixes.num_failed,
             pulled_tokens=self.prefixes.num_tokens,
             sent_bytes=sent.num_bytes,
@@ -72,6 +82,23 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
             slots_in_use=self.sender.slots_in_use + self.receiver.slots_in_use,
             unsent_bytes=self.sender.unsent_bytes,
         )
+
+    def links(self) -> tuple[OpenLinks, ...]:
+        """Returns the open connections, by kind of transport, as the worker's lease publishes them."""
+        kinds = Counter(kind for kind in (*self.sender.open_kinds, *self.receiver.open_kinds) if kind != "nccl")
+        nccl = (OpenLinks("nccl", carrier, number) for carrier, number in sorted(nccl_pairs_by_carrier().items()))
+        return (*nccl, *(OpenLinks(kind, "", number) for kind, number in sorted(kinds.items())))
+
+    async def stuck(self) -> None:
+        """Returns once the GPU's pairs are beyond help: each end of a communicator that is stuck may keep its memory.
+
+        What computes here is well, and other workers can take it over.
+        """
+        while True:
+            await asyncio.sleep(STUCK_POLL_S)
+            if (number := num_stuck_aborts()) >= MAX_STUCK_ABORTS:
+                logger.error("%d NCCL communicators could not be ended: this worker leaves", number)
+                return
 
     async def close(self) -> None:
         """Ends all transfers and connections."""

@@ -91,6 +91,11 @@ class KvReceiver:
         return sum(connection.failure is None for connection in self._connections.values())
 
     @property
+    def open_kinds(self) -> list[str]:
+        """The transport of each open connection."""
+        return [c.transport_kind for c in self._connections.values() if c.failure is None and c.is_open]
+
+    @property
     def slots_in_use(self) -> int:
         """Number of staging slots that transports hold."""
         return self._staging.slots_in_use

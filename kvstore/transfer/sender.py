@@ -89,6 +89,16 @@ class KvSender:
         return self._connections.num_open
 
     @property
+    def open_kinds(self) -> list[str]:
+        """The transport of each open connection."""
+        return self._connections.open_kinds
+
+    @property
+    def num_failed_openings(self) -> int:
+        """Number of transports that could not be opened, since the start."""
+        return self._connections.num_failed_openings
+
+    @property
     def slots_in_use(self) -> int:
         """Number of staging slots that transports hold."""
         return self._connections.staging.slots_in_use

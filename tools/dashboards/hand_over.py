@@ -132,6 +132,17 @@ TROUBLE = Section(
             },
         ),
         Panel(
+            title="Links that fail",
+            description="Transports that could not be opened and are tried again, NCCL communicators that could not be "
+            "ended, and those that may share a stream of their GPU.",
+            unit="ops",
+            queries={
+                "not opened": per_second("baton_kv_failed_openings_total", ""),
+                "not ended": per_second("baton_kv_nccl_stuck_aborts_total", ""),
+                "share a stream": per_second("baton_kv_nccl_shared_streams_total", ""),
+            },
+        ),
+        Panel(
             title="NCCL stalls",
             description="NCCL operations that did not end in time; their connection was closed and opened again. If "
             "there are any, see the fabric's logs, and run `baton doctor` on both nodes.",
@@ -150,6 +161,17 @@ MEANS = Section(
             "opened and closed all the time.",
             unit="short",
             queries={"{{worker}}": f"max by (worker) (baton_kv_open_pairs{{$cluster, {OF_WORKER}}})"},
+            width=8,
+        ),
+        Panel(
+            title="Pairs by transport",
+            description="Connections by kind of transport, and by what NCCL moves bytes by. Between GPUs, tcp or "
+            "NET/Socket means that the fast way could not be opened.",
+            unit="short",
+            queries={
+                "{{link}} {{transport}}": f"sum by (link, transport) (max by (worker, link, transport) "
+                f"(baton_kv_pairs{{$cluster, {OF_WORKER}}}))"
+            },
             width=8,
         ),
         Panel(

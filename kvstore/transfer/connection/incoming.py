@@ -49,6 +49,8 @@ class IncomingConnection:
     Attributes:
         number: unique in this process; the connection's epoch, which every header on the transport carries.
         failure: why this side ended it; None while it is good, or if the peer left.
+        transport_kind: the kind that this side chose.
+        is_open: whether this side has opened the transport.
         thread: the transport's thread. It ends soon after the connection: at the transport's timeout, to open or to
             operate, at the latest.
     """
@@ -58,6 +60,8 @@ class IncomingConnection:
     ) -> None:
         self.number = number
         self.failure: TransferError | None = None
+        self.transport_kind = transport_kind
+        self.is_open = False
         self._config = config = reservations.config
         self._peer_id = hello.worker_id
         self._local = local
@@ -172,6 +176,7 @@ class IncomingConnection:
 
     def _on_transport(self, error: TransferError | None) -> None:
         if error is None:
+            self.is_open = True
             self._stream.send(LinkReady())
             return
         if isinstance(error, TransferCorrupted):

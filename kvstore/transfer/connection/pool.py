@@ -107,6 +107,11 @@ class ConnectionPool:
         return sum(connection.failure is None for connection in self._alive)
 
     @property
+    def open_kinds(self) -> list[str]:
+        """The transport of each open connection."""
+        return [c.transport_kind for c in self._alive if c.failure is None and c.opened.done()]
+
+    @property
     def num_fenced(self) -> int:
         """Number of dropped answers about unknown or past transfers, since the start."""
         return self._past_fenced + sum(connection.num_fenced for connection in self._alive)

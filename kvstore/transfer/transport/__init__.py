@@ -11,6 +11,7 @@ __all__ = [
     "gloo",
     "nccl",
     "nccl_env",
+    "nccl_log",
     "nccl_turns",
     "rendezvous",
     "select",

@@ -7,6 +7,7 @@ import dataclasses
 import re
 import threading
 import time
+from collections import Counter
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport import gloo
 from kvstore.transfer.transport.base import RECEIVER, SENDER, TransportEnd, TransportKind
 from kvstore.transfer.transport.nccl_env import require_environment
+from kvstore.transfer.transport.nccl_log import UNKNOWN, carrier_since, length_of, nccl_log
 from kvstore.transfer.transport.nccl_turns import DeviceTurns, OpeningLimits
 from kvstore.transfer.transport.streams import streams_of
 
@@ -89,6 +91,8 @@ class NcclTransport:
         self._launching = threading.Lock()
         """Held during a call into the communicator, which must not be aborted in the middle of it."""
         self._ender: threading.Thread | None = None
+        self.carrier = UNKNOWN
+        """What moves the bytes, in NCCL's words."""
         self._group: Any = None
         self._signalled: Operation | None = None
         self._turns = _TURNS.setdefault(self._device, DeviceTurns()).join()
@@ -101,6 +105,7 @@ class NcclTransport:
         self._signals = gloo.GlooTransport(dataclasses.replace(end, rendezvous=signals), rank)
         try:
             self._open(end, rank)
+            self._lent.enter_context(_PAIRS.counted(self.carrier))
         except BaseException:
             self.close()
             raise
@@ -133,6 +138,8 @@ class NcclTransport:
         options.config.cga_cluster_size = 1  # else all its blocks wait for room side by side on a busy GPU
         stream = self._streams.communicators.lend_next()
         self._lent.callback(self._streams.communicators.give_back, stream)
+        log = nccl_log()
+        log_start = length_of(log)
         too_long = threading.Timer(self._op_timeout_s + 1, self.abort)
         too_long.daemon = True
         too_long.start()
@@ -143,6 +150,7 @@ class NcclTransport:
                     self._group.eager_connect_single_device(self._device)
                 byte = self._gpu.buffer(1)
                 self._launch("send" if rank == SENDER else "recv", byte).wait()
+            self.carrier = carrier_since(log, log_start)
         finally:
             too_long.cancel()
 
@@ -268,6 +276,38 @@ class _Aborts:
 
 
 _ABORTS = _Aborts()
+
+
+class _OpenPairs:
+    """The communicators of this process, by what moves their bytes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def counted(self, carrier: str) -> Iterator[None]:
+        """Counts a communicator while the block is entered."""
+        with self._lock:
+            self._num[carrier] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num[carrier] -= 1
+
+    def by_carrier(self) -> dict[str, int]:
+        """Returns the number of communicators now."""
+        with self._lock:
+            return {carrier: number for carrier, number in self._num.items() if number}
+
+
+_PAIRS = _OpenPairs()
+
+
+def nccl_pairs_by_carrier() -> dict[str, int]:
+    """Counts the NCCL transports of this process that are open, by what moves their bytes."""
+    return _PAIRS.by_carrier()
 
 
 def num_stuck_aborts() -> int:

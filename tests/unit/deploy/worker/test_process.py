@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +83,29 @@ async def test_the_collector_is_told_of_what_is_loaded_before_anything_is_served
         await serve(
             Config(engine=EngineConfig(runner="arithmetic", block_size=32, num_blocks=8)), Role.DECODE, "d", "127.0.0.1"
         )
+
+
+async def test_a_worker_whose_pairs_cannot_be_ended_drains_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck, drained = asyncio.Event(), asyncio.Event()
+
+    async def drain(timeout_s: float) -> int:
+        drained.set()
+        return 0
+
+    @contextlib.asynccontextmanager
+    async def running(*_: Any) -> AsyncGenerator[tuple[Any, asyncio.Task[None]]]:
+        ended = asyncio.create_task(asyncio.sleep(60))
+        yield SimpleNamespace(member=SimpleNamespace(kv=SimpleNamespace(stuck=stuck.wait)), drain=drain), ended
+        ended.cancel()
+
+    monkeypatch.setattr("deploy.worker.process.running", running)
+    config = Config(engine=EngineConfig(runner="arithmetic", block_size=32, num_blocks=8))
+    serving = asyncio.create_task(serve(config, Role.DECODE, "d", "127.0.0.1"))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(drained.wait()), 0.5)
+    stuck.set()
+    await asyncio.wait_for(serving, 10)
+    assert drained.is_set()
 
 
 def test_settings_are_every_engines_or_our_own() -> None:

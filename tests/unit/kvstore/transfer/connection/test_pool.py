@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from baton import wire
+from baton.cluster import OpenLinks
 from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import BatonError, TransferError
 from baton.messages import Grant, Offer, Ping, SessionFailed, Welcome
@@ -300,6 +301,34 @@ async def test_pools_too_small_for_all_pairs_starve_none(num_slots: int) -> None
             assert outcomes == [""] * 9
         sides = [p.sender for p in prefills] + [d.receiver for d in decodes]
         await until(lambda: all(side.slots_in_use <= 2 for side in sides), SOON_S)
+
+
+async def test_two_communicators_that_cannot_be_ended_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_stuck = 1
+    monkeypatch.setattr("kvstore.transfer.endpoint.num_stuck_aborts", lambda: num_stuck)
+    monkeypatch.setattr("kvstore.transfer.endpoint.STUCK_POLL_S", 0.01)
+    async with engine_worker("w", ArithmeticRunner(num_blocks=8)) as worker:
+        stuck = asyncio.create_task(worker.kv.stuck())
+        await asyncio.sleep(0.1)
+        assert not stuck.done()
+        num_stuck = 2
+        await asyncio.wait_for(stuck, SOON_S)
+
+
+async def test_open_connections_are_counted_by_kind_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.transfer.endpoint.nccl_pairs_by_carrier", lambda: {"P2P": 2, "NET/Socket": 1})
+    async with (
+        engine_worker("w", ArithmeticRunner(num_blocks=8)) as worker,
+        decode_side(TWO_KINDS) as decode,
+        prefill_side(TWO_KINDS) as prefill,
+    ):
+        assert worker.kv.links() == (OpenLinks("nccl", "NET/Socket", 1), OpenLinks("nccl", "P2P", 2))
+        assert await hand_over(prefill, decode, "t") == ""
+        assert prefill.sender.open_kinds == decode.receiver.open_kinds == ["shm"]
+        monkeypatch.setattr(worker.kv, "sender", prefill.sender)
+        monkeypatch.setattr(worker.kv, "receiver", decode.receiver)
+        assert worker.kv.links()[2:] == (OpenLinks("shm", "", 2),)
+        monkeypatch.undo()
 
 
 async def test_a_workers_counts_are_those_of_both_its_sides() -> None:

@@ -166,6 +166,16 @@ def test_signals_and_chunks_arrive_whole_and_in_order(mode: str, gpus: list[Fake
     wait_until(lambda: not nccl_threads(), SOON_S)
 
 
+def test_pairs_are_counted_by_what_moves_their_bytes(
+    gpus: list[FakeGpu],
+) -> None:
+    before = nccl.nccl_pairs_by_carrier().get("unknown", 0)
+    pair = opened(gpus[0], gpus[1])
+    assert nccl.nccl_pairs_by_carrier() == {"unknown": before + 2}
+    pair.close()
+    wait_until(lambda: nccl.nccl_pairs_by_carrier().get("unknown", 0) == before, LONG_S)
+
+
 def test_torchs_own_timeout_never_comes_first(gpus: list[FakeGpu], knobs: Knobs) -> None:
     pair = opened(gpus[0], gpus[1], op_timeout_s=7.0)
     assert {group.options._timeout.total_seconds() for group in knobs.groups} == {70.0}
@@ -243,7 +253,7 @@ def test_a_call_that_does_not_return_keeps_its_communicator_and_counts(gpus: lis
     knobs.launching.clear()
     receiving = receive(pair, gpus[1])
     sending = send(pair, gpus[0], 1)
-    assert knobs.launching.wait(LONG_S)
+    wait_until(pair.receiver._launching.locked, LONG_S)
     pair.receiver.abort()
     wait_until(lambda: nccl.num_stuck_aborts() == before + 1, LONG_S)
     assert knobs.num_crashes == 0
