@@ -40,8 +40,18 @@ def another(name: str, value: Any) -> Any:
             return not value
         case float() if name in ("target_utilisation", "goodput_target"):  # shares
             return value / 2
-        case str() if name in ("wire_dtype", "dtype", "kv_dtype", "device", "kv_cache_gib", "runner", "speculation"):
+        case str() if name in (
+            "nccl_mode",
+            "wire_dtype",
+            "dtype",
+            "kv_dtype",
+            "device",
+            "kv_cache_gib",
+            "runner",
+            "speculation",
+        ):
             other = {
+                "nccl_mode": "blocking-lazy",
                 "wire_dtype": "int8",
                 "dtype": "bfloat16",
                 "kv_dtype": "bfloat16",
