@@ -24,7 +24,7 @@ from baton.costs import StepCosts
 from baton.engine.core import ahead
 from baton.engine.core.beams import BeamSearch
 from baton.engine.core.block_pool import BlockChange
-from baton.engine.core.drafting import Drafter
+from baton.engine.core.drafting import drafter_of
 from baton.engine.core.group_pool import GroupPool
 from baton.engine.core.outputs import Admitted, EngineLoad, Generated, Output, Pin, Preempted, Refused, Reserved
 from baton.engine.core.pins import Pins
@@ -47,10 +47,7 @@ class Engine:
     def __init__(self, runner: Runner, limits: SchedulerLimits) -> None:
         self.runner = runner
         self.pool = GroupPool(runner.spec, runner.num_blocks)
-        drafter = None
-        if limits.max_draft_tokens and not self.pool.has_states:  # a state cannot go back to before a draft
-            drafter = Drafter(limits.max_draft_tokens, runner.eos_token_ids, runner.max_model_len)
-        self.scheduler = Scheduler(self.pool, limits, drafter)
+        self.scheduler = Scheduler(self.pool, limits, drafter_of(runner, limits.max_draft_tokens))
         self.sequences: dict[int, Sequence] = {}
         """Sequences that are not finished, by key."""
         self._fit = StepFit()
@@ -205,6 +202,8 @@ class Engine:
         eos_token_ids, max_model_len = self.runner.eos_token_ids, self.runner.max_model_len
         key_tokens, known, prefill = self.pool.key_tokens, self.sequences, Purpose.PREFILL
         generated = Generated.__new__  # see `Sequence.part`
+        if output.proposed is not None and self.scheduler.drafter is not None:
+            self.scheduler.drafter.commit(step, output)
         of_parts = zip(step.parts, output.sampled_token_ids, output.num_computed_tokens, strict=True)
         for index, (part, token_ids, num_computed_tokens) in enumerate(of_parts):
             if (sequence := known.get(part.sequence_key) or self._find(part.sequence_key)) is None:
@@ -231,7 +230,7 @@ class Engine:
                     sequence.prompt_scores.clear()  # of a time before it was preempted
                 sequence.prompt_scores.append(output.prompt_scores[index])
             if part.num_drafts:
-                self._num_drafted_tokens += part.num_drafts
+                self._num_drafted_tokens += output.num_drafts(index, part)
                 self._num_accepted_tokens += max(0, len(token_ids) - 1)
             num_computed_tokens = min(num_computed_tokens, len(sequence.token_ids))
             sequence.num_kv_tokens = (num_computed_tokens,) * len(part.block_ids)
@@ -291,14 +290,14 @@ class Engine:
         self._finish(sequence)
         return Refused(sequence.key, InvalidRequest(reason))
 
-    def learn(self, size: StepSize, took_s: float) -> None:
-        """Learns from what a step of this size took."""
+    def learn(self, size: StepSize, took_s: float, proposing_s: float = 0.0) -> None:
+        """Learns from what a step of this size took, and a draft model of it."""
         self._busy_s += took_s
         self._num_computed_tokens += size.num_new
-        self._fit.observe(size, took_s)
+        self._fit.observe(size, took_s - proposing_s)
         self.scheduler.costs = self.costs
         if self.scheduler.drafter is not None:
-            self.scheduler.drafter.costs = self._fit.draft_costs
+            self.scheduler.drafter.learn(self._fit.draft_costs)
 
     def abandon(self, *steps: StepInput) -> list[Sequence]:
         """Takes the sequences of steps out that cannot be executed. Returns those that were not aborted already."""
@@ -386,6 +385,8 @@ class Engine:
         held = (s for s in self.sequences.values() if s.status is Status.HELD)
         self.scheduler.check(held, self._pins.tables)
         assert all(s.status is not Status.FINISHED for s in self.sequences.values()), "a finished sequence is kept"
+        if self.scheduler.drafter is not None:
+            self.scheduler.drafter.check()
 
     def _book_computed(self, sequence: Sequence, num_tokens: int) -> None:
         assert num_tokens <= sequence.num_tokens, f"{num_tokens} of {sequence.num_tokens} known tokens are computed"

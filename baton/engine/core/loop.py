@@ -227,7 +227,7 @@ class EngineLoop:
         for part, num_tokens in zip(running.step.parts, output.num_computed_tokens, strict=True):
             self._report(part.sequence_key, min(num_tokens, part.end), self._num_layers, None)
         self._deliver(outputs)
-        self.engine.learn(StepSize.of(running.step), ended_s - running.began_s)
+        self.engine.learn(StepSize.of(running.step), ended_s - running.began_s, output.proposing_s)
         if following is not None:
             following.began_s = max(following.began_s, ended_s)
         return True

@@ -75,6 +75,8 @@ class StepPart(NamedTuple):
     """The last of `token_ids` that are guesses. The step samples after the last known token, and after each draft for
     as long as they are what was sampled: the first token that differs is taken in its place. Only a part that samples
     has any."""
+    proposal: Proposal | None = None
+    """What a draft model computes for it before the step; None: nothing."""
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -101,6 +103,35 @@ class StepPart(NamedTuple):
     def known_end(self) -> int:
         """One past the last known position that the step computes: the position of the first token that is sampled."""
         return self.num_computed_tokens + len(self.token_ids) - self.num_drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What a draft model, which has a KV cache of its own, computes for a part before its step.
+
+    Where drafts are wanted they stand as `UNKNOWN_TOKEN` in the step's part, and those that the draft model draws take
+    their place: as many, or fewer where what it draws would end the answer.
+    """
+
+    part: StepPart
+    """Known tokens that the draft model has not computed, in its own block tables."""
+    num_drafts: int
+    """Drafts that are wanted; 0: it catches up with the known tokens, and no more."""
+
+
+class Proposed(NamedTuple):
+    """What came of the proposals of a step."""
+
+    counts: Mapping[int, int]
+    """Drafts that were proposed, by the part's index."""
+    rounds: tuple[tuple[StepInput, float], ...]
+    """The draft model's steps and the seconds that each took: the first one computes known tokens, and each one after
+    it a draft of the one before."""
+
+    @property
+    def took_s(self) -> float:
+        """Seconds of all its steps."""
+        return sum(took_s for _, took_s in self.rounds)
 
 
 class BlockCopy(NamedTuple):
@@ -147,6 +178,17 @@ class StepOutput:
     candidates: Mapping[int, Candidates] | None = None
     """The likeliest next tokens of the parts that a beam search computes, by their index; they sample none. None: no
     search is in the step."""
+    proposed: Proposed | None = None
+    """What a draft model did before the step; None: it had nothing to do."""
+
+    @property
+    def proposing_s(self) -> float:
+        """Seconds of the step that a draft model took."""
+        return 0.0 if self.proposed is None else self.proposed.took_s
+
+    def num_drafts(self, index: int, part: StepPart) -> int:
+        """Returns how many drafts of a part were checked."""
+        return part.num_drafts if self.proposed is None else self.proposed.counts.get(index, part.num_drafts)
 
     @classmethod
     def of(cls, step: StepInput, drawn: Drawn, prompt_scores: Sequence[TokenScores] | None = None) -> StepOutput:

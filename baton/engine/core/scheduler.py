@@ -352,6 +352,7 @@ class Scheduler:
                 self.blocks.add(sequence, missing)
             if kept := token_ids[: sequence.num_block_tokens - sequence.num_tokens]:
                 plan.parts[place] = sequence.part(1, kept)
+        plan.parts = drafter.proposed(plan.sequences, plan.parts, self.costs)
 
     def _make_room(self, group: list[Sequence], plan: StepPlan) -> bool:
         """Preempts somebody for sequences that need blocks. Returns False when they cannot try again in this step."""

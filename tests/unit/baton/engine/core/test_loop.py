@@ -269,7 +269,7 @@ async def test_a_draft_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(ArithmeticRunner(64), limits)
     assert engine.scheduler.drafter is not None
     engine.scheduler.drafter.costs = FREE
-    monkeypatch.setattr(engine, "learn", lambda size, took_s: None)
+    monkeypatch.setattr(engine, "learn", lambda *took: None)
     beyond = []
     async with running(EngineLoop(engine, 8)) as loop:
         spec = make_spec([5] * 20, 60, allowed_token_ids=(5,))
