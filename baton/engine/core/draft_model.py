@@ -9,8 +9,8 @@ turns and preempted sequences find what others have computed; nobody outside hea
     draft    [ computed .. ]                                             catches up: prompt, accepted tokens
     drafts                                 [ draft | draft | draft ]     their KV counts once they are accepted
 
-A shadow gives its blocks back soon after its sequence has given up its own. A sequence for which there is no room has
-none, and then no drafts of the model; nobody has to wait for it.
+A shadow gives its blocks back before the first step after its sequence has given up its own. A sequence for which there
+is no room has none, and one that cannot grow loses its; then it has no drafts of the model, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from baton.engine.core.step_fit import StepFit, StepSize
 
 READY = 16
 """Tokens that a shadow may lack for its sequence to have drafts in the same step."""
+RESERVED = 64
+"""Tokens beyond the known ones for which a shadow has blocks when it begins."""
 LEAST_ROUNDS = 3
 """Rounds in which all sequences decode, before what they cost is known."""
 UNKNOWN_SHARE = 0.2
@@ -72,12 +74,6 @@ class _Shadow:
     sequence: Sequence
     """The same tokens, with the blocks of the draft model's pool."""
     acceptance: _Acceptance = field(default_factory=_Acceptance)
-    is_full: bool = False
-    """Whether there was no room for it when it grew, or it is too long. It has no blocks then, and gets none any more."""
-
-    @property
-    def is_over(self) -> bool:
-        return self.original.status is not Status.RUNNING
 
 
 class DraftModel:
@@ -98,11 +94,6 @@ class DraftModel:
         self._acceptance = _Acceptance()
         self._fit = StepFit()
         self._num_rounds = 0
-
-    @property
-    def chance(self) -> float:
-        """The chance of a draft of a sequence of which nothing is known."""
-        return self._acceptance.chance(LIKELY)
 
     def costs(self, target: StepCosts) -> StepCosts:
         """Returns what its steps take.
@@ -131,14 +122,14 @@ class DraftModel:
         left = [pool.num_available for pool in self.pool.pools]
         for place, sequence, most in wanted:
             shadow = self._shadows.get(sequence.key)
-            if shadow is None or shadow.is_full or not 0 < shadow.sequence.num_missing_tokens <= READY:
+            if shadow is None or shadow.sequence.num_missing_tokens > READY:
                 continue
             most = min(most, self._max_model_len - sequence.num_tokens)
             missing = self._blocks.missing(shadow.sequence, sequence.num_tokens + most - 1)
             if most < 1 or any(number > number_left for number, number_left in zip(missing, left, strict=True)):
                 continue
             left = [number_left - number for number, number_left in zip(missing, left, strict=True)]
-            chance = shadow.acceptance.chance(self.chance)
+            chance = self.chance(sequence)
             chances = tuple(chance**depth for depth in range(1, most + 1))
             found[place] = Guess((UNKNOWN_TOKEN,) * most, chances)
         return found
@@ -150,7 +141,13 @@ class DraftModel:
         shadow = self._shadows.get(sequence.key)
         if shadow is None:
             return sequence.num_tokens - 1
-        return 0 if shadow.is_full else shadow.sequence.num_missing_tokens - 1
+        return shadow.sequence.num_missing_tokens - 1 if shadow.sequence.num_missing_tokens > READY else 0
+
+    def chance(self, sequence: Sequence) -> float:
+        """Returns the chance of a draft of a sequence, if all before it are right."""
+        before = self._acceptance.chance(LIKELY)
+        shadow = self._shadows.get(sequence.key)
+        return before if shadow is None else shadow.acceptance.chance(before)
 
     def drafting(self, sequence: Sequence, part: StepPart) -> Proposal:
         """Returns what it computes for the drafts that a part wants, of which `guesses` has said that there may be."""
@@ -168,14 +165,14 @@ class DraftModel:
             None when there is nothing to compute, or no room.
         """
         shadow = self._shadows.get(sequence.key) or self._begin(sequence)
-        if shadow is None or shadow.is_full:
+        if shadow is None:
             return None
         number = min(most, shadow.sequence.num_missing_tokens - 1)
         if number < 1:
             return None
         missing = self._blocks.missing(shadow.sequence, shadow.sequence.num_computed_tokens + number)
         if not self.pool.has_room(missing):
-            self._give_up(shadow)
+            self._drop(sequence.key)
             return None
         self._blocks.add(shadow.sequence, missing)
         return Proposal(shadow.sequence.part(number), 0)
@@ -206,12 +203,9 @@ class DraftModel:
     def tidy(self) -> None:
         """Registers what has become full, and takes the blocks back of sequences that do not run any more."""
         for key, shadow in list(self._shadows.items()):
-            if shadow.is_over:
-                self._blocks.give_back(shadow.sequence)
-                del self._shadows[key]
-            elif shadow.original.num_tokens >= self._max_model_len:
-                self._give_up(shadow)
-            elif not shadow.is_full:
+            if shadow.original.status is not Status.RUNNING or shadow.original.num_tokens >= self._max_model_len:
+                self._drop(key)
+            else:
                 self._blocks.register_computed(shadow.sequence)
         self.pool.take_events()  # nobody outside uses its cache
 
@@ -225,19 +219,21 @@ class DraftModel:
         """Asserts that its books are right."""
         self._blocks.check([shadow.sequence for shadow in self._shadows.values()])
 
-    def _give_up(self, shadow: _Shadow) -> None:
-        """Takes the blocks of a sequence that cannot grow here."""
-        self._blocks.give_back(shadow.sequence)
-        shadow.is_full = True
+    def _drop(self, key: int) -> None:
+        self._blocks.give_back(self._shadows.pop(key).sequence)
 
     def _begin(self, sequence: Sequence) -> _Shadow | None:
-        """Gives a sequence a shadow, with what the cache has of it; None: there is no room for its tokens."""
+        """Gives a sequence a shadow, with what the cache has of it; None: there is no room.
+
+        It takes what the sequence will need soon, so that what is computed of it now is not in vain.
+        """
         sampling = replace(sequence.spec.sampling, logprobs=None, logprob_token_ids=(), prompt_logprobs=None)
         spec = replace(sequence.spec, sampling=sampling)
         shadow = Sequence(spec=spec, purpose=Purpose.GENERATE, arrival_s=sequence.arrival_s)
         shadow.token_ids, shadow.block_keys = sequence.token_ids, sequence.block_keys  # these grow, and are shared
         found = self.pool.match(self._blocks.reusable_keys(shadow))
-        tables = self.pool.reuse(found, self.pool.num_blocks_for(sequence.num_tokens))
+        num_tokens = min(sequence.num_tokens + RESERVED, spec.num_prompt_tokens + spec.max_tokens, self.pool.capacity)
+        tables = self.pool.reuse(found, self.pool.num_blocks_for(num_tokens))
         if tables is None:
             return None
         shadow.status = Status.RUNNING

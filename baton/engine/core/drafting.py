@@ -143,13 +143,14 @@ class Drafter:
             if not part.num_drafts and self._most_for(sequence, part) > 0 and (lacks := self.model.lacks(sequence)) > 0
         ]
         step = self._step(parts, costs) if lacking else None
-        if step is None or (gain_s := self._gain_s(step, costs)) <= 0:
+        if step is None:
             return found
-        catching = self.model.costs(costs)
-        left = max(LEAST_CATCH_UP, catching.tokens_within(CATCH_UP_SHARE * step.took_s, 0, self._max_model_len))
+        rounds = self.model.costs(costs)
+        left = max(LEAST_CATCH_UP, rounds.tokens_within(CATCH_UP_SHARE * step.took_s, 0, self._max_model_len))
         for place, sequence, lacks in lacking:
-            took_s = catching.s_per_token * lacks + catching.s_per_pair * lacks * (sequence.num_tokens - lacks / 2)
-            if left < 1 or took_s > gain_s * _num_expected(sequence):
+            took_s = rounds.s_per_token * lacks + rounds.s_per_pair * lacks * (sequence.num_tokens - lacks / 2)
+            gain_s = self._gain_s(step, rounds, self.model.chance(sequence))
+            if left < 1 or not gain_s or took_s > gain_s * _num_expected(sequence):
                 continue
             if (proposal := self.model.catching_up(sequence, left)) is not None:
                 left -= len(proposal.part.token_ids)
@@ -207,13 +208,14 @@ class Drafter:
         is_read = sequence.ngrams.read(sequence.token_ids, spec.num_prompt_tokens)
         return sequence.ngrams.guess(sequence.token_ids, most) if is_read else None
 
-    def _gain_s(self, step: _Step, costs: StepCosts) -> float:
-        """Returns the seconds that the draft model is expected to gain for each token of a sequence that has drafts.
+    def _gain_s(self, step: _Step, rounds: StepCosts, chance: float) -> float:
+        """Returns the seconds that the draft model is expected to gain for each token of a sequence; 0: hardly any.
 
-        All sequences that decode are thought to be alike.
+        Args:
+            step: without drafts. All sequences that decode in it are thought to be alike.
+            rounds: what the steps of the draft model take.
+            chance: of each draft, if all before it are right.
         """
-        assert self.model is not None
-        chance, rounds = self.model.chance, self.model.costs(costs)
         expected, took_s, best = float(step.num_parts), step.took_s, LEAST_GAIN
         for depth in range(1, self._most + 1):
             expected += step.num_decoding * chance**depth

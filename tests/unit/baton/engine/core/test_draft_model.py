@@ -168,13 +168,13 @@ def drafts_of(engine: Engine, spec: SequenceSpec, purpose: Purpose = Purpose.GEN
     look_nothing_up(engine)
     engine.add(spec, purpose, 0.0)
     found = []
-    while batch := engine.schedule(0.0)[0]:
+    while batch := engine.schedule(1.0)[0]:
         (part,) = batch.parts
         proposal = part.proposal
         number = 0 if proposal is None or proposal.num_drafts else len(proposal.part.token_ids)
         assert part.num_drafts == (proposal.num_drafts if proposal else 0)
         found.append((part.num_drafts, number))
-        engine.commit(batch, engine.runner.execute(batch), 0.0)
+        engine.commit(batch, engine.runner.execute(batch), 1.0)
         engine.check()
     return found
 
@@ -230,7 +230,7 @@ def test_beams_prompts_and_scores_have_no_drafts() -> None:
 
 
 def test_a_long_prompt_is_caught_up_with_a_little_in_each_step() -> None:
-    """As much as a quarter of a step allows: of a step of 10 ms, at 20 microseconds a token and what its attention takes, 124."""
+    """As much as a quarter of a step allows: of a step of 10 ms, at 20 microseconds a token, 125 less attention's."""
     engine = make_engine(4, max_num_batched_tokens=400)
     engine.scheduler.costs = step_costs(s_weights=STEP_S, s_per_token=1e-4)
     found = drafts_of(engine, sequence_spec(numbers_of(1, 400), max_tokens=60))
@@ -238,7 +238,7 @@ def test_a_long_prompt_is_caught_up_with_a_little_in_each_step() -> None:
     engine = make_engine(4, max_num_batched_tokens=400)
     engine.scheduler.costs = step_costs(s_weights=STEP_S, s_per_token=3e-3)
     number = [number for _, number in drafts_of(engine, sequence_spec(numbers_of(1, 40), max_tokens=300))]
-    assert number[:4] == [0, 16, 16, 10], "a block at the least"
+    assert number[:4] == [0, 16, 16, 0], "a block at the least, and the last few with the first drafts"
 
 
 def test_nothing_is_caught_up_with_for_a_short_rest_of_an_answer() -> None:
@@ -296,14 +296,14 @@ def test_choices_and_turns_find_what_others_have_computed() -> None:
 
 def test_who_has_no_room_has_no_drafts_and_holds_up_nobody() -> None:
     """A pool of 4 blocks: one sequence of 40 tokens at a time has drafts, and as long as it fits."""
-    specs = [sequence_spec(numbers_of(n, 40), f"{n}", max_tokens=30) for n in range(3)]
+    specs = [sequence_spec(numbers_of(n, 40), f"{n}", max_tokens=30) for n in range(2)]
     plain, _ = run(make_plain_engine(), specs)
     engine = make_engine(4, num_draft_blocks=4)
     look_nothing_up(engine)
     drafted, _ = run(engine, specs)
     assert [one.values for one in drafted] == [one.values for one in plain]
     model = model_of(engine)
-    assert 0 < model.num_drafted == model.num_accepted < 60
+    assert 0 < model.num_drafted == model.num_accepted < 50
     assert nothing_is_held(engine)
     tiny = make_engine(4, num_draft_blocks=2)
     assert run(tiny, specs)[0][0].values == plain[0].values
@@ -311,18 +311,19 @@ def test_who_has_no_room_has_no_drafts_and_holds_up_nobody() -> None:
 
 
 def test_a_sequence_that_cannot_grow_gives_its_blocks_to_others() -> None:
-    """Two of 30 tokens fit into 5 blocks, and one of 60."""
-    engine = make_engine(4, num_draft_blocks=5)
+    """Two of 30 tokens fit into 14 blocks, and until one ends only one of 120."""
+    engine = make_engine(4, num_draft_blocks=14)
     look_nothing_up(engine)
     for n in range(2):
-        engine.add(sequence_spec(numbers_of(n, 30), f"{n}", max_tokens=45), Purpose.GENERATE, 0.0)
+        engine.add(sequence_spec(numbers_of(n, 30), f"{n}", max_tokens=170 - 80 * n), Purpose.GENERATE, 0.0)
     number = []
     while batch := engine.schedule(0.0)[0]:
         engine.check()
         number.append(tuple(part.num_drafts for part in batch.parts))
         engine.commit(batch, engine.runner.execute(batch), 0.0)
-    assert (4, 4) in number
-    assert [each for each in number if each in ((4, 0), (0, 4), (4,))].count(number[number.index((4, 4)) + 3]) > 3
+    is_over = number.index((0,)) if (0,) in number else 0
+    assert (4, 4) in number[:is_over]
+    assert (4,) in number[is_over:]
     assert nothing_is_held(engine)
 
 
@@ -436,6 +437,7 @@ def test_proposals_are_drawn_for_all_sequences_at_once() -> None:
     for _ in range(2):
         batch, _ = engine.schedule(0.0)
         engine.commit(batch, engine.runner.execute(batch), 0.0)
+    engine.scheduler.costs = step_costs(s_weights=10 * STEP_S)
     batch, _ = engine.schedule(0.0)
     assert [part.token_ids[1:] for part in batch.parts] == [(UNKNOWN_TOKEN,) * part.num_drafts for part in batch.parts]
     output = engine.runner.execute(batch)
@@ -474,14 +476,15 @@ def test_a_model_that_is_never_right_is_asked_less_and_less() -> None:
     assert sum(found[:20]) > 10
     assert sum(found[100:]) == 0
     assert found[2] > max(found[20:])
-    for n in range(4):
-        found = drafts_of(engine, sequence_spec(numbers_of(n, 20), f"{n}", max_tokens=90))
-    assert found == [(0, 0)] * 90, "nor is anything caught up with"
+    later = [drafts_of(engine, sequence_spec(numbers_of(n, 20), f"{n}", max_tokens=90)) for n in range(5)]
+    assert sum(number for number, _ in later[-1]) <= 2
+    assert sum(number for _, number in later[-1]) <= 20, "nor is it caught up with once more"
     drafter = engine.scheduler.drafter
     assert drafter is not None
     for _ in range(2000):
         drafter.learn(FREE)
-    assert any(number for number, _ in drafts_of(engine, sequence_spec(numbers_of(2, 20), "later", max_tokens=90)))
+    again = drafts_of(engine, sequence_spec(numbers_of(2, 20), "later", max_tokens=90))
+    assert sum(number for number, _ in again) > 5
 
 
 def test_look_up_goes_first_where_it_is_worth_more() -> None:
