@@ -66,6 +66,11 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
     return value
 
 
+def read_vocabulary(folder: Path) -> dict[str, int]:
+    """Returns the text of each token that a model's tokenizer knows, with its id; empty: it has no tokenizer.json."""
+    return read_tokenizer(folder).get_vocab() if (folder / "tokenizer.json").is_file() else {}
+
+
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     """Raises ModelLoadError: tokenizer.json is missing or cannot be read."""
     path = folder / "tokenizer.json"

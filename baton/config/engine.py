@@ -141,6 +141,13 @@ class EngineConfig(EveryEngineConfig):
     prompt or the answer, where that is expected to gain time. Answers are the same token for token."""
     max_draft_tokens: AtLeastOne = 12
     """Guesses that a step checks for each sequence at most."""
+    draft_model: String = ""
+    """Folder of a smaller model with the same vocabulary, which guesses where look-up does not and where that is
+    expected to gain time (docs/scheduling.md). Workers that start in the decode pool load it, unless `speculation` is
+    off; it has one rank. Empty: there is none."""
+    draft_kv_cache_gib: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER, Must.be("more than 0 GiB")] = 0.25
+    """Memory of the draft model's own KV pool, in GiB. A sequence that does not fit into it has no guesses of the
+    model."""
     rank_timeout_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = 60.0
     """Longest step of a worker with several ranks. A longer one means that a rank hangs, and the worker ends."""
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from baton.config import EngineConfig, ModelConfig
+from baton.engine.core.draft_runner import DraftedRunner
 from baton.engine.core.runner import Runner
-from baton.errors import NotNative
+from baton.errors import BatonError, ConfigError, ModelLoadError, NotNative
+from baton.model_files import read_vocabulary
 
 logger = logging.getLogger(__name__)
 ARITHMETIC_LAYERS = 2
@@ -18,14 +21,66 @@ ARITHMETIC_MODEL_LEN = 8192
 def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path) -> Runner:
     """Returns the runner that `engine.runner` names; of `auto` the native one, or transformers where it is none for it.
 
-    The log says in one line which one it is, and why. It takes seconds.
+    The log says in one line which one it is, and why. It takes seconds. With `engine.draft_model` it is a
+    `DraftedRunner`, and there is such a line for each of the two models.
 
     Args:
         cache: folder in which the library of the native step is kept once it is built.
 
     Raises:
-        ModelLoadError, ConfigError: it cannot run as configured, or does not know a setting that is set.
+        ModelLoadError, ConfigError: it cannot run as configured, does not know a setting that is set, or the draft
+            model does not suit the model.
     """
+    if not engine.draft_model or engine.runner == "arithmetic":
+        return _make_one(model, engine, cache)
+    if engine.tensor_parallel > 1:
+        raise ConfigError("engine.draft_model needs engine.tensor_parallel 1: a draft model has one rank")
+    if not Path(engine.draft_model).is_dir():
+        raise ModelLoadError(f"engine.draft_model names a folder that is not there: {engine.draft_model}")
+    # Before the target, whose pool takes what memory is left then.
+    draft = _make_one(*_draft_settings(model, engine), cache)
+    try:
+        target = _make_one(model, replace(engine, draft_model=""), cache)
+    except BatonError:
+        draft.close()
+        raise
+    runner = DraftedRunner(target, draft)
+    try:
+        _require_alike(model, engine, runner)
+    except ModelLoadError:
+        runner.close()
+        raise
+    logger.info("%s drafts for it, in a pool of %d blocks of its own", engine.draft_model, draft.num_blocks[0])
+    return runner
+
+
+def _draft_settings(model: ModelConfig, engine: EngineConfig) -> tuple[ModelConfig, EngineConfig]:
+    """Returns the settings of the draft model. Nobody reads its KV, whose type is that of the arithmetic."""
+    own = replace(
+        engine,
+        draft_model="",
+        kv_cache_gib=engine.draft_kv_cache_gib,
+        num_blocks=0,
+        max_model_len=0,
+        kv_dtype="auto",
+    )
+    return replace(model, path=engine.draft_model, revision=""), own
+
+
+def _require_alike(model: ModelConfig, engine: EngineConfig, runner: DraftedRunner) -> None:
+    """Raises ModelLoadError unless a draft model's tokens are the target's, and both can go back before a draft."""
+    name, target, draft = engine.draft_model, runner.target, runner.draft
+    for which, each in (("the model", target), (f"engine.draft_model {name}", draft)):
+        if each.spec.states:
+            raise ModelLoadError(f"{which} carries a state, which cannot go back to before a draft that proves wrong")
+    if target.vocab_size != draft.vocab_size:
+        sizes = f"{draft.vocab_size} tokens, and the model {target.vocab_size}"
+        raise ModelLoadError(f"engine.draft_model {name} has {sizes}: drafts need the same vocabulary")
+    if read_vocabulary(Path(model.path)) != read_vocabulary(Path(name)):
+        raise ModelLoadError(f"engine.draft_model {name} has another tokenizer: drafts need the same vocabulary")
+
+
+def _make_one(model: ModelConfig, engine: EngineConfig, cache: Path) -> Runner:
     if engine.runner == "arithmetic":
         return _arithmetic(model, engine)
     # Imported on use: torch and transformers take seconds, and a native start may do without the latter.

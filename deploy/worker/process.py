@@ -77,6 +77,13 @@ def build_runner(config: Config) -> Runner:
     return make_runner(config.model, config.engine, cache_dir(config.cluster))
 
 
+def _config_of(role: Role, config: Config) -> Config:
+    """Returns what a worker of a role is built of: one that is to compute prompts, or not to guess, drafts nothing."""
+    if role is Role.DECODE and config.engine.speculation != "off":
+        return config
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, draft_model=""))
+
+
 async def serve(
     config: Config,
     role: Role,
@@ -96,7 +103,7 @@ async def serve(
     try:
         async with contextlib.AsyncExitStack() as stack:
             try:
-                runner = await asyncio.to_thread(build, config)
+                runner = await asyncio.to_thread(build, _config_of(role, config))
                 stack.callback(runner.close)
                 garbage.keep_what_is_loaded()
                 control, ended = await stack.enter_async_context(running(config, role, worker_id, host, runner))

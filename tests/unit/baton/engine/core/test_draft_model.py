@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.engine.core import draft_model
 from baton.engine.core.draft_model import DraftModel
 from baton.engine.core.draft_runner import DraftedRunner
 from baton.engine.core.engine import Engine
@@ -428,7 +429,7 @@ def test_a_structure_holds_for_drafts_too(model_dir: Any) -> None:
     assert 30 < load.accepted_tokens == load.drafted_tokens
 
 
-def test_proposals_are_drawn_for_all_sequences_at_once() -> None:
+def test_proposals_are_drawn_for_all_sequences_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round for each depth, in which all sequences are that still want a draft."""
     engine = make_engine(3, max_num_batched_tokens=128)
     look_nothing_up(engine)
@@ -437,7 +438,7 @@ def test_proposals_are_drawn_for_all_sequences_at_once() -> None:
     for _ in range(2):
         batch, _ = engine.schedule(0.0)
         engine.commit(batch, engine.runner.execute(batch), 0.0)
-    engine.scheduler.costs = step_costs(s_weights=10 * STEP_S)
+    monkeypatch.setattr(draft_model, "UNKNOWN_SHARE", 0.02)
     batch, _ = engine.schedule(0.0)
     assert [part.token_ids[1:] for part in batch.parts] == [(UNKNOWN_TOKEN,) * part.num_drafts for part in batch.parts]
     output = engine.runner.execute(batch)
