@@ -167,6 +167,10 @@ class WorkerLoad:
     """Tokens that were guessed and checked, since the worker started."""
     accepted_tokens: int = 0
     """Guessed tokens that proved right, since the worker started."""
+    model_drafted_tokens: int = 0
+    """Guessed tokens that a draft model proposed."""
+    model_accepted_tokens: int = 0
+    """Those of them that proved right."""
 
 
 @dataclass(frozen=True, slots=True)

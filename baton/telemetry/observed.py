@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from baton.cluster import VERSION, ClusterStatus, PoolScaling, Worker, WorkerState
+from baton.cluster import VERSION, ClusterStatus, PoolScaling, Worker, WorkerLoad, WorkerState
 from baton.config import SloClassConfig
 from baton.telemetry.prometheus import Observation
 
@@ -50,6 +50,14 @@ def _open_links(status: ClusterStatus) -> Iterable[Observation]:
     for worker in status.workers:
         for each in worker.load.links:
             yield Observation(each.open_pairs, {**_labels(worker), "link": each.link, "transport": each.transport})
+
+
+def _by_kind(status: ClusterStatus, counts: Callable[[WorkerLoad], tuple[int, int]]) -> Iterable[Observation]:
+    """Yields a row for each kind of drafts. `counts` gives those of all kinds, and the draft model's."""
+    for worker in status.workers:
+        of_all, of_model = counts(worker.load)
+        for kind, count in (("lookup", of_all - of_model), ("model", of_model)):
+            yield Observation(count, {**_labels(worker), "kind": kind})
 
 
 def _worker_states(status: ClusterStatus) -> Iterable[Observation]:
@@ -162,14 +170,15 @@ OBSERVED: tuple[ObservedMetric, ...] = (
     ),
     ObservedMetric(
         name="baton.drafted_tokens",
-        description="Tokens that a worker guessed and checked beside the next one of a sequence.",
-        observe=lambda s: [Observation(w.load.drafted_tokens, _labels(w)) for w in s.workers],
+        description="Tokens that a worker guessed and checked beside the next one of a sequence, by what guessed: look-up "
+        "in the sequence's own text, or a draft model.",
+        observe=lambda s: _by_kind(s, lambda load: (load.drafted_tokens, load.model_drafted_tokens)),
         is_counter=True,
     ),
     ObservedMetric(
         name="baton.accepted_tokens",
         description="Guessed tokens that proved right: a step gave them beside the next one of a sequence.",
-        observe=lambda s: [Observation(w.load.accepted_tokens, _labels(w)) for w in s.workers],
+        observe=lambda s: _by_kind(s, lambda load: (load.accepted_tokens, load.model_accepted_tokens)),
         is_counter=True,
     ),
     ObservedMetric(

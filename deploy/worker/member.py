@@ -196,6 +196,8 @@ class Member:
             computed_tokens=load.computed_tokens,
             drafted_tokens=load.drafted_tokens,
             accepted_tokens=load.accepted_tokens,
+            model_drafted_tokens=load.model_drafted_tokens,
+            model_accepted_tokens=load.model_accepted_tokens,
             self_check=self.loop.self_check,
             transfers=self.kv.counts(),
             links=self.kv.links(),

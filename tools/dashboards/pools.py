@@ -93,7 +93,7 @@ LOAD = Section(
             "proved right: each saves its answer a step. Texts that do not repeat themselves have none.",
             unit="short",
             queries={
-                name: "sum(max by (worker) "
+                f"{name} ({{{{kind}}}})": "sum by (kind) (max by (worker, kind) "
                 f"(rate(baton_{name}_tokens_total{{$cluster, {OF_WORKER}}}[$__rate_interval])))"
                 for name in ("drafted", "accepted")
             },

@@ -43,7 +43,10 @@ FORGETTING = 0.95
 FORGETTING_ALL = 0.99
 """Weight of a step's drafts of a sequence after the next ones of any."""
 FADING = 0.998
-"""Weight of either after the next step of any kind: what looked unlikely is tried again some hundred steps later."""
+"""Weight of a sequence's drafts after the next step of any kind: what looked unlikely is tried again some hundred steps
+later."""
+FADING_ALL = 0.9995
+"""Weight of all sequences' drafts after the next step: to try it again with a new one costs its prompt."""
 
 
 @dataclass(slots=True)
@@ -57,9 +60,9 @@ class _Acceptance:
         self.tried = forgetting * self.tried + tried
         self.kept = forgetting * self.kept + kept
 
-    def fade(self) -> None:
-        self.tried *= FADING
-        self.kept *= FADING
+    def fade(self, fading: float) -> None:
+        self.tried *= fading
+        self.kept *= fading
 
     def chance(self, before: float) -> float:
         """Returns the chance of a draft, if it was thought to be `before` when nothing had been seen."""
@@ -211,9 +214,9 @@ class DraftModel:
 
     def fade(self) -> None:
         """Notes that there was a step."""
-        self._acceptance.fade()
+        self._acceptance.fade(FADING_ALL)
         for shadow in self._shadows.values():
-            shadow.acceptance.fade()
+            shadow.acceptance.fade(FADING)
 
     def check(self) -> None:
         """Asserts that its books are right."""

@@ -80,6 +80,16 @@ class Drafter:
         self.costs = DraftCosts({})
         """What drafts add to a step. Where that is not known, there are none."""
 
+    @property
+    def num_proposed(self) -> int:
+        """Drafts of the draft model that were checked."""
+        return 0 if self.model is None else self.model.num_drafted
+
+    @property
+    def num_accepted(self) -> int:
+        """Those of them that proved right."""
+        return 0 if self.model is None else self.model.num_accepted
+
     def drafts(
         self, sequences: SequenceOf[Sequence], parts: SequenceOf[StepPart], budget: int, costs: StepCosts
     ) -> dict[int, tuple[int, ...]]:

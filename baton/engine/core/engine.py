@@ -359,6 +359,7 @@ class Engine:
 
     def load(self) -> EngineLoad:
         """Returns what the engine has to do and what it holds."""
+        drafter = self.scheduler.drafter
         return EngineLoad(
             running=self.num_running,
             waiting=self.num_waiting + len(self.scheduler.reserved),
@@ -374,6 +375,8 @@ class Engine:
             computed_tokens=self._num_computed_tokens + self._num_accepted_tokens,
             drafted_tokens=self._num_drafted_tokens,
             accepted_tokens=self._num_accepted_tokens,
+            model_drafted_tokens=0 if drafter is None else drafter.num_proposed,
+            model_accepted_tokens=0 if drafter is None else drafter.num_accepted,
         )
 
     def take_block_events(self) -> list[BlockChange]:

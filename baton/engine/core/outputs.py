@@ -113,3 +113,7 @@ class EngineLoad:
     """Tokens that were guessed and checked, since the start."""
     accepted_tokens: int = 0
     """Guessed tokens that proved right, since the start."""
+    model_drafted_tokens: int = 0
+    """Guessed tokens that a draft model proposed."""
+    model_accepted_tokens: int = 0
+    """Those of them that proved right."""

@@ -126,6 +126,8 @@ LOAD = WorkerLoad(
     preemptions=4,
     drafted_tokens=9,
     accepted_tokens=5,
+    model_drafted_tokens=3,
+    model_accepted_tokens=1,
 )
 SCALING = (PoolScaling("prefill", 0.25, 1), PoolScaling("decode", 0.75, 3))
 CLUSTER = cluster_status(Worker(INFO, LOAD), controller=ControllerInfo(1, "h:2", SCALING))
@@ -238,6 +240,16 @@ def test_what_a_worker_and_the_autoscaler_say() -> None:
     assert not samples(Instruments(lambda: NOBODY), *names), "nobody is there"
     (build,) = samples(Instruments(lambda: NOBODY), "baton_build_info")
     assert re.fullmatch(r'baton_build_info\{version="\d[^"]*"\} 1\.0', build)
+
+
+def test_drafts_are_shown_by_what_guessed_them() -> None:
+    worker = 'role="decode",worker="d0"'
+    assert samples(Instruments(lambda: CLUSTER), "baton_drafted_tokens_total", "baton_accepted_tokens_total") == {
+        f'baton_drafted_tokens_total{{kind="lookup",{worker}}} 6.0',
+        f'baton_drafted_tokens_total{{kind="model",{worker}}} 3.0',
+        f'baton_accepted_tokens_total{{kind="lookup",{worker}}} 4.0',
+        f'baton_accepted_tokens_total{{kind="model",{worker}}} 1.0',
+    }
 
 
 def test_common_beginnings_are_shown() -> None:

@@ -482,7 +482,7 @@ def test_a_model_that_is_never_right_is_asked_less_and_less() -> None:
     assert sum(number for _, number in later[-1]) <= 20, "nor is it caught up with once more"
     drafter = engine.scheduler.drafter
     assert drafter is not None
-    for _ in range(2000):
+    for _ in range(8000):
         drafter.learn(FREE)
     again = drafts_of(engine, sequence_spec(numbers_of(2, 20), "later", max_tokens=90))
     assert sum(number for number, _ in again) > 5
