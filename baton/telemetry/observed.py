@@ -170,8 +170,8 @@ OBSERVED: tuple[ObservedMetric, ...] = (
     ),
     ObservedMetric(
         name="baton.drafted_tokens",
-        description="Tokens that a worker guessed and checked beside the next one of a sequence, by what guessed: look-up "
-        "in the sequence's own text, or a draft model.",
+        description="Tokens that a worker guessed and checked beside the next one of a sequence, by what guessed: "
+        "look-up in the sequence's own text, or a draft model.",
         observe=lambda s: _by_kind(s, lambda load: (load.drafted_tokens, load.model_drafted_tokens)),
         is_counter=True,
     ),

@@ -14,6 +14,7 @@ import pytest
 from baton import garbage
 from baton.cluster import Role
 from baton.config import OWN_SETTINGS, Config, EngineConfig, EveryEngineConfig, ModelConfig
+from baton.engine.core.runner import Runner
 from baton.errors import BatonError, ConfigError
 from deploy.worker.process import build_runner, serve
 from tests.unit.baton.engine.scripted import ScriptedEngine
@@ -106,6 +107,20 @@ async def test_a_worker_whose_pairs_cannot_be_ended_drains_and_ends(monkeypatch:
     stuck.set()
     await asyncio.wait_for(serving, 10)
     assert drained.is_set()
+
+
+@pytest.mark.parametrize(
+    ("role", "speculation", "is_loaded"),
+    [(Role.DECODE, "ngram", True), (Role.DECODE, "off", False), (Role.PREFILL, "ngram", False)],
+)
+async def test_a_draft_model_is_loaded_where_sequences_decode(role: Role, speculation: str, is_loaded: bool) -> None:
+    engine = EngineConfig(runner="arithmetic", draft_model="/drafts", speculation=speculation)
+
+    def build(config: Config) -> Runner:
+        raise BatonError(config.engine.draft_model or "none")
+
+    with pytest.raises(BatonError, match="/drafts" if is_loaded else "none"):
+        await serve(Config(engine=engine), role, "w", "127.0.0.1", build=build)
 
 
 def test_settings_are_every_engines_or_our_own() -> None:
