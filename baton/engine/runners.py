@@ -38,7 +38,10 @@ def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path) -> Runner
     if not Path(engine.draft_model).is_dir():
         raise ModelLoadError(f"engine.draft_model names a folder that is not there: {engine.draft_model}")
     # Before the target, whose pool takes what memory is left then.
-    draft = _make_one(*_draft_settings(model, engine), cache)
+    try:
+        draft = _make_one(*_draft_settings(model, engine), cache)
+    except (ConfigError, ModelLoadError) as error:
+        raise ModelLoadError(f"engine.draft_model {engine.draft_model}: {error}") from error
     try:
         target = _make_one(model, replace(engine, draft_model=""), cache)
     except BatonError:

@@ -72,7 +72,7 @@ def test_a_draft_model_changes_no_answer(runner: str, tmp_path: Path) -> None:
     """
     target, smaller = tmp_path / "target", tmp_path / "smaller"
     save_tiny("llama", {}, target)
-    save_tiny("llama", {"num_hidden_layers": 1, "hidden_size": 32}, smaller)
+    save_tiny("llama", {"num_hidden_layers": 1}, smaller)
     specs = specs_of(random.Random(5))
     plain = values_of(run(engine_of(made(target, "", runner), replace(ENGINE, speculation="off")), specs)[0])
     for folder in (target, smaller):
@@ -136,6 +136,8 @@ def test_what_does_not_suit_is_refused_at_start(tmp_path: Path) -> None:
     assert "engine.draft_model needs engine.tensor_parallel 1" in str(
         refused(target, target, runner="transformers", tensor_parallel=2)
     )
+    (other / "config.json").write_text("{}")
+    assert str(refused(target, other)).startswith(f"engine.draft_model {other}: ")
     assert "does not know engine.draft_kv_cache_gib and engine.draft_model" in str(
         refused(target, target, runner="arithmetic", num_blocks=8)
     )

@@ -9,6 +9,8 @@ __all__ = [
     "beams",
     "block_pool",
     "draft_costs",
+    "draft_model",
+    "draft_runner",
     "drafting",
     "engine",
     "eviction",

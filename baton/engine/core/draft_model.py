@@ -85,11 +85,13 @@ class DraftModel:
     Args:
         runner: the draft model's.
         key_tokens: tokens of the target's block keys, which are used here too.
+        most_tokens: tokens of one of its steps at most.
     """
 
-    def __init__(self, runner: Runner, key_tokens: int) -> None:
+    def __init__(self, runner: Runner, key_tokens: int, most_tokens: int) -> None:
         self.pool = GroupPool(runner.spec, runner.num_blocks)
         assert self.pool.key_tokens == key_tokens, "the draft model's blocks are of another size"
+        self.most_tokens = most_tokens
         self.num_drafted = self.num_accepted = 0
         self._blocks = SequenceBlocks(self.pool, 0)
         self._max_model_len = runner.max_model_len
@@ -122,16 +124,17 @@ class DraftModel:
             wanted: place, sequence, and drafts that it may have at most.
         """
         found = {}
-        left = [pool.num_available for pool in self.pool.pools]
+        left, tokens_left = [pool.num_available for pool in self.pool.pools], self.most_tokens
         for place, sequence, most in wanted:
             shadow = self._shadows.get(sequence.key)
-            if shadow is None or shadow.sequence.num_missing_tokens > READY:
+            if shadow is None or (number_new := shadow.sequence.num_missing_tokens) > min(READY, tokens_left):
                 continue
             most = min(most, self._max_model_len - sequence.num_tokens)
             missing = self._blocks.missing(shadow.sequence, sequence.num_tokens + most - 1)
             if most < 1 or any(number > number_left for number, number_left in zip(missing, left, strict=True)):
                 continue
             left = [number_left - number for number, number_left in zip(missing, left, strict=True)]
+            tokens_left -= number_new
             chance = self.chance(sequence)
             chances = tuple(chance**depth for depth in range(1, most + 1))
             found[place] = Guess((UNKNOWN_TOKEN,) * most, chances)

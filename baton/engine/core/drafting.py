@@ -20,7 +20,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from baton.costs import StepCosts
 from baton.engine.core.draft_costs import DraftCosts, DraftCurve
@@ -30,6 +30,9 @@ from baton.engine.core.ngrams import Guess, NgramIndex
 from baton.engine.core.runner import UNKNOWN_TOKEN, Runner, StepInput, StepOutput, StepPart
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.core.step_fit import StepSize
+
+if TYPE_CHECKING:
+    from baton.engine.core.scheduler import SchedulerLimits
 
 LEAST_GAIN = 1.1
 """Drafts must be expected to make a step yield more by this factor: predictions err, and what one sequence gains all
@@ -147,6 +150,7 @@ class Drafter:
         for place, part in enumerate(parts):
             if part.num_drafts and part.token_ids[-1] == UNKNOWN_TOKEN:
                 found[place] = part._replace(proposal=self.model.drafting(sequences[place], part))
+        num_new = sum(len(part.proposal.part.token_ids) for part in found if part.proposal is not None)
         lacking = [
             (place, sequence, lacks)
             for place, (sequence, part) in enumerate(zip(sequences, parts, strict=True))
@@ -156,7 +160,8 @@ class Drafter:
         if step is None:
             return found
         rounds = self.model.costs(costs)
-        left = max(LEAST_CATCH_UP, rounds.tokens_within(CATCH_UP_SHARE * step.took_s, 0, self._max_model_len))
+        within = rounds.tokens_within(CATCH_UP_SHARE * step.took_s, 0, self._max_model_len)
+        left = min(max(LEAST_CATCH_UP, within), self.model.most_tokens - num_new)
         for place, sequence, lacks in lacking:
             took_s = rounds.s_per_token * lacks + rounds.s_per_pair * lacks * (sequence.num_tokens - lacks / 2)
             gain_s = self._gain_s(step, rounds, self.model.chance(sequence))
@@ -248,16 +253,18 @@ class _Chance(NamedTuple):
     """Known tokens before it."""
 
 
-def drafter_of(runner: Runner, most: int) -> Drafter | None:
+def drafter_of(runner: Runner, limits: SchedulerLimits) -> Drafter | None:
     """Returns what guesses for the sequences of a runner; None: nothing does.
 
     Args:
-        runner: a `DraftedRunner` brings a draft model.
-        most: guesses for each sequence and step.
+        runner: a `DraftedRunner` brings a draft model, whose steps have the same limits.
     """
+    most = limits.max_draft_tokens
     if not most or runner.spec.states:  # a state cannot go back to before a draft
         return None
-    model = DraftModel(runner.draft, runner.spec.block_size) if isinstance(runner, DraftedRunner) else None
+    model = None
+    if isinstance(runner, DraftedRunner):
+        model = DraftModel(runner.draft, runner.spec.block_size, limits.max_num_batched_tokens)
     return Drafter(most, runner.eos_token_ids, runner.max_model_len, model)
 
 

@@ -47,7 +47,7 @@ class Engine:
     def __init__(self, runner: Runner, limits: SchedulerLimits) -> None:
         self.runner = runner
         self.pool = GroupPool(runner.spec, runner.num_blocks)
-        self.scheduler = Scheduler(self.pool, limits, drafter_of(runner, limits.max_draft_tokens))
+        self.scheduler = Scheduler(self.pool, limits, drafter_of(runner, limits))
         self.sequences: dict[int, Sequence] = {}
         """Sequences that are not finished, by key."""
         self._fit = StepFit()

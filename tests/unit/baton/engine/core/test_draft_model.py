@@ -13,7 +13,7 @@ from baton.engine.core import draft_model
 from baton.engine.core.draft_model import DraftModel
 from baton.engine.core.draft_runner import DraftedRunner
 from baton.engine.core.engine import Engine
-from baton.engine.core.runner import UNKNOWN_TOKEN, StepPart
+from baton.engine.core.runner import UNKNOWN_TOKEN, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose
 from baton.engine.core.step_fit import StepSize
@@ -90,6 +90,27 @@ def look_nothing_up(engine: Engine) -> None:
     """Leaves guessing to the draft model."""
     assert engine.scheduler.drafter is not None
     engine.scheduler.drafter._looked_up = lambda sequence, most: None  # type: ignore[method-assign]
+
+
+class Bounded(ArithmeticRunner):
+    """Computes as many tokens in a step as a real one may."""
+
+    most_tokens = 0
+
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        assert step.num_scheduled_tokens <= self.most_tokens
+        return super().execute(step, on_layer_done)
+
+
+def test_its_steps_are_no_longer_than_the_targets() -> None:
+    specs = [sequence_spec(numbers_of(n, 40), f"{n}", max_tokens=60) for n in range(6)]
+    engine = make_engine(4, max_num_batched_tokens=40, draft=Bounded, num_blocks=80)
+    look_nothing_up(engine)
+    Bounded.most_tokens = 40
+    plain, _ = run(make_plain_engine(num_blocks=80), specs)
+    engine.scheduler.costs = step_costs(s_weights=100.0)
+    assert [one.values for one in run(engine, specs)[0]] == [one.values for one in plain]
+    assert model_of(engine).num_accepted > 100
 
 
 def nothing_is_held(engine: Engine) -> bool:
@@ -225,7 +246,7 @@ def test_beams_prompts_and_scores_have_no_drafts() -> None:
     assert sum(number for number, _ in drafts_of(engine, resumed)) > 0
     assert drafts_of(engine, resumed, Purpose.PREFILL) == [(0, 0)]
     scored = sequence_spec(numbers_of(3, 65), num_prompt_tokens=60, max_tokens=30, prompt_logprobs=1)
-    assert drafts_of(make_engine(), scored)[:3] == [(0, 0), (0, 0), (0, 65)], "its scores come first"
+    assert drafts_of(make_engine(), scored)[:3] == [(0, 0), (0, 0), (0, 64)], "its scores come first"
     stateful = make_plain_engine(4, with_state=True)
     assert stateful.scheduler.drafter is None
 
