@@ -57,6 +57,15 @@ class _Step:
     """Tokens that it yields."""
     num_decoding: int
 
+    @classmethod
+    def of(cls, parts: SequenceOf[StepPart], costs: StepCosts, curve: DraftCurve) -> _Step:
+        size = StepSize.of(StepInput(tuple(parts)))
+        num_prompt = size.num_new - size.num_decoding
+        step_s = costs.step_s(num_prompt, size.num_pairs, size.num_decoding, size.num_kv_tokens)
+        if not num_prompt:
+            step_s *= curve.plain
+        return cls(curve=curve, took_s=step_s, num_parts=len(parts), num_decoding=size.num_decoding)
+
     @property
     def s_per_token(self) -> float:
         """Seconds that a token is worth."""
@@ -105,13 +114,15 @@ class Drafter:
             budget: tokens that may be added.
             costs: what steps take.
         """
-        step = self._step(parts, costs)
-        if step is None:
+        curve = self.costs.curve(sum(part.is_decoding for part in parts))
+        if curve is None:
             return {}
         most = {place: self._most_for(*each) for place, each in enumerate(zip(sequences, parts, strict=True))}
         found = {place: self._looked_up(sequences[place], number) for place, number in most.items() if number > 0}
         guesses = {place: guess for place, guess in found.items() if guess is not None and guess.token_ids}
-        rounds = None
+        if not guesses and self.model is None:
+            return {}
+        step, rounds = _Step.of(parts, costs, curve), None
         if self.model is not None:
             rounds = self.model.costs(costs)
             wanted = [(place, sequences[place], number) for place, number in most.items() if number > 0]
@@ -156,9 +167,10 @@ class Drafter:
             for place, (sequence, part) in enumerate(zip(sequences, parts, strict=True))
             if not part.num_drafts and self._most_for(sequence, part) > 0 and (lacks := self.model.lacks(sequence)) > 0
         ]
-        step = self._step(parts, costs) if lacking else None
-        if step is None:
+        curve = self.costs.curve(sum(part.is_decoding for part in parts)) if lacking else None
+        if curve is None:
             return found
+        step = _Step.of(parts, costs, curve)
         rounds = self.model.costs(costs)
         within = rounds.tokens_within(CATCH_UP_SHARE * step.took_s, 0, self._max_model_len)
         left = min(max(LEAST_CATCH_UP, within), self.model.most_tokens - num_new)
@@ -187,19 +199,6 @@ class Drafter:
         """Asserts that the draft model's books are right."""
         if self.model is not None:
             self.model.check()
-
-    def _step(self, parts: SequenceOf[StepPart], costs: StepCosts) -> _Step | None:
-        """Returns what is known of a step without its drafts; None: too little."""
-        num_decoding = sum(part.is_decoding for part in parts)
-        curve = self.costs.curve(num_decoding)
-        if curve is None:
-            return None
-        size = StepSize.of(StepInput(tuple(parts)))
-        num_prompt = size.num_new - size.num_decoding
-        took_s = costs.step_s(num_prompt, size.num_pairs, size.num_decoding, size.num_kv_tokens)
-        if not num_prompt:
-            took_s *= curve.plain
-        return _Step(curve=curve, took_s=took_s, num_parts=len(parts), num_decoding=num_decoding)
 
     def _most_for(self, sequence: Sequence, part: StepPart) -> int:
         """Returns how many drafts one sequence may have; 0: it takes none."""
