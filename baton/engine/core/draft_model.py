@@ -75,7 +75,7 @@ class _Shadow:
 
     original: Sequence
     sequence: Sequence
-    """The same tokens, with the blocks of the draft model's pool."""
+    """Another one of the same tokens, with blocks of the draft model's pool."""
     acceptance: _Acceptance = field(default_factory=_Acceptance)
 
 

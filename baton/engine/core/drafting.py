@@ -20,7 +20,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from baton.costs import StepCosts
 from baton.engine.core.draft_costs import DraftCosts, DraftCurve
@@ -30,9 +30,6 @@ from baton.engine.core.ngrams import Guess, NgramIndex
 from baton.engine.core.runner import UNKNOWN_TOKEN, Runner, StepInput, StepOutput, StepPart
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.core.step_fit import StepSize
-
-if TYPE_CHECKING:
-    from baton.engine.core.scheduler import SchedulerLimits
 
 LEAST_GAIN = 1.1
 """Drafts must be expected to make a step yield more by this factor: predictions err, and what one sequence gains all
@@ -48,7 +45,7 @@ EXPECTED_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _PlainStep:
     """What is known of a step without drafts."""
 
     curve: DraftCurve
@@ -58,7 +55,7 @@ class _Step:
     num_decoding: int
 
     @classmethod
-    def of(cls, parts: SequenceOf[StepPart], costs: StepCosts, curve: DraftCurve) -> _Step:
+    def of(cls, parts: SequenceOf[StepPart], costs: StepCosts, curve: DraftCurve) -> _PlainStep:
         size = StepSize.of(StepInput(tuple(parts)))
         num_prompt = size.num_new - size.num_decoding
         step_s = costs.step_s(num_prompt, size.num_pairs, size.num_decoding, size.num_kv_tokens)
@@ -99,7 +96,7 @@ class Drafter:
 
     @property
     def num_accepted(self) -> int:
-        """Those of them that proved right."""
+        """Drafts of the draft model that proved right."""
         return 0 if self.model is None else self.model.num_accepted
 
     def drafts(
@@ -122,7 +119,7 @@ class Drafter:
         guesses = {place: guess for place, guess in found.items() if guess is not None and guess.token_ids}
         if not guesses and self.model is None:
             return {}
-        step, rounds = _Step.of(parts, costs, curve), None
+        step, rounds = _PlainStep.of(parts, costs, curve), None
         if self.model is not None:
             rounds = self.model.costs(costs)
             wanted = [(place, sequences[place], number) for place, number in most.items() if number > 0]
@@ -170,7 +167,7 @@ class Drafter:
         curve = self.costs.curve(sum(part.is_decoding for part in parts)) if lacking else None
         if curve is None:
             return found
-        step = _Step.of(parts, costs, curve)
+        step = _PlainStep.of(parts, costs, curve)
         rounds = self.model.costs(costs)
         within = rounds.tokens_within(CATCH_UP_SHARE * step.took_s, 0, self._max_model_len)
         left = min(max(LEAST_CATCH_UP, within), self.model.most_tokens - num_new)
@@ -222,7 +219,7 @@ class Drafter:
         is_read = sequence.ngrams.read(sequence.token_ids, spec.num_prompt_tokens)
         return sequence.ngrams.guess(sequence.token_ids, most) if is_read else None
 
-    def _gain_s(self, step: _Step, rounds: StepCosts, chance: float) -> float:
+    def _gain_s(self, step: _PlainStep, rounds: StepCosts, chance: float) -> float:
         """Returns the seconds that the draft model is expected to gain for each token of a sequence; 0: hardly any.
 
         Args:
@@ -252,22 +249,23 @@ class _Chance(NamedTuple):
     """Known tokens before it."""
 
 
-def drafter_of(runner: Runner, limits: SchedulerLimits) -> Drafter | None:
+def drafter_of(runner: Runner, most: int, most_tokens: int) -> Drafter | None:
     """Returns what guesses for the sequences of a runner; None: nothing does.
 
     Args:
-        runner: a `DraftedRunner` brings a draft model, whose steps have the same limits.
+        runner: a `DraftedRunner` brings a draft model.
+        most: guesses for each sequence and step.
+        most_tokens: tokens of a step at most, also of the draft model's.
     """
-    most = limits.max_draft_tokens
     if not most or runner.spec.states:  # a state cannot go back to before a draft
         return None
     model = None
     if isinstance(runner, DraftedRunner):
-        model = DraftModel(runner.draft, runner.spec.block_size, limits.max_num_batched_tokens)
+        model = DraftModel(runner.draft, runner.spec.block_size, most_tokens)
     return Drafter(most, runner.eos_token_ids, runner.max_model_len, model)
 
 
-def _best_number(chances: SequenceOf[_Chance], step: _Step, rounds: StepCosts | None) -> int:
+def _best_number(chances: SequenceOf[_Chance], step: _PlainStep, rounds: StepCosts | None) -> int:
     """Returns how many drafts give the most tokens a second; 0 where that is hardly more than without.
 
     Args:
@@ -289,7 +287,7 @@ def _best_number(chances: SequenceOf[_Chance], step: _Step, rounds: StepCosts | 
     return number
 
 
-def _worth(guess: Guess, step: _Step, rounds: StepCosts | None = None) -> float:
+def _worth(guess: Guess, step: _PlainStep, rounds: StepCosts | None = None) -> float:
     """Returns the tokens that one sequence's guesses gain at best, less those that the time for them would give.
 
     Args:

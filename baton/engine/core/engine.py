@@ -47,7 +47,8 @@ class Engine:
     def __init__(self, runner: Runner, limits: SchedulerLimits) -> None:
         self.runner = runner
         self.pool = GroupPool(runner.spec, runner.num_blocks)
-        self.scheduler = Scheduler(self.pool, limits, drafter_of(runner, limits))
+        drafter = drafter_of(runner, limits.max_draft_tokens, limits.max_num_batched_tokens)
+        self.scheduler = Scheduler(self.pool, limits, drafter)
         self.sequences: dict[int, Sequence] = {}
         """Sequences that are not finished, by key."""
         self._fit = StepFit()
@@ -360,14 +361,11 @@ class Engine:
     def load(self) -> EngineLoad:
         """Returns what the engine has to do and what it holds."""
         drafter = self.scheduler.drafter
+        to_compute = (s for s in self.sequences.values() if s.status in (Status.WAITING, Status.RUNNING))
         return EngineLoad(
             running=self.num_running,
             waiting=self.num_waiting + len(self.scheduler.reserved),
-            queued_tokens=sum(
-                s.num_tokens - self.scheduler.blocks.num_present_tokens(s)
-                for s in self.sequences.values()
-                if s.status in (Status.WAITING, Status.RUNNING)
-            ),
+            queued_tokens=sum(s.num_tokens - self.scheduler.blocks.num_present_tokens(s) for s in to_compute),
             blocks=self.blocks,
             preemptions=self.scheduler.num_preemptions,
             costs=self.costs,

@@ -116,4 +116,4 @@ class EngineLoad:
     model_drafted_tokens: int = 0
     """Guessed tokens that a draft model proposed."""
     model_accepted_tokens: int = 0
-    """Those of them that proved right."""
+    """Guessed tokens that a draft model proposed and that proved right."""
