@@ -532,6 +532,23 @@ def test_look_up_goes_first_where_it_is_worth_more() -> None:
     assert (True, True) in kinds
 
 
+def test_a_sure_guess_by_look_up_is_worth_more_than_a_sure_proposal() -> None:
+    engine = make_engine(4)
+    drafter = engine.scheduler.drafter
+    assert drafter is not None
+    look_nothing_up(engine)
+    spec = sequence_spec([5] * 20, max_tokens=60, allowed_token_ids=(5,))
+    engine.add(spec, Purpose.GENERATE, 0.0)
+    kinds = []
+    for number in range(6):
+        if number == 4:
+            del drafter._looked_up
+        (part,) = (batch := engine.schedule(0.0)[0]).parts
+        kinds.append((part.num_drafts > 0, part.proposal is not None))
+        engine.commit(batch, engine.runner.execute(batch), 0.0)
+    assert kinds == [(False, False), (False, True), (True, True), (True, True), (True, False), (True, False)]
+
+
 def test_the_draft_models_time_is_none_of_the_targets_steps() -> None:
     engine = make_engine(4)
     engine.learn(StepSize(num_new=1, num_decoding=1, num_kv_tokens=100), 0.05, 0.04)
