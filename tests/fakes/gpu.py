@@ -17,6 +17,7 @@ import torch
 
 from kvstore.transfer import device
 from kvstore.transfer.transport import nccl, streams
+from tests.fakes.races import Races
 
 NUM_STREAMS = 32
 PRIORITIES = (0, -1, -2, -3)
@@ -77,21 +78,31 @@ class FakeEvent:
     def __init__(self) -> None:
         self._done = threading.Event()
         self._done.set()
+        self._races: Races | None = None
+        self._place = 0
 
     def record(self, stream: Any) -> None:
         self._done = done = threading.Event()
+        self._races = stream.hardware.gpu.races
+        if self._races is not None:
+            self._place = self._races.record(stream.cuda_stream)
         stream.hardware.put(done.set)
 
     def query(self) -> bool:
-        return self._done.is_set()
+        is_done = self._done.is_set()
+        if is_done and self._races is not None:
+            self._races.happen(self._place)
+        return is_done
 
     def wait(self, stream: Any) -> None:
         done, gpu = self._done, stream.hardware.gpu
+        if self._races is not None:
+            self._races.wait(self._place, stream.cuda_stream)
         stream.hardware.put(lambda: gpu.until(done.is_set))
 
     def happen(self, gpu: FakeGpu) -> None:
         """Returns once the place is reached."""
-        gpu.until(self._done.is_set)
+        gpu.until(self.query)
 
 
 class FakeGpu:
@@ -108,9 +119,12 @@ class FakeGpu:
         self.lock = threading.RLock()
         self.num_taken = dict.fromkeys(PRIORITIES, 0)
         self.is_over = False
-        self._default = Hardware(self, 0)
+        self.races: Races | None = None
+        """Notes what is done on the streams, and finds what is done too early; None: nobody watches."""
+        first = 10_000 * (index + 1)
+        self._default = Hardware(self, first)
         self._pools = {
-            priority: [Hardware(self, 1000 * number + place) for place in range(NUM_STREAMS)]
+            priority: [Hardware(self, first + 1000 * number + place) for place in range(NUM_STREAMS)]
             for number, priority in enumerate(PRIORITIES, 1)
         }
 

@@ -134,6 +134,9 @@ class FakeNccl:
                     raise RuntimeError("NCCL communicator was aborted")
                 self._state.works.append(work)
             self._stream.wait_stream(self._stream.hardware.gpu.current_stream())
+            if (races := self._stream.hardware.gpu.races) is not None:
+                reads, writes = ([message], []) if move == "send" else ([], [message])
+                races.access(f"nccl {move}", self._stream.cuda_stream, reads, writes)
             wire, state, gpu = self._wire, self._state, self._stream.hardware.gpu
             assert wire is not None
             self._stream.hardware.put(lambda: _run(work, wire, move, message, state, gpu))

@@ -65,7 +65,9 @@ class Pair:
         self.receiver.close()
 
 
-def opened(source: FakeGpu, target: FakeGpu, *, op_timeout_s: float = 5.0, **more: Any) -> Pair:
+def opened(
+    source: FakeGpu, target: FakeGpu, *, op_timeout_s: float = 5.0, slot_bytes: int = SLOT_BYTES, **more: Any
+) -> Pair:
     stores: list[RendezvousStore] = []
 
     def publish_to(other: int) -> Callable[[str, bytes], None]:
@@ -74,7 +76,7 @@ def opened(source: FakeGpu, target: FakeGpu, *, op_timeout_s: float = 5.0, **mor
     stores += [RendezvousStore(publish_to(RECEIVER)), RendezvousStore(publish_to(SENDER))]
 
     def end(side: int, gpu: FakeGpu) -> Any:
-        staging = StagingPool(2 * WINDOW, SLOT_BYTES, gpu.device)
+        staging = StagingPool(2 * WINDOW, slot_bytes, gpu.device)
         return transport_end(stores[side], staging, WINDOW, op_timeout_s=op_timeout_s, **more)
 
     def run(make: Callable[[str, Any], Any], side: int, gpu: FakeGpu) -> Any:
