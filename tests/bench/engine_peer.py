@@ -199,6 +199,7 @@ class Vllm:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_USE_AOT_COMPILE": "0",  # what it keeps of that does not load again in 0.32
             "VLLM_CACHE_ROOT": str(scratch / "vllm"),
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
