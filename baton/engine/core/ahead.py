@@ -12,7 +12,7 @@ the step reads of a sequence whose table has changed. An answer that ends by its
 A step is planned ahead whole or not at all. Whatever needs to see the last tokens first has its step planned when they
 are there, and all others in it wait with it: draws that depend on the tokens before (penalties, DRY, grammars, excluded
 words of several tokens), beam searches, scores of prompts, drafts, several choices that fork one prompt, and sequences
-for whose next token another one would have to be preempted.
+for whose next token another one would have to be preempted. Beside a draft model no step is planned ahead.
 """
 
 from __future__ import annotations
@@ -52,5 +52,7 @@ def _may_draft(step: StepInput, sequences: SequenceOf[Sequence], scheduler: Sche
     """Returns whether drafts behind the tokens known so far would be worth it: then they may be behind the next."""
     if scheduler.drafter is None:
         return False
+    if scheduler.drafter.model is not None:  # it proposes behind the last tokens
+        return True
     budget = scheduler.limits.max_num_batched_tokens - step.num_scheduled_tokens
     return budget > 0 and bool(scheduler.drafter.drafts(sequences, step.parts, budget, scheduler.costs))

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.engine.core.runner import (
+    ComputedStep,
     OnLayerDone,
     Proposal,
     Proposed,
@@ -32,11 +33,15 @@ from baton.sampling import SamplingParams
 class DraftedRunner:
     """A `Runner` of the target's model. What it answers is the target's, token for token.
 
+    Its steps are not planned ahead: what is proposed for one follows the tokens of the one before.
+
     Args:
         target: computes and draws what is answered.
         draft: proposes. It has the same tokens, and KV caches that nobody else sees.
         clock: measures what proposing takes, in seconds.
     """
+
+    runs_ahead = False
 
     def __init__(self, target: Runner, draft: Runner, clock: Callable[[], float] = time.monotonic) -> None:
         self.target = target
@@ -67,6 +72,10 @@ class DraftedRunner:
             return self.target.execute(step, on_layer_done)
         parts, proposed = self._proposed(step.parts)
         return replace(self.target.execute(replace(step, parts=parts), on_layer_done), proposed=proposed)
+
+    def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> ComputedStep:
+        """See `Runner.launch`."""
+        return ComputedStep(self.execute(step, on_layer_done))
 
     def close(self) -> None:
         """See `Runner.close`."""

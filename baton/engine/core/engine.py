@@ -386,8 +386,6 @@ class Engine:
         held = (s for s in self.sequences.values() if s.status is Status.HELD)
         self.scheduler.check(held, self._pins.tables)
         assert all(s.status is not Status.FINISHED for s in self.sequences.values()), "a finished sequence is kept"
-        if self.scheduler.drafter is not None:
-            self.scheduler.drafter.check()
 
     def _book_computed(self, sequence: Sequence, num_tokens: int) -> None:
         assert num_tokens <= sequence.num_tokens, f"{num_tokens} of {sequence.num_tokens} known tokens are computed"

@@ -235,6 +235,8 @@ class Scheduler:
             pinned: block tables that transfers hold, each as often as it is pinned.
         """
         self.blocks.check([*self.running, *self.reserved, *others], pinned)
+        if self.drafter is not None:
+            self.drafter.check()
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Gives a waiting sequence its cached prefix and all blocks it is expected to need; all or nothing."""

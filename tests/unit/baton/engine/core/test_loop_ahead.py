@@ -84,7 +84,7 @@ def loop_of(runner: ArithmeticRunner, *, plans_ahead: bool = True, max_draft_tok
 async def taking(loop: EngineLoop, costs: StepCosts) -> AsyncIterator[None]:
     """The loop expects its steps to take so long, and learns nothing else."""
     loop.engine._fit.costs = loop.engine.scheduler.costs = costs
-    loop.engine.learn = lambda size, took_s: None  # type: ignore[method-assign]
+    loop.engine.learn = lambda size, took_s, proposing_s=0.0: None  # type: ignore[method-assign]
     async with running(loop):
         yield
 
