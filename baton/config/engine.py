@@ -43,7 +43,8 @@ class ModelConfig:
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     """Type of the weights. auto: float32 on a CPU, the model's own on a GPU."""
     device: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"
-    """Device of the weights and of the KV cache. auto: a GPU where there is one."""
+    """Device of the weights and of the KV cache. auto: a GPU where there is one; it is an error if there is
+    one that cannot be used. cpu: the CPU, beside whatever GPUs."""
     weights: Annotated[str, OneOf("exact", "bf16", "int8g")] = "exact"
     """What the weights are made to before they are used. exact: nothing. bf16: those that are float32 and have no
     smaller form without loss are rounded to bfloat16, and computed with in float32. int8g: the layers' products are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.draft_runner import DraftedRunner
 from baton.engine.core.runner import Runner
 from baton.errors import BatonError, ConfigError, ModelLoadError, NotNative
+from baton.gpus import refuse_silent_cpu, sign_of_gpu
 from baton.model_files import read_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -87,9 +89,12 @@ def _make_one(model: ModelConfig, engine: EngineConfig, cache: Path) -> Runner:
     if engine.runner == "arithmetic":
         return _arithmetic(model, engine)
     # Imported on use: torch and transformers take seconds, and a native start may do without the latter.
+    import torch
+
     from baton.engine.model.logits_runner import LogitsRunner
 
     engine.refuse_unknown(LogitsRunner.unknown_settings)
+    refuse_silent_cpu(model.device, torch.cuda.is_available(), sign_of_gpu(os.environ))
     why = "engine.runner is transformers"
     if engine.runner != "transformers":
         from baton.engine.native.runner import NativeRunner

@@ -68,10 +68,13 @@ def diagnose(
     else:
         checks += guarded("model", lambda: machine.model(config, is_needed=True))
         checks += guarded("packages", lambda: machine.packages({"worker"}))
-        checks += guarded("torch", lambda: machine.torch_build(config))
+        num_workers = config.kubernetes.workers_per_pod
+        checks += guarded("torch", lambda: machine.torch_build(config, num_workers))
         checks += guarded("links", lambda: transports.links(config, environ))
-        checks += guarded("shared memory", lambda: machine.shared_memory(machine.ranks_memory_mib(config)))
-        checks += machine.memory(machine.worker_memory_gib(config))
+        checks += guarded(
+            "shared memory", lambda: machine.shared_memory(num_workers * machine.ranks_memory_mib(config))
+        )
+        checks += machine.memory(num_workers * machine.worker_memory_gib(config))
     return checks
 
 

@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import psutil
 
 from baton.config import Config
 from baton.errors import BatonError, ModelLoadError
+from baton.gpus import sign_of_gpu
 from baton.memory import CPU_MOST_GIB, GIB, PROCESS_BYTES, available_memory
 from deploy.doctor.checks import Check, judged, names
 from deploy.embedded_redis import EmbeddedRedis
@@ -31,6 +33,10 @@ MIN_DISK_GIB = 3.0
 MIN_SHM_MIB = 256
 SPARE_FILES = 256
 """Descriptors that a process needs beside its clients' connections."""
+TOOL_S = 10.0
+"""Longest wait for nvidia-smi, which a broken driver holds up."""
+LEAST_DRIVERS = {"11": 450, "12": 525, "13": 580}
+"""By CUDA's major version: within one, a driver also runs the newer minor versions."""
 DISTRIBUTION = "baton-serving"
 
 
@@ -64,10 +70,22 @@ def packages(extras: Collection[str]) -> Iterator[Check]:
 
 
 def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """The version of the kernel's NVIDIA driver; empty: there is none, or its version is unknown."""
-    if path.exists() and (version := re.search(r"Kernel Module\D*([\d.]+)", path.read_text())):
+    """The version of the NVIDIA driver, as the kernel or nvidia-smi reports it; empty: there is none."""
+    if path.exists() and (version := re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", path.read_text())):
         return version[1]
-    return "of unknown version" if shutil.which("nvidia-smi") else ""
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        said = subprocess.run(query, capture_output=True, text=True, check=False, timeout=TOOL_S).stdout
+    except FileNotFoundError:
+        return ""
+    except (OSError, subprocess.SubprocessError):
+        said = ""
+    return version[0] if (version := re.match(r"\d+\.[\d.]+", said)) else "of unknown version"
+
+
+def least_driver(cuda: str) -> int:
+    """The oldest major version of the NVIDIA driver that runs this version of CUDA; 0: unknown."""
+    return LEAST_DRIVERS.get(cuda.partition(".")[0], 0)
 
 
 def torch_build(config: Config, num_workers: int = 1) -> Iterator[Check]:
@@ -80,7 +98,9 @@ def torch_build(config: Config, num_workers: int = 1) -> Iterator[Check]:
     gpus = names({torch.cuda.get_device_name(number) for number in range(num_gpus)})
     ranks = config.engine.tensor_parallel
     needed = ranks * num_workers if ranks > 1 else 0
-    found = Gpus(num=num_gpus, names=gpus, cuda=torch.version.cuda or "", driver=nvidia_driver())
+    found = Gpus(
+        num=num_gpus, names=gpus, cuda=torch.version.cuda or "", driver=nvidia_driver(), sign=sign_of_gpu(os.environ)
+    )
     yield gpu(config.model.device, needed, found)
 
 
@@ -94,6 +114,8 @@ class Gpus:
     """The CUDA version that torch is built for; empty: it is a CPU build."""
     driver: str
     """The version of the NVIDIA driver; empty: there is none."""
+    sign: str = ""
+    """What shows that there is a GPU, whatever torch finds."""
 
 
 def gpu(wanted: str, needed: int, gpus: Gpus) -> Check:
@@ -119,10 +141,15 @@ def gpu(wanted: str, needed: int, gpus: Gpus) -> Check:
     elif not cuda:
         found = f"none for torch, which is a CPU build; the driver is {driver}"
         mend = "install a CUDA build of torch (in an image: the CUDA variant)"
+    elif driver[:1].isdigit() and int(driver.partition(".")[0]) < (least := least_driver(cuda)):
+        found = f"none for torch: CUDA {cuda} needs an NVIDIA driver of {least} or newer, and this one is {driver}"
+        mend = "install that driver, or a build of torch for an older CUDA (in an image: --build-arg CUDA=cu126)"
     else:
         found = f"none for torch (CUDA {cuda}), though there is a driver, {driver}"
-        mend = "is the driver older than CUDA needs, CUDA_VISIBLE_DEVICES empty, or no GPU given to this container?"
-    if wanted == "cuda":
+        mend = "is CUDA_VISIBLE_DEVICES empty, or no GPU given to this container?"
+    if wanted == "auto" and gpus.sign:
+        mend += "; set model.device to cpu to compute on the CPU"
+    if wanted == "cuda" or (wanted == "auto" and gpus.sign):
         return Check("gpu", "fail", found, mend)
     if driver and wanted == "auto":
         return Check("gpu", "warn", found, mend)

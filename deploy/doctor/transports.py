@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from baton.config import Config
 from deploy.doctor.checks import Check, judged, names
+
+CAP_IPC_LOCK = 14
+"""Its number in linux/capability.h."""
+LOCKED_BYTES = 2**30
+"""Memory that a worker's transports may pin."""
 
 
 def links(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
@@ -44,7 +51,7 @@ def links(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
         Path("/sys/class/infiniband"),
         Path("/dev/infiniband"),
         environ.get("NCCL_IB_DISABLE", "0") == "1",
-        resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        Locking(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], may_lock_memory()),
     )
 
 
@@ -82,14 +89,29 @@ def nccl_interfaces(setting: str, up: Collection[str]) -> Check:
     return Check("nccl network", "ok", f"{shown}: {names(used)}")
 
 
-def rdma(devices: Path, nodes: Path, is_disabled: bool, memlock: int) -> Check:
+@dataclass(frozen=True, slots=True)
+class Locking:
+    """What lets a process pin memory for RDMA: either suffices."""
+
+    limit: int
+    """RLIMIT_MEMLOCK: bytes that this process may lock; -1: any number."""
+    is_capable: bool
+    """Whether the capability IPC_LOCK has effect in this process (CapEff)."""
+
+
+def may_lock_memory(status: Path = Path("/proc/self/status")) -> bool:
+    """Whether this process has the capability IPC_LOCK. One that is added to a container has effect for root alone."""
+    effective = re.search(r"^CapEff:\s*([0-9a-f]+)$", status.read_text(), re.MULTILINE) if status.exists() else None
+    return effective is not None and bool(int(effective[1], 16) >> CAP_IPC_LOCK & 1)
+
+
+def rdma(devices: Path, nodes: Path, is_disabled: bool, locking: Locking) -> Check:
     """RDMA devices of the machine, and whether this process may use them.
 
     Args:
         devices: the kernel's list of the devices.
         nodes: the folder of their device files.
         is_disabled: whether NCCL is configured not to use them.
-        memlock: bytes that this process may lock; -1: any number.
     """
     states = {path.name: _rdma_state(path) for path in devices.glob("*")}
     active = [name for name, state in states.items() if "ACTIVE" in state]
@@ -107,12 +129,15 @@ def rdma(devices: Path, nodes: Path, is_disabled: bool, memlock: int) -> Check:
             f"{found}, but {nodes} is empty",
             "ask for the RDMA resource of the cluster's device plugin (workers' `resources` in the chart)",
         )
-    if 0 <= memlock < 2**30:
+    if 0 <= locking.limit < LOCKED_BYTES and not locking.is_capable:
         return Check(
             "rdma",
-            "warn",
-            f"{found}, but only {memlock // 1024} KiB may be locked",
-            "raise the memlock limit: IPC_LOCK for the container, or `ulimit -l unlimited`",
+            "fail",
+            f"{found}, but memory cannot be pinned: the memlock limit is {locking.limit // 1024} KiB, and CapEff has "
+            "no IPC_LOCK (added to a container, it has effect for root alone); NCCL would use TCP",
+            "raise the limit: LimitMEMLOCK=infinity for the container runtime (containerd.service), `ulimit -l "
+            "unlimited` elsewhere; or run as root with IPC_LOCK (in the chart: worker.rdma.asRoot); or set "
+            "NCCL_IB_DISABLE=1 if TCP is what is wanted",
         )
     return Check("rdma", "ok", found)
 

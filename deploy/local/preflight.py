@@ -22,6 +22,7 @@ import grpc
 from baton.cluster import Role
 from baton.config import Config
 from baton.errors import ConfigError
+from baton.gpus import sign_of_gpu
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
 from baton.model_files import read_json
 from baton.rpc import channel
@@ -56,13 +57,16 @@ async def require_ray(address: str) -> None:
 
 
 def require_gpus(config: Config) -> None:
-    """Raises ConfigError: the GPUs that `model.device` and `engine.tensor_parallel` ask for are not on this machine."""
+    """Raises ConfigError: the GPUs that `model.device` and `engine.tensor_parallel` ask for are not on this machine, or
+    are there and cannot be used.
+    """
     gpus = visible_gpus(os.environ) if _is_here(config) else None
     if gpus is None:
         return
     ranks = config.engine.tensor_parallel
     needed = ranks * (config.cluster.prefill + config.cluster.decode) if ranks > 1 else 0
-    found = machine.Gpus(num=len(gpus), names="GPU", cuda=_torch_cuda(), driver=machine.nvidia_driver())
+    driver, sign = machine.nvidia_driver(), sign_of_gpu(os.environ)
+    found = machine.Gpus(num=len(gpus), names="GPU", cuda=_torch_cuda(), driver=driver, sign=sign)
     check = machine.gpu(config.model.device, needed, found)
     if check.state == "fail":
         raise ConfigError(f"model.device is {config.model.device}, and of GPUs there are {check.found}; {check.mend}")

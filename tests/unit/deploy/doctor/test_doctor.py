@@ -45,10 +45,13 @@ from tests.support import builders
         ("auto", 0, "", "", "ok", "the CPU computes"),
         ("cpu", 0, "", "550.1", "ok", "CPU build"),
         ("auto", 0, "", "550.1", "warn", "CPU build"),
-        ("auto", 0, "12.9", "450.1", "warn", "though there is a driver"),
+        ("auto", 0, "12.9", "450.1", "warn", "CUDA 12.9 needs an NVIDIA driver of 525 or newer, and this one is 450.1"),
+        ("auto", 0, "13.0", "575.57", "warn", "CUDA 13.0 needs an NVIDIA driver of 580 or newer, and this one is 575"),
+        ("cuda", 0, "13.0", "580.65.06", "fail", "though there is a driver, 580.65.06"),
+        ("cuda", 0, "13.0", "of unknown version", "fail", "though there is a driver, of unknown version"),
         ("cuda", 0, "12.9", "", "fail", "no NVIDIA driver"),
         ("cuda", 0, "", "550.1", "fail", "CPU build"),
-        ("cuda", 0, "12.9", "450.1", "fail", "though there is a driver"),
+        ("cuda", 0, "12.9", "450.1", "fail", "driver of 525 or newer"),
         ("auto", 2, "12.9", "550.1", "ok", "2 x H200; CUDA 12.9, driver 550.1"),
         ("cuda", 2, "12.9", "", "ok", "driver unknown"),
         ("cpu", 2, "12.9", "550.1", "warn", "model.device is cpu"),
@@ -60,6 +63,14 @@ def test_gpus_are_there_where_the_configuration_asks_for_them(
     check = machine.gpu(wanted, 0, machine.Gpus(num=num_gpus, names="H200", cuda=cuda, driver=driver))
     assert (check.state, bool(check.mend)) == (state, state != "ok")
     assert words in check.found
+
+
+@pytest.mark.parametrize(("wanted", "state"), [("auto", "fail"), ("cuda", "fail"), ("cpu", "ok")])
+def test_a_gpu_that_torch_cannot_use_is_not_passed_over(wanted: str, state: str) -> None:
+    old = machine.Gpus(num=0, names="", cuda="13.0", driver="550.1", sign="/dev/nvidia0")
+    check = machine.gpu(wanted, 0, old)
+    assert check.state == state
+    assert ("model.device to cpu" in check.mend) == (wanted == "auto")
 
 
 def test_every_rank_of_a_worker_needs_a_gpu() -> None:
@@ -103,8 +114,8 @@ def test_rdma_devices_have_to_be_active_open_and_lockable(tmp_path: Path) -> Non
     devices, nodes, much = tmp_path / "infiniband", tmp_path / "dev", 2**40
     nodes.mkdir()
 
-    def look(is_disabled: bool = False, memlock: int = much) -> Check:
-        return transports.rdma(devices, nodes, is_disabled, memlock)
+    def look(is_disabled: bool = False, memlock: int = much, is_capable: bool = False) -> Check:
+        return transports.rdma(devices, nodes, is_disabled, transports.Locking(memlock, is_capable))
 
     assert look() == Check("rdma", "ok", "no devices: NCCL uses TCP between nodes")
     rdma_device(devices, "mlx5_0", "DOWN")
@@ -114,8 +125,23 @@ def test_rdma_devices_have_to_be_active_open_and_lockable(tmp_path: Path) -> Non
     (nodes / "uverbs0").touch()
     assert look() == Check("rdma", "ok", "mlx5_0 DOWN, mlx5_1 ACTIVE")
     assert look(memlock=-1).state == "ok"
-    assert "only 64 KiB may be locked" in look(memlock=65536).found
+    assert look(memlock=65536, is_capable=True).state == "ok", "as root, with IPC_LOCK"
+    refused = look(memlock=65536)
+    assert refused.state == "fail"
+    assert "the memlock limit is 64 KiB, and CapEff has no IPC_LOCK" in refused.found
+    assert "LimitMEMLOCK=infinity" in refused.mend
     assert "NCCL_IB_DISABLE=1" in look(is_disabled=True).found
+
+
+def test_the_capability_counts_only_where_it_has_effect(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    assert not transports.may_lock_memory(status)
+    status.write_text("CapPrm:\t0000000000004000\nCapEff:\t0000000000000000\nCapBnd:\t0000000000004000\n")
+    assert not transports.may_lock_memory(status), "added to the container of a user that is not root"
+    status.write_text("CapInh:\t0000000000000000\nCapEff:\t0000000000004000\n")
+    assert transports.may_lock_memory(status)
+    status.write_text("CapEff:\t000001ffffffbfff\n")
+    assert not transports.may_lock_memory(status)
 
 
 def test_a_worker_wants_the_memory_that_it_is_told_to_take() -> None:
@@ -129,8 +155,12 @@ def test_a_driver_is_known_by_the_kernels_word_or_by_its_tool(tmp_path: Path, mo
     assert machine.nvidia_driver(tmp_path / "version") == ""
     (tmp_path / "nvidia-smi").touch(0o755)
     assert machine.nvidia_driver(tmp_path / "version") == "of unknown version"
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf '570.1.2\\n570.1.2\\n'\n")
+    assert machine.nvidia_driver(tmp_path / "version") == "570.1.2"
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue\n")
     assert machine.nvidia_driver(tmp_path / "version") == "550.54.15"
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release\n")
+    assert machine.nvidia_driver(tmp_path / "version") == "580.65.06"
 
 
 def test_open_files_suffice_for_the_clients() -> None:

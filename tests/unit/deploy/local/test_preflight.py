@@ -137,7 +137,14 @@ def test_pools_on_gpus_are_checked_and_sized_there(tmp_path: Path, monkeypatch: 
             1,
             "none for torch, which is a CPU build; the driver is 550.1; install a CUDA build of torch",
         ),
-        ([], "12.9", "550.1", 1, r"none for torch \(CUDA 12.9\), though there is a driver, 550.1; is the driver older"),
+        ([], "12.9", "550.1", 1, r"none for torch \(CUDA 12.9\), though there is a driver, 550.1; is CUDA_VISIBLE"),
+        (
+            [],
+            "13.0",
+            "550.1",
+            1,
+            "CUDA 13.0 needs an NVIDIA driver of 580 or newer, and this one is 550.1; install that",
+        ),
         ([8, 8], "12.9", "550.1", 2, "engine.tensor_parallel asks for 4 here; lower engine.tensor_parallel"),
     ],
 )
@@ -158,6 +165,26 @@ def test_gpus_that_are_asked_for_and_are_not_there(
         preflight.require_gpus(config)
     preflight.require_gpus(replace(config, cluster=ClusterConfig(ray_address="127.0.0.1:6379")))
     preflight.require_gpus(replace(config, engine=EngineConfig(runner="arithmetic")))
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_a_gpu_that_torch_cannot_use_is_an_error_unless_the_cpu_is_wanted(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine_with(monkeypatch, gpus_gib=[], cuda="13.0")
+    monkeypatch.setattr(machine, "nvidia_driver", lambda: "550.1")
+    (tmp_path / "nvidia-smi").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    config = a_config(tmp_path)
+    config = replace(config, model=replace(config.model, device=device))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    preflight.require_gpus(config)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    if device == "cpu":
+        preflight.require_gpus(config)
+    else:
+        with pytest.raises(ConfigError, match=r"model.device is auto, .* driver of 580 or newer.* model.device to cpu"):
+            preflight.require_gpus(config)
 
 
 def test_gpus_are_those_that_torch_would_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
