@@ -17,6 +17,7 @@ __all__ = [
     "errors",
     "fit",
     "garbage",
+    "gpus",
     "grammar",
     "hypotheses",
     "kv_layout",

@@ -36,7 +36,7 @@ SPARE_FILES = 256
 TOOL_S = 10.0
 """Longest wait for nvidia-smi, which a broken driver holds up."""
 LEAST_DRIVERS = {"11": 450, "12": 525, "13": 580}
-"""By CUDA's major version: within one, a driver also runs the newer minor versions."""
+"""The oldest drivers by CUDA's major version: within one, a driver also runs the newer minor versions."""
 DISTRIBUTION = "baton-serving"
 
 

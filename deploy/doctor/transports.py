@@ -14,7 +14,7 @@ from baton.config import Config
 from deploy.doctor.checks import Check, judged, names
 
 CAP_IPC_LOCK = 14
-"""Its number in linux/capability.h."""
+"""The capability's number in linux/capability.h."""
 LOCKED_BYTES = 2**30
 """Memory that a worker's transports may pin."""
 

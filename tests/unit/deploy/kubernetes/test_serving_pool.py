@@ -33,7 +33,8 @@ def plan(
     desired: Mapping[Role, int], sizes: Mapping[Role, int], pods: Sequence[NodePod], workers: Sequence[PlacedWorker]
 ) -> NodePlan:
     """A Deployment for each pool, of the pool's name, and a pod for each worker."""
-    return node_plan.plan(NodeLayout({P: P, D: D}), desired, {**sizes}, pods, workers)
+    by_name = {pool.value: size for pool, size in sizes.items()}
+    return node_plan.plan(NodeLayout({P: P, D: D}), desired, by_name, pods, workers)
 
 
 def shared(
