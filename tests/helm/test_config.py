@@ -188,6 +188,22 @@ def test_a_machine_with_gpus_is_one_pod_for_the_workers_of_both_pools(orchestrat
     assert budget["metadata"]["name"] == "baton-worker"
 
 
+@pytest.mark.parametrize(
+    ("sets", "warns"),
+    [
+        (("worker.gpu.count=1",), True),
+        (("worker.gpu.count=1", "worker.rdma.enabled=true"), False),
+        (("worker.gpu.count=1", "worker.perPod=2"), False),
+        ((), False),
+    ],
+)
+def test_the_notes_say_where_kv_is_slow(sets: tuple[str, ...], warns: bool) -> None:
+    options = [word for item in sets for word in ("--set", item)]
+    done = helm(4, "install", "baton", str(CHART), "--dry-run=client", *options)
+    assert done.returncode == 0, done.stderr
+    assert ("NCCL takes pods for machines" in done.stdout) == warns
+
+
 def test_workers_are_root_only_where_that_is_asked_for() -> None:
     """For another user an added capability has no effect."""
     for name, context in (("gpu-cluster-deployments", {}), ("gpus", {"runAsUser": 0, "runAsNonRoot": False})):

@@ -53,6 +53,7 @@ class LocalActors(RayActors):
         self.address = f"127.0.0.1:{free_port()}"
         self.alive: dict[str, Actor] = {}
         self.num_created = 0
+        self.pod = ""
         self.has_room = asyncio.Event()
         self.has_room.set()
         self.may_start = asyncio.Event()
@@ -79,7 +80,7 @@ class LocalActors(RayActors):
 
     async def start(self, actor: Actor) -> Started:
         await actor.may_start.wait()
-        return Started(1, self.address, "")
+        return Started(1, self.address, self.pod)
 
     async def ended(self, actor: Actor) -> None:
         await actor.dead.wait()
@@ -237,6 +238,17 @@ async def test_a_controller_that_comes_back_takes_orders_at_once(tmp_path: Path)
     async with bench(tmp_path, is_first=False) as it:
         it.actors.may_start.clear()
         assert (await it.orders.scale("decode", 2)).ready == 0
+
+
+async def test_workers_in_one_pod_are_counted_as_neighbours(tmp_path: Path) -> None:
+    async with bench(tmp_path) as it:
+        await until(lambda: num_ready(it) == 1)
+        it.actors.pod = "a-pod"
+        await it.orders.scale("decode", 4)
+        await until(lambda: num_ready(it) == 4)
+        found = {worker.num_neighbours for worker in it.controller.observed().values() if worker.id != "decode-0"}
+        assert found == {2}, "and none of those without a pod"
+        assert it.controller.observed()["decode-0"].num_neighbours == 0
 
 
 async def test_a_controller_that_has_lost_its_state_believes_what_workers_say_of_their_roles(tmp_path: Path) -> None:
