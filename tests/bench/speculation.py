@@ -2,13 +2,19 @@
 
 How much checking a draft costs depends on how the weights are held: as the codes that the model's file had, or in
 float32, to which end they are moved by less than a part in four thousand each.
+
+Then the drafts of a draft model, beside look-up, against look-up alone. There is none in the catalogue that is smaller
+than the default model, so two stand for what there may be: its first layers alone, which hardly ever guess right, and
+the model itself on the native step beside a target on transformers, which is always right at a fraction of the cost.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -17,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.config import EngineConfig, ModelConfig, load
+from baton.engine.core.draft_runner import DraftedRunner
 from baton.engine.core.engine import Engine
 from baton.engine.core.runner import Runner
 from baton.engine.core.scheduler import SchedulerLimits
@@ -46,8 +53,15 @@ FREE = (
     "How do vaccines work?", "Write about the difference between wolves and dogs.",
 )  # fmt: skip
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-PARTS = ("codes", "float32", "transformers")
+LOOK_UP_PARTS = ("codes", "float32", "transformers")
 """How the weights are held natively, and the transformers runner."""
+MODEL_PARTS = ("first_layers", "itself")
+"""What is the draft model."""
+PARTS = (*LOOK_UP_PARTS, *MODEL_PARTS)
+SLOW_PARTS = ("transformers", "itself")
+"""Those of which 16 streams take a quarter of an hour."""
+NUM_LAYERS = 10
+"""Of the default model's 30."""
 COPYING_GATES = {"codes": 1.4, "float32": 2.0}
 """By the part; at one stream."""
 FREE_GATE = 0.98
@@ -61,7 +75,7 @@ class _Case:
     temperature: float = 0.0
 
     def gate(self, part: str) -> float | None:
-        if self.texts is FREE:
+        if self.texts is FREE or part in MODEL_PARTS:
             return FREE_GATE
         return COPYING_GATES.get(part) if self.num_streams == 1 else None
 
@@ -131,7 +145,7 @@ class _Arm:
         output = self._engine.runner.execute(step)
         took_s = time.process_time() - began_s
         self._engine.commit(step, output, time.monotonic())
-        self._engine.learn(StepSize.of(step), took_s)
+        self._engine.learn(StepSize.of(step), took_s, output.proposing_s)
 
     def _spec(self, place: int, prompt: list[int], num_tokens: int, temperature: float) -> SequenceSpec:
         return SequenceSpec(
@@ -151,23 +165,42 @@ def run(quick: bool, parts: Collection[str] = PARTS) -> Report:
 
 
 def _table(path: Path, cache: Path, part: str, quick: bool) -> Table:
-    plain = part == "transformers"
-    config = EngineConfig(num_threads=1, kv_cache_gib=0.5, runner="transformers" if plain else "auto")
-    folder = _moved(path, cache / "bench_float32" / path.name) if part == "float32" else path
-    runner = make_runner(ModelConfig(path=str(folder), dtype="float32", device="cpu"), config, cache)
-    arms = {"plain": _Arm(runner, 0), "drafts": _Arm(runner, config.max_draft_tokens)}
-    held = f", weights in {runner._model.describe_memory()}" if isinstance(runner, NativeRunner) else ""
-    table = Table(
-        f"Speculation: SmolLM2-135M, {runner.name}{held}, 1 thread, {2 if quick else 5} rounds",
-        ("", "streams", "plain CPU ms/tok", "drafts CPU ms/tok", "ratio", "gate", "kept", "steps", "accepted",
-         "same tokens", "other work, cores"),
-    )  # fmt: skip
-    tokenizer = Tokenizer.load(path)
-    for case in CASES:
-        if case.num_streams == 1 or not plain:  # 16 streams on transformers take a quarter of an hour
-            table.rows.append(_row(case, tokenizer, arms, case.gate(part), quick))
-    runner.close()
+    with contextlib.ExitStack() as running:
+        name, arms = _arms(path, cache, part, running)
+        table = Table(
+            f"Speculation: SmolLM2-135M, {name}, 1 thread, {2 if quick else 5} rounds",
+            ("", "streams", "plain CPU ms/tok", "drafts CPU ms/tok", "ratio", "gate", "kept", "steps", "accepted",
+             "same tokens", "other work, cores"),
+        )  # fmt: skip
+        tokenizer = Tokenizer.load(path)
+        for case in CASES:
+            if case.num_streams == 1 or part not in SLOW_PARTS:
+                table.rows.append(_row(case, tokenizer, arms, case.gate(part), quick))
     return table
+
+
+def _arms(path: Path, cache: Path, part: str, running: contextlib.ExitStack) -> tuple[str, dict[str, _Arm]]:
+    """Returns what is compared, and its name. The runners are closed with `running`."""
+
+    def started(folder: Path, name: str) -> Runner:
+        config = EngineConfig(num_threads=1, kv_cache_gib=0.5, runner=name)
+        runner = make_runner(ModelConfig(path=str(folder), dtype="float32", device="cpu"), config, cache)
+        running.callback(runner.close)
+        return runner
+
+    most = EngineConfig().max_draft_tokens
+    target = started(
+        _moved(path, cache / "bench_float32" / path.name) if part == "float32" else path,
+        "transformers" if part in SLOW_PARTS else "auto",
+    )
+    if part in MODEL_PARTS:
+        is_itself = part == "itself"
+        folder = path if is_itself else _first_layers(path, cache / "bench_first_layers" / path.name)
+        drafted = DraftedRunner(target, started(folder, "native"), time.process_time)
+        model = "itself, native" if is_itself else f"its first {NUM_LAYERS} layers, native"
+        return f"{target.name}, drafts of {model}", {"plain": _Arm(target, most), "drafts": _Arm(drafted, most)}
+    held = f", weights in {target._model.describe_memory()}" if isinstance(target, NativeRunner) else ""
+    return f"{target.name}{held}", {"plain": _Arm(target, 0), "drafts": _Arm(target, most)}
 
 
 def _row(
@@ -212,18 +245,42 @@ def _moved(model: Path, folder: Path) -> Path:
         model: a folder with one file of weights.
         folder: where the copy is, or will be.
     """
+
+    def move(part: Path) -> None:
+        generator = torch.Generator().manual_seed(0)
+        weights = load_file(part / "model.safetensors")
+        for weight in weights.values():
+            if weight.ndim == 2:
+                weight *= 1 + MOVED * (2 * torch.rand(weight.shape, generator=generator) - 1)
+        save_file(weights, part / "model.safetensors", {"format": "pt"})
+
+    return _changed(model, folder, move)
+
+
+def _first_layers(model: Path, folder: Path) -> Path:
+    """Returns a copy of a model that has its first layers alone. The copy is made once; see `_moved`."""
+
+    def cut(part: Path) -> None:
+        config = json.loads((part / "config.json").read_text())
+        (part / "config.json").write_text(json.dumps(config | {"num_hidden_layers": NUM_LAYERS}))
+        kept = {}
+        for name, weight in load_file(part / "model.safetensors").items():
+            layer = name.partition("layers.")[2].partition(".")[0]
+            if not layer or int(layer) < NUM_LAYERS:
+                kept[name] = weight
+        save_file(kept, part / "model.safetensors", {"format": "pt"})
+
+    return _changed(model, folder, cut)
+
+
+def _changed(model: Path, folder: Path, change: Callable[[Path], None]) -> Path:
     if (folder / "model.safetensors").exists():
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     part = folder.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(model, part)
-    generator = torch.Generator().manual_seed(0)
-    weights = load_file(part / "model.safetensors")
-    for weight in weights.values():
-        if weight.ndim == 2:
-            weight *= 1 + MOVED * (2 * torch.rand(weight.shape, generator=generator) - 1)
-    save_file(weights, part / "model.safetensors", {"format": "pt"})
+    change(part)
     part.rename(folder)
     return folder
 

@@ -38,3 +38,4 @@ def test_gates_are_those_of_copying_at_one_stream_and_of_free_text() -> None:
     assert gates["codes"] == [1.4, None, 0.98, 0.98, 0.98, 0.98]
     assert gates["float32"] == [2.0, None, 0.98, 0.98, 0.98, 0.98]
     assert gates["transformers"][:2] == [None, None]
+    assert set(gates["first_layers"] + gates["itself"]) == {0.98}
