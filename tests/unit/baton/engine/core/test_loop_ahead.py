@@ -139,7 +139,8 @@ async def test_answers_are_the_same(seed: int) -> None:
         runner = runner_type(12, vocab_size=VOCAB_SIZE)
         loop = loop_of(runner, max_draft_tokens=4 * (seed % 2))
         assert await answers(loop, asked) == expected
-        assert runner.num_ahead > 0
+        if seed % 2 == 0:  # guesses worth drafts may keep every step from being planned ahead
+            assert runner.num_ahead > 0
         if isinstance(runner, DeviceRunner):
             assert runner.num_launched == len(runner.steps)
         assert is_empty(loop.engine)
