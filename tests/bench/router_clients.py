@@ -148,6 +148,7 @@ class Http:
                 "seed": gap_us,
                 "temperature": 0,
                 "stream": self._stream,
+                "stream_options": {"include_usage": True} if self._stream else None,
             }
         ).encode()
         writer.write(
@@ -160,12 +161,13 @@ class Http:
         if not self._stream:
             length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
             return int(json.loads(await reader.readexactly(length))["usage"]["completion_tokens"])
-        count = 0
+        usage = b""
         while size := int(await reader.readline(), 16):
-            # A chunk of the transfer is one event here; the text is not parsed, as no router costs depend on it.
-            count += (await reader.readexactly(size + 2)).count(b'"delta"')
+            # The text is not parsed, as no router costs depend on it. An event may hold several tokens.
+            event = await reader.readexactly(size + 2)
+            usage = event if b'"completion_tokens"' in event else usage
         await reader.readline()
-        return count
+        return int(usage.partition(b'"completion_tokens":')[2].partition(b",")[0])
 
     async def close(self) -> None:
         if self._writer is not None:
