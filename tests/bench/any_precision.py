@@ -25,7 +25,7 @@ SMALLER = {
     "baton, int8g": ("int8g", "auto"),
     "baton, int8g, KV int8": ("int8g", "int8"),
 }
-"""By name: `model.weights` and `engine.kv_dtype`."""
+"""Sides of ours: name -> `model.weights` and `engine.kv_dtype`."""
 
 
 def run(quick: bool, parts: Collection[str] = PARTS) -> Report:

@@ -63,7 +63,7 @@ class Found:
 
     case: Case
     runs: Mapping[str, Sequence[Measured]]
-    """Of a side that fell far behind, those of the first round."""
+    """What each side took, by its name: a side that fell far behind has its first round alone."""
     foreign_cores: float
     num_tries: int
 

@@ -61,9 +61,9 @@ PARTS = (*LOOK_UP_PARTS, *MODEL_PARTS)
 SLOW_PARTS = ("transformers", "itself")
 """Those of which 16 streams take a quarter of an hour."""
 NUM_LAYERS = 10
-"""Of the default model's 30."""
+"""The layers that a cut copy of the default model, which has 30, begins with."""
 COPYING_GATES = {"codes": 1.4, "float32": 2.0}
-"""By the part; at one stream."""
+"""The least ratio at one stream: part -> gate."""
 FREE_GATE = 0.98
 
 

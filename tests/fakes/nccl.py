@@ -54,7 +54,7 @@ class Knobs:
 
 
 class FakeOptions:
-    """With the fields that the product sets, and no others: a name that torch lacks is an error."""
+    """These options have the fields that the product sets, and no others: a name that torch lacks is an error."""
 
     class Config:
         __slots__ = ("blocking", "cga_cluster_size", "max_ctas", "min_ctas")

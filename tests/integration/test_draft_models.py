@@ -67,8 +67,8 @@ def values_of(told: list[Told]) -> list[Any]:
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_draft_model_changes_no_answer(runner: str, tmp_path: Path) -> None:
-    """Of choices at any temperature, with what looks at the tokens before. A model that is the target itself is right
-    all the time; another one hardly ever, and its KV does not disturb.
+    """Choices are compared at any temperature, with what looks at the tokens before. A model that is the target itself
+    is right all the time; another one hardly ever, and its KV does not disturb.
     """
     target, smaller = tmp_path / "target", tmp_path / "smaller"
     save_tiny("llama", {}, target)
