@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from baton.engine.model.arithmetic import sampled_of
 from baton.engine.sampling.masses import first_beyond
 from baton.engine.sampling.pipeline import Sampler
 from baton.engine.sampling.random import uniform
 from baton.engine.sampling.row import Row
 from baton.messages import SequenceSpec
+from baton.sampling import SamplingParams
 from tests.unit.baton.engine.core.test_engine import make_spec
 
 NUM_DRAWS = 4000
@@ -198,3 +200,9 @@ def test_the_edges_of_the_distribution() -> None:
 def test_a_top_k_of_the_whole_vocabulary_is_no_top_k(top_k: int) -> None:
     logits = logits_of(1000, scale=4.0)
     assert draws(logits, spec_of(top_k=top_k, top_p=0.9)) == draws(logits, spec_of(top_p=0.9))
+
+
+def test_the_arithmetic_engines_draws_heed_what_changes_logits() -> None:
+    """A row that only draws does so near its answer; one with a bias has to see the token that is far from it."""
+    rows = [Row(SamplingParams(seed=seed, logit_bias=((5, 100.0),)), 0, 3) for seed in range(8)]
+    assert list(sampled_of([30] * 8, rows, Sampler(), 97).token_ids) == [5] * 8
