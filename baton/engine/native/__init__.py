@@ -2,8 +2,19 @@
 
 `build` makes the library of it, and `layout` has its structures; `spec` reads a model's configuration and the names of
 its weights, `weights` packs matrices without loss and `model` a whole model; `quantized` makes of them what
-`model.weights` names; `weights_cache` keeps it in a `packed_file`; `runner` is a `Runner` of `baton.engine.core` over
-the KV cache of `baton.engine.model`.
+`model.weights` names; `weights_cache` keeps it in a `packed_file`, and `unused` removes what is old; `runner` is a
+`Runner` of `baton.engine.core` over the KV cache of `baton.engine.model`.
 """
 
-__all__ = ["build", "layout", "model", "packed_file", "quantized", "runner", "spec", "weights", "weights_cache"]
+__all__ = [
+    "build",
+    "layout",
+    "model",
+    "packed_file",
+    "quantized",
+    "runner",
+    "spec",
+    "unused",
+    "weights",
+    "weights_cache",
+]

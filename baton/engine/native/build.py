@@ -3,7 +3,8 @@
     python -m baton.engine.native.build      builds the library of every variant into this package, for an image
 
 A library's file is named after all it is made of: source, variant, arguments and compiler. It is written beside its
-place and moved there, so that a file of that name is whole.
+place and moved there, so that a file of that name is whole. When one is built, those that nobody has used for a month
+are removed: of former sources, compilers and CPUs.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Collection
 from pathlib import Path
 
+from baton.engine.native.unused import claim, remove_unused
 from baton.errors import NotNative
 
 logger = logging.getLogger(__name__)
@@ -34,6 +38,8 @@ COMPILERS = ("gcc", "cc", "clang")
 ARGUMENTS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 """No number may depend on what the compiler contracts or reorders: `step.c` says in which order each is summed."""
 TIMEOUT_S = 300
+NAMES = re.compile(r"step-[\w+-]+-[0-9a-f]{20}(\.so|-\w+\.part)")
+"""What libraries are called, and what is left of a compiler that was killed."""
 
 
 def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
@@ -72,14 +78,15 @@ def library(folder: Path, variant: str) -> Path:
         return prebuilt
     compiler = _compiler()
     path = folder / _name(variant, _identity(compiler))
-    if path.exists():
-        return path
     try:
+        if claim(path):
+            return path
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "build.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
+            if not claim(path):
                 _compile(compiler, variant, path)
+                remove_unused(folder, NAMES, time.time())
     except OSError as error:
         raise NotNative(f"the folder of built libraries cannot be written: {error}") from error
     return path
@@ -104,7 +111,7 @@ def _identity(compiler: str) -> str:
 
 
 def _compile(compiler: str, variant: str, path: Path) -> None:
-    handle, made = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    handle, made = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}-", suffix=".part")
     os.close(handle)
     try:
         command = [compiler, *ARGUMENTS, *machine_arguments(variant), "-pthread", str(SOURCE), "-o", made, "-lm"]

@@ -8,8 +8,9 @@ What they depend on are the folder's files, by name, size, times and samples of 
 the libraries that load the weights and make the rotary table. A file is also of no use unless the first steps' logits
 come out of it bit for bit as they did when it was packed, where they were compared with transformers'.
 
-When a file is written, those of the same folder that are of another key are removed, and those of folders that are
-gone. A process that has mapped one of them keeps its content. Where nothing can be written, there is no cache.
+When a file is written, those of the same folder that are of another key are removed, those of folders that are gone,
+and those that nobody has used for a month. A process that has mapped one of them keeps its content. Where nothing can
+be written, there is no cache.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import re
+import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +31,14 @@ from typing import Any
 import torch
 
 from baton.engine.native import packed_file
+from baton.engine.native.unused import claim, remove_unused
 from baton.engine.native.weights import PackedWeights
 
 logger = logging.getLogger(__name__)
 CODE = ("weights_cache.py", "packed_file.py", "weights.py", "quantized.py", "model.py", "spec.py")
 """Files beside this one on which a packed weight depends."""
+NAMES = re.compile(r"weights-[0-9a-f]{20}-[0-9a-f]{20}(\.packed|-\w+\.part)")
+"""What files are called, and what is left of a process that has ended within its write."""
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 2**12
 WHOLE_BYTES = 2**20
@@ -102,9 +108,9 @@ class WeightsCache:
 
     def find(self) -> KeptModel | None:
         """Returns what is kept of the model; nothing if there is no file, or it is broken, which is a warning."""
-        if self._path is None:
-            return None
         try:
+            if self._path is None or not claim(self._path):
+                return None
             found = packed_file.read(self._path)
         except FileNotFoundError:
             return None
@@ -152,6 +158,7 @@ class WeightsCache:
                 path.unlink(missing_ok=True)
         for part in self._folder.glob(f"{self._prefix}-*.part"):  # of a process that has ended within its write
             part.unlink(missing_ok=True)
+        remove_unused(self._folder, NAMES, time.time())
 
 
 def logits_digest(logits: list[torch.Tensor]) -> str:

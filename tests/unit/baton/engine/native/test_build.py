@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from baton.engine.native import build
+from baton.engine.native import build, unused
 from baton.errors import NotNative
 
 COMPILER = """#!/bin/sh
@@ -77,6 +79,29 @@ def test_a_compiler_that_fails_leaves_nothing_and_its_words(
     (tmp_path / "file").write_text("")
     with pytest.raises(NotNative, match="cannot be written"):
         build.library(tmp_path / "file", "x86-64-v3")
+
+
+def aged(path: Path, seconds: float = 2 * unused.UNUSED_S) -> Path:
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+    return path
+
+
+def test_libraries_that_nobody_has_used_for_a_month_go_when_another_is_built(compiler: Path, tmp_path: Path) -> None:
+    used, unopened, young = (
+        build.library(tmp_path, variant) for variant in ("x86-64-v3", "x86-64-v4", "x86-64-v4+avx512vnni")
+    )
+    killed = tmp_path / f"{unopened.stem}-abc_12.part"
+    killed.write_text("")
+    for path in (used, unopened, killed):
+        aged(path)
+    aged(young, unused.UNUSED_S / 2)
+    assert build.library(tmp_path, "x86-64-v3") == used
+    assert unopened.exists(), "nothing was built"
+    with (compiler.parent / "bin" / "gcc").open("a") as program:
+        program.write("# of another version\n")
+    built = build.library(tmp_path, "x86-64-v3")
+    assert set(tmp_path.glob("step-*")) == {used, young, built}
 
 
 def test_a_cpu_gets_the_best_that_it_has() -> None:

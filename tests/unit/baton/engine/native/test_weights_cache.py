@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from baton.engine.native import weights_cache
+from baton.engine.native import unused, weights_cache
 from baton.engine.native.weights_cache import (
     NUM_SAMPLES,
     SAMPLE_BYTES,
@@ -159,6 +159,21 @@ def test_files_of_folders_that_are_gone_go_too_and_no_others(checkpoint: Path, f
     assert len(packed_in(folder)) == 2
     for one in (checkpoint, other):
         assert WeightsCache(folder, one).find() is not None
+
+
+def test_weights_that_nobody_has_used_for_a_month_go_when_others_are_written(
+    checkpoint: Path, folder: Path, tmp_path: Path
+) -> None:
+    used, tried = (WeightsCache(folder, make_checkpoint(tmp_path / name)) for name in ("used", "tried"))
+    for cache in (used, tried):
+        cache.keep(some_model())
+    for path in folder.glob("*.packed"):
+        os.utime(path, (path.stat().st_mtime - 2 * unused.UNUSED_S,) * 2)
+    assert used.find() is not None
+    WeightsCache(folder, checkpoint).keep(some_model())
+    assert tried.find() is None
+    assert used.find() is not None
+    assert len(packed_in(folder)) == 2
 
 
 def test_a_file_that_is_broken_is_said_and_not_found(
