@@ -45,8 +45,8 @@ class Avoidance:
     no_sources: frozenset[str] = frozenset()
     """Workers from which no prefix is pulled: sources of failed attempts, and workers that could not hand over."""
     doubted: frozenset[str] = frozenset()
-    """The peers of failed transfers. A peer may be dead although its stream is still open, so it is used only if no
-    other worker is available."""
+    """The peers of failed transfers, and both of two workers that do not fit each other. A peer may be dead although
+    its stream is still open, so it is used only if no other worker is available."""
     hand_over: bool = False
     """Whether enough hand-overs have failed: `auto` then means the mode in which nothing has to travel, slower perhaps.
     """
@@ -82,8 +82,11 @@ def to_avoid(failures: Sequence[Failure]) -> Avoidance:
             # Workers that do not fit each other will not fit the next time either.
             num_failed_transfers += MAX_FAILED_TRANSFERS if isinstance(error, TransferRefused) else 1
             no_sources.add(placement.prefill_worker)
-            if not isinstance(error, (TransferCorrupted, TransferRefused)):  # then the other side has answered
-                doubted |= {placement.prefill_worker, placement.decode_worker} - {failure.worker_id}
+            pair = {placement.prefill_worker, placement.decode_worker}
+            if isinstance(error, TransferRefused):  # one of them may fit no other either, and nobody knows which
+                doubted |= pair
+            elif not isinstance(error, TransferCorrupted):  # then the other side has answered
+                doubted |= pair - {failure.worker_id}
     return Avoidance(
         refused=frozenset(refused),
         unsupported=unsupported,

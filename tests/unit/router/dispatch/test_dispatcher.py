@@ -123,6 +123,7 @@ async def test_a_failed_attempts_source_is_not_named_again(failure: BatonError, 
     [
         (TransferError("d0 is gone"), {**PAIR, "d1": Role.DECODE}, False),
         (TransferCorrupted("by the link"), {**PAIR, "d1": Role.DECODE}, True),
+        (TransferRefused("of another kind"), {**PAIR, "d1": Role.DECODE}, False),
         (TransferError("d0 is gone"), PAIR, True),
     ],
 )
@@ -135,6 +136,18 @@ async def test_who_did_not_answer_in_a_hand_over_is_left_at_once(
     async with bench_of(workers, roles, "split", {"d0": 4}) as bench:
         assert await collected(bench.tokens(record)) == [5]
     assert (record.retries, record.decode_worker == "d0") == (1, stays)
+
+
+async def test_of_two_that_do_not_fit_each_other_neither_is_asked_again() -> None:
+    """Whoever of them it is that fits no other."""
+    workers = ScriptedWorkers(
+        decode=[[ticket], [ticket]], prefill=[[TransferRefused("of another kind")], [FIRST_IS_LAST]]
+    )
+    record = new_choice()
+    roles = {**PAIR, "p1": Role.PREFILL, "d1": Role.DECODE}
+    async with bench_of(workers, roles, "split", {"p0": 8, "d0": 4}) as bench:
+        assert await collected(bench.tokens(record)) == [5]
+    assert (record.retries, record.prefill_worker, record.decode_worker) == (1, "p1", "d1")
 
 
 async def test_a_doubted_prefill_worker_that_has_no_other_beside_it_takes_no_doubt_from_a_decode_worker() -> None:
