@@ -1,4 +1,6 @@
-"""What was packed at a native worker's first start serves the later ones: the same bits, without transformers."""
+"""What was packed at a native worker's first start serves the later ones: the same bits, without transformers. Where
+nothing can be, transformers computes.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,26 @@ from safetensors.torch import load_file, save_file
 
 from baton.config import EngineConfig, ModelConfig, load
 from baton.engine.model.shapes import longest_sequence
+from baton.engine.model.transformers_runner import TransformersRunner
 from baton.engine.native import build
 from baton.engine.native.runner import NativeRunner
 from baton.engine.native.spec import FAMILIES, describe
 from baton.engine.native.weights_cache import StoredConfig
+from baton.engine.runners import make_runner
 from deploy.models import cache_dir
-from tests.integration.test_engine_models import ENGINE, EXTRAS, SIZES, VOCAB_SIZE, save_tiny
+from tests.integration.test_engine_models import (
+    ENGINE,
+    EXTRAS,
+    SIZES,
+    VOCAB_SIZE,
+    answers,
+    engine_of,
+    load_reference,
+    make_spec,
+    refer,
+    same_up_to_near_ties,
+    save_tiny,
+)
 from tests.integration.test_native_models import all_logits, same_bits
 
 pytestmark = pytest.mark.integration
@@ -195,3 +211,26 @@ def test_longer_sequences_than_before_have_a_longer_table(model: Path, cache: Pa
     for engine in (ENGINE, long):
         started(model, cache, engine).close()
     assert packed_in(cache).stat().st_ino == written, "it serves both"
+
+
+@pytest.mark.parametrize("missing", ["compiler", "CPU", "type"])
+def test_where_the_native_step_cannot_be_answers_are_still_those_of_generate(
+    missing: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    match missing:
+        case "compiler":
+            monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+        case "CPU":
+            monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"sse2"}))
+        case _:
+            monkeypatch.delitem(FAMILIES, "llama")
+    draw = random.Random(5)
+    prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 16, 33, 130)]
+    reference = load_reference(model)
+    references = [refer(reference, prompt, 12) for prompt in prompts]
+    runner = make_runner(ModelConfig(path=str(model), device="cpu"), ENGINE, tmp_path / "cache")
+    assert isinstance(runner, TransformersRunner)
+    specs = [make_spec(f"{number}", prompt, 12, ignore_eos=True) for number, prompt in enumerate(prompts)]
+    got, _ = answers(engine_of(runner, ENGINE), specs, steps_between=2)
+    assert list(map(same_up_to_near_ties, got, references)).count(True) >= 3
+    assert list((tmp_path / "cache").rglob("*.packed")) == []
