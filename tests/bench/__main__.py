@@ -23,6 +23,7 @@ BENCHMARKS = (
     "engine",
     "handover",
     "kv_dtypes",
+    "memory",
     "overload",
     "placement",
     "recovery",

@@ -8,7 +8,6 @@ do without transformers.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 from array import array
@@ -73,7 +72,6 @@ class NativeRunner(LogitsRunner):
             self._first_cache = self._make_first_cache(config)
             if kept is None or not self._opens(kept):
                 self._pack(model, config, cache)
-                _give_memory_back()
         if self._first_cache is not self.cache:
             self._first_cache = self.cache
             self._open(self._weights)
@@ -231,12 +229,6 @@ def _require_settings(model: ModelConfig, engine: EngineConfig) -> None:
         raise NotNative("the native step computes on CPUs, and this model is on a GPU")
     if model.dtype not in ("auto", "float32"):
         raise NotNative(f"model.dtype is {model.dtype}, and the native step computes in float32")
-
-
-def _give_memory_back() -> None:
-    """Has the C library return what packing needed, of which it keeps 70 MB of a model of 500. Not every one can."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _load_library(folder: Path, variant: str) -> ctypes.CDLL:

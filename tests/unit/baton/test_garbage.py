@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
+
+import pytest
 
 PROGRAM = """
 import gc
@@ -25,3 +28,27 @@ assert gc.collect() < 10, "a cycle was kept for good"
 
 def test_what_is_loaded_is_kept_and_garbage_is_not() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60)
+
+
+FREEING = """
+import ctypes
+import psutil
+from baton.garbage import keep_what_is_loaded
+
+library = ctypes.CDLL(None)
+library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+places = [library.malloc(64_000) for _ in range(2_000)]
+for place in places:
+    ctypes.memset(place, 1, 64_000)
+for place in places[:-1]:  # the last one holds the end of the heap, at which alone the library looks by itself
+    library.free(place)
+before = psutil.Process().memory_info().rss
+keep_what_is_loaded()
+given_back = before - psutil.Process().memory_info().rss
+assert given_back > 100e6, given_back
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc, which can give memory back")
+def test_what_has_been_freed_goes_back_to_the_system() -> None:
+    subprocess.run([sys.executable, "-c", FREEING], check=True, timeout=60)

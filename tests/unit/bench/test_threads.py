@@ -30,3 +30,11 @@ def test_two_workers_are_as_fast_as_the_time_in_which_both_are_done(monkeypatch:
     assert [row[1].median, row[2].median, row[5].median] == [50.0, 2.0, 1.0]
     assert [row[3], row[4], row[6], row[7]] == [">= 1.6", "yes", ">= 1.8", "no"]
     assert [len(peer.questions) for peer in peers.values()] == [8, 4, 4]
+
+
+def test_beside_others_two_threads_take_what_one_takes_times_the_ratio_of_the_rates() -> None:
+    slow, fast = Worker(10.0, 13.0), Worker(10.0, 12.0)
+    for threads_side, found in ((slow, (1.5, "no")), (fast, (1.0, "yes"))):
+        peers: dict[str, Any] = {"worker": Worker(10.0, 12.0), "threads": threads_side}
+        row = threads._row_beside(Case("decode, streams: 8", [[1]] * 8, 5), peers, 3)
+        assert (row[1].median, row[2].median, row[4]) == (50.0, *found)
