@@ -138,6 +138,9 @@ class WorkerInfo:
     sampler: str = ""
     """The contract of its random numbers: samplers of one name draw the same token from the same logits, seed, choice
     and position. Empty: a release that did not announce it, which counts as a sampler of a name of its own."""
+    incarnation: str = ""
+    """The identity of its process in hand-overs. Empty: a release that did not announce it, to which no connection is
+    opened ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 process   starts and ends it: `python -m deploy.worker`
 member    makes the engine and the KV endpoint, holds the lease and publishes what the cache has
+ahead     which workers a prefill worker connects to before a hand-over needs them
 calls     the worker's end of the stream that each router has to it
 control   the controller's and operators' orders: drain, change the role
 
@@ -15,4 +16,4 @@ The threads of the process; everything but the steps themselves and the bytes of
     gRPC's pool       bytes of the streams
 """
 
-__all__ = ["calls", "control", "member", "process"]
+__all__ = ["ahead", "calls", "control", "member", "process"]

@@ -24,10 +24,12 @@ from baton.engine.core.kv_spec import KVSpec
 from baton.engine.core.loop import EngineEvent, EngineLoop, Idle
 from baton.engine.core.runner import Runner
 from baton.engine.core.scheduler import SchedulerLimits
+from baton.errors import StoreUnavailable
 from baton.rpc import RpcServer
 from baton.tasks import cancel_and_wait
+from deploy.worker.ahead import peers_of
 from kvstore.index import IndexPublisher, RedisConnection, RedisIndex
-from kvstore.leases import LeaseKeeper, RedisLeases
+from kvstore.leases import LeaseKeeper, LeaseStore, RedisLeases
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.local_worker import LocalWorker
 from kvstore.worker_context import WorkerContext
@@ -35,6 +37,8 @@ from kvstore.worker_context import WorkerContext
 logger = logging.getLogger(__name__)
 WIRE_VERSION = 2
 """Version of the hand-over's protocol: workers of different versions do not connect."""
+LOOK_AROUND_S = 5.0
+"""How often a prefill worker looks for decode workers to which it has no connection yet."""
 
 
 class Member:
@@ -143,6 +147,7 @@ class Member:
                 known_fields=wire.KNOWN_FIELDS,
                 engine=self.loop.name,
                 sampler=self.loop.sampler,
+                incarnation=self.incarnation,
             )
             self.kv.receiver.kv_address = self.info.address
             self._publisher = self._publisher_of(epoch, index)
@@ -150,14 +155,29 @@ class Member:
             stack.push_async_callback(rpc.stop, 0)
             await rpc.set_serving(True)
             self._state = WorkerState.READY
-            running = asyncio.create_task(self._run(keeper, index), name="member")
+            running = asyncio.create_task(self._run(keeper, index, leases), name="member")
             stack.push_async_callback(cancel_and_wait, [running])
             yield running
 
-    async def _run(self, keeper: LeaseKeeper, index: RedisIndex) -> None:
+    async def _run(self, keeper: LeaseKeeper, index: RedisIndex, leases: LeaseStore) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.loop.run(), name="engine")
             tasks.create_task(self._belong(keeper, index), name="lease")
+            if self.kv.sender.opens_slowly:
+                tasks.create_task(self._open_ahead(leases), name="ahead")
+
+    async def _open_ahead(self, leases: LeaseStore) -> None:
+        """Opens connections to decode workers before a hand-over needs them, while this worker computes prompts.
+
+        Each is chosen from a fresh view of the cluster: the worker before may have taken a minute.
+        """
+        while True:
+            is_opened = False
+            if self._role is Role.PREFILL and self._state is WorkerState.READY:
+                with contextlib.suppress(StoreUnavailable):
+                    is_opened = await self.kv.sender.open_ahead(peers_of(self.info, await leases.list_workers()))
+            if not is_opened:
+                await asyncio.sleep(LOOK_AROUND_S)
 
     async def _belong(self, keeper: LeaseKeeper, index: RedisIndex) -> None:
         """Keeps the lease and publishes under its epoch; after an expired lease, under the next epoch.

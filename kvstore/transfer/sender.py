@@ -25,6 +25,7 @@ from baton.config import FaultsConfig
 from baton.errors import BatonError, Overloaded, TransferCancelled, TransferError, TransferRefused
 from baton.messages import HandedOver, Hello, Ticket
 from baton.tasks import seen_through
+from kvstore.transfer.connection.ahead import OpeningsAhead
 from kvstore.transfer.connection.outgoing import Peer, TransferPart
 from kvstore.transfer.connection.pool import ConnectionPool
 from kvstore.transfer.copy.blocks import BlockCopier
@@ -41,7 +42,7 @@ ROOM_POLL_S = 0.05
 """How often `wait_for_room` looks again: transport threads send between two ends of transfers."""
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Sequence
 
     from baton.config import TransferConfig
     from baton.engine.core.kv_spec import BlockTables
@@ -70,6 +71,7 @@ class KvSender:
         self._worker = worker
         self._config = config
         self._connections = ConnectionPool(worker, hello, config, parse_faults((faults or FaultsConfig()).spec))
+        self._ahead = OpeningsAhead(self._connections)
         self._live: set[TransferPart] = set()
         self._ended = asyncio.Event()
         self._num_waiting = 0
@@ -128,6 +130,26 @@ class KvSender:
                         await self._ended.wait()
         finally:
             self._num_waiting -= 1
+
+    # -- connections -------------------------------------------------------------------------------------------------
+
+    @property
+    def opens_slowly(self) -> bool:
+        """Whether a connection may take seconds to be as good as it gets, so that it pays to open it ahead."""
+        return self._connections.opens_slowly
+
+    async def open_ahead(self, peers: Sequence[Peer]) -> bool:
+        """Opens the first connection, or better one, that is missing and due, and waits until it is open or cannot be.
+
+        No connection is closed to make room for it, and no transfer fails because of it.
+
+        Args:
+            peers: the receivers to which transfers may go.
+
+        Returns:
+            Whether one was due.
+        """
+        return await self._ahead.open_next(peers)
 
     # -- transfers ---------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, TransferError, TransferRefused, WorkerFailed
 from kvstore.transfer.connection.outgoing import OutgoingConnection, Peer
+from kvstore.transfer.connection.pauses import Pauses
 from kvstore.transfer.transport.select import LocalRank, StagingPools, gpu_id, num_connections_kept, quick_and_slow
 
 if TYPE_CHECKING:
@@ -31,10 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 600.0
-"""Pauses before a kind that could not be opened is tried again: each is twice as long as the one before."""
-
-
 @dataclasses.dataclass(slots=True)
 class _Route:
     """The way from one rank here to one rank of a peer."""
@@ -46,15 +43,16 @@ class _Route:
     """Better kinds than the connection's that were not tried yet, or could not be opened."""
     improving: asyncio.Task[None] | None = None
     """Opens a connection of a better kind."""
-    pause_s: float = 0.0
-    try_at_s: float = 0.0
-    """When a better kind is tried next, on the monotonic clock."""
+    pauses: Pauses = dataclasses.field(default_factory=Pauses)
+    """The pauses before a better kind is tried again."""
+    is_ahead: bool = False
+    """Whether it was opened before a transfer needed it."""
 
-    def put_off(self, *, for_long: bool) -> None:
-        """Puts the next try off, because one has failed."""
-        longer_s = min(2 * self.pause_s, LONGEST_PAUSE_S) or FIRST_PAUSE_S
-        self.pause_s = LONGEST_PAUSE_S if for_long else longer_s
-        self.try_at_s = time.monotonic() + self.pause_s
+    @property
+    def may_improve(self) -> bool:
+        """Whether it is time to open a connection of a better kind."""
+        is_busy = self.improving is not None and not self.improving.done()
+        return bool(self.missed) and not is_busy and self.pauses.are_over(time.monotonic())
 
     @property
     def connection(self) -> OutgoingConnection | None:
@@ -131,10 +129,11 @@ class ConnectionPool:
             TransferError: it cannot be opened.
             WorkerFailed: the peer is gone.
         """
-        route = self._routes.get((rank, peer))
-        if route is None or route.is_over:
-            self._routes = {key: other for key, other in self._routes.items() if not other.is_over}
-            route = self._routes[rank, peer] = self._new_route(rank, peer)
+        route = self._good_route(rank, peer)
+        if route.is_ahead:
+            await asyncio.wait([route.opening])
+            if not self._closing:  # else it was cancelled
+                route = self._good_route(rank, peer)  # another one, where that could not be opened
         route.num_waiting += 1
         try:
             await asyncio.shield(route.opening)
@@ -143,6 +142,30 @@ class ConnectionPool:
             yield route.opening.result()  # the best one, of those that have opened meanwhile
         finally:
             route.num_waiting -= 1
+
+    @property
+    def opens_slowly(self) -> bool:
+        """Whether connections of this sender may take seconds to be as good as they get."""
+        return bool(quick_and_slow(self._hello.links)[1])
+
+    def lacks(self, rank: int, peer: Peer) -> bool:
+        """Returns whether a connection with a peer, or a better one, may be opened before a transfer needs it."""
+        route = self._routes.get((rank, peer))
+        if route is None or route.is_over:
+            return self.num_open < self._max_connections
+        return route.opening.done() and route.may_improve
+
+    async def open_ahead(self, rank: int, peer: Peer) -> None:
+        """Opens the best connection with a peer that can be opened now, and waits until it is open.
+
+        Raises:
+            TransferError, WorkerFailed: none can be opened.
+        """
+        route = self._good_route(rank, peer, is_ahead=True)
+        await asyncio.shield(route.opening)
+        self._improve(rank, peer, route)
+        if route.improving is not None:
+            await asyncio.wait([route.improving])
 
     def transport_kind(self, rank: int, peer: Peer) -> str:
         """Returns the kind of the open connection with a peer; "" if there is none."""
@@ -173,6 +196,15 @@ class ConnectionPool:
         if self._alive:
             await asyncio.wait([connection.closed for connection in self._alive])
 
+    def _good_route(self, rank: int, peer: Peer, *, is_ahead: bool = False) -> _Route:
+        """Returns the route to a peer; where there is none that is good a new one, whose connection is being opened."""
+        route = self._routes.get((rank, peer))
+        if route is None or route.is_over:
+            self._routes = {key: other for key, other in self._routes.items() if not other.is_over}
+            route = self._routes[rank, peer] = self._new_route(rank, peer)
+            route.is_ahead = is_ahead
+        return route
+
     def _new_route(self, rank: int, peer: Peer) -> _Route:
         quick, slow = quick_and_slow(self._hello.links)
         route = _Route(asyncio.get_running_loop().create_future(), missed=slow if quick else ())
@@ -202,7 +234,7 @@ class ConnectionPool:
                 if not links:
                     raise
                 route.missed = (*route.missed, failed)
-                route.put_off(for_long=False)
+                route.pauses.put_off(time.monotonic())
                 logger.warning(
                     "no %s transport to worker %s, trying %s: %s", failed, peer.worker_id, ", ".join(links), error
                 )
@@ -211,8 +243,7 @@ class ConnectionPool:
 
     def _improve(self, rank: int, peer: Peer, route: _Route) -> None:
         """Begins to open a better connection, if there may be one and it is time."""
-        is_busy = route.improving is not None and not route.improving.done()
-        if route.missed and not is_busy and time.monotonic() >= route.try_at_s and not self._closing:
+        if route.may_improve and not self._closing:
             route.improving = asyncio.create_task(self._replace(rank, peer, route))
 
     async def _replace(self, rank: int, peer: Peer, route: _Route) -> None:
@@ -223,10 +254,10 @@ class ConnectionPool:
         except BatonError as error:
             is_refused = isinstance(error, TransferRefused)
             route.missed = kinds
-            route.put_off(for_long=is_refused)
+            route.pauses.put_off(time.monotonic(), for_long=is_refused)
             text = "no %s transport to worker %s yet; next try in %g s at the earliest: %s"
             level = logging.INFO if is_refused else logging.WARNING
-            logger.log(level, text, ", ".join(kinds), peer.worker_id, route.pause_s, error)
+            logger.log(level, text, ", ".join(kinds), peer.worker_id, route.pauses.pause_s, error)
             return
         connection = route.connection
         if connection is None or self._routes.get((rank, peer)) is not route:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 import pytest
 
 from baton.blocks import content_id
@@ -9,7 +12,12 @@ from baton.cluster import Role, WorkerState
 from baton.config import Config, ModelConfig, TransferConfig
 from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import WorkerDraining
+from baton.tasks import cancel_and_wait
 from deploy.worker.member import Member
+from kvstore.index.memory import MemoryStore
+from kvstore.leases import MemoryLeases
+from kvstore.transfer.connection.outgoing import Peer
+from tests.support.builders import READY, worker_info
 
 pytestmark = pytest.mark.asyncio
 
@@ -39,3 +47,39 @@ async def test_workers_share_no_kv_unless_their_weights_are_the_same() -> None:
     assert await identities(ModelConfig(revision="r")) == found[0]
     assert found[0][0] == content_id("r"), "exact weights keep the keys that they had"
     assert len({one for both in found for one in both}) == 6
+
+
+async def test_connections_are_opened_ahead_by_prefill_workers_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the view of the cluster as it is at each opening, and in no role or state but these."""
+    monkeypatch.setattr("deploy.worker.member.LOOK_AROUND_S", 0.01)
+    config = Config(transfer=TransferConfig(links=("tcp",)))
+    member = Member(Role.PREFILL, "prefill-0", "127.0.0.1", config, ArithmeticRunner(8, 16))
+    member._info = worker_info("prefill-0", Role.PREFILL)
+    leases, views = MemoryLeases(MemoryStore()), asyncio.Queue[list[str]]()
+
+    async def open_ahead(peers: Sequence[Peer]) -> bool:
+        views.put_nowait([peer.worker_id for peer in peers])
+        return False
+
+    monkeypatch.setattr(member.kv.sender, "open_ahead", open_ahead)
+    opening = asyncio.create_task(member._open_ahead(leases))
+    try:
+        await asyncio.sleep(0.1)
+        assert views.empty(), "the worker has not started yet"
+        member.become(WorkerState.READY)
+        assert await views.get() == []
+        info = worker_info("decode-0", Role.DECODE, incarnation="d", epoch=await leases.acquire("decode-0"))
+        assert await leases.renew(info, READY)
+        async with asyncio.timeout(10):
+            while await views.get() != ["decode-0"]:
+                pass
+        for state, role in ((WorkerState.DRAINING, Role.PREFILL), (WorkerState.READY, Role.DECODE)):
+            member.become(state, role)
+            await asyncio.sleep(0.05)
+            while not views.empty():
+                views.get_nowait()
+            await asyncio.sleep(0.1)
+            assert views.empty()
+    finally:
+        await cancel_and_wait([opening])
+        await member.kv.close()

@@ -10,7 +10,7 @@ import pytest
 
 from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError
-from kvstore.transfer.connection.pool import LONGEST_PAUSE_S
+from kvstore.transfer.connection.pauses import LONGEST_PAUSE_S
 from kvstore.transfer.transport.nccl_env import PINNED
 from tests.fakes.gpu import FakeGpu, fake_gpus
 from tests.fakes.nccl import Knobs, fake_nccl
@@ -68,7 +68,7 @@ async def test_kv_goes_over_tcp_while_nccl_opens_and_over_nccl_from_then_on(knob
 async def test_a_pair_that_cannot_be_opened_costs_no_transfer_and_is_tried_again(
     knobs: Knobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.transfer.connection.pool.FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("kvstore.transfer.connection.pauses.FIRST_PAUSE_S", 0.05)
     config = dataclasses.replace(LINKS, op_timeout_s=2.0)
     knobs.never_opens = True
     with fake_gpus(2) as (here, there):
@@ -96,7 +96,7 @@ async def test_on_one_gpu_nccl_is_not_tried(knobs: Knobs) -> None:
         ):
             await hand_over(prefill, decode, SOURCE, TARGET, name="first")
             (route,) = prefill.sender._connections._routes.values()
-            await until(lambda: route.pause_s == LONGEST_PAUSE_S, SOON_S)
+            await until(lambda: route.pauses.pause_s == LONGEST_PAUSE_S, SOON_S)
             assert good_kinds(prefill) == ["tcp"]
             assert not knobs.groups
         config = dataclasses.replace(LINKS, links=("nccl",))

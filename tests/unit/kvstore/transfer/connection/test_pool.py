@@ -17,7 +17,7 @@ from baton.errors import BatonError, TransferError
 from baton.messages import Grant, Offer, Ping, SessionFailed, Welcome
 from baton.v1 import kv_pb2_grpc
 from kvstore.transfer.connection.control_stream import open_channel
-from kvstore.transfer.connection.pool import LONGEST_PAUSE_S
+from kvstore.transfer.connection.pauses import LONGEST_PAUSE_S
 from kvstore.transfer.protocol.plan import WireOptions, plan
 from kvstore.transfer.stats import TransferStats
 from kvstore.transfer.transport.base import TransportEnd
@@ -126,7 +126,7 @@ async def test_a_link_that_could_not_be_opened_is_tried_again_after_longer_and_l
         return open_receiver(kind, end)
 
     monkeypatch.setattr("kvstore.transfer.connection.incoming.open_receiver", refuse_shm_three_times)
-    monkeypatch.setattr("kvstore.transfer.connection.pool.FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("kvstore.transfer.connection.pauses.FIRST_PAUSE_S", 0.05)
     async with decode_side(TWO_KINDS) as decode, prefill_side(TWO_KINDS) as prefill:
         assert await hand_over(prefill, decode, "first") == ""
         assert good_kinds(prefill) == ["gloo"]
@@ -135,7 +135,7 @@ async def test_a_link_that_could_not_be_opened_is_tried_again_after_longer_and_l
             while good_kinds(prefill) != ["shm"]:
                 assert await hand_over(prefill, decode, "again") == ""
                 await asyncio.sleep(0.01)
-        assert route.pause_s == 0.2, "the third, after 0.05 and 0.1"
+        assert route.pauses.pause_s == 0.2, "the third, after 0.05 and 0.1"
         assert prefill.sender._connections.num_failed_openings == 3
         assert await hand_over(prefill, decode, "last") == ""
         assert good_kinds(prefill) == ["shm"]
@@ -178,7 +178,7 @@ async def test_a_better_link_that_the_receiver_refuses_is_not_asked_for_again_so
     async with decode_side(dataclasses.replace(CONFIG, links=("gloo",))) as decode, prefill_side(TWO_KINDS) as prefill:
         assert await hand_over(prefill, decode, "first") == ""
         (route,) = prefill.sender._connections._routes.values()
-        await until(lambda: route.pause_s == LONGEST_PAUSE_S, SOON_S)
+        await until(lambda: route.pauses.pause_s == LONGEST_PAUSE_S, SOON_S)
         assert await hand_over(prefill, decode, "next") == ""
         assert good_kinds(prefill) == ["gloo"]
 

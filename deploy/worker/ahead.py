@@ -1,0 +1,32 @@
+"""Which workers a prefill worker connects to before a hand-over needs them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from baton.cluster import Role, WorkerState
+from kvstore.transfer.connection.outgoing import Peer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from baton.cluster import Worker, WorkerInfo
+
+
+def peers_of(own: WorkerInfo, workers: Iterable[Worker]) -> list[Peer]:
+    """Returns the decode workers to which a worker may hand over, each as the rank that takes an nccl transport.
+
+    A worker that starts, drains, or holds KV of another kind is none. Each worker has an order of its own: where there
+    are more than a worker connects to, all of them together connect to each about equally often.
+    """
+    found = [worker.info for worker in workers if _takes_kv_of(own, worker)]
+    found.sort(key=lambda info: xxhash.xxh3_64_intdigest(f"{own.id}\0{info.id}".encode()))
+    return [Peer(info.id, info.incarnation, info.address, 0) for info in found]
+
+
+def _takes_kv_of(own: WorkerInfo, worker: Worker) -> bool:
+    info = worker.info
+    is_staying = info.role is Role.DECODE and worker.load.state is WorkerState.READY
+    return is_staying and info.incarnation != "" and info.id != own.id and info.wire_compat == own.wire_compat
