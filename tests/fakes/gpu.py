@@ -2,7 +2,8 @@
 
 A stream is a thread that does what was put into it, one after the other; as in torch there are 32 a priority, given out
 in turn, so the thirty-third is the first again. What torch computes is computed at once, whatever the stream. What
-waits is NCCL's (`tests.fakes.nccl`): a receive that spins keeps its stream, and all that is behind it.
+waits is NCCL's (`tests.fakes.nccl`): a receive that spins keeps its stream, and all that is behind it. On a late GPU
+(`tests.fakes.late`) nothing is done before somebody waits for it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from kvstore.transfer import device
 from kvstore.transfer.transport import nccl, streams
+from tests.fakes.late import Late, LateHardware, Memory, slots_without_arrays
 from tests.fakes.races import Races
 
 NUM_STREAMS = 32
@@ -41,6 +43,18 @@ class Hardware:
                 self._thread.start()
             self._jobs.put(job)
 
+    def put_until(self, happened: Callable[[], bool], then: Callable[[], object] = lambda: None) -> None:
+        """Keeps the stream until something has happened."""
+
+        def wait() -> None:
+            self.gpu.until(happened)
+            then()
+
+        self.put(wait)
+
+    def drive(self) -> None:
+        """Works by itself."""
+
     def end(self) -> None:
         if self._thread is not None:
             self._jobs.put(None)
@@ -54,7 +68,7 @@ class Hardware:
 class FakeStream:
     """As much of a `torch.cuda.Stream` as the hand-over uses."""
 
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, hardware: Hardware | LateHardware) -> None:
         self.hardware = hardware
 
     @property
@@ -78,31 +92,48 @@ class FakeEvent:
     def __init__(self) -> None:
         self._done = threading.Event()
         self._done.set()
+        self._hardware: Hardware | LateHardware | None = None
         self._races: Races | None = None
         self._place = 0
 
     def record(self, stream: Any) -> None:
         self._done = done = threading.Event()
+        self._hardware = stream.hardware
         self._races = stream.hardware.gpu.races
         if self._races is not None:
             self._place = self._races.record(stream.cuda_stream)
         stream.hardware.put(done.set)
 
+    def has_happened(self) -> bool:
+        """What a query says, to one who does not ask the GPU."""
+        return self._done.is_set()
+
     def query(self) -> bool:
+        self._drive()
         is_done = self._done.is_set()
         if is_done and self._races is not None:
             self._races.happen(self._place)
         return is_done
 
     def wait(self, stream: Any) -> None:
-        done, gpu = self._done, stream.hardware.gpu
         if self._races is not None:
             self._races.wait(self._place, stream.cuda_stream)
-        stream.hardware.put(lambda: gpu.until(done.is_set))
+        done, drive = self._done, self._drive
+        stream.hardware.put_until(lambda: _driven(drive, done))
+
+    def _drive(self) -> None:
+        if self._hardware is not None:
+            self._hardware.drive()
 
     def happen(self, gpu: FakeGpu) -> None:
         """Returns once the place is reached."""
         gpu.until(self.query)
+
+
+def _driven(drive: Callable[[], None], done: threading.Event) -> bool:
+    if not done.is_set():
+        drive()
+    return done.is_set()
 
 
 class FakeGpu:
@@ -112,7 +143,7 @@ class FakeGpu:
         num_taken: streams that were taken of each priority, since the start.
     """
 
-    def __init__(self, index: int, gpu_id: str = "") -> None:
+    def __init__(self, index: int, gpu_id: str = "", *, is_late: bool = False) -> None:
         self.device = torch.device("cuda", index)
         self.id = gpu_id or f"fake-{index}"
         self.highest_priority = PRIORITIES[-1]
@@ -121,10 +152,13 @@ class FakeGpu:
         self.is_over = False
         self.races: Races | None = None
         """Notes what is done on the streams, and finds what is done too early; None: nobody watches."""
+        self.memory = Memory() if is_late else None
+        """What is on a late GPU."""
+        make: type[Hardware | LateHardware] = LateHardware if is_late else Hardware
         first = 10_000 * (index + 1)
-        self._default = Hardware(self, first)
+        self._default = make(self, first)
         self._pools = {
-            priority: [Hardware(self, first + 1000 * number + place) for place in range(NUM_STREAMS)]
+            priority: [make(self, first + 1000 * number + place) for place in range(NUM_STREAMS)]
             for number, priority in enumerate(PRIORITIES, 1)
         }
 
@@ -145,8 +179,10 @@ class FakeGpu:
     def on_stream(self, stream: Any) -> Iterator[None]:
         before = getattr(_CURRENT, "stream", None)
         self.set_stream(stream)
+        late = Late(self.memory, stream.hardware) if self.memory is not None else contextlib.nullcontext()
         try:
-            yield
+            with late:
+                yield
         finally:
             self.set_stream(before)
 
@@ -154,7 +190,8 @@ class FakeGpu:
         return FakeEvent()
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        made = torch.zeros(num_bytes, dtype=torch.uint8)
+        return made if self.memory is None else self.memory.own(made)
 
     def pinned_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
@@ -179,13 +216,14 @@ def current_gpu() -> FakeGpu:
 
 
 @contextlib.contextmanager
-def fake_gpus(num_gpus: int, *, same: bool = False) -> Iterator[list[FakeGpu]]:
+def fake_gpus(num_gpus: int, *, same: bool = False, late: bool = False) -> Iterator[list[FakeGpu]]:
     """GPUs of this process, from `cuda:0` on. The same one several times: as two processes on one GPU see it."""
-    gpus = [FakeGpu(index, "the only one" if same else "") for index in range(num_gpus)]
+    gpus = [FakeGpu(index, "the only one" if same else "", is_late=late) for index in range(num_gpus)]
     before = dict(device.GPUS)
     device.GPUS.update({gpu.device: gpu for gpu in gpus})
     try:
-        yield gpus
+        with slots_without_arrays() if late else contextlib.nullcontext():
+            yield gpus
     finally:
         device.GPUS.clear()
         device.GPUS.update(before)

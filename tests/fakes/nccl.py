@@ -137,9 +137,9 @@ class FakeNccl:
             if (races := self._stream.hardware.gpu.races) is not None:
                 reads, writes = ([message], []) if move == "send" else ([], [message])
                 races.access(f"nccl {move}", self._stream.cuda_stream, reads, writes)
-            wire, state, gpu = self._wire, self._state, self._stream.hardware.gpu
+            wire, state = self._wire, self._state
             assert wire is not None
-            self._stream.hardware.put(lambda: _run(work, wire, move, message, state, gpu))
+            self._stream.hardware.put_until(*_kernel(work, wire, move, message, state))
             work.end.record(self._stream)
             return work
         finally:
@@ -168,7 +168,7 @@ class _State:
         while not self.destroyed.wait(WATCHDOG_TICK_S):
             with self.lock:
                 now = time.monotonic()
-                self.works = [work for work in self.works if work.failed or not work.end.query()]
+                self.works = [work for work in self.works if work.failed or not work.end.has_happened()]
                 if any(work.failed or now > work.deadline for work in self.works):
                     time.sleep(4 * int(os.environ.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", DUMP_MILSEC)) / 1e3)
                     self.works.clear()
@@ -230,11 +230,19 @@ class Wire:
             data = data[num_bytes:]
 
 
-def _run(work: FakeWork, wire: Wire, move: str, message: torch.Tensor, state: _State, gpu: FakeGpu) -> None:
-    """The kernel of one half."""
+def _kernel(
+    work: FakeWork, wire: Wire, move: str, message: torch.Tensor, state: _State
+) -> tuple[Callable[[], bool], Callable[[], None]]:
+    """The kernel of one half: whether it is through, and what follows then."""
     moving = wire.move(move, message)
-    gpu.until(lambda: state.aborted.is_set() or next(moving, wire) is wire)
-    work.failed = state.aborted.is_set()
+
+    def is_through() -> bool:
+        return state.aborted.is_set() or next(moving, wire) is wire
+
+    def end() -> None:
+        work.failed = state.aborted.is_set()
+
+    return is_through, end
 
 
 @contextlib.contextmanager

@@ -57,9 +57,9 @@ def knobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Knobs]:
         yield knobs
 
 
-@pytest.fixture
-def gpus(knobs: Knobs) -> Iterator[list[FakeGpu]]:
-    with fake_gpus(3) as gpus:
+@pytest.fixture(params=["prompt", "late"])
+def gpus(request: pytest.FixtureRequest, knobs: Knobs) -> Iterator[list[FakeGpu]]:
+    with fake_gpus(3, late=request.param == "late") as gpus:
         yield gpus
 
 
