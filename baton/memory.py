@@ -13,11 +13,12 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
-
-from baton.config import GibOrAuto
 from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from baton.config import GibOrAuto
 
 GIB = 2**30
 GPU_SHARE = 0.85
@@ -132,6 +133,8 @@ def available_memory(
         own: the kernel's list of the cgroups of this process.
     """
     if machine is None:
+        import psutil  # tests on a bare GPU machine do without it
+
         reported = psutil.virtual_memory()
         machine = reported.available, reported.total
     limits = [machine, *_cgroups_limits(cgroups, own)]

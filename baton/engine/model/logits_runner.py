@@ -6,12 +6,11 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from baton.blocks import num_blocks_for
-from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.runner import (
     ComputedStep,
     LaunchedStep,
@@ -35,6 +34,9 @@ from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_byt
 from baton.model_files import end_of_sequence_ids
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, Drawn, Sampled, TokenScores
+
+if TYPE_CHECKING:
+    from baton.config import EngineConfig, ModelConfig
 
 FULL_LENGTH_SEQUENCES = 64
 """The pool is not made larger than this many sequences of full length."""

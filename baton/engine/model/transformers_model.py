@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,7 +18,6 @@ from transformers.distributed import DistributedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.runner import OnLayerDone
 from baton.engine.model.attention import ATTENTION_NAME, begun_blocks, set_step, step_context
 from baton.engine.model.kv_cache import KVCache, torch_dtype
@@ -28,6 +27,9 @@ from baton.engine.model.shapes import arithmetic_dtype
 from baton.engine.uploads import StepNumbers
 from baton.errors import ModelLoadError, in_one_line
 from baton.model_files import require_runnable
+
+if TYPE_CHECKING:
+    from baton.config import EngineConfig, ModelConfig
 
 logger = logging.getLogger(__name__)
 LLAMA_FAMILY = (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.kv_spec import INT8
 from baton.engine.core.runner import Fence, LaunchedStep, OnLayerDone, StepInput, StepPart, ignore_layer
 from baton.engine.model.last_tokens import DeviceStep
@@ -14,6 +15,9 @@ from baton.engine.model.ranks import OtherRanks
 from baton.engine.model.rows import rows_of
 from baton.engine.model.transformers_model import ModelRank, load_config
 from baton.errors import ConfigError, ModelLoadError
+
+if TYPE_CHECKING:
+    from baton.config import EngineConfig, ModelConfig
 
 
 class TransformersRunner(LogitsRunner):

@@ -93,7 +93,7 @@ def test_nothing_is_done_before_somebody_waits(gpus: list[FakeGpu]) -> None:
 
 @pytest.mark.parametrize("link", ["nccl", "tcp"])
 async def test_what_a_step_writes_arrives_while_it_goes_on(link: str, gpus: list[FakeGpu]) -> None:
-    """Layer by layer, over blocks that hold something else: until each chunk is gathered only its fence is waited for."""
+    """Layer by layer, over blocks that hold something else: only its fence holds a chunk back."""
     config = dataclasses.replace(CONFIG, links=(link,), nccl_open_timeout_s=10.0)
     here, there = gpus
     source, target = on_gpu(filled_cache(1), here), on_gpu(KVCache(SPEC, NUM_BLOCKS, 8), there)

@@ -1,0 +1,1 @@
+"""The checks of `tests/gpu/first_hour.py`. Nothing here needs more than torch, transformers, numpy, xxhash and pyyaml."""
