@@ -10,6 +10,7 @@
     │   └── QuotaExceeded          RESOURCE_EXHAUSTED   429   the tenant has used up a limit of its own
     ├── NoWorker                   UNAVAILABLE          503   no worker of the needed pool is ready
     ├── WorkerFailed               UNAVAILABLE          503   a worker died or broke its stream; another may serve
+    │   └── DeviceLost             UNAVAILABLE          503   its device computes nothing more: the process has to end
     ├── WorkerDraining             UNAVAILABLE          503   a worker takes no new work; another may serve
     ├── NoController               UNAVAILABLE          503   nobody is there who could change the pools
     ├── Conflict                   FAILED_PRECONDITION  503   an order does not fit what runs; the message says why
@@ -109,6 +110,10 @@ class NoWorker(BatonError):
 class WorkerFailed(BatonError):
     status = "UNAVAILABLE"
     http = 503
+
+
+class DeviceLost(WorkerFailed):
+    """A worker's device is beyond help for its process. What a request asked for may be done elsewhere."""
 
 
 class WorkerDraining(BatonError):

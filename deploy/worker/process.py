@@ -8,6 +8,9 @@ ready, or has failed to start, it writes one line of JSON to the descriptor: `{"
 
 SIGTERM drains it: its work moves to others, for `cluster.drain_timeout_s` at most, then it leaves the cluster and ends.
 A second SIGTERM ends it at once. A worker whose NCCL communicators can no longer be ended drains by itself.
+
+A worker whose GPU computes nothing more in this process (`baton.errors.DeviceLost`) leaves the cluster at once and ends
+with a status other than 0: what keeps it starts another one.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import dataclasses
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
@@ -29,7 +33,7 @@ from baton.cluster import Role
 from baton.config import Config, process_config
 from baton.engine.core.runner import Runner
 from baton.engine.runners import make_runner
-from baton.errors import BatonError, Fenced
+from baton.errors import BatonError, DeviceLost, Fenced
 from baton.rpc import RpcServer
 from baton.rpc.errors import to_failed
 from baton.tasks import cancel_and_wait
@@ -45,6 +49,8 @@ from prefill_worker.service import PrefillService
 
 LAST_WORDS_S = 0.2
 """Time for the last events of calls to reach the routers, in seconds."""
+LOST_S = 5.0
+"""Time in which a process whose device is lost has to end, in seconds. What frees a device's memory may wait for it."""
 SERVICE_NAMES = ("baton.v1.WorkerCalls", "baton.v1.WorkerControl", "baton.v1.KvControl")
 
 
@@ -97,6 +103,7 @@ async def serve(
 
     Raises:
         Fenced: a newer incarnation has this worker's id.
+        DeviceLost: nothing can be computed here any more. The process ends `LOST_S` later if it has not ended by then.
     """
     stop, stop_now = asyncio.Event(), asyncio.Event()
     tracer = tracing.configure(f"baton-{role}", worker_id, config.telemetry)
@@ -118,9 +125,14 @@ async def serve(
                 raise
             if ready_fd is not None:
                 tell_parent(ready_fd, pid=os.getpid(), address=control.member.info.address)
-            await _first(ended, stop.wait(), control.member.kv.stuck())
-            await _first(ended, stop_now.wait(), control.drain(config.cluster.drain_timeout_s))
-            await asyncio.sleep(LAST_WORDS_S)
+            try:
+                await _first(ended, stop.wait(), control.member.kv.stuck())
+                await _first(ended, stop_now.wait(), control.drain(config.cluster.drain_timeout_s))
+                await asyncio.sleep(LAST_WORDS_S)
+            except* DeviceLost:
+                _end_within(LOST_S)
+                await asyncio.sleep(LAST_WORDS_S)
+                raise
     finally:
         if tracer is not None:
             await asyncio.to_thread(tracer.shutdown)
@@ -135,6 +147,13 @@ async def _first(ended: asyncio.Task[None], *others: Coroutine[Any, Any, object]
         await cancel_and_wait(tasks)
     if ended.done():
         ended.result()
+
+
+def _end_within(limit_s: float) -> None:
+    """Ends this process after a while, whatever its threads wait for."""
+    timer = threading.Timer(limit_s, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -145,7 +146,7 @@ class Progress:
     """What a worker's engine has done, in memory shared with the tests: it can be read when the worker is dead."""
 
     def __init__(self) -> None:
-        self._shared = RawArray(c_double, 2)
+        self._shared = RawArray(c_double, 3)
 
     @property
     def num_drawn(self) -> int:
@@ -156,6 +157,14 @@ class Progress:
     def step_began_s(self) -> float:
         """Begin of the latest step, on the monotonic clock, which is the same in all processes."""
         return self._shared[1]
+
+    @property
+    def is_device_lost(self) -> bool:
+        return bool(self._shared[2])
+
+    def lose_device(self) -> None:
+        """Has every further step fail, and the end of the engine wait for ever."""
+        self._shared[2] = 1
 
     def begins(self) -> None:
         self._shared[1] = time.monotonic()
@@ -171,9 +180,15 @@ class NotingRunner(ArithmeticRunner):
 
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         self.progress.begins()
+        if self.progress.is_device_lost:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
         output = super().execute(step, on_layer_done)
         self.progress.has_drawn(sum(map(len, output.sampled_token_ids)))
         return output
+
+    def close(self) -> None:
+        if self.progress.is_device_lost:
+            threading.Event().wait()
 
 
 class Fleet:

@@ -14,6 +14,7 @@ __all__ = [
     "drafting",
     "engine",
     "eviction",
+    "faults",
     "group_pool",
     "kv_spec",
     "loop",

@@ -77,6 +77,11 @@ class DraftedRunner:
         """See `Runner.launch`."""
         return ComputedStep(self.execute(step, on_layer_done))
 
+    def recover(self) -> None:
+        """See `Runner.recover`."""
+        self.target.recover()
+        self.draft.recover()
+
     def close(self) -> None:
         """See `Runner.close`."""
         self.target.close()

@@ -7,20 +7,22 @@ import contextlib
 import logging
 import math
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from baton.engine.core.block_pool import BlockChange
 from baton.engine.core.engine import Engine
+from baton.engine.core.faults import Fault, fault_of
 from baton.engine.core.kv_spec import KVSpec
 from baton.engine.core.outputs import EngineLoad, Generated, KvProgress, OnProgress, Output, Pin, Refused
 from baton.engine.core.runner import Fence, OnLayerDone, StepInput
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.core.step_fit import StepSize
 from baton.engine.core.step_threads import FORGETTING, RunningStep, StepThreads
-from baton.errors import BatonError, Overloaded, WorkerFailed
+from baton.errors import BatonError, DeviceLost, Overloaded, WorkerFailed
 from baton.hypotheses import Hypotheses
 from baton.messages import SequenceSpec
 
@@ -76,6 +78,8 @@ class EngineLoop:
         self._num_layers = engine.runner.spec.num_layers
         self._wake = asyncio.Event()
         self._was_idle = False
+        self._lost: DeviceLost | None = None
+        """Why nothing is computed any more."""
 
     # -- what is known of the engine -----------------------------------------------------------------------------------
 
@@ -124,6 +128,8 @@ class EngineLoop:
         self, spec: SequenceSpec, purpose: Purpose, arrived_s: float | None = None
     ) -> AsyncIterator[SequenceHandle]:
         """See `ServingEngine.sequence`."""
+        if self._lost is not None:
+            raise self._lost
         if self.engine.num_waiting >= self.max_waiting(spec):
             raise Overloaded("the worker's queue is full; try again later")
         if spec.sampling.is_structured:
@@ -164,7 +170,7 @@ class EngineLoop:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Steps until cancelled. A step in progress is waited for, so no thread outlives this call."""
+        """See `ServingEngine.run`. A step in progress is waited for, so no thread outlives this call."""
         with StepThreads(self.engine.runner, plans_ahead=self._plans_ahead) as threads:
             running: RunningStep | None = None
             while True:
@@ -175,7 +181,7 @@ class EngineLoop:
                     await self._wake.wait()
                     continue
                 following = await self._begin_next(threads, running) if self._plans_ahead else None
-                running = following if await self._end(running, following) else None
+                running = following if await self._end(threads, running, following) else None
 
     def _begin(
         self, threads: StepThreads, scheduled: tuple[StepInput, list[Output]], before: RunningStep | None = None
@@ -206,18 +212,24 @@ class EngineLoop:
         self._plan_s = FORGETTING * self._plan_s + (1 - FORGETTING) * (time.monotonic() - began_s)
         return following
 
-    async def _end(self, running: RunningStep, following: RunningStep | None) -> bool:
-        """Books what came of a step. Returns False when it has failed, and with it the one that was begun behind it."""
+    async def _end(self, threads: StepThreads, running: RunningStep, following: RunningStep | None) -> bool:
+        """Books what came of a step. Returns False when it has failed, and with it the one that was begun behind it.
+
+        Raises:
+            DeviceLost: no other step can be computed.
+        """
         try:
             output = await running.output
-        except Exception as error:  # the model's own code: any failure ends this batch, not the worker
+        except Exception as error:  # the model's own code: any failure ends this batch
             logger.exception("a step failed")
-            failure = WorkerFailed(f"the engine could not compute a step: {error}")
             steps = [running.step]
             if following is not None:
                 await asyncio.wait((following.output,))
                 following.output.exception()  # it is the same one, or comes of it
                 steps.append(following.step)
+            if await self._has_lost_device(threads, error):
+                self._lose(error)
+            failure = WorkerFailed(f"the engine could not compute a step: {error}")
             for sequence in self.engine.abandon(*steps):
                 self._outputs[sequence.key].put_nowait(failure)
             return False
@@ -231,6 +243,26 @@ class EngineLoop:
         if following is not None:
             following.began_s = max(following.began_s, ended_s)
         return True
+
+    async def _has_lost_device(self, threads: StepThreads, error: Exception) -> bool:
+        """Returns whether the device computes nothing more after a step's error; else what the step left is freed."""
+        if fault_of(error) is Fault.DEVICE_LOST:
+            return True
+        traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
+        try:
+            await threads.recover()
+        except Exception:
+            logger.exception("the device does not answer after a failed step")
+            return True
+        return False
+
+    def _lose(self, error: Exception) -> NoReturn:
+        """Gives every sequence the reason why it has to go on elsewhere, and raises it."""
+        self._lost = DeviceLost(f"the device of the engine has failed: {error}")
+        logger.critical("%s", self._lost)
+        for queue in self._outputs.values():
+            queue.put_nowait(self._lost)
+        raise self._lost from error
 
     def _layer_reporter(self, step: StepInput) -> OnLayerDone:
         def on_layer_done(layer: int, fence: Fence | None) -> None:

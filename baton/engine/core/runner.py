@@ -311,6 +311,14 @@ class Runner(Protocol):
         """
         ...
 
+    def recover(self) -> None:
+        """Gives back what a failed step has left on the device, and asks the device for a sign of life. No step runs.
+
+        Raises:
+            Exception: the device gives none. It computes nothing more in this process.
+        """
+        ...
+
     def close(self) -> None:
         """Ends the processes that it has started. No step runs, and none comes."""
         ...

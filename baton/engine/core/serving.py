@@ -29,7 +29,7 @@ class ServedSequence(Protocol):
         a finish reason. `Preempted` may come at any time.
 
         Raises:
-            WorkerFailed: the step that would have made it failed.
+            WorkerFailed: the step that would have made it failed, or, as DeviceLost, all that would follow.
             BatonError: the sequence was handed back (`ServingEngine.hand_back`).
         """
         ...
@@ -122,6 +122,7 @@ class ServingEngine(Protocol):
             Overloaded: too many sequences wait already; see `max_waiting`.
             InvalidRequest: it cannot fit, or has a token id that the model has no embedding for.
             TransferRefused: it cannot go on from KV that comes from elsewhere.
+            DeviceLost: nothing is computed here any more.
         """
         ...
 
@@ -154,5 +155,9 @@ class ServingEngine(Protocol):
         ...
 
     async def run(self) -> None:
-        """Steps until cancelled."""
+        """Steps until cancelled.
+
+        Raises:
+            DeviceLost: the device computes nothing more. All sequences have had it, and those that come get it.
+        """
         ...

@@ -70,6 +70,10 @@ class StepThreads:
             launched = output = self._thread.submit(self._execute, after, step, on_layer_done)
         return RunningStep(step=step, output=asyncio.wrap_future(output), began_s=now, launched=launched)
 
+    def recover(self) -> asyncio.Future[None]:
+        """Begins `Runner.recover`, behind the steps that were begun before."""
+        return asyncio.wrap_future(self._thread.submit(self._runner.recover))
+
     def _execute(self, after: Future[Any] | None, step: StepInput, on_layer_done: OnLayerDone) -> StepOutput:
         if after is not None:
             after.result()

@@ -119,6 +119,9 @@ class ArithmeticRunner:
         """See `Runner.launch`."""
         return ComputedStep(self.execute(step, on_layer_done))
 
+    def recover(self) -> None:
+        """Frees nothing: a step leaves nothing behind on a CPU."""
+
     def close(self) -> None:
         """Ends nothing: it has started no process."""
 

@@ -104,6 +104,12 @@ class LogitsRunner(ABC):
     def close(self) -> None:
         """See `Runner.close`."""
 
+    def recover(self) -> None:
+        """See `Runner.recover`."""
+        if self.cache.device.type == "cuda":
+            torch.cuda.synchronize(self.cache.device)
+            torch.cuda.empty_cache()
+
     def prepare(self, params: SamplingParams) -> None:
         """See `Runner.prepare`."""
         self._structures.prepare(params)

@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import random
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from baton.blocks import block_keys
 from baton.engine.core import loop as loop_module
@@ -19,7 +21,7 @@ from baton.engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, 
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
-from baton.errors import InvalidRequest, Overloaded, WorkerFailed
+from baton.errors import DeviceLost, InvalidRequest, Overloaded, WorkerFailed
 from baton.sampling import FinishReason, SamplingParams
 from baton.structure import StructuredOutputs
 from baton.tasks import cancel_and_wait
@@ -544,6 +546,69 @@ async def test_who_is_due_first_is_computed_first_whenever_it_came() -> None:
             assert isinstance(await overtakes.next(), Generated)
             assert waits.take_ready() == []
             assert isinstance(await waits.next(), Generated)
+
+
+class BrokenRunner(FailingRunner):
+    """Its device fails, and says the same to whoever asks it then."""
+
+    def __init__(self, message: str, *, answers: bool) -> None:
+        super().__init__({0})
+        self.message = message
+        self.answers = answers
+        self.freed = list[int]()
+        """How many tensors of failed steps are alive when they are freed."""
+        self._alive = weakref.WeakSet[torch.Tensor]()
+
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        scratch = torch.zeros(3)
+        self._alive.add(scratch)
+        try:
+            return super().execute(step, on_layer_done)
+        except RuntimeError:
+            raise torch.AcceleratorError(self.message) from None
+
+    def recover(self) -> None:
+        self.freed.append(len(self._alive))
+        if not self.answers:
+            raise torch.AcceleratorError("CUDA error: unknown error")
+
+
+@pytest.mark.parametrize(
+    ("message", "num_asked"), [("CUDA error: device-side assert triggered", 0), ("CUDA error: unknown error", 1)]
+)
+async def test_a_lost_device_ends_the_engine_and_what_it_was_asked_for(message: str, num_asked: int) -> None:
+    runner = BrokenRunner(message, answers=False)
+    loop = EngineLoop(engine_of(runner), 64)
+    running = asyncio.create_task(loop.run())
+    async with (
+        loop.sequence(make_spec(numbers(1, 64), name="in"), Purpose.GENERATE) as runs,
+        loop.sequence(make_spec(numbers(2, 20), name="out"), Purpose.GENERATE) as waits,
+        loop.sequence(make_spec(numbers(3, 20), name="to come"), Purpose.RECEIVE) as receives,
+    ):
+        for handle in (runs, waits, receives):
+            async with asyncio.timeout(10):
+                with pytest.raises(DeviceLost, match=message):
+                    while True:
+                        await handle.next()
+        with pytest.raises(DeviceLost, match=message):
+            await running
+        assert len(runner.freed) == num_asked
+        with pytest.raises(DeviceLost):
+            async with loop.sequence(make_spec(numbers(4, 20)), Purpose.GENERATE):
+                pass
+    assert runner.num_steps == 1
+
+
+async def test_a_device_that_answers_after_a_failed_step_goes_on() -> None:
+    runner = BrokenRunner("CUDA error: invalid argument", answers=True)
+    async with running(EngineLoop(engine_of(runner), 64)) as loop:
+        async with loop.sequence(make_spec(numbers(1, 20)), Purpose.GENERATE) as handle:
+            with pytest.raises(WorkerFailed, match="invalid argument") as failure:
+                await handle.next()
+            assert not isinstance(failure.value, DeviceLost)
+        async with loop.sequence(make_spec(numbers(1, 20)), Purpose.GENERATE) as handle:
+            assert await read_all(handle) == expected_tokens(numbers(1, 20), 8)
+    assert runner.freed == [0], "a traceback keeps the tensors of the step"
 
 
 async def test_a_failed_step_spares_who_was_not_in_it() -> None:

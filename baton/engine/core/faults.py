@@ -1,0 +1,67 @@
+"""What the error of a step means for the steps after it. Pure: it goes by names and texts, and needs no torch.
+
+A CUDA context that has seen one of the `FATAL` errors gives the same one for every call until its process ends (CUDA
+Runtime API, `cudaError_t`). Other texts leave it open, and the device itself is asked (`Runner.recover`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+
+FATAL = (
+    "illegal memory access",
+    "device-side assert",
+    "misaligned address",
+    "unspecified launch failure",
+    "launch timed out",
+    "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "invalid access of peer GPU memory",
+    "hardware stack error",
+    "illegal instruction",
+    "invalid program counter",
+    "operation not supported on global/shared address space",
+    "context is destroyed",
+    "driver shutting down",
+)
+"""In the texts of CUDA's errors after which a process computes nothing more on the device."""
+EXHAUSTED = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+"""In those of errors after which the device goes on as before."""
+OUT_OF_MEMORY_CLASS = "OutOfMemoryError"
+"""Name of torch's class, whatever the device."""
+
+
+class Fault(StrEnum):
+    """What is broken after a step has failed."""
+
+    TRANSIENT = "transient"
+    """Perhaps the step alone."""
+    OUT_OF_MEMORY = "out of memory"
+    """The step needed more memory than its device has."""
+    DEVICE_LOST = "device lost"
+    """The device computes nothing more in this process."""
+
+
+def fault_of(error: BaseException) -> Fault:
+    """Returns what an error, or one that it was raised from, says of the device."""
+    found = {_fault_of_one(each) for each in _causes(error)}
+    return next((fault for fault in (Fault.DEVICE_LOST, Fault.OUT_OF_MEMORY) if fault in found), Fault.TRANSIENT)
+
+
+def _fault_of_one(error: BaseException) -> Fault:
+    if any(cls.__name__ == OUT_OF_MEMORY_CLASS for cls in type(error).__mro__):
+        return Fault.OUT_OF_MEMORY
+    text = str(error)
+    if "CUDA" not in text:
+        return Fault.TRANSIENT
+    if any(phrase.lower() in text.lower() for phrase in FATAL):
+        return Fault.DEVICE_LOST
+    return Fault.OUT_OF_MEMORY if any(phrase in text for phrase in EXHAUSTED) else Fault.TRANSIENT
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
