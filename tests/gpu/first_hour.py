@@ -3,6 +3,7 @@
     python tests/gpu/first_hour.py --slot 1              one line of JSON for each check, as soon as it is through
     python tests/gpu/first_hour.py --slot 1 2 3 4 5 6    one after the other
     python tests/gpu/first_hour.py --list
+    python tests/gpu/first_hour.py --slot 0              the harness itself: only its last check is well
 
 Needs torch, transformers, numpy, xxhash and pyyaml: no model, no network, no gRPC. `tests/gpu/README.md` says what each
 figure should be and what a failure means. `--rehearse` tries on a CPU, in small, what says something there.
@@ -15,8 +16,7 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.gpu.hour.checks import REHEARSAL, run_here
 from tests.gpu.hour.running import run_all
@@ -26,7 +26,7 @@ from tests.gpu.hour.table import CHECKS
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slot", type=int, nargs="+", choices=range(1, 7), default=[], metavar="1..6")
+    parser.add_argument("--slot", type=int, nargs="+", choices=range(7), default=[], metavar="1..6")
     parser.add_argument("--check", default="", metavar="NAME", help="run one check in this process")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="of the slots, these checks alone")
     parser.add_argument("--list", action="store_true")
@@ -45,7 +45,7 @@ def main() -> int:
     chosen = [check for check in CHECKS.values() if check.slot in args.slot]
     if args.only:
         chosen = [check for check in chosen if check.name in args.only]
-    num_failed = run_all(chosen, child_environment(ROOT))
+    num_failed = run_all(chosen, child_environment())
     return 1 if num_failed else 0
 
 

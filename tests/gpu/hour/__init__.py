@@ -1,1 +1,1 @@
-"""The checks of `tests/gpu/first_hour.py`. Nothing here needs more than torch, transformers, numpy, xxhash and pyyaml."""
+"""The checks of `tests/gpu/first_hour.py`; they need torch, transformers, numpy, xxhash and pyyaml, and no more."""

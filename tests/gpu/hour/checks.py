@@ -33,7 +33,7 @@ class Check:
     where: str
     """module:function in this package."""
     argument: str = ""
-    needs: Literal["gpu", "cuda build"] = "gpu"
+    needs: Literal["gpu", "cuda build", "nothing"] = "gpu"
     rehearses: bool = False
     """Whether it says something on a CPU, too."""
 

@@ -39,7 +39,7 @@ def die(how: str, *_: Any) -> Any:
 def _victim(how: str, phase: str, side: Side) -> None:
     with own_stream(side.device):
         if phase == "opening":
-            nccl.NcclTransport._make_communicator = partial(die, how)  # type: ignore[method-assign, assignment]
+            nccl.NcclTransport._make_communicator = partial(die, how)  # type: ignore[method-assign]
         link = side.open("nccl")
         side.meet("open")
         if phase == "idle":
@@ -92,7 +92,9 @@ def death(case: str) -> Found:
     how, phase = case.split()
     found = two(partial(_meets, how, phase), 50.0, victim=VICTIMS[phase])[1 - VICTIMS[phase]]
     # No call ends a wait for a signal of a peer that is stopped: it lasts as long as a message may.
-    limit_s = {"stop idle": OP_TIMEOUT_S + 1, "kill opening": OPENING_S + 8, "stop opening": OPENING_S + 8}.get(case, 1.0)
+    limit_s = {"stop idle": OP_TIMEOUT_S + 1, "kill opening": OPENING_S + 8, "stop opening": OPENING_S + 8}.get(
+        case, 1.0
+    )
     is_right = found["ok"] and found["gave_up_s"] < limit_s and found["closed_s"] < 6.0
     return judged(is_right, "known too late, closed too late, or the GPU computes no more", **found)
 
@@ -112,7 +114,8 @@ def _beside(side: Side) -> Any:
         done.set()
 
     threading.Thread(target=lane, daemon=True).start()
-    beside, num_wrong = [], 0
+    beside: list[float] = []
+    num_wrong = 0
     while not done.is_set() or len(beside) < 1000:
         beside.append(step.run())
         num_wrong += not step.is_right()

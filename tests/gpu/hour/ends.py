@@ -101,7 +101,9 @@ def two(job: Job, patience_s: float = 60.0, environment: dict[str, str] | None =
     try:
         for rank, (reader, _) in enumerate(outcomes):
             if rank != victim:
-                assert reader.poll(max(0.0, deadline - time.monotonic())), f"side {rank} said nothing in {patience_s:g} s"
+                assert reader.poll(max(0.0, deadline - time.monotonic())), (
+                    f"side {rank} said nothing in {patience_s:g} s"
+                )
                 ok, reports[rank] = _received(reader)
                 assert ok, f"side {rank}: {reports[rank]}"
         return reports
@@ -170,5 +172,3 @@ def weighted_sum(payload: torch.Tensor) -> int:
 
 def free_bytes() -> int:
     return 0 if is_rehearsal() else int(torch.cuda.mem_get_info()[0])
-
-

@@ -59,12 +59,12 @@ def attention() -> Found:
         )
         error = 0.0
         for ours, theirs in zip(here, there, strict=True):
-            place, _ = parting(ours, theirs) or (len(ours.tokens), 0.0)
-            differences = [
-                abs(a - b) for a, b in zip(ours.logprobs[:place], theirs.logprobs[:place], strict=True)
-            ]
+            place = next((place for place, _ in parting(ours, theirs)), len(ours.tokens))
+            differences = [abs(a - b) for a, b in zip(ours.logprobs[:place], theirs.logprobs[:place], strict=True)]
             error = max(error, *differences, 0.0)
-        worst[f"{shape.head_dim}x{shape.heads}/{shape.kv_heads}{f' window {shape.window}' if shape.window else ''}"] = error
+        worst[f"{shape.head_dim}x{shape.heads}/{shape.kv_heads}{f' window {shape.window}' if shape.window else ''}"] = (
+            error
+        )
     figures = {"kernels": kernel_module() or "not built", "worst_error": worst}
     return judged(max(worst.values()) < 1e-3, "log probabilities differ from the CPU's", **figures)
 
@@ -96,10 +96,14 @@ def tokens(dtype: str) -> Found:
     here = answers(engine, prompts, num_tokens)
     with_scores = answers(engine, prompts, num_tokens, scored=True)
     there = answers(engine_of(runner_of(folder, device="cpu", dtype=dtype)), prompts, num_tokens, scored=True)
-    partings = [found for ours, theirs in zip(here, there, strict=True) if (found := parting(ours, theirs))]
-    margins = [margin for _, margin in partings]
+    margins = [margin for ours, theirs in zip(here, there, strict=True) for _, margin in parting(ours, theirs)]
     sampled_twice = sum(one.tokens != other.tokens for one, other in zip(here, with_scores, strict=True))
-    figures = {"answers": len(prompts), "parted": len(partings), "margins": margins, "with_scores_differ": sampled_twice}
+    figures = {
+        "answers": len(prompts),
+        "parted": len(margins),
+        "margins": margins,
+        "with_scores_differ": sampled_twice,
+    }
     is_right = all(margin <= NEAR_TIE[dtype] for margin in margins)
     return judged(is_right, "answers part where no near tie is", **figures)
 
@@ -145,7 +149,7 @@ def out_of_memory() -> Found:
     hog = []
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    hog.append(torch.empty(free - (24 << 20), dtype=torch.uint8, device="cuda"))
+    hog.append(torch.empty(free - (8 << 20), dtype=torch.uint8, device="cuda"))
     try:
         answers(engine_of(engine.runner, step_tokens=2048), prompts, 4)  # type: ignore[arg-type]
         kind = "none"

@@ -17,7 +17,16 @@ from kvstore.transfer.transport.nccl_env import PINNED
 from kvstore.transfer.transport.streams import streams_of
 from tests.gpu.hour.checks import Found, judged
 
-PACKAGES = ("torch", "transformers", "triton", "numpy", "xxhash", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "flashinfer-python")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "triton",
+    "numpy",
+    "xxhash",
+    "nvidia-nccl-cu13",
+    "nvidia-nccl-cu12",
+    "flashinfer-python",
+)
 OPTIONS = ("blocking", "cga_cluster_size", "max_ctas", "min_ctas")
 CALLS = ("send", "recv", "abort", "eager_connect_single_device", "Options")
 
@@ -33,7 +42,11 @@ def _installed() -> dict[str, str]:
 
 
 def _nvidia_smi() -> str:
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,pcie.link.gen.current", "--format=csv,noheader"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,driver_version,memory.total,pcie.link.gen.current",
+        "--format=csv,noheader",
+    ]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -43,6 +56,7 @@ def _nvidia_smi() -> str:
 
 def machine() -> Found:
     """Versions, and one product whose answer is known."""
+    versions: Any = torch
     properties = torch.cuda.get_device_properties(0)
     ours = torch.arange(64.0, device="cuda").view(8, 8)
     product = (ours @ ours).cpu()
@@ -51,8 +65,8 @@ def machine() -> Found:
         "packages": _installed(),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl is not None else "none",
+        "cudnn": versions.backends.cudnn.version(),
+        "nccl": ".".join(map(str, versions.cuda.nccl.version())) if nccl is not None else "none",
         "nvidia_smi": _nvidia_smi(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "memory_gib": round(properties.total_memory / 2**30, 1),
@@ -75,7 +89,9 @@ def names() -> Found:
     missing += [name for name in ("_timeout",) if not hasattr(options, name)]
     gloo: Any = dist.ProcessGroupGloo
     missing += [f"gloo {name}" for name in ("_Options", "create_device") if not hasattr(gloo, name)]
-    missing += [f"cuda {name}" for name in ("OutOfMemoryError", "get_device_properties") if not hasattr(torch.cuda, name)]
+    missing += [
+        f"cuda {name}" for name in ("OutOfMemoryError", "get_device_properties") if not hasattr(torch.cuda, name)
+    ]
     missing += [name for name in ("AcceleratorError", "OutOfMemoryError") if not hasattr(torch, name)]
     return judged(not missing, "torch lacks names", missing=missing, torch=torch.__version__)
 

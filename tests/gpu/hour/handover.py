@@ -72,7 +72,9 @@ class Always:
 
     def until(self, number: int, patience_s: float) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: self.num_done >= number or self.error, patience_s), "chunks are missing"
+            assert self.changed.wait_for(lambda: self.num_done >= number or self.error, patience_s), (
+                "chunks are missing"
+            )
         if self.error is not None:
             raise self.error
 
@@ -170,7 +172,8 @@ def _send(side: Side, kind: str, folder: str, num_tokens: int, slot_bytes: int) 
         side.put(f"round/token-{number}", str(first_token).encode())
         times.append((machine.first_s, computed_s))
         side.meet(f"end-{number}")
-    whole = [answer.tokens for answer in answers(engine, prompts_of([num_tokens] * NUM_ROUNDS), NUM_ANSWER)]
+    prompts = prompts_of([num_tokens] * NUM_ROUNDS)
+    whole = [answers(engine, [prompt], NUM_ANSWER)[0].tokens for prompt in prompts]  # one by one, as at the receiver
     loop.stop()
     thread.join(5)
     opened[0].close()
@@ -291,7 +294,9 @@ def sanitizer(tool: str) -> Found:
     said = done.stdout + done.stderr
     complaints = [line for line in said.splitlines() if "data race" in line.lower() or "Invalid" in line]
     is_right = '"status": "pass"' in said and not complaints
-    return judged(is_right, "it complains, or the hand-over failed under it", complaints=complaints[:5], end=said[-600:])
+    return judged(
+        is_right, "it complains, or the hand-over failed under it", complaints=complaints[:5], end=said[-600:]
+    )
 
 
 def small(kind: str) -> Found:

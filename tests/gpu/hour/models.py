@@ -136,9 +136,9 @@ def answers(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int, *
     return found
 
 
-def parting(answer: Answer, reference: Answer) -> tuple[int, float] | None:
-    """Where two answers part, and the margin of the reference there; None: they do not."""
+def parting(answer: Answer, reference: Answer) -> list[tuple[int, float]]:
+    """Where two answers part, and the margin of the reference there; empty: they do not."""
     for place, (one, other) in enumerate(zip(answer.tokens, reference.tokens, strict=True)):
         if one != other:
-            return place, reference.margins[place]
-    return None
+            return [(place, reference.margins[place])]
+    return []

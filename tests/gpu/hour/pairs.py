@@ -87,4 +87,6 @@ def memory() -> Found:
     weights = {}
     for max_ctas in (1, 2, 4):
         weights[f"{max_ctas} channels"] = round(max(two(partial(_weigh, max_ctas), 50.0)), 1)
-    return judged(weights["4 channels"] <= 2 * (4 * 6.5 + 16), "a pair takes more than its channels explain", mib=weights)
+    return judged(
+        weights["4 channels"] <= 2 * (4 * 6.5 + 16), "a pair takes more than its channels explain", mib=weights
+    )

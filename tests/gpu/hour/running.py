@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import IO, Any
 
@@ -40,6 +41,8 @@ def why_not(check: Check, found: dict[str, Any]) -> str:
     """Why a check is not begun at all; empty: it is."""
     if is_rehearsal():
         return "" if check.rehearses else "says nothing on a CPU"
+    if check.needs == "nothing":
+        return ""
     if "error" in found:
         return str(found["error"])
     if not found["cuda"]:
@@ -52,7 +55,7 @@ def why_not(check: Check, found: dict[str, Any]) -> str:
 def run_all(checks: Iterable[Check], environment: dict[str, str], out: IO[str] = sys.stdout) -> int:
     """Runs them one after the other. Returns the number of those that failed."""
     found = machine()
-    num_failed, slot, ends = 0, 0, 0.0
+    num_failed, slot, ends = 0, -1, 0.0
     for check in checks:
         began = time.monotonic()
         if check.slot != slot:
@@ -68,9 +71,9 @@ def run_all(checks: Iterable[Check], environment: dict[str, str], out: IO[str] =
     return num_failed
 
 
-def run(check: Check, environment: dict[str, str], command: Sequence[str] = ()) -> dict[str, Any]:
+def run(check: Check, environment: dict[str, str]) -> dict[str, Any]:
     """Runs one check, and everything that it starts, no longer than its limit."""
-    command = command or (sys.executable, "-m", SCRIPT, "--check", check.name)
+    command = [sys.executable, "-m", SCRIPT, "--check", check.name]
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, stdout=output, stderr=errors, env={**os.environ, **environment}, start_new_session=True
@@ -99,10 +102,8 @@ def run(check: Check, environment: dict[str, str], command: Sequence[str] = ()) 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends the session that the check began: stopped processes, too."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -45,7 +45,7 @@ def engine_config(**changes: Any) -> Any:
     return SimpleNamespace(**every | own | changes)
 
 
-def child_environment(root: Path) -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """What a check's process begins with: that of a CUDA worker, so torch ends no process for a transport."""
-    here = {"PYTHONPATH": str(root), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    here = {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     return nccl_environment(transfer_config(op_timeout_s=5.0)) | here
