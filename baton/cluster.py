@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as _version_of
 
 from baton.costs import PRIOR, StepCosts
 
-VERSION = _version_of("baton-serving")
+try:
+    VERSION = _version_of("baton-serving")
+except PackageNotFoundError:  # the sources alone, as on a bare GPU machine
+    VERSION = ""
 """Baton's version in this process."""
 MAX_WORKERS = 256
 """The most workers that a cluster may have, both pools together."""

@@ -45,3 +45,11 @@ def test_the_simulator_needs_no_torch() -> None:
 def test_what_can_be_refused_before_anything_starts_is_refused_without_their_imports() -> None:
     """They take seconds."""
     assert loaded_by("deploy.cli.app, deploy.local.up", ("torch", "transformers", "ray")) == set()
+
+
+def test_the_first_hour_on_a_gpu_needs_nothing_of_a_cluster() -> None:
+    modules = ", ".join(
+        f"tests.gpu.hour.{name}" for name in ("churn", "deaths", "engine", "facts", "handover", "speed")
+    )
+    absent = ("grpc", "google.protobuf", "redis", "ray", "pytest", "baton.config", "baton.v1")
+    assert loaded_by(modules, absent) == set()
