@@ -126,7 +126,7 @@ def slots_without_arrays() -> Iterator[None]:
 
     def taken(pool: StagingPool) -> Slot | None:
         slot = take_free(pool)
-        if slot is not None and pool.device.type == "cuda":
+        if slot is not None and pool.device.type == "cuda" and hasattr(slot, "_bytes"):
             slot._bytes = None
         return slot
 

@@ -16,7 +16,7 @@ from kvstore.transfer.transport import nccl
 from kvstore.transfer.transport.base import RECEIVER, SENDER
 from kvstore.transfer.transport.streams import num_shared_streams, own_stream
 from tests.gpu.hour.checks import Found, is_rehearsal, judged
-from tests.gpu.hour.ends import OP_TIMEOUT_S, SLOT_BYTES, Side, free_bytes, taken, two
+from tests.gpu.hour.ends import OP_TIMEOUT_S, SLOT_BYTES, Side, free_bytes, header_of, taken, two
 from tests.gpu.hour.models import synchronize
 from tests.gpu.hour.pairs import move
 
@@ -46,6 +46,7 @@ def _victim(how: str, phase: str, side: Side) -> None:
             die(how)
         link._launch = partial(die, how)
         slot = taken(link.slots.acquire(1.0))
+        slot.write_header(header_of(SLOT_BYTES))
         (link.send_chunk(slot, SLOT_BYTES) if side.sends else link.recv_chunk(slot, SLOT_BYTES)).wait()
 
 
@@ -67,6 +68,7 @@ def _survivor(phase: str, side: Side) -> dict[str, Any]:
         text = ""
         try:
             slot = taken(link.slots.acquire(1.0))
+            slot.write_header(header_of(SLOT_BYTES))
             (link.send_chunk(slot, SLOT_BYTES) if side.sends else link.recv_chunk(slot, SLOT_BYTES)).wait()
         except TransferError as error:
             text = str(error)[:100]

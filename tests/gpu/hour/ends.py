@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
+from kvstore.transfer.protocol.chunk_header import Header
 from kvstore.transfer.transport.base import RECEIVER, SENDER
 from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.select import KINDS, LocalRank, StagingPools, open_receiver, open_sender
@@ -69,6 +70,11 @@ class Side:
     def end_session(self) -> None:
         """What the end of the control stream does."""
         self._store.close()
+
+    def rehearse_on_cpu(self, kind: str) -> None:
+        """In a rehearsal, kinds for main memory have their slots there."""
+        if is_rehearsal() and not KINDS[kind].stages_on_gpu:
+            self.device = torch.device("cpu")
 
     def still_computes(self) -> bool:
         return float(torch.ones(4, device=None if is_rehearsal() else self.device).sum().item()) == 4.0
@@ -162,6 +168,11 @@ def _rehearse(stack: contextlib.ExitStack) -> None:
 def taken(slot: Slot | None) -> Slot:
     assert slot is not None, "no slot came free"
     return slot
+
+
+def header_of(num_bytes: int) -> bytes:
+    """The header of some chunk of this payload: a transport may read it."""
+    return Header(flags=0, epoch=1, place=0, next_bytes=0, num_bytes=num_bytes).pack()
 
 
 def weighted_sum(payload: torch.Tensor) -> int:

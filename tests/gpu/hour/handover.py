@@ -214,10 +214,7 @@ def _receive(side: Side, kind: str, folder: str, num_tokens: int, slot_bytes: in
 
 
 def _both(kind: str, folder: str, num_tokens: int, slot_bytes: int, side: Side) -> dict[str, Any]:
-    if is_rehearsal():
-        import torch
-
-        side.device = torch.device("cpu")
+    side.rehearse_on_cpu(kind)
     return (_send if side.sends else _receive)(side, kind, folder, num_tokens, slot_bytes)
 
 
@@ -260,7 +257,7 @@ def whole(kind: str) -> Found:
     slot_bytes, num_tokens = (2**16, 300) if is_rehearsal() else (32 * 2**20, 4096)
     found = measure(kind, slot_bytes, num_tokens, {} if is_rehearsal() else KV_OF_8B, 110.0)
     is_right = found["same_tokens"]
-    if kind == "ipc":
+    if kind == "ipc" and not is_rehearsal():
         is_right &= found["bulk_gb_s"] >= 100 and found["tail_share"] <= 0.15
     return judged(is_right, "other tokens than in one process, or too slow", **found)
 

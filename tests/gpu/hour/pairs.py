@@ -9,7 +9,7 @@ from typing import Any
 from kvstore.transfer.transport import nccl
 from kvstore.transfer.transport.streams import own_stream
 from tests.gpu.hour.checks import Found, is_rehearsal, judged
-from tests.gpu.hour.ends import SLOT_BYTES, Side, free_bytes, taken, two, weighted_sum
+from tests.gpu.hour.ends import SLOT_BYTES, Side, free_bytes, header_of, taken, two, weighted_sum
 from tests.gpu.hour.models import synchronize
 
 NUM_MESSAGES = 20 if is_rehearsal() else 1000
@@ -26,7 +26,7 @@ def move(side: Side, link: Any, num_messages: int, num_bytes: int = SLOT_BYTES) 
             payload.random_(256)
             payload[:2] = number % 251
             sums.append(weighted_sum(payload))
-            slot.write_header(number.to_bytes(8, "little") * 8)
+            slot.write_header(header_of(num_bytes))
             link.send_chunk(slot, num_bytes).wait()
         else:
             link.recv_chunk(slot, num_bytes).wait()

@@ -15,7 +15,7 @@ import torch
 from baton.engine.core.sequence import Purpose
 from kvstore.transfer.transport.streams import own_stream
 from tests.gpu.hour.checks import Found, is_rehearsal, judged
-from tests.gpu.hour.ends import Side, require_kind, taken, two
+from tests.gpu.hour.ends import Side, header_of, require_kind, taken, two
 from tests.gpu.hour.models import (
     LLAMA_8B,
     SMALL,
@@ -76,8 +76,7 @@ def rates() -> Found:
 
 
 def _rate(kind: str, sizes: list[int], side: Side) -> dict[str, float]:
-    if is_rehearsal():
-        side.device = torch.device("cpu")
+    side.rehearse_on_cpu(kind)
     found = {}
     with own_stream(side.device):
         for size in sizes:
@@ -89,7 +88,7 @@ def _rate(kind: str, sizes: list[int], side: Side) -> dict[str, float]:
                     began = time.monotonic()
                 slot = taken(link.slots.acquire(10.0))
                 if side.sends:
-                    slot.write_header(bytes(64))
+                    slot.write_header(header_of(size))
                     link.send_chunk(slot, size).wait()
                 else:
                     link.recv_chunk(slot, size).wait()
@@ -106,7 +105,7 @@ def slots(kind: str) -> Found:
     sizes = [2**16, 2**18] if is_rehearsal() else [2**22, 2**24, 2**25, 2**26]
     _, received = two(partial(_rate, kind, sizes), 100.0)
     best = max(received.values())
-    return judged(kind != "ipc" or best >= 100, "a copy on one GPU is faster", gb_s=received)
+    return judged(kind != "ipc" or is_rehearsal() or best >= 100, "a copy on one GPU is faster", gb_s=received)
 
 
 # -- a model of 8B parameters ----------------------------------------------------------------------------------------
