@@ -3,6 +3,7 @@
     BatonError                     INTERNAL             500
     ├── InvalidRequest             INVALID_ARGUMENT     400   the client can fix it; the message says how
     │   └── ModelNotFound          INVALID_ARGUMENT     404
+    │   └── TooLarge               RESOURCE_EXHAUSTED   413   alone it needs more memory than a worker's device has
     ├── Unauthenticated            UNAUTHENTICATED      401   no API key, or one that is no tenant's
     ├── Forbidden                  PERMISSION_DENIED    403   a known tenant's key, for what only operators may do
     ├── Unsupported                UNIMPLEMENTED        400   a field or method not built yet, or that no worker knows
@@ -60,6 +61,21 @@ class InvalidRequest(BatonError):
 
 class ModelNotFound(InvalidRequest):
     http = 404
+
+
+class TooLarge(InvalidRequest):
+    """A step of this sequence alone does not fit into a device's memory; neither would it elsewhere."""
+
+    status = "RESOURCE_EXHAUSTED"
+    http = 413
+
+    def __init__(
+        self,
+        message: str = "a step of this request alone does not fit into the memory of a worker's device; shorten the "
+        "prompt, or have the operator lower engine.max_num_batched_tokens or engine.kv_cache_gib",
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message, param)
 
 
 class Unauthenticated(BatonError):

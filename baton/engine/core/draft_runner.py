@@ -99,7 +99,7 @@ class DraftedRunner:
             began_s = self._clock()
             output = self.draft.execute(step)
             rounds.append((step, self._clock() - began_s))
-            failed = output.failures or {}
+            failed = {*(output.failures or ()), *output.too_large}
             drawing = [(place, index) for index, place in enumerate(asked) if place in drafts and index not in failed]
             following = {}
             for place, index in drawing:

@@ -34,7 +34,7 @@ from baton.engine.core.runner import Runner, StepInput, StepOutput
 from baton.engine.core.scheduler import Scheduler, SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.core.step_fit import StepFit, StepSize
-from baton.errors import InvalidRequest
+from baton.errors import BatonError, InvalidRequest, TooLarge
 from baton.hypotheses import NO_HYPOTHESES, Hypotheses
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
@@ -187,7 +187,8 @@ class Engine:
         outputs: list[Output] = [Preempted(sequence.key) for sequence in schedule.preempted]
         for trunk in schedule.too_large:
             width, held = trunk.num_seats, self.blocks.total
-            outputs.append(self._refuse(trunk, f"{width} beams do not fit into the {held} KV blocks of this worker"))
+            reason = f"{width} beams do not fit into the {held} KV blocks of this worker"
+            outputs.append(self._refuse(trunk, InvalidRequest(reason)))
         for sequence in schedule.admitted:
             num_cached_tokens = sequence.num_computed_tokens
             if sequence.status is Status.RESERVED:
@@ -218,7 +219,10 @@ class Engine:
                 self.end(sequence.owner)
                 continue
             if output.failures and index in output.failures:
-                outputs.append(self._refuse(sequence.owner, output.failures[index]))
+                outputs.append(self._refuse(sequence.owner, InvalidRequest(output.failures[index])))
+                continue
+            if index in output.too_large:
+                outputs.append(self._refuse(sequence.owner, TooLarge()))
                 continue
             num_known, finish_reason = len(sequence.token_ids), None
             for token_id in token_ids:
@@ -287,9 +291,9 @@ class Engine:
         assert sequence is not None, f"a step computes the sequence {key}, which is not known"
         return sequence
 
-    def _refuse(self, sequence: Sequence, reason: str) -> Refused:
+    def _refuse(self, sequence: Sequence, reason: BatonError) -> Refused:
         self._finish(sequence)
-        return Refused(sequence.key, InvalidRequest(reason))
+        return Refused(sequence.key, reason)
 
     def learn(self, size: StepSize, took_s: float, proposing_s: float = 0.0) -> None:
         """Learns from what a step of this size took, and a draft model of it."""
@@ -302,7 +306,8 @@ class Engine:
 
     def abandon(self, *steps: StepInput) -> list[Sequence]:
         """Takes the sequences of steps out that cannot be executed. Returns those that were not aborted already."""
-        sequences = list(dict.fromkeys(self._known(part.sequence_key).owner for step in steps for part in step.parts))
+        found = (self._find(part.sequence_key) for step in steps for part in step.parts)  # None: refused meanwhile
+        sequences = list(dict.fromkeys(sequence.owner for sequence in found if sequence is not None))
         for sequence in sequences:
             sequence.in_flight = 0
             self._finish(sequence)

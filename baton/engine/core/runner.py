@@ -178,6 +178,9 @@ class StepOutput:
     candidates: Mapping[int, Candidates] | None = None
     """The likeliest next tokens of the parts that a beam search computes, by their index; they sample none. None: no
     search is in the step."""
+    too_large: frozenset[int] = frozenset()
+    """Indices of parts that cannot go on: alone they need more memory than the device has. None of their tokens
+    counts as computed."""
     proposed: Proposed | None = None
     """What a draft model did before the step; None: it had nothing to do."""
 

@@ -15,6 +15,7 @@ __all__ = [
     "ranks",
     "rows",
     "shapes",
+    "smaller_steps",
     "transformers_model",
     "transformers_runner",
 ]

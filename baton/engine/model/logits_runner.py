@@ -25,6 +25,7 @@ from baton.engine.model.last_tokens import LastTokens
 from baton.engine.model.rank_step import RankStep, order_for_packing
 from baton.engine.model.rows import drawn, rows_of
 from baton.engine.model.shapes import arithmetic_dtype, cache_spec, longest_sequence
+from baton.engine.model.smaller_steps import SmallerSteps
 from baton.engine.sampling.pipeline import SAMPLER, Sampler
 from baton.engine.sampling.row import Row
 from baton.engine.sampling.scores import scores_of
@@ -95,6 +96,7 @@ class LogitsRunner(ABC):
         self._structures = Structures(tokenizer if tokenizer.exists() else None, self.vocab_size, eos_token_ids)
         self._sampler = Sampler(eos_token_ids, self._structures)
         self._last_tokens = LastTokens()
+        self._steps = SmallerSteps(self._executed, self.cache.copy_blocks, self.recover)
 
     @abstractmethod
     def _compute(self, step: RankStep, on_layer_done: OnLayerDone) -> torch.Tensor:
@@ -117,7 +119,7 @@ class LogitsRunner(ABC):
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         """See `Runner.execute`."""
         step = self._last_tokens.filled(step)
-        output = self._executed(step, on_layer_done)
+        output = self._steps.execute(step, on_layer_done)
         self._last_tokens.keep(step, ComputedStep(output))
         return output
 
@@ -125,7 +127,7 @@ class LogitsRunner(ABC):
         """See `Runner.launch`."""
         return ComputedStep(self.execute(step, on_layer_done))
 
-    def _executed(self, step: StepInput, on_layer_done: OnLayerDone) -> StepOutput:
+    def _executed(self, step: StepInput, on_layer_done: OnLayerDone, is_ready: bool) -> StepOutput:
         order = order_for_packing(step.parts)
         packed = [step.parts[index] for index in order]
         sampling = [row for row, part in enumerate(packed) if part.sample]
@@ -134,7 +136,7 @@ class LogitsRunner(ABC):
         self._sampler.begin(rows)
         scored = [part.scored_token_ids for part in packed]
         num_scored = [len(token_ids) for token_ids in scored] if any(scored) else []
-        logits = self._compute(RankStep(packed, sampling, step.copies, num_scored), on_layer_done)
+        logits = self._compute(RankStep(packed, sampling, step.copies, num_scored, is_ready), on_layer_done)
         num_rows = len(parts) + sum(part.num_drafts for part in parts)
         prompts = self._prompt_scores(logits[num_rows:], packed, order) if num_scored else None
         if not sampling:

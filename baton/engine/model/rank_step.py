@@ -20,6 +20,8 @@ class RankStep:
     copies: Sequence[BlockCopy] = ()
     num_scored: Sequence[int] = ()
     """The number of scored tokens of each part; empty: none are."""
+    is_ready: bool = False
+    """Whether the blocks that it begins are zeroed already."""
 
     @property
     def logit_rows(self) -> list[int]:

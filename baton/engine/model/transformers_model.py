@@ -102,7 +102,8 @@ class ModelRank:
         positions = put(torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts])[None])
         # With no row to sample from, one row of logits is computed for nothing: 0 would mean all of them.
         rows = put(torch.tensor(step.logit_rows)) if step.logit_rows else 1
-        begun = [put(torch.tensor(blocks, dtype=torch.int64)) for blocks in begun_blocks(self.cache, parts)]
+        to_clear = () if step.is_ready else begun_blocks(self.cache, parts)
+        begun = [put(torch.tensor(blocks, dtype=torch.int64)) for blocks in to_clear]
         filling = None if filling is None else filling.put_by(self._numbers)
         set_step(step_context(self.cache, parts, self._num_sharing, on_layer_done, self._numbers))
         self._numbers.send()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.engine.core.kv_spec import INT8
-from baton.engine.core.runner import Fence, LaunchedStep, OnLayerDone, StepInput, StepPart, ignore_layer
-from baton.engine.model.last_tokens import DeviceStep
+from baton.engine.core.runner import ComputedStep, Fence, LaunchedStep, OnLayerDone, StepInput, StepPart, ignore_layer
+from baton.engine.model.last_tokens import DeviceStep, Filling
 from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
 from baton.engine.model.rank_step import RankStep, order_for_packing
 from baton.engine.model.ranks import OtherRanks
@@ -52,16 +52,31 @@ class TransformersRunner(LogitsRunner):
         """See `Runner.launch`. A step of which the host has to see logits is computed."""
         if not self.runs_ahead or not all(_samples_on_device(part) for part in step.parts):
             return super().launch(step, on_layer_done)
+        filling = self._last_tokens.filling([step.parts[index] for index in order_for_packing(step.parts)])
+        if filling is None:
+            step = self._last_tokens.filled(step)
+        launched: LaunchedStep
+        has_begun = False
+
+        def report(layer: int, fence: Fence | None) -> None:
+            nonlocal has_begun
+            has_begun = True
+            on_layer_done(layer, fence)
+
+        try:
+            launched = self._launched(step, report, filling)
+        except Exception as error:
+            step = self._last_tokens.filled(step)
+            launched = ComputedStep(self._steps.divided(step, error, has_begun))
+        self._last_tokens.keep(step, launched)
+        return launched
+
+    def _launched(self, step: StepInput, on_layer_done: OnLayerDone, filling: Filling | None) -> DeviceStep:
         packed = [step.parts[index] for index in order_for_packing(step.parts)]
         sampling = [row for row, part in enumerate(packed) if part.sample]
         parts = [packed[row] for row in sampling]
-        filling = self._last_tokens.filling(packed)
-        if filling is None:
-            packed = list(self._last_tokens.filled(StepInput(tuple(packed))).parts)
         logits = self.rank.compute(RankStep(packed, sampling, step.copies), on_layer_done, filling)
-        launched = DeviceStep.of(step, parts, self._sampler.tokens(logits[: len(parts)], rows_of(parts)))
-        self._last_tokens.keep(step, launched)
-        return launched
+        return DeviceStep.of(step, parts, self._sampler.tokens(logits[: len(parts)], rows_of(parts)))
 
     def close(self) -> None:
         """See `Runner.close`."""

@@ -583,13 +583,12 @@ async def test_a_lost_device_ends_the_engine_and_what_it_was_asked_for(message: 
     async with (
         loop.sequence(make_spec(numbers(1, 64), name="in"), Purpose.GENERATE) as runs,
         loop.sequence(make_spec(numbers(2, 20), name="out"), Purpose.GENERATE) as waits,
-        loop.sequence(make_spec(numbers(3, 20), name="to come"), Purpose.RECEIVE) as receives,
+        loop.sequence(make_spec(numbers(3, 20), name="last"), Purpose.GENERATE) as waits_too,
     ):
-        for handle in (runs, waits, receives):
+        for handle in (runs, waits, waits_too):
             async with asyncio.timeout(10):
                 with pytest.raises(DeviceLost, match=message):
-                    while True:
-                        await handle.next()
+                    await read_all(handle)
         with pytest.raises(DeviceLost, match=message):
             await running
         assert len(runner.freed) == num_asked
