@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 GIB = 2**30
 GPU_SHARE = 0.85
 """Share of a GPU's memory beside the weights; the rest is for activations, staging slots and NCCL."""
+MEASURED_SHARE = 0.9
+"""The same where weights and the largest step were measured; the rest is for staging slots and NCCL."""
+CONTEXT_BYTES = 3 * GIB // 4
+"""Memory of a process on a GPU beside what torch allocates: the context, its modules and libraries' workspaces."""
 CPU_SHARE = 0.5
 """Share of a machine's memory beside the weights. It leaves room for other programs, or as many workers again."""
 CPU_MOST_GIB = 2.0
@@ -48,6 +52,8 @@ class Room:
     others: int = 0
     """Need of other processes that are about to start."""
     on_gpu: bool = False
+    is_measured: bool = False
+    """Whether `needed` is what a GPU has said, and not an estimate."""
 
     def pool_gib(self, asked: GibOrAuto) -> float:
         """The size of each pool in GiB: the one asked for, or a share of the room.
@@ -64,7 +70,7 @@ class Room:
             )
         if asked == "auto":
             if self.on_gpu:
-                return GPU_SHARE * left_gib
+                return (MEASURED_SHARE if self.is_measured else GPU_SHARE) * left_gib
             return min(CPU_SHARE * left_gib, max(CPU_MOST_GIB, self.needed / GIB))
         if asked > FITS * left_gib:
             wanted = f"{_pools(self.num_pools, 'KV pool')} of {asked:,.7g} GiB"
@@ -75,6 +81,31 @@ class Room:
                 f"auto or at most {most:g}"
             )
         return asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """The memory of a GPU beside a model that has computed its largest step, in bytes."""
+
+    total: int
+    free: int
+    """Memory that no process has."""
+    held: int
+    """Memory that this process's allocator has, in use or not."""
+    peak: int
+    """The most of it that was in use during the step."""
+
+    def room(self, share: float) -> Room:
+        """Returns the room for this process's pool.
+
+        What neighbours on the GPU use of their shares does not reduce it: they may be about to load.
+
+        Args:
+            share: of the GPU's memory that this process may have.
+        """
+        most = int(share * self.total) - CONTEXT_BYTES
+        free = min(self.free + self.held, most)
+        return Room(free=free, num_pools=1, needed=self.peak, on_gpu=True, is_measured=True)
 
 
 def _pools(number: int, what: str) -> str:

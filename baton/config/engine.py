@@ -82,7 +82,8 @@ class EveryEngineConfig:
     """Tokens per KV block; a multiple of 16."""
     kv_cache_gib: GibOrAuto = "auto"
     """Memory of the KV pool, in GiB, per rank. auto, or 0: a share of the memory that is free after the weights are
-    loaded. On a GPU the share is 85 %. On a CPU it is half of the machine's, divided among its workers, and at most
+    loaded. On a GPU the share is 90 % of what the largest step leaves, which is computed at the start; of a worker with
+    several ranks it is 85 %, estimated. On a CPU it is half of the machine's, divided among its workers, and at most
     2 GiB or the size of weights and process, whichever is more. A value above the free memory is refused."""
     memory_share: Share = 1.0
     """Share of the memory of its machine, or of its GPU, that a worker takes as its own where `kv_cache_gib` is auto;

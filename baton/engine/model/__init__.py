@@ -8,6 +8,7 @@
 __all__ = [
     "arithmetic",
     "attention",
+    "device_memory",
     "kv_cache",
     "last_tokens",
     "logits_runner",

@@ -12,6 +12,7 @@ import torch
 
 from baton.blocks import num_blocks_for
 from baton.engine.core.runner import (
+    BlockCopy,
     ComputedStep,
     LaunchedStep,
     OnLayerDone,
@@ -52,6 +53,7 @@ class LogitsRunner(ABC):
     Args:
         config: the model's transformers configuration.
         devices: one for each rank.
+        num_blocks: of the first caches, which others will replace (`_make_caches`); 0: they are those that stay.
 
     Raises:
         ModelLoadError: the KV pool is too small, or sequences may not be so long; the message says why.
@@ -64,31 +66,23 @@ class LogitsRunner(ABC):
     unknown_settings = frozenset({"arithmetic_step_ms", "arithmetic_token_ms"})
     """Settings that its engine does not know."""
 
-    def __init__(self, model: ModelConfig, engine: EngineConfig, config: Any, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        config: Any,
+        devices: Sequence[torch.device],
+        *,
+        num_blocks: int = 0,
+    ) -> None:
         self.dtype = arithmetic_dtype(config, model.dtype, devices[0].type == "cuda")
         kv_dtype = self.dtype if engine.kv_dtype == "auto" else engine.kv_dtype
-        spec = cache_spec(config, engine.block_size, kv_dtype, len(devices))
-        model_len = longest_sequence(config, engine.max_model_len)
-        num_blocks = engine.num_blocks or min(
-            int(_pool_gib(model, engine, self.dtype, devices) * GIB // spec.block_bytes),
-            FULL_LENGTH_SEQUENCES * num_blocks_for(model_len, engine.block_size),
-        )
-        if num_blocks < 2:
-            raise ModelLoadError(
-                f"a KV pool of {num_blocks} blocks is too small (a block is {spec.block_bytes} bytes); "
-                "raise engine.kv_cache_gib or engine.num_blocks"
-            )
-        if len(devices) > 1 and devices[0].type == "cpu":
-            _require_shared_memory((len(devices) - 1) * num_blocks * spec.block_bytes)
-        self.caches = tuple(
-            KVCache(spec, num_blocks, engine.max_num_seqs, device, shared=rank > 0)
-            for rank, device in enumerate(devices)
-        )
-        self.cache = self.caches[0]
-        self.spec = spec
-        self.num_blocks = self.cache.table_sizes
+        self.spec = cache_spec(config, engine.block_size, kv_dtype, len(devices))
+        self._model_len = longest_sequence(config, engine.max_model_len)
+        if not engine.num_blocks:  # refused before minutes are spent on loading
+            estimated = self._num_blocks_of(_pool_gib(model, engine, self.dtype, devices))
+        self._make_caches(engine, num_blocks or engine.num_blocks or estimated, devices)
         self.sampler = SAMPLER
-        self.max_model_len = min(model_len, num_blocks * engine.block_size)
         self.vocab_size: int = config.vocab_size  # loading refuses an embedding of another size
         self.eos_token_ids = frozenset(end_of_sequence_ids(Path(model.path)))
         eos_token_ids = [token for token in self.eos_token_ids if 0 <= token < self.vocab_size]
@@ -96,7 +90,43 @@ class LogitsRunner(ABC):
         self._structures = Structures(tokenizer if tokenizer.exists() else None, self.vocab_size, eos_token_ids)
         self._sampler = Sampler(eos_token_ids, self._structures)
         self._last_tokens = LastTokens()
-        self._steps = SmallerSteps(self._executed, self.cache.copy_blocks, self.recover)
+        self._steps = SmallerSteps(self._executed, self._copy_blocks, self.recover)
+
+    def _num_blocks_of(self, pool_gib: float) -> int:
+        """Returns how many blocks a pool of that size has."""
+        most = FULL_LENGTH_SEQUENCES * num_blocks_for(self._model_len, self.spec.block_size)
+        return min(int(pool_gib * GIB // self.spec.block_bytes), most)
+
+    def _make_caches(self, engine: EngineConfig, num_blocks: int, devices: Sequence[torch.device]) -> None:
+        """Makes a cache for each rank, in place of those that there are.
+
+        Raises:
+            ModelLoadError: there are too few blocks, or no memory for so many.
+        """
+        spec = self.spec
+        if num_blocks < 2:
+            raise ModelLoadError(
+                f"a KV pool of {num_blocks} blocks is too small (a block is {spec.block_bytes} bytes); "
+                "raise engine.kv_cache_gib or engine.num_blocks"
+            )
+        if len(devices) > 1 and devices[0].type == "cpu":
+            _require_shared_memory((len(devices) - 1) * num_blocks * spec.block_bytes)
+        try:
+            self.caches = tuple(
+                KVCache(spec, num_blocks, engine.max_num_seqs, device, shared=rank > 0)
+                for rank, device in enumerate(devices)
+            )
+        except torch.OutOfMemoryError as error:
+            raise ModelLoadError(
+                f"there is no memory for a KV pool of {num_blocks * spec.block_bytes / GIB:.1f} GiB: lower "
+                f"engine.kv_cache_gib or engine.num_blocks ({in_one_line(error)})"
+            ) from error
+        self.cache = self.caches[0]
+        self.num_blocks = self.cache.table_sizes
+        self.max_model_len = min(self._model_len, num_blocks * spec.block_size)
+
+    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        self.cache.copy_blocks(copies)
 
     @abstractmethod
     def _compute(self, step: RankStep, on_layer_done: OnLayerDone) -> torch.Tensor:

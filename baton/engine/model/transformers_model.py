@@ -18,6 +18,7 @@ from transformers.distributed import DistributedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
+from baton.engine.core.faults import Fault, fault_of
 from baton.engine.core.runner import OnLayerDone
 from baton.engine.model.attention import ATTENTION_NAME, begun_blocks, set_step, step_context
 from baton.engine.model.kv_cache import KVCache, torch_dtype
@@ -59,9 +60,11 @@ class ModelRank:
         torch.backends.cuda.enable_cudnn_sdp(False)
         transformers_logging.set_verbosity_error()  # it warns of generation settings that are not its business here
         transformers_logging.disable_progress_bar()
-        split = {}
+        placed: dict[str, Any] = {}
         if engine.tensor_parallel > 1:
-            split["distributed_config"] = DistributedConfig(tp_size=engine.tensor_parallel, tp_plan="auto")
+            placed["distributed_config"] = DistributedConfig(tp_size=engine.tensor_parallel, tp_plan="auto")
+        elif cache.device.type != "cpu":
+            placed["device_map"] = {"": cache.device}  # tensor by tensor: the host never holds the whole model
         config = load_config(model.path)
         try:
             self.model, report = AutoModelForCausalLM.from_pretrained(
@@ -72,9 +75,14 @@ class ModelRank:
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are in the report, by name
-                **split,
+                **placed,
             )
         except Exception as error:  # the library raises no narrower class
+            if fault_of(error) is Fault.OUT_OF_MEMORY:
+                raise ModelLoadError(
+                    f"the weights in {model.path} do not fit into the GPU's memory: take a narrower model.dtype, a "
+                    f"larger engine.tensor_parallel or fewer workers on a GPU ({in_one_line(error)})"
+                ) from error
             raise ModelLoadError(f"cannot load the weights in {model.path}: {in_one_line(error)}") from error
         _require_complete(model.path, type(self.model).__name__, report)
         self.model.to(cache.device).eval()

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from baton.blocks import num_blocks_for
+from baton.engine.core.faults import Fault, fault_of
 from baton.engine.core.kv_spec import INT8
 from baton.engine.core.runner import ComputedStep, Fence, LaunchedStep, OnLayerDone, StepInput, StepPart, ignore_layer
+from baton.engine.model import device_memory
 from baton.engine.model.last_tokens import DeviceStep, Filling
 from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
 from baton.engine.model.rank_step import RankStep, order_for_packing
 from baton.engine.model.ranks import OtherRanks
 from baton.engine.model.rows import rows_of
 from baton.engine.model.transformers_model import ModelRank, load_config
-from baton.errors import ConfigError, ModelLoadError
+from baton.errors import ConfigError, ModelLoadError, in_one_line
+from baton.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from baton.config import EngineConfig, ModelConfig
+
+PROBE_BLOCKS = 2
+"""Blocks of the cache with which the largest step is computed, whose sequences all have the same ones."""
+LARGEST_SAMPLING = SamplingParams(
+    temperature=1.0, seed=0, top_p=0.9, typical_p=0.9, repetition_penalty=1.1, logprobs=20, prompt_logprobs=1
+)
+"""What asks for most memory of a sampler."""
 
 
 class TransformersRunner(LogitsRunner):
@@ -35,18 +47,44 @@ class TransformersRunner(LogitsRunner):
         if engine.kv_dtype == INT8:
             raise ConfigError("engine.kv_dtype int8 is known to the native step alone; set float32, bfloat16 or auto")
         devices = _devices(model.device, engine.tensor_parallel)
-        super().__init__(model, engine, load_config(model.path), devices)
+        measures = len(devices) == 1 and devices[0].type in device_memory.MEASURED_DEVICES
+        super().__init__(model, engine, load_config(model.path), devices, num_blocks=PROBE_BLOCKS * measures)
         self._others = OtherRanks(model, engine, self.caches) if len(self.caches) > 1 else None
         self.runs_ahead = devices[0].type == "cuda" and self._others is None
         try:
             self.rank = ModelRank(model, engine, self.cache)
             if self._others is not None:
                 self._others.wait_ready()
+            if measures:
+                self._make_measured_caches(engine, devices)
             self._warm_up(self._compute)
             self._structures.load()
-        except ModelLoadError:
+        except (ConfigError, ModelLoadError):
             self.close()
             raise
+
+    def _make_measured_caches(self, engine: EngineConfig, devices: Sequence[torch.device]) -> None:
+        """Makes the caches that stay, of what the weights and the largest step leave of the GPU's memory.
+
+        Raises:
+            ModelLoadError: the largest step does not fit beside the weights, or the pool beside both.
+            ConfigError: there is no room for the pool that is asked for.
+        """
+        step = largest_step(engine, self._model_len)
+        try:
+            memory = device_memory.measured(devices[0], lambda: self._executed(step, ignore_layer, False))
+        except Exception as error:  # the model's own code
+            if fault_of(error) is not Fault.OUT_OF_MEMORY:
+                raise ModelLoadError(f"the model cannot compute a first step: {in_one_line(error)}") from error
+            raise ModelLoadError(
+                f"the largest step, of {step.num_scheduled_tokens} tokens of {len(step.parts)} sequences of which one "
+                f"has {self._model_len}, does not fit into the GPU's memory beside the weights: lower "
+                "engine.max_num_batched_tokens, engine.max_num_seqs or engine.max_model_len, or put fewer workers on a "
+                f"GPU ({in_one_line(error)})"
+            ) from error
+        pool_gib = memory.room(engine.memory_share).pool_gib(engine.kv_cache_gib) if not engine.num_blocks else 0.0
+        self._make_caches(engine, engine.num_blocks or self._num_blocks_of(pool_gib), devices)
+        self.rank.cache = self.cache
 
     def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> LaunchedStep:
         """See `Runner.launch`. A step of which the host has to see logits is computed."""
@@ -92,6 +130,33 @@ class TransformersRunner(LogitsRunner):
             self._wait_for_stream()
         on_layer_done(self.spec.num_layers - 1, None)
         return logits
+
+
+def largest_step(engine: EngineConfig, model_len: int) -> StepInput:
+    """Returns the step for which a worker needs most memory: the end of the longest prompt, with its scores, beside as
+    many other sequences as there may be, all of which sample. Its block tables name the first two blocks alone.
+    """
+    num_others = min(engine.max_num_seqs, engine.max_num_batched_tokens) - 1
+    num_tokens = min(engine.max_num_batched_tokens - num_others, model_len)
+
+    def part(number: int, num_tokens: int, end: int) -> StepPart:
+        return StepPart(
+            sequence_key=-1 - number,  # the sampler keeps nothing of them
+            token_ids=(0,) * num_tokens,
+            num_computed_tokens=end - num_tokens,
+            block_ids=(tuple(place % PROBE_BLOCKS for place in range(num_blocks_for(end, engine.block_size))),),
+            num_kv_tokens=(end,),
+            sample=True,
+            is_decoding=num_tokens == 1,
+            sampling=LARGEST_SAMPLING,
+            choice_index=0,
+            num_prompt_tokens=end,
+            history=(0,) * end,
+            scores_prompt=num_tokens > 1,
+        )
+
+    short = min(engine.block_size, model_len)
+    return StepInput((part(0, num_tokens, model_len), *(part(1 + number, 1, short) for number in range(num_others))))
 
 
 def _samples_on_device(part: StepPart) -> bool:

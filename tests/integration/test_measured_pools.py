@@ -1,0 +1,196 @@
+"""The KV pool of a GPU, of what weights and the largest step leave. A CPU stands in for the GPU, its memory is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from baton.config import EngineConfig, ModelConfig
+from baton.engine.core.runner import OnLayerDone
+from baton.engine.model import device_memory
+from baton.engine.model.kv_cache import KVCache
+from baton.engine.model.rank_step import RankStep
+from baton.engine.model.transformers_model import ModelRank
+from baton.engine.model.transformers_runner import TransformersRunner, largest_step
+from baton.errors import ConfigError, ModelLoadError
+from baton.memory import CONTEXT_BYTES, GIB, GpuMemory
+from tests.integration.test_engine_models import answers, engine_of, make_engine, make_spec, save_tiny
+
+ENGINE = EngineConfig(runner="transformers", max_num_seqs=6, max_num_batched_tokens=40)
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_tiny("llama", {}, folder)
+    return folder
+
+
+class Gpu:
+    """A CPU that says of its memory what a GPU might."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, memory: GpuMemory) -> None:
+        self.memory = memory
+        self.num_measured = 0
+        self.shapes: list[tuple[int, int]] = []
+        """Sequences and tokens of each step that was computed meanwhile."""
+        self._patch = monkeypatch
+        monkeypatch.setattr(device_memory, "MEASURED_DEVICES", frozenset({"cpu"}))
+        monkeypatch.setattr(device_memory, "measured", self._measured)
+
+    def _measured(self, device: torch.device, work: Callable[[], object]) -> GpuMemory:
+        self.num_measured += 1
+        compute = ModelRank.compute
+
+        def noted(rank: ModelRank, step: RankStep, on_layer_done: OnLayerDone, filling: Any = None) -> torch.Tensor:
+            self.shapes.append((len(step.parts), sum(len(part.token_ids) for part in step.parts)))
+            return compute(rank, step, on_layer_done, filling)
+
+        with self._patch.context() as patch:
+            patch.setattr(ModelRank, "compute", noted)
+            work()
+        return self.memory
+
+
+def memory(**values: int) -> GpuMemory:
+    return GpuMemory(**{"total": 100 * GIB, "free": 60 * GIB, "held": 20 * GIB, "peak": 19 * GIB, **values})
+
+
+def test_the_room_is_what_the_largest_step_leaves() -> None:
+    assert memory().room(1.0).pool_gib("auto") == pytest.approx(0.9 * (60 + 20 - 19))
+    assert memory(held=40 * GIB).room(1.0).pool_gib("auto") == pytest.approx(0.9 * (100 - 0.75 - 19)), "its context"
+
+
+def test_workers_of_one_gpu_share_it_whoever_comes_first() -> None:
+    first, second = (
+        memory(free=95 * GIB, held=4 * GIB, peak=4 * GIB),
+        memory(free=45 * GIB + GIB // 4, held=4 * GIB, peak=4 * GIB),
+    )
+    each = 0.9 * (50 - CONTEXT_BYTES / GIB - 4)
+    assert first.room(0.5).pool_gib("auto") == pytest.approx(each)
+    assert second.room(0.5).pool_gib("auto") == pytest.approx(each), "what the first one has is none of its share"
+
+
+def test_a_pool_for_which_there_is_no_room_is_refused() -> None:
+    with pytest.raises(ConfigError, match="engine.kv_cache_gib to auto or at most"):
+        memory().room(1.0).pool_gib(60.0)
+    assert memory().room(1.0).pool_gib(50.0) == 50.0
+    with pytest.raises(ConfigError, match="no room for KV"):
+        memory(peak=80 * GIB).room(1.0).pool_gib("auto")
+
+
+def test_the_pool_is_made_after_the_largest_step(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = make_engine(model, replace(ENGINE, num_blocks=40))
+    wanted = 70 * plain.runner.spec.block_bytes
+    gpu = Gpu(monkeypatch, memory(total=GIB, free=int(wanted / 0.9) + 100, held=20 * MIB, peak=20 * MIB))
+    engine = make_engine(model, ENGINE)
+    assert engine.runner.num_blocks == (70,)
+    assert gpu.num_measured == 1
+    assert gpu.shapes == [(6, 40)], "a step as large as the settings allow"
+    specs = [make_spec(f"{n}", list(range(n, 30 + 5 * n)), 8, ignore_eos=True) for n in range(5)]
+    assert answers(engine, specs, 0)[0] == answers(plain, specs, 0)[0]
+
+
+def test_a_pool_in_blocks_is_not_measured_away(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch, memory(free=0, held=0))
+    assert make_engine(model, replace(ENGINE, num_blocks=33)).runner.num_blocks == (33,)
+    assert gpu.num_measured == 1
+
+
+def test_the_share_that_ray_gives_is_heeded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpu(monkeypatch, memory(total=4 * CONTEXT_BYTES, free=4 * CONTEXT_BYTES, held=0, peak=0))
+    with pytest.raises(ConfigError, match="no room for KV"):
+        make_engine(model, replace(ENGINE, memory_share=0.25))
+
+
+def test_a_step_that_does_not_fit_beside_the_weights_names_what_to_lower(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Gpu(monkeypatch, memory())
+
+    def full(*_: Any, **__: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ModelRank, "compute", full)
+    with pytest.raises(ModelLoadError, match=r"engine\.max_num_batched_tokens, engine\.max_num_seqs or"):
+        make_engine(model, ENGINE)
+
+
+def test_a_pool_that_the_device_refuses_names_what_to_lower(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpu(monkeypatch, memory())
+    make = KVCache.__init__
+
+    def full(cache: KVCache, spec: Any, num_blocks: int, *rest: Any, **more: Any) -> None:
+        if num_blocks > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        make(cache, spec, num_blocks, *rest, **more)
+
+    monkeypatch.setattr(KVCache, "__init__", full)
+    with pytest.raises(ModelLoadError, match=r"lower engine\.kv_cache_gib or engine\.num_blocks"):
+        make_engine(model, ENGINE)
+
+
+def test_the_largest_step_samples_for_all_and_names_no_block_beyond_the_probe() -> None:
+    step = largest_step(EngineConfig(max_num_seqs=64, max_num_batched_tokens=512), 4096)
+    assert step.num_scheduled_tokens == 512
+    assert len(step.parts) == 64
+    assert all(part.sample for part in step.parts)
+    assert max(part.end for part in step.parts) == 4096
+    assert {block for part in step.parts for table in part.block_ids for block in table} == {0, 1}
+    short = largest_step(EngineConfig(max_num_seqs=64, max_num_batched_tokens=512), 20)
+    assert max(part.end for part in short.parts) == 20
+    assert all(part.num_computed_tokens >= 0 for part in short.parts)
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+class Loading(Exception):  # noqa: N818 - it is no error
+    """What transformers was asked for."""
+
+
+@pytest.mark.parametrize(("device", "placed"), [("meta", {"": torch.device("meta")}), ("cpu", None)])
+def test_weights_go_straight_to_their_device(
+    device: str, placed: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make_engine(model, replace(ENGINE, num_blocks=4)).runner
+    asked: dict[str, Any] = {}
+
+    def load(*_: Any, **values: Any) -> Any:
+        asked.update(values)
+        raise Loading
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    with pytest.raises(ModelLoadError, match="cannot load the weights"):
+        ModelRank(ModelConfig(path=str(model)), ENGINE, KVCache(plain.spec, 2, 1, torch.device(device)))
+    assert asked.get("device_map") == placed
+
+
+def test_a_model_that_is_placed_at_once_computes_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = AutoModelForCausalLM.from_pretrained
+    specs = [make_spec("one", list(range(40)), 8, ignore_eos=True)]
+    wanted = answers(make_engine(model, replace(ENGINE, num_blocks=16)), specs, 0)[0]
+
+    def placed(*args: Any, **values: Any) -> Any:
+        return load(*args, device_map={"": torch.device("cpu")}, **values)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", placed)
+    engine = replace(ENGINE, num_blocks=16)
+    runner = TransformersRunner(ModelConfig(path=str(model), device="cpu"), engine)
+    assert answers(engine_of(runner, engine), specs, 0)[0] == wanted
+
+
+def test_weights_that_do_not_fit_name_what_to_change(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    with pytest.raises(ModelLoadError, match=r"do not fit into the GPU's memory: take a narrower model\.dtype"):
+        make_engine(model, replace(ENGINE, num_blocks=4))
