@@ -24,7 +24,7 @@ GIB = 2**30
 GPU_SHARE = 0.85
 """Share of a GPU's memory beside the weights; the rest is for activations, staging slots and NCCL."""
 MEASURED_SHARE = 0.9
-"""The same where weights and the largest step were measured; the rest is for staging slots and NCCL."""
+"""Share of what weights and the largest step leave of a GPU's memory; the rest is for staging slots and NCCL."""
 CONTEXT_BYTES = 3 * GIB // 4
 """Memory of a process on a GPU beside what torch allocates: the context, its modules and libraries' workspaces."""
 CPU_SHARE = 0.5

@@ -1,4 +1,4 @@
-"""The KV pool of a GPU, of what weights and the largest step leave. A CPU stands in for the GPU, its memory is made up."""
+"""The KV pool of a GPU, of what weights and the largest step leave. A CPU stands in for the GPU."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_workers_of_one_gpu_share_it_whoever_comes_first() -> None:
 
 
 def test_a_pool_for_which_there_is_no_room_is_refused() -> None:
-    with pytest.raises(ConfigError, match="engine.kv_cache_gib to auto or at most"):
+    with pytest.raises(ConfigError, match=r"engine\.kv_cache_gib to auto or at most"):
         memory().room(1.0).pool_gib(60.0)
     assert memory().room(1.0).pool_gib(50.0) == 50.0
     with pytest.raises(ConfigError, match="no room for KV"):
@@ -152,7 +152,7 @@ def test_the_largest_step_samples_for_all_and_names_no_block_beyond_the_probe() 
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-class Loading(Exception):  # noqa: N818 - it is no error
+class Loading(Exception):
     """What transformers was asked for."""
 
 

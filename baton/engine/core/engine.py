@@ -34,7 +34,7 @@ from baton.engine.core.runner import Runner, StepInput, StepOutput
 from baton.engine.core.scheduler import Scheduler, SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence, Status
 from baton.engine.core.step_fit import StepFit, StepSize
-from baton.errors import BatonError, InvalidRequest, TooLarge
+from baton.errors import BatonError, InvalidRequest
 from baton.hypotheses import NO_HYPOTHESES, Hypotheses
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
@@ -186,8 +186,7 @@ class Engine:
             (self.sequences.get(part.sequence_key) or self._known(part.sequence_key)).in_flight += 1
         outputs: list[Output] = [Preempted(sequence.key) for sequence in schedule.preempted]
         for trunk in schedule.too_large:
-            width, held = trunk.num_seats, self.blocks.total
-            reason = f"{width} beams do not fit into the {held} KV blocks of this worker"
+            reason = f"{trunk.num_seats} beams do not fit into the {self.blocks.total} KV blocks of this worker"
             outputs.append(self._refuse(trunk, InvalidRequest(reason)))
         for sequence in schedule.admitted:
             num_cached_tokens = sequence.num_computed_tokens
@@ -218,11 +217,8 @@ class Engine:
             if (sequence.trunk or sequence).aborted:
                 self.end(sequence.owner)
                 continue
-            if output.failures and index in output.failures:
-                outputs.append(self._refuse(sequence.owner, InvalidRequest(output.failures[index])))
-                continue
-            if index in output.too_large:
-                outputs.append(self._refuse(sequence.owner, TooLarge()))
+            if (refusal := output.refusal(index)) is not None:
+                outputs.append(self._refuse(sequence.owner, refusal))
                 continue
             num_known, finish_reason = len(sequence.token_ids), None
             for token_id in token_ids:
@@ -331,8 +327,7 @@ class Engine:
         if self.runner.spec.states:
             return NO_HYPOTHESES  # a state that is handed over is ahead of what its beams begin with
         searches = (s.search for s in self.sequences.values() if s.search is not None and s.sequence_id == sequence_id)
-        search = next(searches, None)
-        return NO_HYPOTHESES if search is None else search.hypotheses
+        return next((search.hypotheses for search in searches), NO_HYPOTHESES)
 
     def num_cached_tokens(self, keys: SequenceOf[bytes]) -> int:
         """Returns the length of the longest cached prefix of a chain of keys, one per `pool.key_tokens`."""

@@ -25,9 +25,9 @@ FATAL = (
     "context is destroyed",
     "driver shutting down",
 )
-"""In the texts of CUDA's errors after which a process computes nothing more on the device."""
+"""Parts of the texts of CUDA's errors after which a process computes nothing more on the device."""
 EXHAUSTED = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""In those of errors after which the device goes on as before."""
+"""Parts of the texts of errors after which the device goes on as before."""
 OUT_OF_MEMORY_CLASS = "OutOfMemoryError"
 """Name of torch's class, whatever the device."""
 

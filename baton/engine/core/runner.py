@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from baton.engine.core.kv_spec import BlockTables, KVSpec
+from baton.errors import BatonError, InvalidRequest, TooLarge
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, Candidates, Drawn, Sampled, TokenScores
 
@@ -188,6 +189,12 @@ class StepOutput:
     def proposing_s(self) -> float:
         """Seconds of the step that a draft model took."""
         return 0.0 if self.proposed is None else self.proposed.took_s
+
+    def refusal(self, index: int) -> BatonError | None:
+        """Returns why a part cannot go on; None: it can."""
+        if self.failures and index in self.failures:
+            return InvalidRequest(self.failures[index])
+        return TooLarge() if index in self.too_large else None
 
     def num_drafts(self, index: int, part: StepPart) -> int:
         """Returns how many drafts of a part were checked."""

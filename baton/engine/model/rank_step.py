@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.engine.core.runner import BlockCopy, StepPart
 
 
-@dataclass(frozen=True, slots=True)
-class RankStep:
+class RankStep(NamedTuple):
     """What every rank computes. `parts` are in packed order; those in `sampling` want the logits of their last known
     token and of their drafts, and of each as many first tokens' as `num_scored` says.
     """

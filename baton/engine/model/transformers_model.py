@@ -86,11 +86,15 @@ class ModelRank:
             raise ModelLoadError(f"cannot load the weights in {model.path}: {in_one_line(error)}") from error
         _require_complete(model.path, type(self.model).__name__, report)
         self.model.to(cache.device).eval()
-        self.cache = cache
+        self.use(cache)
         self._numbers = StepNumbers(cache.device)
         config = self.model.config
         num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._num_sharing: int = config.num_attention_heads // num_kv_heads
+
+    def use(self, cache: KVCache) -> None:
+        """Takes a cache of the same shape on the same device for the one before."""
+        self.cache = cache
 
     @torch.inference_mode()
     def compute(self, step: RankStep, on_layer_done: OnLayerDone, filling: Filling | None = None) -> torch.Tensor:

@@ -84,7 +84,7 @@ class TransformersRunner(LogitsRunner):
             ) from error
         pool_gib = memory.room(engine.memory_share).pool_gib(engine.kv_cache_gib) if not engine.num_blocks else 0.0
         self._make_caches(engine, engine.num_blocks or self._num_blocks_of(pool_gib), devices)
-        self.rank.cache = self.cache
+        self.rank.use(self.cache)
 
     def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> LaunchedStep:
         """See `Runner.launch`. A step of which the host has to see logits is computed."""

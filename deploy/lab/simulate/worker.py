@@ -77,6 +77,9 @@ class CostlyRunner:
         """See `Runner.launch`."""
         return ComputedStep(self.execute(step, on_layer_done))
 
+    def recover(self) -> None:
+        """Frees nothing: there is no device."""
+
     def close(self) -> None:
         """Ends nothing: it has started no process."""
 
