@@ -30,7 +30,14 @@ BUILT = Path(__file__).with_name("built")
 """Where an image has the libraries, made by `python -m baton.engine.native.build`."""
 V3 = frozenset({"avx2", "fma", "bmi2", "f16c"})
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-VARIANTS = {"x86-64-v4+avx512vnni": V4 | {"avx512_vnni"}, "x86-64-v4": V4, "x86-64-v3": V3}
+VNNI = V4 | {"avx512_vnni"}
+AMX = VNNI | {"avx512_bf16", "amx_tile", "amx_bf16"}
+VARIANTS = {
+    "x86-64-v4+avx512vnni+avx512bf16+amx-tile+amx-bf16": AMX,
+    "x86-64-v4+avx512vnni": VNNI,
+    "x86-64-v4": V4,
+    "x86-64-v3": V3,
+}
 """Names of instruction sets, best first, and the flags of a CPU that has one. The compiler knows them by the same
 names: a level, and what is beyond it."""
 COMPILERS = ("gcc", "cc", "clang")

@@ -10,12 +10,13 @@ The step that computes with them is proved before, with the exact ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from baton.engine.native.layout import BLOCK, PANEL
-from baton.engine.native.weights import EmbeddingRows, Form, PackedMatrix, PackedWeights
+from baton.engine.native.weights import EmbeddingRows, Form, PackedLayer, PackedMatrix, PackedWeights
 
 FOUR = 4
 """Inputs that one instruction multiplies and adds."""
@@ -27,27 +28,37 @@ def quantized(exact: PackedWeights, mode: str) -> PackedWeights:
         case "exact":
             return exact
         case "bf16":
-            layers = [
-                replace(layer, matrices={place: _rounded(matrix) for place, matrix in layer.matrices.items()})
-                for layer in exact.layers
-            ]
-            return replace(exact, embedding=_rounded_rows(exact.embedding), head=_rounded(exact.head), layers=layers)
-    layers = [
+            rows, layers = _rounded_rows(exact.embedding), _layers(exact, _of_pairs)
+            return replace(exact, embedding=rows, head=_of_pairs(exact.head), layers=layers)
+    return replace(exact, head=_of_fine_dots(exact.head), layers=_layers(exact, _of_dots))
+
+
+def _layers(exact: PackedWeights, made: Callable[[PackedMatrix], PackedMatrix]) -> list[PackedLayer]:
+    """Returns the layers with other matrices, but for routers."""
+    return [
         replace(
             layer,
-            matrices={
-                place: matrix if place == "router" else _of_dots(matrix) for place, matrix in layer.matrices.items()
-            },
+            matrices={place: matrix if place == "router" else made(matrix) for place, matrix in layer.matrices.items()},
         )
         for layer in exact.layers
     ]
-    return replace(exact, head=_of_fine_dots(exact.head), layers=layers)
 
 
-def _rounded(matrix: PackedMatrix) -> PackedMatrix:
-    if matrix.form is not Form.F32:
-        return matrix
-    return replace(matrix, form=Form.BF16, weights=matrix.weights.bfloat16().view(torch.int16))
+def _of_pairs(matrix: PackedMatrix) -> PackedMatrix:
+    """Returns a matrix for products of bfloat16."""
+    match matrix.form:
+        case Form.Q8_0:
+            return replace(matrix, form=Form.PAIRS_Q8, weights=_together(matrix.weights, 2))
+        case Form.Q4_1:
+            codes = torch.cat([matrix.weights & 15, matrix.weights >> 4], -1).view(-1, matrix.num_inputs, PANEL)
+            lower, upper = _together(codes, 2).flatten(2).chunk(2, -1)
+            return replace(matrix, form=Form.PAIRS_Q4, weights=lower | (upper << 4))
+        case Form.BF16:
+            halves = matrix.weights
+        case _:
+            halves = matrix.weights.bfloat16().view(torch.int16)
+    padded = torch.nn.functional.pad(halves, (0, 0, 0, -matrix.num_inputs % BLOCK))
+    return replace(matrix, form=Form.PAIRS, weights=_together(padded, 2))
 
 
 def _rounded_rows(embedding: EmbeddingRows) -> EmbeddingRows:
@@ -62,8 +73,8 @@ def _of_dots(matrix: PackedMatrix) -> PackedMatrix:
         return matrix
     match matrix.form:
         case Form.Q4_1:
-            codes = torch.cat([matrix.weights & 15, matrix.weights >> 4], -1)
-            lower, upper = _by_fours(codes, matrix.num_inputs).view(-1, 2, BLOCK // 2 * PANEL).unbind(1)
+            codes = torch.cat([matrix.weights & 15, matrix.weights >> 4], -1).view(-1, matrix.num_inputs, PANEL)
+            lower, upper = _together(codes, FOUR).view(-1, 2, BLOCK // 2 * PANEL).unbind(1)
             return replace(matrix, form=Form.DOT_Q4, weights=lower | (upper << 4))
         case Form.Q8_0:
             codes, scale = matrix.weights, matrix.scale
@@ -82,7 +93,7 @@ def _of_fine_dots(matrix: PackedMatrix) -> PackedMatrix:
 
 
 def _unsigned(codes: torch.Tensor, num_inputs: int) -> torch.Tensor:
-    return (_by_fours(codes, num_inputs).short() + 128).to(torch.uint8)
+    return (_together(codes.view(-1, num_inputs, PANEL), FOUR).short() + 128).to(torch.uint8)
 
 
 def _codes(panels: torch.Tensor, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,7 +104,8 @@ def _codes(panels: torch.Tensor, num_inputs: int) -> tuple[torch.Tensor, torch.T
     return codes.to(torch.int8), scale
 
 
-def _by_fours(codes: torch.Tensor, num_inputs: int) -> torch.Tensor:
-    """Returns panels, `[panels, inputs, 32]`, with four neighbouring inputs of an output beside each other."""
-    fours = codes.reshape(-1, num_inputs // FOUR, FOUR, PANEL)
-    return fours.transpose(2, 3).contiguous()
+def _together(panels: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns panels, `[panels, inputs, 32]`, with `count` neighbouring inputs of an output beside each other:
+    `[panels, inputs / count, 32, count]`.
+    """
+    return panels.unflatten(1, (-1, count)).transpose(2, 3).contiguous()

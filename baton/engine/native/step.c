@@ -59,12 +59,15 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 32")
 
 enum { PANEL = 32, GROUP = 16, MAX_TILE_ROWS = 12 };
-enum { F32, BF16, Q8_0, Q4_1, DOT_Q8, DOT_Q4, DOT_FINE, UNPACKED }; /* forms of weights; UNPACKED: F32 in a thread's room */
+/* Forms of weights; UNPACKED: F32 in a thread's room. */
+enum { F32, BF16, Q8_0, Q4_1, DOT_Q8, DOT_Q4, DOT_FINE, PAIRS, PAIRS_Q8, PAIRS_Q4, UNPACKED };
 enum { SILU, GELU_TANH, RELU_SQUARED };                         /* activations */
 enum { QK_PLAIN, QK_BY_HEAD, QK_WHOLE };                        /* norms of queries and keys */
 enum { BY_SQUARES, BY_VARIANCE };                               /* kinds of norms: RMSNorm, LayerNorm */
@@ -170,6 +173,25 @@ INLINE Vector upper_bf16(Vector v) {
 INLINE Vector byte_of(Vector v, int index) {
     return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(_mm512_castps_si512(v), (unsigned)(24 - 8 * index)), 24));
 }
+INLINE Vector twice(Vector v, int upper) { /* each lane of the lower or the upper half two times */
+    const __m512i lower = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    return _mm512_permutexvar_ps(upper ? _mm512_add_epi32(lower, _mm512_set1_epi32(8)) : lower, v);
+}
+#if defined(__AVX512BF16__)
+/* Writes LANES halves, rounded to the nearest, of two equally near to the even one; what is smaller than 2 to the -126 is 0. */
+INLINE void to_bf16(uint16_t *p, Vector v) { _mm256_storeu_si256((void *)p, (__m256i)_mm512_cvtneps_pbh(v)); }
+INLINE void to_bf16_twice(uint16_t *p, Vector a, Vector b) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(b, a)); }
+#else
+INLINE void to_bf16(uint16_t *p, Vector v) {
+    const __m512i bits = _mm512_castps_si512(v), even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i half = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), even), 16);
+    const __mmask16 tiny = _mm512_testn_epi32_mask(bits, _mm512_set1_epi32(0x7f800000)), none = _mm512_cmpneq_ps_mask(v, v);
+    half = _mm512_mask_and_epi32(half, tiny, half, _mm512_set1_epi32(0x8000));
+    half = _mm512_mask_or_epi32(half, none, _mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));
+    _mm256_storeu_si256((void *)p, _mm512_cvtepi32_epi16(half));
+}
+INLINE void to_bf16_twice(uint16_t *p, Vector a, Vector b) { to_bf16(p, a), to_bf16(p + LANES, b); }
+#endif
 INLINE Vector of_halves(const uint8_t *p, int upper) { /* LANES bytes, the lower or the upper half of each */
     const __m512 values = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); /* chosen by four bits */
     __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p));
@@ -247,6 +269,22 @@ INLINE Vector upper_bf16(Vector v) {
 INLINE Vector byte_of(Vector v, int index) {
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(_mm256_castps_si256(v), 24 - 8 * index), 24));
 }
+INLINE Vector twice(Vector v, int upper) {
+    const __m256i lower = _mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0);
+    return _mm256_permutevar8x32_ps(v, upper ? _mm256_add_epi32(lower, _mm256_set1_epi32(4)) : lower);
+}
+INLINE void to_bf16(uint16_t *p, Vector v) {
+    const __m256i bits = _mm256_castps_si256(v), even = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i half = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), even), 16);
+    const __m256i exponent = _mm256_and_si256(bits, _mm256_set1_epi32(0x7f800000));
+    const __m256i sign = _mm256_and_si256(half, _mm256_set1_epi32(0x8000));
+    const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
+    half = _mm256_blendv_epi8(half, sign, _mm256_cmpeq_epi32(exponent, _mm256_setzero_si256()));
+    half = _mm256_blendv_epi8(half, quiet, _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q)));
+    half = _mm256_permute4x64_epi64(_mm256_packus_epi32(half, half), 0x08);
+    _mm_storeu_si128((void *)p, _mm256_castsi256_si128(half));
+}
+INLINE void to_bf16_twice(uint16_t *p, Vector a, Vector b) { to_bf16(p, a), to_bf16(p + LANES, b); }
 INLINE Vector of_halves(const uint8_t *p, int upper) {
     __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p));
     return _mm256_cvtepi32_ps(upper ? _mm256_srli_epi32(bytes, 4) : _mm256_and_si256(bytes, _mm256_set1_epi32(15)));
@@ -386,6 +424,8 @@ struct Step {
     float *gathered, *routing;                                     /* the same, of a model with experts */
     int8_t *bytes;                                                 /* [tiles][inputs of the product / 32][DOT_ROWS][planes][32] */
     Bytes *of_bytes;                                               /* [tiles][inputs / 32][DOT_ROWS] */
+    void *halves;                                                  /* [tiles][inputs / 32][PAIR_ROWS][32], see products of pairs */
+    int has_tiles;                                                 /* whether the CPU multiplies them by tiles */
     float **keys, **panels;                                        /* [threads]: room of its own */
     int32_t *sequence, *position, *picked;                         /* [max_tokens] */
     Span *spans;
@@ -696,24 +736,195 @@ static void multiply_bytes(const Step *step, int first, int last, int row, int r
         }
 }
 
+/* ---- products of pairs ---------------------------------------------------------------------------------------------------
+
+   Weights and inputs are upper halves of floats. What follows is one instruction of a CPU that has tiles (TDPBF16PS), and
+   its like for those that have none: floats as small as these are 0 in both, which a thread says in MXCSR. */
+
+enum { PAIR_ROWS = 16, PAIR_WEIGHTS = 32 * PANEL }; /* rows of a tile; weights of 32 inputs of a panel */
+static int is_pairs(const Matrix *m) { return m->form == PAIRS || m->form == PAIRS_Q8 || m->form == PAIRS_Q4; }
+static int pair_blocks(const Matrix *m) { return (m->inputs + 31) / 32; }
+
+/* Makes of a panel's codes the pairs that they stand for. */
+INLINE void pairs_as(int form, const Matrix *m, int panel, uint16_t *into) {
+    const int blocks = m->inputs / 32;
+    for (int64_t block = (int64_t)panel * blocks, end = block + blocks; block < end; block++) {
+        Vector scale[2 * PARTS], least[2 * PARTS];
+        UNROLL for (int v = 0; v < 2 * PARTS; v++) {
+            scale[v] = twice(of_float16(m->scale + block * PANEL + v / 2 * LANES), v % 2);
+            if (form == PAIRS_Q4) least[v] = twice(of_float16(m->least + block * PANEL + v / 2 * LANES), v % 2);
+        }
+        for (int pair = 0; pair < 16; pair++, into += 2 * PANEL) {
+            Vector weight[2 * PARTS];
+            UNROLL for (int v = 0; v < 2 * PARTS; v++) {
+                const int64_t at = (block * 16 + pair) * PANEL;
+                if (form == PAIRS_Q8) weight[v] = multiplied(scale[v], of_bytes((const int8_t *)m->weights + 2 * at + v * LANES));
+                else {
+                    const Vector code = of_halves((const uint8_t *)m->weights + at + v % PARTS * LANES, v >= PARTS);
+                    weight[v] = multiply_add(scale[v], code, least[v]);
+                }
+            }
+            UNROLL for (int v = 0; v < 2 * PARTS; v += 2) to_bf16_twice(into + v * LANES, weight[v], weight[v + 1]);
+        }
+    }
+}
+
+static void make_pairs(const Matrix *m, int panel, uint16_t *into) {
+    if (m->form == PAIRS_Q8) pairs_as(PAIRS_Q8, m, panel, into);
+    else pairs_as(PAIRS_Q4, m, panel, into);
+}
+
+/* Rounds 32 inputs, of which `there` are there. */
+static void halve(const Step *step, const float *x, int there, int64_t at) {
+    float all[32] = {0.0f};
+    uint16_t own[32], *halves = step->has_tiles ? (uint16_t *)step->halves + at : own;
+    if (there < 32) x = memcpy(all, x, sizeof(float) * (size_t)there);
+    UNROLL for (int i = 0; i < 32; i += LANES) to_bf16(halves + i, load(x + i));
+    if (!step->has_tiles)
+        UNROLL for (int i = 0; i < 32; i += LANES) store((float *)step->halves + at + i, of_bf16(own + i));
+}
+
+/* A tile of floats by vector `part` of a panel's outputs, as the CPU's tiles are multiplied. */
+INLINE void pair_tile(int rows, int part, const float *x, const uint16_t *weights, int blocks, float *sums) {
+    UNROLL for (int r = 0; r < rows; r++) store(sums + r * PANEL + part * LANES, splat(0.0f));
+    for (int block = 0; block < blocks; block++, x += PAIR_ROWS * 32, weights += PAIR_WEIGHTS) {
+        Vector even[PAIR_ROWS / 2], odd[PAIR_ROWS / 2];
+        UNROLL for (int r = 0; r < rows; r++) even[r] = odd[r] = splat(0.0f);
+        for (int k = 0; k < 32; k += 2) {
+            const Vector both = load((const float *)(weights + k * PANEL) + part * LANES);
+            const Vector first = lower_bf16(both), second = upper_bf16(both);
+            UNROLL for (int r = 0; r < rows; r++) {
+                even[r] = multiply_add(splat(x[r * 32 + k]), first, even[r]);
+                odd[r] = multiply_add(splat(x[r * 32 + k + 1]), second, odd[r]);
+            }
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            float *sum = sums + r * PANEL + part * LANES;
+            store(sum, added(load(sum), added(even[r], odd[r])));
+        }
+    }
+}
+
+INLINE void pair_tiles(int rows, const float *x, const uint16_t *weights, int blocks, float *sums) {
+    UNROLL for (int part = 0; part < PARTS; part++) pair_tile(rows, part, x, weights, blocks, sums);
+}
+
+/* Up to 16 rows by a panel. */
+static void pair_rows(int rows, const float *x, const uint16_t *weights, int blocks, float *sums) {
+    for (; rows >= LANES / 2; rows -= LANES / 2, x += LANES / 2 * 32, sums += LANES / 2 * PANEL)
+        pair_tiles(LANES / 2, x, weights, blocks, sums);
+    for (; rows >= 2; rows -= 2, x += 2 * 32, sums += 2 * PANEL) pair_tiles(2, x, weights, blocks, sums);
+    if (rows) pair_tiles(1, x, weights, blocks, sums);
+}
+
+#if defined(__AMX_BF16__)
+typedef struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } TileShapes;
+
+static void take_tiles(void) { /* eight tiles of 16 rows of 64 bytes */
+    TileShapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) shapes.bytes[i] = 64, shapes.rows[i] = PAIR_ROWS;
+    _tile_loadconfig(&shapes);
+}
+static void give_tiles(void) { _tile_release(); }
+
+/* 16 rows by a panel, or 32. */
+INLINE void multiply_tiles(int both, const uint16_t *x, const uint16_t *weights, int blocks, float *sums) {
+    const uint16_t *below = x + (int64_t)blocks * PAIR_ROWS * 32;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int block = 0; block < blocks; block++, x += PAIR_ROWS * 32, below += PAIR_ROWS * 32, weights += PAIR_WEIGHTS) {
+        _tile_loadd(4, x, 64);
+        _tile_loadd(6, weights, 4 * PANEL);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, weights + PANEL, 4 * PANEL);
+        _tile_dpbf16ps(1, 4, 7);
+        if (!both) continue;
+        _tile_loadd(5, below, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums, 4 * PANEL);
+    _tile_stored(1, sums + PANEL / 2, 4 * PANEL);
+    if (!both) return;
+    _tile_stored(2, sums + PAIR_ROWS * PANEL, 4 * PANEL);
+    _tile_stored(3, sums + PAIR_ROWS * PANEL + PANEL / 2, 4 * PANEL);
+}
+
+/* Asks the system whether this process may use tiles. It says no where it knows none, or a thread's stack for signals is
+   too small for them. */
+static int may_use_tiles(void) {
+    enum { REQUEST = 0x1023, TILE_DATA = 18 };
+    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+#else
+static void take_tiles(void) {}
+static void give_tiles(void) {}
+static void multiply_tiles(int both, const uint16_t *x, const uint16_t *weights, int blocks, float *sums) {
+    (void)both, (void)x, (void)weights, (void)blocks, (void)sums;
+}
+static int may_use_tiles(void) { return 0; }
+#endif
+
+/* Panels [first, last) for rows of the product, of which the first one begins a tile. */
+static __attribute__((noinline)) void multiply_pairs(const Step *step, int first, int last, int row, int rows, uint16_t *room) {
+    const Matrix *m = step->product.matrix;
+    const int blocks = pair_blocks(m);
+    _Alignas(64) float sums[2 * PAIR_ROWS * PANEL];
+    for (int panel = first; panel < last; panel++) {
+        const uint16_t *weights = m->form == PAIRS ? (const uint16_t *)m->weights + (int64_t)panel * blocks * PAIR_WEIGHTS : room;
+        if (m->form != PAIRS) make_pairs(m, panel, room);
+        for (int r = row; r < row + rows; r += 2 * PAIR_ROWS) {
+            const int some = row + rows - r < 2 * PAIR_ROWS ? row + rows - r : 2 * PAIR_ROWS;
+            const int64_t at = (int64_t)r * blocks * 32;
+            if (!step->has_tiles) {
+                const float *x = (const float *)step->halves + at;
+                pair_rows(some < PAIR_ROWS ? some : PAIR_ROWS, x, weights, blocks, sums);
+                if (some > PAIR_ROWS)
+                    pair_rows(some - PAIR_ROWS, x + PAIR_ROWS * 32 * blocks, weights, blocks, sums + PAIR_ROWS * PANEL);
+            } else if (some > PAIR_ROWS) multiply_tiles(1, (const uint16_t *)step->halves + at, weights, blocks, sums);
+            else multiply_tiles(0, (const uint16_t *)step->halves + at, weights, blocks, sums);
+            put(step, r, some, panel, 1, sums);
+        }
+    }
+}
+
+enum { FLUSHES = 0x8040 }; /* of MXCSR: a float below 2 to the -126 is 0, as an input and as a result */
+
+/* The same, as tiles are multiplied. */
+static void multiply_flushed(const Step *step, int first, int last, int row, int rows, uint16_t *room) {
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | FLUSHES);
+    if (step->has_tiles) take_tiles();
+    multiply_pairs(step, first, last, row, rows, room);
+    if (step->has_tiles) give_tiles();
+    _mm_setcsr(before);
+}
+
 /* ---- a product's jobs ----------------------------------------------------------------------------------------------------- */
 
 /* A job's panels stay in the second cache, and each tile of rows is read once for all of them: so a job has many rows. */
-enum { PANELS_A_JOB = 4, ROWS_A_BLOCK = 43 * MAX_TILE_ROWS };
+enum { PANELS_A_JOB = 4, ROWS_A_BLOCK = 43 * MAX_TILE_ROWS, ROWS_OF_PAIRS = 512 };
+static int rows_a_block(const Matrix *m) { return is_pairs(m) ? ROWS_OF_PAIRS : ROWS_A_BLOCK; }
 static int product_jobs(const Matrix *m, int rows) {
-    return (m->panels + PANELS_A_JOB - 1) / PANELS_A_JOB * ((rows + ROWS_A_BLOCK - 1) / ROWS_A_BLOCK);
+    return (m->panels + PANELS_A_JOB - 1) / PANELS_A_JOB * ((rows + rows_a_block(m) - 1) / rows_a_block(m));
 }
 
 /* A job of a product: four panels of outputs for a block of rows. */
 static void multiply_job(Step *step, int job, int thread) {
     const Matrix *m = step->product.matrix;
-    const int groups = (m->panels + PANELS_A_JOB - 1) / PANELS_A_JOB, block = ROWS_A_BLOCK;
+    const int groups = (m->panels + PANELS_A_JOB - 1) / PANELS_A_JOB, block = rows_a_block(m);
     const int first = job % groups * PANELS_A_JOB, row = job / groups * block;
     const int last = first + PANELS_A_JOB < m->panels ? first + PANELS_A_JOB : m->panels;
     const int rows = step->product.rows - row < block ? step->product.rows - row : block;
     const float *x = step->product.x + (int64_t)row * step->product.ldx;
     if (is_dot(m)) {
         multiply_bytes(step, first, last, row, rows);
+        return;
+    }
+    if (is_pairs(m)) {
+        multiply_flushed(step, first, last, row, rows, (uint16_t *)step->panels[thread]);
         return;
     }
     float sums[MAX_TILE_ROWS * 4 * PANEL];
@@ -766,9 +977,20 @@ static void quantize_job(Step *step, int job, int thread) {
     }
 }
 
+static void halve_job(Step *step, int job, int thread) {
+    (void)thread;
+    const int inputs = step->product.matrix->inputs, blocks = pair_blocks(step->product.matrix);
+    for (int r = job * ROWS_A_JOB; r < last_row(job, step->product.rows); r++) {
+        const float *x = step->product.x + (int64_t)r * step->product.ldx;
+        int64_t at = ((int64_t)(r / PAIR_ROWS) * blocks * PAIR_ROWS + r % PAIR_ROWS) * 32;
+        for (int i = 0; i < inputs; i += 32, at += PAIR_ROWS * 32) halve(step, x + i, inputs - i, at);
+    }
+}
+
 /* Computes the product that `step->product` describes. */
 static void run_product(Step *step) {
     if (is_dot(step->product.matrix)) run(step, row_jobs(step->product.rows), quantize_job);
+    if (is_pairs(step->product.matrix)) run(step, row_jobs(step->product.rows), halve_job);
     run(step, product_jobs(step->product.matrix, step->product.rows), multiply_job);
 }
 
@@ -1481,7 +1703,7 @@ void baton_close(Step *step) {
     free(step->keys), free(step->panels), free(step->pool.helpers), free(step->spans);
     free(step->x), free(step->normed), free(step->qkv), free(step->attended), free(step->gate_up), free(step->active);
     free(step->delta), free(step->sequence), free(step->position);
-    free(step->gathered), free(step->routing), free(step->picked), free(step->bytes), free(step->of_bytes), free(step);
+    free(step->gathered), free(step->routing), free(step->picked), free(step->bytes), free(step->of_bytes), free(step->halves), free(step);
 }
 
 static int larger_of(int a, int b) { return a > b ? a : b; }
@@ -1526,6 +1748,9 @@ Step *baton_open(const Model *model) {
     const int64_t in_tiles = (tokens + DOT_ROWS - 1) / DOT_ROWS * DOT_ROWS;
     step->bytes = room(in_tiles * most.input, planes_of(DOT_FINE));
     step->of_bytes = room(in_tiles * (most.input / 32), sizeof(Bytes));
+    const int64_t of_pairs = (tokens + PAIR_ROWS - 1) / PAIR_ROWS * PAIR_ROWS;
+    step->halves = room(of_pairs * ((most.input + 31) / 32 * 32), sizeof(float));
+    step->has_tiles = may_use_tiles();
     step->sequence = room(tokens, sizeof(int32_t));
     step->position = room(tokens, sizeof(int32_t));
     step->spans = room(tokens, sizeof(Span));

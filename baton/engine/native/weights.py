@@ -27,6 +27,9 @@ class Form(IntEnum):
     DOT_Q8 = 4
     DOT_Q4 = 5
     DOT_FINE = 6
+    PAIRS = 7
+    PAIRS_Q8 = 8
+    PAIRS_Q4 = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
