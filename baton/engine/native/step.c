@@ -336,6 +336,16 @@ INLINE Vector exponential(Vector x) {
     return times_power(multiply_add(p, multiplied(r, r), added(r, splat(1.0f))), power);
 }
 
+INLINE Vector activated(int activation, Vector x) {
+    Vector power = subtracted(splat(0.0f), x);
+    if (activation == RELU_SQUARED) return multiplied(larger(x, splat(0.0f)), larger(x, splat(0.0f)));
+    if (activation == GELU_TANH) { /* x (1 + tanh u) / 2 = x / (1 + e to the -2u) */
+        Vector cube = multiplied(multiplied(multiplied(splat(0.044715f), x), x), x);
+        power = multiplied(splat(-2.0f), multiplied(splat(0.7978845608028654f), added(x, cube)));
+    }
+    return divided(x, added(splat(1.0f), exponential(smaller(power, splat(88.0f)))));
+}
+
 /* ---- threads -------------------------------------------------------------------------------------------------------
 
    A phase of a step is a number of jobs. Who has time claims the next one: the thread that calls, and the helpers. A
@@ -424,7 +434,7 @@ struct Step {
     float *gathered, *routing;                                     /* the same, of a model with experts */
     int8_t *bytes;                                                 /* [tiles][inputs of the product / 32][DOT_ROWS][planes][32] */
     Bytes *of_bytes;                                               /* [tiles][inputs / 32][DOT_ROWS] */
-    void *halves;                                                  /* [tiles][inputs / 32][PAIR_ROWS][32], see products of pairs */
+    void *halves, *active_halves;                                  /* [tiles][inputs / 32][PAIR_ROWS][32], see products of pairs */
     int has_tiles;                                                 /* whether the CPU multiplies them by tiles */
     float **keys, **panels;                                        /* [threads]: room of its own */
     int32_t *sequence, *position, *picked;                         /* [max_tokens] */
@@ -432,7 +442,7 @@ struct Step {
     int num_spans, qkv_width;
     const Batch *batch; /* from here on: what a phase is about */
     int layer;
-    struct { const Matrix *matrix; const float *x; float *y; int rows, ldx, ldy, adds; float scale; } product;
+    struct { const Matrix *matrix; const float *x; const void *halves; float *y; int rows, ldx, ldy, adds, activates; float scale; } product;
     struct { const float *x, *weight; float *y; const int32_t *row; int rows, adds; } norm;
     struct { int rows, width, inner; } active_rows;
     struct { const float *x; int expert, rows; } mix;
@@ -745,43 +755,49 @@ enum { PAIR_ROWS = 16, PAIR_WEIGHTS = 32 * PANEL }; /* rows of a tile; weights o
 static int is_pairs(const Matrix *m) { return m->form == PAIRS || m->form == PAIRS_Q8 || m->form == PAIRS_Q4; }
 static int pair_blocks(const Matrix *m) { return (m->inputs + 31) / 32; }
 
-/* Makes of a panel's codes the pairs that they stand for. */
-INLINE void pairs_as(int form, const Matrix *m, int panel, uint16_t *into) {
-    const int blocks = m->inputs / 32;
-    for (int64_t block = (int64_t)panel * blocks, end = block + blocks; block < end; block++) {
-        Vector scale[2 * PARTS], least[2 * PARTS];
-        UNROLL for (int v = 0; v < 2 * PARTS; v++) {
-            scale[v] = twice(of_float16(m->scale + block * PANEL + v / 2 * LANES), v % 2);
-            if (form == PAIRS_Q4) least[v] = twice(of_float16(m->least + block * PANEL + v / 2 * LANES), v % 2);
-        }
-        for (int pair = 0; pair < 16; pair++, into += 2 * PANEL) {
-            Vector weight[2 * PARTS];
-            UNROLL for (int v = 0; v < 2 * PARTS; v++) {
-                const int64_t at = (block * 16 + pair) * PANEL;
-                if (form == PAIRS_Q8) weight[v] = multiplied(scale[v], of_bytes((const int8_t *)m->weights + 2 * at + v * LANES));
-                else {
-                    const Vector code = of_halves((const uint8_t *)m->weights + at + v % PARTS * LANES, v >= PARTS);
-                    weight[v] = multiply_add(scale[v], code, least[v]);
-                }
-            }
-            UNROLL for (int v = 0; v < 2 * PARTS; v += 2) to_bf16_twice(into + v * LANES, weight[v], weight[v + 1]);
-        }
+/* Returns 32 inputs of a panel as pairs: their place among the weights, or codes made to pairs in a room. */
+INLINE const uint16_t *pairs_at(int form, const Matrix *m, int64_t block, uint16_t *into) {
+    const char *weights = (const char *)m->weights;
+    const int bytes = form == PAIRS ? 2048 : form == PAIRS_Q8 ? 1024 : 512, ahead = form == PAIRS ? 2 : m->inputs / 32;
+    if (form != UNPACKED)
+        UNROLL for (int i = 0; i < bytes; i += 64) _mm_prefetch(weights + (block + ahead) * bytes + i, _MM_HINT_T1);
+    if (form == PAIRS || form == UNPACKED) return (const uint16_t *)weights + block * PAIR_WEIGHTS;
+    const uint8_t *codes = (const uint8_t *)weights + block * bytes;
+    Vector scale[2 * PARTS], least[2 * PARTS];
+    UNROLL for (int v = 0; v < 2 * PARTS; v++) {
+        scale[v] = twice(of_float16(m->scale + block * PANEL + v / 2 * LANES), v % 2);
+        if (form == PAIRS_Q4) least[v] = twice(of_float16(m->least + block * PANEL + v / 2 * LANES), v % 2);
     }
+    for (int pair = 0; pair < 16; pair++, codes += bytes / 16) {
+        Vector weight[2 * PARTS];
+        UNROLL for (int v = 0; v < 2 * PARTS; v++) {
+            if (form == PAIRS_Q8) weight[v] = multiplied(scale[v], of_bytes((const int8_t *)codes + v * LANES));
+            else weight[v] = multiply_add(scale[v], of_halves(codes + v % PARTS * LANES, v >= PARTS), least[v]);
+        }
+        UNROLL for (int v = 0; v < 2 * PARTS; v += 2)
+            to_bf16_twice(into + pair * 2 * PANEL + v * LANES, weight[v], weight[v + 1]);
+    }
+    return into;
 }
 
+INLINE void make_pairs_of(int form, const Matrix *m, int panel, uint16_t *into) {
+    for (int blocks = m->inputs / 32, block = 0; block < blocks; block++)
+        pairs_at(form, m, (int64_t)panel * blocks + block, into + block * PAIR_WEIGHTS);
+}
+
+/* Makes of a panel's codes the pairs that they stand for. */
 static void make_pairs(const Matrix *m, int panel, uint16_t *into) {
-    if (m->form == PAIRS_Q8) pairs_as(PAIRS_Q8, m, panel, into);
-    else pairs_as(PAIRS_Q4, m, panel, into);
+    if (m->form == PAIRS_Q8) make_pairs_of(PAIRS_Q8, m, panel, into);
+    else make_pairs_of(PAIRS_Q4, m, panel, into);
 }
 
-/* Rounds 32 inputs, of which `there` are there. */
-static void halve(const Step *step, const float *x, int there, int64_t at) {
-    float all[32] = {0.0f};
-    uint16_t own[32], *halves = step->has_tiles ? (uint16_t *)step->halves + at : own;
-    if (there < 32) x = memcpy(all, x, sizeof(float) * (size_t)there);
-    UNROLL for (int i = 0; i < 32; i += LANES) to_bf16(halves + i, load(x + i));
-    if (!step->has_tiles)
-        UNROLL for (int i = 0; i < 32; i += LANES) store((float *)step->halves + at + i, of_bf16(own + i));
+/* Rounds 32 inputs of a row. `block` is the place of 32 inputs of a tile. */
+static void halve(const Step *step, const float *x, void *halves, int64_t block, int row) {
+    uint16_t own[32];
+    const int64_t at = (block * PAIR_ROWS + row % PAIR_ROWS) * 32;
+    uint16_t *into = step->has_tiles ? (uint16_t *)halves + at : own;
+    UNROLL for (int i = 0; i < 32; i += LANES) to_bf16(into + i, load(x + i));
+    if (!step->has_tiles) UNROLL for (int i = 0; i < 32; i += LANES) store((float *)halves + at + i, of_bf16(own + i));
 }
 
 /* A tile of floats by vector `part` of a panel's outputs, as the CPU's tiles are multiplied. */
@@ -827,21 +843,26 @@ static void take_tiles(void) { /* eight tiles of 16 rows of 64 bytes */
 }
 static void give_tiles(void) { _tile_release(); }
 
-/* 16 rows by a panel, or 32. */
-INLINE void multiply_tiles(int both, const uint16_t *x, const uint16_t *weights, int blocks, float *sums) {
-    const uint16_t *below = x + (int64_t)blocks * PAIR_ROWS * 32;
+/* 16 rows by a panel, or 32. Codes are made to pairs a block before they are multiplied, so that both go on at a time. */
+INLINE void multiply_tiles(int form, int both, const Matrix *m, int panel, const uint16_t *x, float *sums) {
+    _Alignas(64) uint16_t room[2][PAIR_WEIGHTS];
+    const int blocks = pair_blocks(m);
+    const int64_t first = (int64_t)panel * blocks;
+    const uint16_t *below = x + (int64_t)blocks * PAIR_ROWS * 32, *weights, *next = pairs_at(form, m, first, room[0]);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int block = 0; block < blocks; block++, x += PAIR_ROWS * 32, below += PAIR_ROWS * 32, weights += PAIR_WEIGHTS) {
+    for (int block = 0; block < blocks; block++, x += PAIR_ROWS * 32, below += PAIR_ROWS * 32) {
+        weights = next;
+        if (block + 1 < blocks) next = pairs_at(form, m, first + block + 1, room[(block + 1) % 2]);
         _tile_loadd(4, x, 64);
         _tile_loadd(6, weights, 4 * PANEL);
-        _tile_dpbf16ps(0, 4, 6);
+        if (both) _tile_loadd(5, below, 64);
         _tile_loadd(7, weights + PANEL, 4 * PANEL);
+        _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (!both) continue;
-        _tile_loadd(5, below, 64);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
@@ -850,6 +871,15 @@ INLINE void multiply_tiles(int both, const uint16_t *x, const uint16_t *weights,
     if (!both) return;
     _tile_stored(2, sums + PAIR_ROWS * PANEL, 4 * PANEL);
     _tile_stored(3, sums + PAIR_ROWS * PANEL + PANEL / 2, 4 * PANEL);
+}
+
+static void multiply_tiles_of(int form, int both, const Matrix *m, int panel, const uint16_t *x, float *sums) {
+    switch (form) {
+    case PAIRS: both ? multiply_tiles(PAIRS, 1, m, panel, x, sums) : multiply_tiles(PAIRS, 0, m, panel, x, sums); return;
+    case PAIRS_Q8: both ? multiply_tiles(PAIRS_Q8, 1, m, panel, x, sums) : multiply_tiles(PAIRS_Q8, 0, m, panel, x, sums); return;
+    case PAIRS_Q4: both ? multiply_tiles(PAIRS_Q4, 1, m, panel, x, sums) : multiply_tiles(PAIRS_Q4, 0, m, panel, x, sums); return;
+    default: both ? multiply_tiles(UNPACKED, 1, m, panel, x, sums) : multiply_tiles(UNPACKED, 0, m, panel, x, sums); return;
+    }
 }
 
 /* Asks the system whether this process may use tiles. It says no where it knows none, or a thread's stack for signals is
@@ -861,31 +891,65 @@ static int may_use_tiles(void) {
 #else
 static void take_tiles(void) {}
 static void give_tiles(void) {}
-static void multiply_tiles(int both, const uint16_t *x, const uint16_t *weights, int blocks, float *sums) {
-    (void)both, (void)x, (void)weights, (void)blocks, (void)sums;
+static void multiply_tiles_of(int form, int both, const Matrix *m, int panel, const uint16_t *x, float *sums) {
+    (void)form, (void)both, (void)m, (void)panel, (void)x, (void)sums;
 }
 static int may_use_tiles(void) { return 0; }
 #endif
 
-/* Panels [first, last) for rows of the product, of which the first one begins a tile. */
+/* Up to 32 rows by a panel. */
+static void multiply_both(const Step *step, const Matrix *m, int panel, int row, int rows, float *sums) {
+    const int blocks = pair_blocks(m);
+    const int64_t at = (int64_t)row * blocks * 32;
+    if (step->has_tiles) {
+        multiply_tiles_of(m->form, rows > PAIR_ROWS, m, panel, (const uint16_t *)step->product.halves + at, sums);
+        return;
+    }
+    const uint16_t *weights = (const uint16_t *)m->weights + (int64_t)panel * blocks * PAIR_WEIGHTS;
+    const float *x = (const float *)step->product.halves + at;
+    pair_rows(rows < PAIR_ROWS ? rows : PAIR_ROWS, x, weights, blocks, sums);
+    if (rows > PAIR_ROWS)
+        pair_rows(rows - PAIR_ROWS, x + (int64_t)PAIR_ROWS * 32 * blocks, weights, blocks, sums + PAIR_ROWS * PANEL);
+}
+
+/* Puts what a panel of gates lets through among the next product's inputs. */
+static void put_active(const Step *step, int row, int rows, int panel, const float *gate, const float *up) {
+    const Matrix *m = step->product.matrix;
+    const Model *model = step->model;
+    const int panels = model->gated ? m->panels / 2 : m->panels;
+    for (int r = row; r < row + rows; r++, gate += PANEL, up += PANEL) {
+        _Alignas(64) float active[PANEL];
+        for (int i = 0; i < PANEL; i += LANES) {
+            Vector value = load(gate + i), through = load(up + i);
+            if (m->bias) value = added(value, load(m->bias + panel * PANEL + i));
+            if (m->bias && model->gated) through = added(through, load(m->bias + (panels + panel) * PANEL + i));
+            value = activated(model->activation, value);
+            store(active + i, model->gated ? multiplied(value, through) : value);
+        }
+        halve(step, active, step->active_halves, (int64_t)(r / PAIR_ROWS) * panels + panel, r);
+    }
+}
+
+/* Panels [first, last) for rows of the product, of which the first one begins a tile; of gates, with what they let through. */
 static __attribute__((noinline)) void multiply_pairs(const Step *step, int first, int last, int row, int rows, uint16_t *room) {
     const Matrix *m = step->product.matrix;
-    const int blocks = pair_blocks(m);
-    _Alignas(64) float sums[2 * PAIR_ROWS * PANEL];
+    const int parts = step->product.activates && step->model->gated ? 2 : 1, is_many = rows > 2 * PAIR_ROWS;
+    const int makes = m->form != PAIRS && (is_many || !step->has_tiles); /* weights that are used often */
+    _Alignas(64) float sums[2][2 * PAIR_ROWS * PANEL];
     for (int panel = first; panel < last; panel++) {
-        const uint16_t *weights = m->form == PAIRS ? (const uint16_t *)m->weights + (int64_t)panel * blocks * PAIR_WEIGHTS : room;
-        if (m->form != PAIRS) make_pairs(m, panel, room);
+        Matrix of[2];
+        int at[2];
+        for (int i = 0; i < parts; i++) {
+            uint16_t *made = room + (int64_t)i * m->inputs * PANEL;
+            of[i] = *m, at[i] = panel + i * m->panels / 2;
+            if (makes) make_pairs(m, at[i], made), of[i].weights = made, at[i] = 0;
+            if (makes || is_many) of[i].form = UNPACKED;
+        }
         for (int r = row; r < row + rows; r += 2 * PAIR_ROWS) {
             const int some = row + rows - r < 2 * PAIR_ROWS ? row + rows - r : 2 * PAIR_ROWS;
-            const int64_t at = (int64_t)r * blocks * 32;
-            if (!step->has_tiles) {
-                const float *x = (const float *)step->halves + at;
-                pair_rows(some < PAIR_ROWS ? some : PAIR_ROWS, x, weights, blocks, sums);
-                if (some > PAIR_ROWS)
-                    pair_rows(some - PAIR_ROWS, x + PAIR_ROWS * 32 * blocks, weights, blocks, sums + PAIR_ROWS * PANEL);
-            } else if (some > PAIR_ROWS) multiply_tiles(1, (const uint16_t *)step->halves + at, weights, blocks, sums);
-            else multiply_tiles(0, (const uint16_t *)step->halves + at, weights, blocks, sums);
-            put(step, r, some, panel, 1, sums);
+            for (int i = 0; i < parts; i++) multiply_both(step, &of[i], at[i], r, some, sums[i]);
+            if (step->product.activates) put_active(step, r, some, panel, sums[0], sums[parts - 1]);
+            else put(step, r, some, panel, 1, sums[0]);
         }
     }
 }
@@ -907,16 +971,22 @@ static void multiply_flushed(const Step *step, int first, int last, int row, int
 /* A job's panels stay in the second cache, and each tile of rows is read once for all of them: so a job has many rows. */
 enum { PANELS_A_JOB = 4, ROWS_A_BLOCK = 43 * MAX_TILE_ROWS, ROWS_OF_PAIRS = 512 };
 static int rows_a_block(const Matrix *m) { return is_pairs(m) ? ROWS_OF_PAIRS : ROWS_A_BLOCK; }
-static int product_jobs(const Matrix *m, int rows) {
-    return (m->panels + PANELS_A_JOB - 1) / PANELS_A_JOB * ((rows + rows_a_block(m) - 1) / rows_a_block(m));
+/* Panels of which one alone is to be computed: of gates, the next half goes with the first one. */
+static int panels_of(const Step *step) {
+    const Matrix *m = step->product.matrix;
+    return step->product.activates && step->model->gated ? m->panels / 2 : m->panels;
+}
+static int product_jobs(const Step *step) {
+    const int block = rows_a_block(step->product.matrix);
+    return (panels_of(step) + PANELS_A_JOB - 1) / PANELS_A_JOB * ((step->product.rows + block - 1) / block);
 }
 
 /* A job of a product: four panels of outputs for a block of rows. */
 static void multiply_job(Step *step, int job, int thread) {
     const Matrix *m = step->product.matrix;
-    const int groups = (m->panels + PANELS_A_JOB - 1) / PANELS_A_JOB, block = rows_a_block(m);
+    const int panels = panels_of(step), groups = (panels + PANELS_A_JOB - 1) / PANELS_A_JOB, block = rows_a_block(m);
     const int first = job % groups * PANELS_A_JOB, row = job / groups * block;
-    const int last = first + PANELS_A_JOB < m->panels ? first + PANELS_A_JOB : m->panels;
+    const int last = first + PANELS_A_JOB < panels ? first + PANELS_A_JOB : panels;
     const int rows = step->product.rows - row < block ? step->product.rows - row : block;
     const float *x = step->product.x + (int64_t)row * step->product.ldx;
     if (is_dot(m)) {
@@ -980,23 +1050,28 @@ static void quantize_job(Step *step, int job, int thread) {
 static void halve_job(Step *step, int job, int thread) {
     (void)thread;
     const int inputs = step->product.matrix->inputs, blocks = pair_blocks(step->product.matrix);
-    for (int r = job * ROWS_A_JOB; r < last_row(job, step->product.rows); r++) {
-        const float *x = step->product.x + (int64_t)r * step->product.ldx;
-        int64_t at = ((int64_t)(r / PAIR_ROWS) * blocks * PAIR_ROWS + r % PAIR_ROWS) * 32;
-        for (int i = 0; i < inputs; i += 32, at += PAIR_ROWS * 32) halve(step, x + i, inputs - i, at);
-    }
+    for (int r = job * ROWS_A_JOB; r < last_row(job, step->product.rows); r++)
+        for (int block = 0; block < blocks; block++) {
+            const float *x = step->product.x + (int64_t)r * step->product.ldx + block * 32;
+            float last[32] = {0.0f};
+            if (inputs < (block + 1) * 32) x = memcpy(last, x, sizeof(float) * (size_t)(inputs - block * 32));
+            halve(step, x, step->halves, (int64_t)(r / PAIR_ROWS) * blocks + block, r);
+        }
 }
 
 /* Computes the product that `step->product` describes. */
 static void run_product(Step *step) {
-    if (is_dot(step->product.matrix)) run(step, row_jobs(step->product.rows), quantize_job);
-    if (is_pairs(step->product.matrix)) run(step, row_jobs(step->product.rows), halve_job);
-    run(step, product_jobs(step->product.matrix, step->product.rows), multiply_job);
+    const int rows = step->product.rows;
+    step->product.halves = step->product.x ? step->halves : step->active_halves;
+    if (is_dot(step->product.matrix)) run(step, row_jobs(rows), quantize_job);
+    if (is_pairs(step->product.matrix) && step->product.x) run(step, row_jobs(rows), halve_job);
+    run(step, product_jobs(step), multiply_job);
 }
 
+/* No `x`: what was activated before. */
 static void multiply(Step *step, const Matrix *m, const float *x, int ldx, int rows, float *y, int ldy) {
     step->product.matrix = m, step->product.x = x, step->product.ldx = ldx, step->product.rows = rows;
-    step->product.y = y, step->product.ldy = ldy, step->product.adds = 0;
+    step->product.y = y, step->product.ldy = ldy, step->product.adds = step->product.activates = 0;
     run_product(step);
 }
 
@@ -1005,7 +1080,7 @@ static void multiply_into_residual(Step *step, const Matrix *m, const float *y, 
     const Model *model = step->model;
     step->product.matrix = m, step->product.x = y, step->product.ldx = ldy, step->product.rows = rows;
     step->product.y = step->x, step->product.ldy = model->hidden;
-    step->product.adds = 1, step->product.scale = model->residual_scale;
+    step->product.adds = 1, step->product.activates = 0, step->product.scale = model->residual_scale;
     run_product(step);
 }
 
@@ -1215,16 +1290,6 @@ static void keep_job(Step *step, int job, int thread) {
     }
 }
 
-INLINE Vector activated(int activation, Vector x) {
-    Vector power = subtracted(splat(0.0f), x);
-    if (activation == RELU_SQUARED) return multiplied(larger(x, splat(0.0f)), larger(x, splat(0.0f)));
-    if (activation == GELU_TANH) { /* x (1 + tanh u) / 2 = x / (1 + e to the -2u) */
-        Vector cube = multiplied(multiplied(multiplied(splat(0.044715f), x), x), x);
-        power = multiplied(splat(-2.0f), multiplied(splat(0.7978845608028654f), added(x, cube)));
-    }
-    return divided(x, added(splat(1.0f), exponential(smaller(power, splat(88.0f)))));
-}
-
 /* Rows of gates and of what they let through are as wide as panels make them: what is behind a row's end is 0. */
 static int active_width(int inner) { return (inner + PANEL - 1) / PANEL * PANEL; }
 
@@ -1242,11 +1307,18 @@ static void activate_job(Step *step, int job, int thread) {
     }
 }
 
-/* The first half of a perceptron: active = activation(x gate) * (x up). */
-static void activate(Step *step, const Matrix *gate_up, const float *x, int rows, int inner) {
+/* The first half of a perceptron: returns activation(x gate) * (x up), or none where it is among the inputs of `down`. */
+static const float *activate(Step *step, const Matrix *gate_up, const Matrix *down, const float *x, int rows, int inner) {
+    if (is_pairs(gate_up) && is_pairs(down)) {
+        step->product.matrix = gate_up, step->product.x = x, step->product.ldx = step->model->hidden;
+        step->product.rows = rows, step->product.activates = 1;
+        run_product(step);
+        return NULL;
+    }
     step->active_rows.rows = rows, step->active_rows.width = gate_up->panels * PANEL, step->active_rows.inner = inner;
     multiply(step, gate_up, x, step->model->hidden, rows, step->gate_up, step->active_rows.width);
     run(step, row_jobs(rows), activate_job);
+    return step->active;
 }
 
 /* ---- experts -------------------------------------------------------------------------------------------------------------
@@ -1319,8 +1391,8 @@ static void mix(Step *step, const Experts *experts, const float *x, int tokens) 
             if (weight_of(step, r, e) != NOT_CHOSEN) step->picked[step->mix.rows++] = r;
         if (!step->mix.rows) continue;
         run(step, row_jobs(step->mix.rows), gather_job);
-        activate(step, &experts->gate_up[e], step->gathered, step->mix.rows, experts->inner);
-        multiply(step, &experts->down[e], step->active, active_width(experts->inner), step->mix.rows, step->gathered, width);
+        const float *active = activate(step, &experts->gate_up[e], &experts->down[e], step->gathered, step->mix.rows, experts->inner);
+        multiply(step, &experts->down[e], active, active_width(experts->inner), step->mix.rows, step->gathered, width);
         run(step, row_jobs(step->mix.rows), scatter_job);
     }
 }
@@ -1675,8 +1747,8 @@ int baton_step(Step *step, const Batch *batch, int first, int last) {
             mix(step, layer->experts, x, tokens);
             add_delta(step, layer->after_mlp, tokens);
         } else {
-            activate(step, &layer->gate_up, x, tokens, model->intermediate);
-            add(step, &layer->down, step->active, active_width(model->intermediate), layer->after_mlp, tokens);
+            const float *active = activate(step, &layer->gate_up, &layer->down, x, tokens, model->intermediate);
+            add(step, &layer->down, active, active_width(model->intermediate), layer->after_mlp, tokens);
         }
     }
     if (last == model->layers && batch->rows) {
@@ -1703,7 +1775,7 @@ void baton_close(Step *step) {
     free(step->keys), free(step->panels), free(step->pool.helpers), free(step->spans);
     free(step->x), free(step->normed), free(step->qkv), free(step->attended), free(step->gate_up), free(step->active);
     free(step->delta), free(step->sequence), free(step->position);
-    free(step->gathered), free(step->routing), free(step->picked), free(step->bytes), free(step->of_bytes), free(step->halves), free(step);
+    free(step->gathered), free(step->routing), free(step->picked), free(step->bytes), free(step->of_bytes), free(step->halves), free(step->active_halves), free(step);
 }
 
 static int larger_of(int a, int b) { return a > b ? a : b; }
@@ -1750,6 +1822,7 @@ Step *baton_open(const Model *model) {
     step->of_bytes = room(in_tiles * (most.input / 32), sizeof(Bytes));
     const int64_t of_pairs = (tokens + PAIR_ROWS - 1) / PAIR_ROWS * PAIR_ROWS;
     step->halves = room(of_pairs * ((most.input + 31) / 32 * 32), sizeof(float));
+    step->active_halves = room(of_pairs * active_width(most.inner), sizeof(float));
     step->has_tiles = may_use_tiles();
     step->sequence = room(tokens, sizeof(int32_t));
     step->position = room(tokens, sizeof(int32_t));
