@@ -173,6 +173,11 @@ INLINE Vector upper_bf16(Vector v) {
 INLINE Vector byte_of(Vector v, int index) {
     return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(_mm512_castps_si512(v), (unsigned)(24 - 8 * index)), 24));
 }
+INLINE Vector joined(const uint16_t *lower, const uint16_t *upper) { /* lanes of two halves, LANES of each */
+    const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)lower));
+    const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)upper));
+    return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
 INLINE Vector twice(Vector v, int upper) { /* each lane of the lower or the upper half two times */
     const __m512i lower = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     return _mm512_permutexvar_ps(upper ? _mm512_add_epi32(lower, _mm512_set1_epi32(8)) : lower, v);
@@ -268,6 +273,11 @@ INLINE Vector upper_bf16(Vector v) {
 }
 INLINE Vector byte_of(Vector v, int index) {
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(_mm256_castps_si256(v), 24 - 8 * index), 24));
+}
+INLINE Vector joined(const uint16_t *lower, const uint16_t *upper) {
+    const __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)lower));
+    const __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)upper));
+    return _mm256_castsi256_ps(_mm256_or_si256(low, _mm256_slli_epi32(high, 16)));
 }
 INLINE Vector twice(Vector v, int upper) {
     const __m256i lower = _mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0);
@@ -425,6 +435,13 @@ typedef struct { /* 32 inputs of a row as bytes: input = scale * byte, or scale 
     float scale, total; /* total: of the inputs */
     int32_t offset;     /* what is too much in a product with bytes that are 128 more than a weight, taken away */
 } Bytes;
+typedef struct { /* what a thread needs of a job of attention by pairs */
+    float *keys;      /* [dimension / 2][KEYS], of which each holds two halves */
+    uint16_t *values; /* [KEYS / 2][dimension][2] */
+    void *queries;    /* [tiles][dimension / 32][PAIR_ROWS][32], as Step.halves */
+    void *weights;    /* [KEYS / 32][PAIR_ROWS][32], the same */
+    float *scores, *sums; /* [PAIR_ROWS][KEYS], [rows][dimension] */
+} PairRoom;
 typedef struct { int32_t sequence, row, begin, end; } Span; /* tokens of a sequence whose first one in the step is `row` */
 
 struct Step {
@@ -437,6 +454,7 @@ struct Step {
     void *halves, *active_halves;                                  /* [tiles][inputs / 32][PAIR_ROWS][32], see products of pairs */
     int has_tiles;                                                 /* whether the CPU multiplies them by tiles */
     float **keys, **panels;                                        /* [threads]: room of its own */
+    PairRoom *pair_rooms;                                          /* [threads] */
     int32_t *sequence, *position, *picked;                         /* [max_tokens] */
     Span *spans;
     int num_spans, qkv_width;
@@ -800,14 +818,13 @@ static void halve(const Step *step, const float *x, void *halves, int64_t block,
     if (!step->has_tiles) UNROLL for (int i = 0; i < 32; i += LANES) store((float *)halves + at + i, of_bf16(own + i));
 }
 
-/* A tile of floats by vector `part` of a panel's outputs, as the CPU's tiles are multiplied. */
-INLINE void pair_tile(int rows, int part, const float *x, const uint16_t *weights, int blocks, float *sums) {
-    UNROLL for (int r = 0; r < rows; r++) store(sums + r * PANEL + part * LANES, splat(0.0f));
-    for (int block = 0; block < blocks; block++, x += PAIR_ROWS * 32, weights += PAIR_WEIGHTS) {
+/* A tile of floats by vector `part` of `width` outputs, added to the sums as the CPU's tiles are. */
+INLINE void pair_tile(int rows, int width, int part, const float *x, const uint16_t *weights, int blocks, float *sums) {
+    for (int block = 0; block < blocks; block++, x += PAIR_ROWS * 32, weights += 32 * width) {
         Vector even[PAIR_ROWS / 2], odd[PAIR_ROWS / 2];
         UNROLL for (int r = 0; r < rows; r++) even[r] = odd[r] = splat(0.0f);
         for (int k = 0; k < 32; k += 2) {
-            const Vector both = load((const float *)(weights + k * PANEL) + part * LANES);
+            const Vector both = load((const float *)(weights + k * width) + part * LANES);
             const Vector first = lower_bf16(both), second = upper_bf16(both);
             UNROLL for (int r = 0; r < rows; r++) {
                 even[r] = multiply_add(splat(x[r * 32 + k]), first, even[r]);
@@ -815,22 +832,21 @@ INLINE void pair_tile(int rows, int part, const float *x, const uint16_t *weight
             }
         }
         UNROLL for (int r = 0; r < rows; r++) {
-            float *sum = sums + r * PANEL + part * LANES;
+            float *sum = sums + r * width + part * LANES;
             store(sum, added(load(sum), added(even[r], odd[r])));
         }
     }
 }
 
-INLINE void pair_tiles(int rows, const float *x, const uint16_t *weights, int blocks, float *sums) {
-    UNROLL for (int part = 0; part < PARTS; part++) pair_tile(rows, part, x, weights, blocks, sums);
-}
-
-/* Up to 16 rows by a panel. */
-static void pair_rows(int rows, const float *x, const uint16_t *weights, int blocks, float *sums) {
-    for (; rows >= LANES / 2; rows -= LANES / 2, x += LANES / 2 * 32, sums += LANES / 2 * PANEL)
-        pair_tiles(LANES / 2, x, weights, blocks, sums);
-    for (; rows >= 2; rows -= 2, x += 2 * 32, sums += 2 * PANEL) pair_tiles(2, x, weights, blocks, sums);
-    if (rows) pair_tiles(1, x, weights, blocks, sums);
+/* Up to 16 rows. */
+static void pair_rows(int rows, int width, const float *x, const uint16_t *weights, int blocks, float *sums) {
+    for (int part = 0; part < width / LANES; part++) {
+        int r = 0;
+        for (; r + LANES / 2 <= rows; r += LANES / 2)
+            pair_tile(LANES / 2, width, part, x + r * 32, weights, blocks, sums + r * width);
+        for (; r + 2 <= rows; r += 2) pair_tile(2, width, part, x + r * 32, weights, blocks, sums + r * width);
+        if (r < rows) pair_tile(1, width, part, x + r * 32, weights, blocks, sums + r * width);
+    }
 }
 
 #if defined(__AMX_BF16__)
@@ -882,6 +898,41 @@ static void multiply_tiles_of(int form, int both, const Matrix *m, int panel, co
     }
 }
 
+/* Adds to sums of 16 rows what they give with `count` times 16 of `width` outputs. */
+INLINE void add_tiles(int count, int width, const uint16_t *x, const uint16_t *weights, int blocks, float *sums) {
+    const int stride = 4 * width;
+    _tile_loadd(0, sums, stride);
+    if (count > 1) _tile_loadd(1, sums + 16, stride);
+    if (count > 2) _tile_loadd(2, sums + 32, stride);
+    if (count > 3) _tile_loadd(3, sums + 48, stride);
+    for (int block = 0; block < blocks; block++, x += PAIR_ROWS * 32, weights += 32 * width) {
+        _tile_loadd(4, x, 64);
+        _tile_loadd(5, weights, stride);
+        if (count > 1) _tile_loadd(6, weights + 32, stride);
+        if (count > 2) _tile_loadd(7, weights + 64, stride);
+        _tile_dpbf16ps(0, 4, 5);
+        if (count > 3) _tile_loadd(5, weights + 96, stride);
+        if (count > 1) _tile_dpbf16ps(1, 4, 6);
+        if (count > 2) _tile_dpbf16ps(2, 4, 7);
+        if (count > 3) _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, sums, stride);
+    if (count > 1) _tile_stored(1, sums + 16, stride);
+    if (count > 2) _tile_stored(2, sums + 32, stride);
+    if (count > 3) _tile_stored(3, sums + 48, stride);
+}
+
+/* The same for all of them. */
+static void add_tile_rows(int width, const uint16_t *x, const uint16_t *weights, int blocks, float *sums) {
+    for (int at = 0; at < width; at += 64)
+        switch (width - at) {
+        case 16: add_tiles(1, width, x, weights + 2 * at, blocks, sums + at); break;
+        case 32: add_tiles(2, width, x, weights + 2 * at, blocks, sums + at); break;
+        case 48: add_tiles(3, width, x, weights + 2 * at, blocks, sums + at); break;
+        default: add_tiles(4, width, x, weights + 2 * at, blocks, sums + at); break;
+        }
+}
+
 /* Asks the system whether this process may use tiles. It says no where it knows none, or a thread's stack for signals is
    too small for them. */
 static int may_use_tiles(void) {
@@ -893,6 +944,9 @@ static void take_tiles(void) {}
 static void give_tiles(void) {}
 static void multiply_tiles_of(int form, int both, const Matrix *m, int panel, const uint16_t *x, float *sums) {
     (void)form, (void)both, (void)m, (void)panel, (void)x, (void)sums;
+}
+static void add_tile_rows(int width, const uint16_t *x, const uint16_t *weights, int blocks, float *sums) {
+    (void)width, (void)x, (void)weights, (void)blocks, (void)sums;
 }
 static int may_use_tiles(void) { return 0; }
 #endif
@@ -907,9 +961,10 @@ static void multiply_both(const Step *step, const Matrix *m, int panel, int row,
     }
     const uint16_t *weights = (const uint16_t *)m->weights + (int64_t)panel * blocks * PAIR_WEIGHTS;
     const float *x = (const float *)step->product.halves + at;
-    pair_rows(rows < PAIR_ROWS ? rows : PAIR_ROWS, x, weights, blocks, sums);
+    memset(sums, 0, sizeof(float) * (size_t)rows * PANEL);
+    pair_rows(rows < PAIR_ROWS ? rows : PAIR_ROWS, PANEL, x, weights, blocks, sums);
     if (rows > PAIR_ROWS)
-        pair_rows(rows - PAIR_ROWS, x + (int64_t)PAIR_ROWS * 32 * blocks, weights, blocks, sums + PAIR_ROWS * PANEL);
+        pair_rows(rows - PAIR_ROWS, PANEL, x + (int64_t)PAIR_ROWS * 32 * blocks, weights, blocks, sums + PAIR_ROWS * PANEL);
 }
 
 /* Puts what a panel of gates lets through among the next product's inputs. */
@@ -956,13 +1011,15 @@ static __attribute__((noinline)) void multiply_pairs(const Step *step, int first
 
 enum { FLUSHES = 0x8040 }; /* of MXCSR: a float below 2 to the -126 is 0, as an input and as a result */
 
-/* The same, as tiles are multiplied. */
-static void multiply_flushed(const Step *step, int first, int last, int row, int rows, uint16_t *room) {
+/* Begins what is computed as tiles are: returns what `end_pairs` is to be given. */
+static unsigned begin_pairs(const Step *step) {
     const unsigned before = _mm_getcsr();
     _mm_setcsr(before | FLUSHES);
     if (step->has_tiles) take_tiles();
-    multiply_pairs(step, first, last, row, rows, room);
-    if (step->has_tiles) give_tiles();
+    return before;
+}
+static void end_pairs(const Step *step, unsigned before) {
+    if (step->has_tiles) give_tiles(); /* no thread carries them into what is not ours */
     _mm_setcsr(before);
 }
 
@@ -994,7 +1051,9 @@ static void multiply_job(Step *step, int job, int thread) {
         return;
     }
     if (is_pairs(m)) {
-        multiply_flushed(step, first, last, row, rows, (uint16_t *)step->panels[thread]);
+        const unsigned before = begin_pairs(step);
+        multiply_pairs(step, first, last, row, rows, (uint16_t *)step->panels[thread]);
+        end_pairs(step, before);
         return;
     }
     float sums[MAX_TILE_ROWS * 4 * PANEL];
@@ -1664,6 +1723,125 @@ static void attend_job(Step *step, int job, int thread) {
     }
 }
 
+/* ---- attention by pairs -----------------------------------------------------------------------------------------------------
+
+   The same of halves, in a layer whose products are of pairs: queries, weights, and what pages hold are rounded when they
+   are multiplied; scores, the largest ones and sums of weights are floats. Sixteen queries are a tile. */
+
+/* A token's K or V as halves. */
+INLINE void halves_of(int form, const uint8_t *kept, int dim, uint16_t *halves) {
+    Vector scale = splat(1.0f);
+    if (form == KV_BF16) memcpy(halves, kept, sizeof(uint16_t) * (size_t)dim);
+    if (form == KV_INT8) {
+        float of_codes;
+        memcpy(&of_codes, kept + dim, sizeof(float));
+        scale = splat(of_codes);
+    }
+    for (int d = 0; form != KV_BF16 && d < dim; d += LANES) {
+        if (form == KV_F32) to_bf16(halves + d, load((const float *)kept + d));
+        else to_bf16(halves + d, multiplied(scale, of_bytes((const int8_t *)kept + d)));
+    }
+}
+
+/* Lays a block out in pairs: of neighbouring dimensions of K, and of neighbouring tokens of V, which is 0 of tokens that
+   are not there. */
+INLINE void pair_up_as(int form, const Block *block, int dim, const PairRoom *room) {
+    const int kept = kept_bytes(form, dim);
+    uint16_t halves[GROUP * dim], none[dim];
+    memset(none, 0, sizeof(none));
+    for (int t = 0; t < KEYS; t += GROUP) {
+        const int there = t < block->from || t >= block->to ? 0 : block->to - t < GROUP ? block->to - t : GROUP;
+        const uint8_t *keys = block->keys[t / GROUP], *values = block->values[t / GROUP];
+        if (there) {
+            for (int i = 0; form != KV_BF16 && i < GROUP; i++) halves_of(form, keys + i * kept, dim, halves + i * dim);
+            turn_as(KV_F32, form == KV_BF16 ? keys : (const uint8_t *)halves, dim / 2, NULL, room->keys + t);
+        }
+        for (int i = 0; i < there; i++) halves_of(form, values + i * kept, dim, halves + i * dim);
+        for (int i = 0; i < GROUP; i += 2) {
+            const uint16_t *first = i < there ? halves + i * dim : none, *second = i + 1 < there ? halves + (i + 1) * dim : none;
+            uint16_t *to = room->values + (t + i) * dim;
+            for (int d = 0; d < dim; d += LANES) store((float *)to + d, joined(first + d, second + d));
+        }
+    }
+}
+
+static void pair_up(int form, const Block *block, int dim, const PairRoom *room) {
+    if (form == KV_F32) pair_up_as(KV_F32, block, dim, room);
+    else if (form == KV_BF16) pair_up_as(KV_BF16, block, dim, room);
+    else pair_up_as(KV_INT8, block, dim, room);
+}
+
+/* Adds to sums of up to 16 rows what they give with `width` outputs. */
+static void add_pairs(const Step *step, int rows, int width, const void *x, const uint16_t *weights, int blocks, float *sums) {
+    if (step->has_tiles) add_tile_rows(width, x, weights, blocks, sums);
+    else pair_rows(rows, width, x, weights, blocks, sums);
+}
+
+/* A tile of queries and a block of tokens; `queries` and `sums` are the tile's. */
+static void attend_pair_tile(const Step *step, int rows, Row *row, int begin, const void *queries, const PairRoom *room, float *sums) {
+    const int dim = step->model->head_dim;
+    float(*scores)[KEYS] = (float(*)[KEYS])room->scores, factor[GROUP];
+    memset(scores, 0, sizeof(float) * PAIR_ROWS * KEYS);
+    add_pairs(step, rows, KEYS, queries, (const uint16_t *)room->keys, (dim + 31) / 32, room->scores);
+    for (int r = 0; r < rows; r++) {
+        UNROLL for (int t = 0; t < KEYS; t += LANES)
+            store(scores[r] + t, multiplied(load(scores[r] + t), splat(step->model->attention_scale)));
+        weights_of(1, row + r, begin, scores + r, factor);
+        for (int d = 0; factor[0] != 1.0f && d < dim; d += LANES)
+            store(sums + r * dim + d, multiplied(load(sums + r * dim + d), splat(factor[0])));
+        for (int block = 0; block < KEYS / 32; block++) halve(step, scores[r] + block * 32, room->weights, block, r);
+    }
+    add_pairs(step, rows, dim, room->weights, room->values, KEYS / 32, sums);
+}
+
+static void halve_queries(const Step *step, const Row *row, int num_rows, void *queries) {
+    const int dim = step->model->head_dim, blocks = (dim + 31) / 32;
+    for (int r = 0; r < num_rows; r++)
+        for (int block = 0; block < blocks; block++) {
+            float last[32] = {0.0f};
+            const float *query = row[r].query + block * 32;
+            if (dim < (block + 1) * 32) query = memcpy(last, query, sizeof(float) * GROUP);
+            halve(step, query, queries, (int64_t)(r / PAIR_ROWS) * blocks + block, r);
+        }
+}
+
+/* A job of attention by pairs. */
+static __attribute__((noinline)) void attend_pairs(const Step *step, int job, int thread) {
+    const Model *model = step->model;
+    const Span *span = &step->spans[job / model->kv_heads];
+    const PairRoom *room = &step->pair_rooms[thread];
+    const int dim = model->head_dim, kept = kept_bytes(model->kv_form, dim), size = step->has_tiles ? 2 : 4;
+    const int num_rows = (span->end - span->begin) * (model->heads / model->kv_heads);
+    const int tiles = (num_rows + PAIR_ROWS - 1) / PAIR_ROWS, of_tile = (dim + 31) / 32 * 32 * PAIR_ROWS * size;
+    Row row[num_rows];
+    rows_of(step, span, job % model->kv_heads, row);
+    halve_queries(step, row, num_rows, room->queries);
+    memset(room->sums, 0, sizeof(float) * (size_t)(num_rows * dim));
+    const int to = row[num_rows - 1].to;
+    Block block, next = first_block(step, job);
+    for (int begin = next.begin; begin < to; begin += KEYS) {
+        block = next;
+        next = begin + KEYS < to ? block_at(step, job, begin + KEYS) : first_block(step, job + 1);
+        pair_up(model->kv_form, &block, dim, room);
+        for (int tile = 0, r = 0; tile < tiles; tile++, r += PAIR_ROWS) {
+            const int rows = num_rows - r < PAIR_ROWS ? num_rows - r : PAIR_ROWS;
+            fetch(&next, kept, tile, tiles);
+            if (row[r + rows - 1].to > begin && row[r].from < begin + KEYS)
+                attend_pair_tile(step, rows, row + r, begin, (const char *)room->queries + tile * of_tile, room, room->sums + r * dim);
+        }
+    }
+    for (int r = 0; r < num_rows; r++) {
+        const Vector factor = splat(1.0f / sum_of_lanes(row[r].sum));
+        for (int d = 0; d < dim; d += LANES) store(row[r].out + d, multiplied(load(room->sums + r * dim + d), factor));
+    }
+}
+
+static void attend_pairs_job(Step *step, int job, int thread) {
+    const unsigned before = begin_pairs(step);
+    attend_pairs(step, job, thread);
+    end_pairs(step, before);
+}
+
 /* ---- the step --------------------------------------------------------------------------------------------------------------- */
 
 /* Checks all that is an index, so that nothing below can reach beyond its memory. */
@@ -1739,7 +1917,7 @@ int baton_step(Step *step, const Batch *batch, int first, int last) {
         const float *x = normed(step, layer->before_attention, NULL, tokens);
         multiply(step, &layer->qkv, x, model->hidden, tokens, step->qkv, step->qkv_width);
         run(step, row_jobs(tokens), keep_job);
-        run(step, step->num_spans * model->kv_heads, attend_job);
+        run(step, step->num_spans * model->kv_heads, is_pairs(&layer->qkv) ? attend_pairs_job : attend_job);
         add(step, &layer->out, step->attended, attended, layer->after_attention, tokens);
 
         if (!model->parallel) x = normed(step, layer->before_mlp, NULL, tokens);
@@ -1771,8 +1949,12 @@ void baton_close(Step *step) {
     pthread_cond_broadcast(&step->pool.wake);
     pthread_mutex_unlock(&step->pool.lock);
     for (int i = 0; i < step->pool.num_helpers; i++) pthread_join(step->pool.helpers[i], NULL);
-    for (int i = 0; i < step->model->threads; i++) free(step->keys[i]), free(step->panels[i]);
-    free(step->keys), free(step->panels), free(step->pool.helpers), free(step->spans);
+    for (int i = 0; i < step->model->threads; i++) {
+        const PairRoom *pairs = &step->pair_rooms[i];
+        free(step->keys[i]), free(step->panels[i]), free(pairs->keys), free(pairs->values), free(pairs->queries);
+        free(pairs->weights), free(pairs->scores), free(pairs->sums);
+    }
+    free(step->pair_rooms), free(step->keys), free(step->panels), free(step->pool.helpers), free(step->spans);
     free(step->x), free(step->normed), free(step->qkv), free(step->attended), free(step->gate_up), free(step->active);
     free(step->delta), free(step->sequence), free(step->position);
     free(step->gathered), free(step->routing), free(step->picked), free(step->bytes), free(step->of_bytes), free(step->halves), free(step->active_halves), free(step);
@@ -1796,6 +1978,18 @@ static Widths widest(const Model *model) {
         most.router = larger_of(most.router, layer->experts->router.panels * PANEL);
     }
     return most;
+}
+
+static PairRoom pair_room(const Model *model) {
+    const int64_t dim = (model->head_dim + 31) / 32 * 32, shared = model->heads / model->kv_heads;
+    const int64_t rows = (larger_of(SPAN_ROWS, (int)shared) + PAIR_ROWS - 1) / PAIR_ROWS * PAIR_ROWS;
+    const PairRoom made = {
+        .keys = room(KEYS * dim, sizeof(uint16_t)), .values = room(KEYS * dim, sizeof(uint16_t)),
+        .queries = room(rows * dim, sizeof(float)), .weights = room(PAIR_ROWS * KEYS, sizeof(float)),
+        .scores = room(PAIR_ROWS * KEYS, sizeof(float)), .sums = room(rows * dim, sizeof(float)),
+    };
+    memset(made.keys, 0, sizeof(uint16_t) * (size_t)(KEYS * dim)); /* those behind a head's width stay so */
+    return made;
 }
 
 /* Returns what steps of a model are computed with, helpers included. `model` and all it points to must outlive it. */
@@ -1829,9 +2023,11 @@ Step *baton_open(const Model *model) {
     step->spans = room(tokens, sizeof(Span));
     step->keys = calloc((size_t)model->threads, sizeof(float *));
     step->panels = calloc((size_t)model->threads, sizeof(float *));
+    step->pair_rooms = calloc((size_t)model->threads, sizeof(PairRoom));
     for (int i = 0; i < model->threads; i++) {
         step->keys[i] = room((int64_t)KEYS * (model->head_dim + 2), sizeof(float));
         memset(step->keys[i], 0, sizeof(float) * KEYS * (size_t)(model->head_dim + 2));
+        step->pair_rooms[i] = pair_room(model);
         step->panels[i] = room((int64_t)most.input * PANELS_A_JOB * PANEL, sizeof(float));
     }
     pthread_mutex_init(&step->pool.lock, NULL);
