@@ -435,7 +435,9 @@ typedef struct { /* 32 inputs of a row as bytes: input = scale * byte, or scale 
     float scale, total; /* total: of the inputs */
     int32_t offset;     /* what is too much in a product with bytes that are 128 more than a weight, taken away */
 } Bytes;
-typedef struct { /* what a thread needs of a job of attention by pairs */
+typedef struct { /* what a thread needs for products of pairs */
+    uint16_t *made;   /* weights of two panels */
+    float *products;  /* [2][ROWS_OF_PAIRS][PANEL] */
     float *keys;      /* [dimension / 2][KEYS], of which each holds two halves */
     uint16_t *values; /* [KEYS / 2][dimension][2] */
     void *queries;    /* [tiles][dimension / 32][PAIR_ROWS][32], as Step.halves */
@@ -770,6 +772,7 @@ static void multiply_bytes(const Step *step, int first, int last, int row, int r
    its like for those that have none: floats as small as these are 0 in both, which a thread says in MXCSR. */
 
 enum { PAIR_ROWS = 16, PAIR_WEIGHTS = 32 * PANEL }; /* rows of a tile; weights of 32 inputs of a panel */
+enum { ROWS_OF_PAIRS = 512, NEAR_BLOCKS = 9 };      /* rows of a job; blocks of 32 inputs at a time */
 static int is_pairs(const Matrix *m) { return m->form == PAIRS || m->form == PAIRS_Q8 || m->form == PAIRS_Q4; }
 static int pair_blocks(const Matrix *m) { return (m->inputs + 31) / 32; }
 
@@ -859,52 +862,81 @@ static void take_tiles(void) { /* eight tiles of 16 rows of 64 bytes */
 }
 static void give_tiles(void) { _tile_release(); }
 
-/* 16 rows by a panel, or 32. Codes are made to pairs a block before they are multiplied, so that both go on at a time. */
-INLINE void multiply_tiles(int form, int both, const Matrix *m, int panel, const uint16_t *x, float *sums) {
+/* 16 rows by a panel, or 32, in blocks of inputs [begin, end); adds to the sums, or begins them. Codes are made to pairs a
+   block before they are multiplied, so that both go on at a time. */
+INLINE void multiply_tiles(int form, int both, int adds, const Matrix *m, int panel, int begin, int end, const uint16_t *x, float *sums) {
+    enum { STRIDE = 4 * PANEL };
     _Alignas(64) uint16_t room[2][PAIR_WEIGHTS];
-    const int blocks = pair_blocks(m);
-    const int64_t first = (int64_t)panel * blocks;
-    const uint16_t *below = x + (int64_t)blocks * PAIR_ROWS * 32, *weights, *next = pairs_at(form, m, first, room[0]);
+    const int64_t first = (int64_t)panel * pair_blocks(m);
+    const uint16_t *below = x + (int64_t)pair_blocks(m) * PAIR_ROWS * 32, *weights, *next = pairs_at(form, m, first + begin, room[0]);
+    float *sums_below = sums + PAIR_ROWS * PANEL;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int block = 0; block < blocks; block++, x += PAIR_ROWS * 32, below += PAIR_ROWS * 32) {
+    if (adds) {
+        _tile_loadd(0, sums, STRIDE);
+        _tile_loadd(1, sums + 16, STRIDE);
+    }
+    if (adds && both) {
+        _tile_loadd(2, sums_below, STRIDE);
+        _tile_loadd(3, sums_below + 16, STRIDE);
+    }
+    for (int block = begin; block < end; block++) {
+        const int64_t at = (int64_t)block * PAIR_ROWS * 32;
         weights = next;
-        if (block + 1 < blocks) next = pairs_at(form, m, first + block + 1, room[(block + 1) % 2]);
-        _tile_loadd(4, x, 64);
-        _tile_loadd(6, weights, 4 * PANEL);
-        if (both) _tile_loadd(5, below, 64);
-        _tile_loadd(7, weights + PANEL, 4 * PANEL);
+        if (block + 1 < end) next = pairs_at(form, m, first + block + 1, room[(block + 1 - begin) % 2]);
+        _tile_loadd(4, x + at, 64);
+        _tile_loadd(6, weights, STRIDE);
+        if (both) _tile_loadd(5, below + at, 64);
+        _tile_loadd(7, weights + PANEL, STRIDE);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (!both) continue;
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, sums, 4 * PANEL);
-    _tile_stored(1, sums + PANEL / 2, 4 * PANEL);
+    _tile_stored(0, sums, STRIDE);
+    _tile_stored(1, sums + 16, STRIDE);
     if (!both) return;
-    _tile_stored(2, sums + PAIR_ROWS * PANEL, 4 * PANEL);
-    _tile_stored(3, sums + PAIR_ROWS * PANEL + PANEL / 2, 4 * PANEL);
+    _tile_stored(2, sums_below, STRIDE);
+    _tile_stored(3, sums_below + 16, STRIDE);
 }
 
-static void multiply_tiles_of(int form, int both, const Matrix *m, int panel, const uint16_t *x, float *sums) {
-    switch (form) {
-    case PAIRS: both ? multiply_tiles(PAIRS, 1, m, panel, x, sums) : multiply_tiles(PAIRS, 0, m, panel, x, sums); return;
-    case PAIRS_Q8: both ? multiply_tiles(PAIRS_Q8, 1, m, panel, x, sums) : multiply_tiles(PAIRS_Q8, 0, m, panel, x, sums); return;
-    case PAIRS_Q4: both ? multiply_tiles(PAIRS_Q4, 1, m, panel, x, sums) : multiply_tiles(PAIRS_Q4, 0, m, panel, x, sums); return;
-    default: both ? multiply_tiles(UNPACKED, 1, m, panel, x, sums) : multiply_tiles(UNPACKED, 0, m, panel, x, sums); return;
+static void multiply_tiles_of(int rows, const Matrix *m, int panel, int begin, int end, const uint16_t *x, float *sums) {
+    const int both = rows > PAIR_ROWS;
+    switch (m->form) {
+    case PAIRS:
+        if (both) multiply_tiles(PAIRS, 1, 0, m, panel, begin, end, x, sums);
+        else multiply_tiles(PAIRS, 0, 0, m, panel, begin, end, x, sums);
+        return;
+    case PAIRS_Q8:
+        if (both) multiply_tiles(PAIRS_Q8, 1, 0, m, panel, begin, end, x, sums);
+        else multiply_tiles(PAIRS_Q8, 0, 0, m, panel, begin, end, x, sums);
+        return;
+    case PAIRS_Q4:
+        if (both) multiply_tiles(PAIRS_Q4, 1, 0, m, panel, begin, end, x, sums);
+        else multiply_tiles(PAIRS_Q4, 0, 0, m, panel, begin, end, x, sums);
+        return;
+    default:
+        if (begin && both) multiply_tiles(UNPACKED, 1, 1, m, panel, begin, end, x, sums);
+        else if (begin) multiply_tiles(UNPACKED, 0, 1, m, panel, begin, end, x, sums);
+        else if (both) multiply_tiles(UNPACKED, 1, 0, m, panel, begin, end, x, sums);
+        else multiply_tiles(UNPACKED, 0, 0, m, panel, begin, end, x, sums);
     }
 }
 
-/* Adds to sums of 16 rows what they give with `count` times 16 of `width` outputs. */
-INLINE void add_tiles(int count, int width, const uint16_t *x, const uint16_t *weights, int blocks, float *sums) {
+/* Adds to sums of 16 rows what they give with `count` times 16 of `width` outputs, or begins them. */
+INLINE void add_tiles(int count, int adds, int width, const uint16_t *x, const uint16_t *weights, int blocks, float *sums) {
     const int stride = 4 * width;
-    _tile_loadd(0, sums, stride);
-    if (count > 1) _tile_loadd(1, sums + 16, stride);
-    if (count > 2) _tile_loadd(2, sums + 32, stride);
-    if (count > 3) _tile_loadd(3, sums + 48, stride);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    if (adds) _tile_loadd(0, sums, stride);
+    if (adds && count > 1) _tile_loadd(1, sums + 16, stride);
+    if (adds && count > 2) _tile_loadd(2, sums + 32, stride);
+    if (adds && count > 3) _tile_loadd(3, sums + 48, stride);
     for (int block = 0; block < blocks; block++, x += PAIR_ROWS * 32, weights += 32 * width) {
         _tile_loadd(4, x, 64);
         _tile_loadd(5, weights, stride);
@@ -923,14 +955,16 @@ INLINE void add_tiles(int count, int width, const uint16_t *x, const uint16_t *w
 }
 
 /* The same for all of them. */
-static void add_tile_rows(int width, const uint16_t *x, const uint16_t *weights, int blocks, float *sums) {
-    for (int at = 0; at < width; at += 64)
+static void add_tile_rows(int adds, int width, const uint16_t *x, const uint16_t *weights, int blocks, float *sums) {
+    for (int at = 0; at < width; at += 64) {
+        const uint16_t *from = weights + 2 * at;
         switch (width - at) {
-        case 16: add_tiles(1, width, x, weights + 2 * at, blocks, sums + at); break;
-        case 32: add_tiles(2, width, x, weights + 2 * at, blocks, sums + at); break;
-        case 48: add_tiles(3, width, x, weights + 2 * at, blocks, sums + at); break;
-        default: add_tiles(4, width, x, weights + 2 * at, blocks, sums + at); break;
+        case 16: adds ? add_tiles(1, 1, width, x, from, blocks, sums + at) : add_tiles(1, 0, width, x, from, blocks, sums + at); break;
+        case 32: adds ? add_tiles(2, 1, width, x, from, blocks, sums + at) : add_tiles(2, 0, width, x, from, blocks, sums + at); break;
+        case 48: adds ? add_tiles(3, 1, width, x, from, blocks, sums + at) : add_tiles(3, 0, width, x, from, blocks, sums + at); break;
+        default: adds ? add_tiles(4, 1, width, x, from, blocks, sums + at) : add_tiles(4, 0, width, x, from, blocks, sums + at); break;
         }
+    }
 }
 
 /* Asks the system whether this process may use tiles. It says no where it knows none, or a thread's stack for signals is
@@ -942,29 +976,28 @@ static int may_use_tiles(void) {
 #else
 static void take_tiles(void) {}
 static void give_tiles(void) {}
-static void multiply_tiles_of(int form, int both, const Matrix *m, int panel, const uint16_t *x, float *sums) {
-    (void)form, (void)both, (void)m, (void)panel, (void)x, (void)sums;
+static void multiply_tiles_of(int rows, const Matrix *m, int panel, int begin, int end, const uint16_t *x, float *sums) {
+    (void)rows, (void)m, (void)panel, (void)begin, (void)end, (void)x, (void)sums;
 }
-static void add_tile_rows(int width, const uint16_t *x, const uint16_t *weights, int blocks, float *sums) {
-    (void)width, (void)x, (void)weights, (void)blocks, (void)sums;
+static void add_tile_rows(int adds, int width, const uint16_t *x, const uint16_t *weights, int blocks, float *sums) {
+    (void)adds, (void)width, (void)x, (void)weights, (void)blocks, (void)sums;
 }
 static int may_use_tiles(void) { return 0; }
 #endif
 
-/* Up to 32 rows by a panel. */
-static void multiply_both(const Step *step, const Matrix *m, int panel, int row, int rows, float *sums) {
+/* Up to 32 rows by a panel, in blocks of inputs [begin, end). */
+static void multiply_both(const Step *step, const Matrix *m, int panel, int row, int rows, int begin, int end, float *sums) {
     const int blocks = pair_blocks(m);
-    const int64_t at = (int64_t)row * blocks * 32;
+    const int64_t tile = (int64_t)blocks * PAIR_ROWS * 32, at = row / PAIR_ROWS * tile;
     if (step->has_tiles) {
-        multiply_tiles_of(m->form, rows > PAIR_ROWS, m, panel, (const uint16_t *)step->product.halves + at, sums);
+        multiply_tiles_of(rows, m, panel, begin, end, (const uint16_t *)step->product.halves + at, sums);
         return;
     }
-    const uint16_t *weights = (const uint16_t *)m->weights + (int64_t)panel * blocks * PAIR_WEIGHTS;
-    const float *x = (const float *)step->product.halves + at;
-    memset(sums, 0, sizeof(float) * (size_t)rows * PANEL);
-    pair_rows(rows < PAIR_ROWS ? rows : PAIR_ROWS, PANEL, x, weights, blocks, sums);
-    if (rows > PAIR_ROWS)
-        pair_rows(rows - PAIR_ROWS, PANEL, x + (int64_t)PAIR_ROWS * 32 * blocks, weights, blocks, sums + PAIR_ROWS * PANEL);
+    const uint16_t *weights = (const uint16_t *)m->weights + ((int64_t)panel * blocks + begin) * PAIR_WEIGHTS;
+    const float *x = (const float *)step->product.halves + at + begin * PAIR_ROWS * 32;
+    if (!begin) memset(sums, 0, sizeof(float) * (size_t)rows * PANEL);
+    pair_rows(rows < PAIR_ROWS ? rows : PAIR_ROWS, PANEL, x, weights, end - begin, sums);
+    if (rows > PAIR_ROWS) pair_rows(rows - PAIR_ROWS, PANEL, x + tile, weights, end - begin, sums + PAIR_ROWS * PANEL);
 }
 
 /* Puts what a panel of gates lets through among the next product's inputs. */
@@ -985,26 +1018,33 @@ static void put_active(const Step *step, int row, int rows, int panel, const flo
     }
 }
 
-/* Panels [first, last) for rows of the product, of which the first one begins a tile; of gates, with what they let through. */
-static __attribute__((noinline)) void multiply_pairs(const Step *step, int first, int last, int row, int rows, uint16_t *room) {
+/* Panels [first, last) for rows of the product, of which the first one begins a tile; of gates, with what they let through.
+   Of many rows, so many inputs at a time that their weights stay in the first cache. */
+static __attribute__((noinline)) void multiply_pairs(const Step *step, int first, int last, int row, int rows, int thread) {
     const Matrix *m = step->product.matrix;
     const int parts = step->product.activates && step->model->gated ? 2 : 1, is_many = rows > 2 * PAIR_ROWS;
     const int makes = m->form != PAIRS && (is_many || !step->has_tiles); /* weights that are used often */
-    _Alignas(64) float sums[2][2 * PAIR_ROWS * PANEL];
+    const int blocks = pair_blocks(m), chunks = is_many ? (blocks + NEAR_BLOCKS - 1) / NEAR_BLOCKS : 1;
+    uint16_t *made = step->pair_rooms[thread].made;
+    float *sums[2] = {step->pair_rooms[thread].products, step->pair_rooms[thread].products + ROWS_OF_PAIRS * PANEL};
     for (int panel = first; panel < last; panel++) {
         Matrix of[2];
         int at[2];
         for (int i = 0; i < parts; i++) {
-            uint16_t *made = room + (int64_t)i * m->inputs * PANEL;
             of[i] = *m, at[i] = panel + i * m->panels / 2;
-            if (makes) make_pairs(m, at[i], made), of[i].weights = made, at[i] = 0;
+            if (makes) of[i].weights = made + (int64_t)i * blocks * PAIR_WEIGHTS;
+            if (makes) make_pairs(m, at[i], made + (int64_t)i * blocks * PAIR_WEIGHTS), at[i] = 0;
             if (makes || is_many) of[i].form = UNPACKED;
         }
-        for (int r = row; r < row + rows; r += 2 * PAIR_ROWS) {
-            const int some = row + rows - r < 2 * PAIR_ROWS ? row + rows - r : 2 * PAIR_ROWS;
-            for (int i = 0; i < parts; i++) multiply_both(step, &of[i], at[i], r, some, sums[i]);
-            if (step->product.activates) put_active(step, r, some, panel, sums[0], sums[parts - 1]);
-            else put(step, r, some, panel, 1, sums[0]);
+        for (int i = 0; i < parts * chunks; i++) {
+            const int part = i % parts, chunk = i / parts, begin = blocks * chunk / chunks, end = blocks * (chunk + 1) / chunks;
+            for (int r = 0; r < rows; r += 2 * PAIR_ROWS) {
+                const int some = rows - r < 2 * PAIR_ROWS ? rows - r : 2 * PAIR_ROWS;
+                multiply_both(step, &of[part], at[part], row + r, some, begin, end, sums[part] + r * PANEL);
+                if (i < parts * chunks - 1) continue;
+                if (step->product.activates) put_active(step, row + r, some, panel, sums[0] + r * PANEL, sums[parts - 1] + r * PANEL);
+                else put(step, row + r, some, panel, 1, sums[0] + r * PANEL);
+            }
         }
     }
 }
@@ -1026,7 +1066,7 @@ static void end_pairs(const Step *step, unsigned before) {
 /* ---- a product's jobs ----------------------------------------------------------------------------------------------------- */
 
 /* A job's panels stay in the second cache, and each tile of rows is read once for all of them: so a job has many rows. */
-enum { PANELS_A_JOB = 4, ROWS_A_BLOCK = 43 * MAX_TILE_ROWS, ROWS_OF_PAIRS = 512 };
+enum { PANELS_A_JOB = 4, ROWS_A_BLOCK = 43 * MAX_TILE_ROWS };
 static int rows_a_block(const Matrix *m) { return is_pairs(m) ? ROWS_OF_PAIRS : ROWS_A_BLOCK; }
 /* Panels of which one alone is to be computed: of gates, the next half goes with the first one. */
 static int panels_of(const Step *step) {
@@ -1052,7 +1092,7 @@ static void multiply_job(Step *step, int job, int thread) {
     }
     if (is_pairs(m)) {
         const unsigned before = begin_pairs(step);
-        multiply_pairs(step, first, last, row, rows, (uint16_t *)step->panels[thread]);
+        multiply_pairs(step, first, last, row, rows, thread);
         end_pairs(step, before);
         return;
     }
@@ -1771,27 +1811,55 @@ static void pair_up(int form, const Block *block, int dim, const PairRoom *room)
     else pair_up_as(KV_INT8, block, dim, room);
 }
 
-/* Adds to sums of up to 16 rows what they give with `width` outputs. */
-static void add_pairs(const Step *step, int rows, int width, const void *x, const uint16_t *weights, int blocks, float *sums) {
-    if (step->has_tiles) add_tile_rows(width, x, weights, blocks, sums);
-    else pair_rows(rows, width, x, weights, blocks, sums);
+/* Adds to sums of up to 16 rows what they give with `width` outputs, or begins them. */
+static void add_pairs(const Step *step, int adds, int rows, int width, const void *x, const uint16_t *weights, int blocks, float *sums) {
+    if (step->has_tiles) {
+        add_tile_rows(adds, width, x, weights, blocks, sums);
+        return;
+    }
+    if (!adds) memset(sums, 0, sizeof(float) * (size_t)(rows * width));
+    pair_rows(rows, width, x, weights, blocks, sums);
+}
+
+/* Turns a tile's scores of a block's tokens into weights, as `weights_of` does, but a weight is e to the one fused
+   (score * scale - largest scaled score). Scales the sums so far. */
+static void weigh_pairs(const Step *step, int rows, Row *row, int begin, const PairRoom *room, float *sums) {
+    const int dim = step->model->head_dim;
+    const Vector scale = splat(step->model->attention_scale);
+    float(*scores)[KEYS] = (float(*)[KEYS])room->scores, most[PAIR_ROWS] = {0.0f}, before[PAIR_ROWS] = {0.0f}, factor[PAIR_ROWS];
+    for (int r = 0; r < rows; r++) {
+        if (row[r].from > begin || row[r].to < begin + KEYS) hide(row + r, begin, scores[r], NO_SCORE);
+        Vector largest = load(scores[r]);
+        UNROLL for (int t = LANES; t < KEYS; t += LANES) largest = larger(largest, load(scores[r] + t));
+        most[r] = largest_lane(largest), before[r] = row[r].most;
+    }
+    for (int v = 0; v < PAIR_ROWS; v += LANES) {
+        const Vector now = larger(multiplied(load(most + v), scale), load(before + v));
+        store(factor + v, exponential(subtracted(load(before + v), now))), store(most + v, now);
+    }
+    for (int r = 0; r < rows; r++) {
+        const Vector shift = splat(-most[r]), by = splat(factor[r]);
+        UNROLL for (int t = 0; t < KEYS; t += LANES)
+            store(scores[r] + t, exponential(multiply_add(load(scores[r] + t), scale, shift)));
+        if (row[r].from > begin || row[r].to < begin + KEYS) hide(row + r, begin, scores[r], 0.0f);
+        UNROLL for (int v = 0; v < GROUP_PARTS; v++) {
+            Vector sum = multiplied(load(row[r].sum + v * LANES), by);
+            UNROLL for (int t = 0; t < KEYS; t += GROUP) sum = added(sum, load(scores[r] + t + v * LANES));
+            store(row[r].sum + v * LANES, sum);
+        }
+        UNROLL for (int block = 0; block < KEYS / 32; block++) halve(step, scores[r] + block * 32, room->weights, block, r);
+        row[r].most = most[r];
+        if (factor[r] == 1.0f) continue;
+        for (int d = 0; d < dim; d += LANES) store(sums + r * dim + d, multiplied(load(sums + r * dim + d), by));
+    }
 }
 
 /* A tile of queries and a block of tokens; `queries` and `sums` are the tile's. */
 static void attend_pair_tile(const Step *step, int rows, Row *row, int begin, const void *queries, const PairRoom *room, float *sums) {
     const int dim = step->model->head_dim;
-    float(*scores)[KEYS] = (float(*)[KEYS])room->scores, factor[GROUP];
-    memset(scores, 0, sizeof(float) * PAIR_ROWS * KEYS);
-    add_pairs(step, rows, KEYS, queries, (const uint16_t *)room->keys, (dim + 31) / 32, room->scores);
-    for (int r = 0; r < rows; r++) {
-        UNROLL for (int t = 0; t < KEYS; t += LANES)
-            store(scores[r] + t, multiplied(load(scores[r] + t), splat(step->model->attention_scale)));
-        weights_of(1, row + r, begin, scores + r, factor);
-        for (int d = 0; factor[0] != 1.0f && d < dim; d += LANES)
-            store(sums + r * dim + d, multiplied(load(sums + r * dim + d), splat(factor[0])));
-        for (int block = 0; block < KEYS / 32; block++) halve(step, scores[r] + block * 32, room->weights, block, r);
-    }
-    add_pairs(step, rows, dim, room->weights, room->values, KEYS / 32, sums);
+    add_pairs(step, 0, rows, KEYS, queries, (const uint16_t *)room->keys, (dim + 31) / 32, room->scores);
+    weigh_pairs(step, rows, row, begin, room, sums);
+    add_pairs(step, 1, rows, dim, room->weights, room->values, KEYS / 32, sums);
 }
 
 static void halve_queries(const Step *step, const Row *row, int num_rows, void *queries) {
@@ -1952,7 +2020,7 @@ void baton_close(Step *step) {
     for (int i = 0; i < step->model->threads; i++) {
         const PairRoom *pairs = &step->pair_rooms[i];
         free(step->keys[i]), free(step->panels[i]), free(pairs->keys), free(pairs->values), free(pairs->queries);
-        free(pairs->weights), free(pairs->scores), free(pairs->sums);
+        free(pairs->made), free(pairs->products), free(pairs->weights), free(pairs->scores), free(pairs->sums);
     }
     free(step->pair_rooms), free(step->keys), free(step->panels), free(step->pool.helpers), free(step->spans);
     free(step->x), free(step->normed), free(step->qkv), free(step->attended), free(step->gate_up), free(step->active);
@@ -1980,10 +2048,11 @@ static Widths widest(const Model *model) {
     return most;
 }
 
-static PairRoom pair_room(const Model *model) {
+static PairRoom pair_room(const Model *model, int most_inputs) {
     const int64_t dim = (model->head_dim + 31) / 32 * 32, shared = model->heads / model->kv_heads;
     const int64_t rows = (larger_of(SPAN_ROWS, (int)shared) + PAIR_ROWS - 1) / PAIR_ROWS * PAIR_ROWS;
     const PairRoom made = {
+        .made = room((most_inputs + 31) / 32 * 2 * PAIR_WEIGHTS, sizeof(uint16_t)), .products = room(2 * ROWS_OF_PAIRS * PANEL, sizeof(float)),
         .keys = room(KEYS * dim, sizeof(uint16_t)), .values = room(KEYS * dim, sizeof(uint16_t)),
         .queries = room(rows * dim, sizeof(float)), .weights = room(PAIR_ROWS * KEYS, sizeof(float)),
         .scores = room(PAIR_ROWS * KEYS, sizeof(float)), .sums = room(rows * dim, sizeof(float)),
@@ -2027,7 +2096,7 @@ Step *baton_open(const Model *model) {
     for (int i = 0; i < model->threads; i++) {
         step->keys[i] = room((int64_t)KEYS * (model->head_dim + 2), sizeof(float));
         memset(step->keys[i], 0, sizeof(float) * KEYS * (size_t)(model->head_dim + 2));
-        step->pair_rooms[i] = pair_room(model);
+        step->pair_rooms[i] = pair_room(model, most.input);
         step->panels[i] = room((int64_t)most.input * PANELS_A_JOB * PANEL, sizeof(float));
     }
     pthread_mutex_init(&step->pool.lock, NULL);
