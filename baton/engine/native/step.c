@@ -346,6 +346,17 @@ INLINE Vector exponential(Vector x) {
     return times_power(multiply_add(p, multiplied(r, r), added(r, splat(1.0f))), power);
 }
 
+/* 2 to the x, which is at most 127, within a share of 3e-6 of it; not below 2 to the -126. */
+INLINE Vector power_of_two(Vector x) {
+    const Vector whole = splat(WHOLE);
+    x = larger(x, splat(-126.0f));
+    const Vector power = added(x, whole), r = subtracted(x, subtracted(power, whole));
+    Vector p = multiply_add(splat(9.5828524568e-3f), r, splat(5.5906426414e-2f));
+    p = multiply_add(p, r, splat(2.4024098638e-1f));
+    p = multiply_add(p, r, splat(6.9312419322e-1f));
+    return times_power(multiply_add(p, r, splat(1.0f)), power);
+}
+
 INLINE Vector activated(int activation, Vector x) {
     Vector power = subtracted(splat(0.0f), x);
     if (activation == RELU_SQUARED) return multiplied(larger(x, splat(0.0f)), larger(x, splat(0.0f)));
@@ -442,7 +453,7 @@ typedef struct { /* what a thread needs for products of pairs */
     uint16_t *values; /* [KEYS / 2][dimension][2] */
     void *queries;    /* [tiles][dimension / 32][PAIR_ROWS][32], as Step.halves */
     void *weights;    /* [KEYS / 32][PAIR_ROWS][32], the same */
-    float *scores, *sums; /* [PAIR_ROWS][KEYS], [rows][dimension] */
+    float *scores, *sums; /* [2][PAIR_ROWS][KEYS], [rows][dimension] */
 } PairRoom;
 typedef struct { int32_t sequence, row, begin, end; } Span; /* tokens of a sequence whose first one in the step is `row` */
 
@@ -817,7 +828,7 @@ static void halve(const Step *step, const float *x, void *halves, int64_t block,
     uint16_t own[32];
     const int64_t at = (block * PAIR_ROWS + row % PAIR_ROWS) * 32;
     uint16_t *into = step->has_tiles ? (uint16_t *)halves + at : own;
-    UNROLL for (int i = 0; i < 32; i += LANES) to_bf16(into + i, load(x + i));
+    UNROLL for (int i = 0; i < 32; i += 2 * LANES) to_bf16_twice(into + i, load(x + i), load(x + i + LANES));
     if (!step->has_tiles) UNROLL for (int i = 0; i < 32; i += LANES) store((float *)halves + at + i, of_bf16(own + i));
 }
 
@@ -1502,7 +1513,7 @@ static void mix(Step *step, const Experts *experts, const float *x, int tokens) 
    and summed while block and tile are in the first cache. Where a query's largest score so far grows, what was summed
    before is scaled down. A block begins at a multiple of 64, whoever asks, and tokens that a query does not see weigh 0:
    so one query, as in decoding, and many give the same bits. */
-enum { SPAN_ROWS = 192, ATTENTION_ROWS = 6, KEYS = 64, NO_SCORE = -0x7000000 };
+enum { SPAN_ROWS = 192, SPAN_ROWS_OF_PAIRS = 384, ATTENTION_ROWS = 6, KEYS = 64, NO_SCORE = -0x7000000 };
 
 typedef struct { /* a query: one token, one head */
     const float *query;
@@ -1821,12 +1832,12 @@ static void add_pairs(const Step *step, int adds, int rows, int width, const voi
     pair_rows(rows, width, x, weights, blocks, sums);
 }
 
-/* Turns a tile's scores of a block's tokens into weights, as `weights_of` does, but a weight is e to the one fused
-   (score * scale - largest scaled score). Scales the sums so far. */
-static void weigh_pairs(const Step *step, int rows, Row *row, int begin, const PairRoom *room, float *sums) {
+/* Turns a tile's scores of a block's tokens into weights, which are 2 to the one fused (score * scale - most), and scales
+   the sums so far. Here a row's `most` is the exponent that its largest score so far gives. */
+static void weigh_pairs(const Step *step, int rows, Row *row, int begin, float (*scores)[KEYS], void *weights, float *sums) {
     const int dim = step->model->head_dim;
-    const Vector scale = splat(step->model->attention_scale);
-    float(*scores)[KEYS] = (float(*)[KEYS])room->scores, most[PAIR_ROWS] = {0.0f}, before[PAIR_ROWS] = {0.0f}, factor[PAIR_ROWS];
+    const Vector scale = splat(step->model->attention_scale * 1.44269504088896341f);
+    float most[PAIR_ROWS] = {0.0f}, before[PAIR_ROWS] = {0.0f}, factor[PAIR_ROWS];
     for (int r = 0; r < rows; r++) {
         if (row[r].from > begin || row[r].to < begin + KEYS) hide(row + r, begin, scores[r], NO_SCORE);
         Vector largest = load(scores[r]);
@@ -1835,31 +1846,45 @@ static void weigh_pairs(const Step *step, int rows, Row *row, int begin, const P
     }
     for (int v = 0; v < PAIR_ROWS; v += LANES) {
         const Vector now = larger(multiplied(load(most + v), scale), load(before + v));
-        store(factor + v, exponential(subtracted(load(before + v), now))), store(most + v, now);
+        store(factor + v, power_of_two(subtracted(load(before + v), now))), store(most + v, now);
     }
     for (int r = 0; r < rows; r++) {
         const Vector shift = splat(-most[r]), by = splat(factor[r]);
         UNROLL for (int t = 0; t < KEYS; t += LANES)
-            store(scores[r] + t, exponential(multiply_add(load(scores[r] + t), scale, shift)));
+            store(scores[r] + t, power_of_two(multiply_add(load(scores[r] + t), scale, shift)));
         if (row[r].from > begin || row[r].to < begin + KEYS) hide(row + r, begin, scores[r], 0.0f);
         UNROLL for (int v = 0; v < GROUP_PARTS; v++) {
             Vector sum = multiplied(load(row[r].sum + v * LANES), by);
             UNROLL for (int t = 0; t < KEYS; t += GROUP) sum = added(sum, load(scores[r] + t + v * LANES));
             store(row[r].sum + v * LANES, sum);
         }
-        UNROLL for (int block = 0; block < KEYS / 32; block++) halve(step, scores[r] + block * 32, room->weights, block, r);
+        UNROLL for (int block = 0; block < KEYS / 32; block++) halve(step, scores[r] + block * 32, weights, block, r);
         row[r].most = most[r];
         if (factor[r] == 1.0f) continue;
         for (int d = 0; d < dim; d += LANES) store(sums + r * dim + d, multiplied(load(sums + r * dim + d), by));
     }
 }
 
-/* A tile of queries and a block of tokens; `queries` and `sums` are the tile's. */
-static void attend_pair_tile(const Step *step, int rows, Row *row, int begin, const void *queries, const PairRoom *room, float *sums) {
-    const int dim = step->model->head_dim;
-    add_pairs(step, 0, rows, KEYS, queries, (const uint16_t *)room->keys, (dim + 31) / 32, room->scores);
-    weigh_pairs(step, rows, row, begin, room, sums);
-    add_pairs(step, 1, rows, dim, room->weights, room->values, KEYS / 32, sums);
+/* Queries of a job and the block of tokens that is in the room: a tile's scores come while those before are weighed. */
+static void attend_block(const Step *step, int num_rows, Row *row, int begin, const PairRoom *room) {
+    const int dim = step->model->head_dim, blocks = (dim + 31) / 32, of_tile = blocks * 32 * PAIR_ROWS * (step->has_tiles ? 2 : 4);
+    float(*scores)[PAIR_ROWS][KEYS] = (float(*)[PAIR_ROWS][KEYS])room->scores;
+    int first = 0, last = 0; /* rows of tiles that see a token of it */
+    for (int r = 0; r < num_rows; r += PAIR_ROWS) {
+        const int end = r + PAIR_ROWS < num_rows ? r + PAIR_ROWS : num_rows;
+        if (row[end - 1].to <= begin) first = r + PAIR_ROWS;
+        if (row[r].from < begin + KEYS) last = end;
+    }
+    for (int r = first - PAIR_ROWS; r < last; r += PAIR_ROWS) {
+        const int next = r + PAIR_ROWS, tile = r / PAIR_ROWS, ahead = last - next < PAIR_ROWS ? last - next : PAIR_ROWS;
+        if (next < last)
+            add_pairs(step, 0, ahead, KEYS, (const char *)room->queries + (next / PAIR_ROWS) * of_tile, (const uint16_t *)room->keys, blocks,
+                      scores[next / PAIR_ROWS % 2][0]);
+        if (r < first) continue;
+        const int rows = last - r < PAIR_ROWS ? last - r : PAIR_ROWS;
+        weigh_pairs(step, rows, row + r, begin, scores[tile % 2], room->weights, room->sums + r * dim);
+        add_pairs(step, 1, rows, dim, room->weights, room->values, KEYS / 32, room->sums + r * dim);
+    }
 }
 
 static void halve_queries(const Step *step, const Row *row, int num_rows, void *queries) {
@@ -1878,9 +1903,8 @@ static __attribute__((noinline)) void attend_pairs(const Step *step, int job, in
     const Model *model = step->model;
     const Span *span = &step->spans[job / model->kv_heads];
     const PairRoom *room = &step->pair_rooms[thread];
-    const int dim = model->head_dim, kept = kept_bytes(model->kv_form, dim), size = step->has_tiles ? 2 : 4;
+    const int dim = model->head_dim, kept = kept_bytes(model->kv_form, dim);
     const int num_rows = (span->end - span->begin) * (model->heads / model->kv_heads);
-    const int tiles = (num_rows + PAIR_ROWS - 1) / PAIR_ROWS, of_tile = (dim + 31) / 32 * 32 * PAIR_ROWS * size;
     Row row[num_rows];
     rows_of(step, span, job % model->kv_heads, row);
     halve_queries(step, row, num_rows, room->queries);
@@ -1891,12 +1915,8 @@ static __attribute__((noinline)) void attend_pairs(const Step *step, int job, in
         block = next;
         next = begin + KEYS < to ? block_at(step, job, begin + KEYS) : first_block(step, job + 1);
         pair_up(model->kv_form, &block, dim, room);
-        for (int tile = 0, r = 0; tile < tiles; tile++, r += PAIR_ROWS) {
-            const int rows = num_rows - r < PAIR_ROWS ? num_rows - r : PAIR_ROWS;
-            fetch(&next, kept, tile, tiles);
-            if (row[r + rows - 1].to > begin && row[r].from < begin + KEYS)
-                attend_pair_tile(step, rows, row + r, begin, (const char *)room->queries + tile * of_tile, room, room->sums + r * dim);
-        }
+        if (num_rows <= 2 * PAIR_ROWS) fetch(&next, kept, 0, 1);
+        attend_block(step, num_rows, row, begin, room);
     }
     for (int r = 0; r < num_rows; r++) {
         const Vector factor = splat(1.0f / sum_of_lanes(row[r].sum));
@@ -1942,7 +1962,7 @@ static int check(const Step *step, const Batch *batch) {
 }
 
 static int span_tokens(const Model *model) {
-    const int tokens = SPAN_ROWS / (model->heads / model->kv_heads);
+    const int rows = is_pairs(&model->layer[0].qkv) ? SPAN_ROWS_OF_PAIRS : SPAN_ROWS, tokens = rows / (model->heads / model->kv_heads);
     return tokens ? tokens : 1;
 }
 
@@ -2050,12 +2070,12 @@ static Widths widest(const Model *model) {
 
 static PairRoom pair_room(const Model *model, int most_inputs) {
     const int64_t dim = (model->head_dim + 31) / 32 * 32, shared = model->heads / model->kv_heads;
-    const int64_t rows = (larger_of(SPAN_ROWS, (int)shared) + PAIR_ROWS - 1) / PAIR_ROWS * PAIR_ROWS;
+    const int64_t rows = (larger_of(SPAN_ROWS_OF_PAIRS, (int)shared) + PAIR_ROWS - 1) / PAIR_ROWS * PAIR_ROWS;
     const PairRoom made = {
         .made = room((most_inputs + 31) / 32 * 2 * PAIR_WEIGHTS, sizeof(uint16_t)), .products = room(2 * ROWS_OF_PAIRS * PANEL, sizeof(float)),
         .keys = room(KEYS * dim, sizeof(uint16_t)), .values = room(KEYS * dim, sizeof(uint16_t)),
         .queries = room(rows * dim, sizeof(float)), .weights = room(PAIR_ROWS * KEYS, sizeof(float)),
-        .scores = room(PAIR_ROWS * KEYS, sizeof(float)), .sums = room(rows * dim, sizeof(float)),
+        .scores = room(2 * PAIR_ROWS * KEYS, sizeof(float)), .sums = room(rows * dim, sizeof(float)),
     };
     memset(made.keys, 0, sizeof(uint16_t) * (size_t)(KEYS * dim)); /* those behind a head's width stay so */
     return made;
