@@ -260,12 +260,14 @@ def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("model", "weights", "forms"),
     [
-        ("uneven", "bf16", "BF16"),
+        ("uneven", "bf16", "PAIRS"),
+        ("mixed", "bf16", "F32, PAIRS"),
+        ("coded", "bf16", "PAIRS_Q4, PAIRS_Q8"),
         ("uneven", "int8g", "DOT_Q8, F32"),
         ("mixed", "int8g", "DOT_Q8, F32"),
         ("coded", "int8g", "DOT_FINE, DOT_Q4, DOT_Q8"),
     ],
-    ids=["uneven-bf16", "uneven", "mixed", "coded"],
+    ids=["uneven-bf16", "mixed-bf16", "coded-bf16", "uneven", "mixed", "coded"],
 )
 def test_weights_made_smaller_give_the_same_bits_however_they_are_computed(
     model: str,

@@ -5,9 +5,10 @@
 #include <stdio.h>
 
 enum {
-    LAYERS = 8, DENSE = 6, EXPERTS = 6, WIDER = 112, HIDDEN = 64, HEADS = 6, KV_HEADS = 2, DIM = 32, INNER = 96, VOCAB = 50, BLOCK = 16, BLOCKS = 12,
+    FORMS = 9, LAYERS = FORMS + 2, DENSE = FORMS, EXPERTS = FORMS, WIDER = 112, HIDDEN = 64, HEADS = 6, KV_HEADS = 2, DIM = 32, INNER = 96, VOCAB = 50, BLOCK = 16, BLOCKS = 12,
     LENGTH = 90, MOST = 100
 };
+static const int forms[FORMS] = {F32, BF16, Q8_0, Q4_1, DOT_Q8, DOT_Q4, PAIRS, PAIRS_Q8, PAIRS_Q4};
 static uint32_t state = 1;
 static float number(void) {
     state = state * 1664525u + 1013904223u;
@@ -25,14 +26,14 @@ static uint16_t *float16s(int64_t count, float scale) {
     return found;
 }
 
-static int is_of_bytes(int form) { return form == Q8_0 || form == DOT_Q8 || form == DOT_FINE; }
+static int is_of_bytes(int form) { return form == Q8_0 || form == DOT_Q8 || form == DOT_FINE || form == PAIRS_Q8; }
 
 /* Exactly as large as it says: a byte read beyond it is found. */
 static Matrix matrix(int form, int outputs, int inputs, int has_bias) {
     Matrix m = {form, outputs, inputs, (outputs + PANEL - 1) / PANEL, NULL, NULL, NULL, NULL};
-    const int64_t count = (int64_t)m.panels * PANEL * inputs, blocks = count / 32;
+    const int64_t count = (int64_t)m.panels * PANEL * (form == PAIRS ? (inputs + 31) / 32 * 32 : inputs), blocks = count / 32;
     if (form == F32) m.weights = numbers(count, 0.2f);
-    else if (form == BF16) {
+    else if (form == BF16 || form == PAIRS) {
         uint16_t *halves = malloc(sizeof(uint16_t) * (size_t)count);
         for (int64_t i = 0; i < count; i++) {
             union { float value; uint32_t bits; } wide = {.value = number() * 0.2f};
@@ -64,7 +65,8 @@ static Matrix fine(const Matrix *codes) {
 
 static Matrix *matrices(int outputs, int inputs) { /* one of each form */
     Matrix *found = malloc(sizeof(Matrix) * EXPERTS);
-    for (int e = 0; e < EXPERTS; e++) found[e] = matrix(inputs % 32 && e > BF16 ? F32 : e, outputs, inputs, 0);
+    for (int e = 0; e < EXPERTS; e++)
+        found[e] = matrix(inputs % 32 && forms[e] > BF16 && forms[e] != PAIRS ? F32 : forms[e], outputs, inputs, 0);
     return found;
 }
 
@@ -101,7 +103,7 @@ int main(int argc, char **argv) {
     const Experts experts = {EXPERTS, 2, WIDER, !other, matrix(BF16, EXPERTS, HIDDEN, 0),
                              matrices(other ? WIDER : 2 * 128, HIDDEN), matrices(HIDDEN, WIDER)};
     for (int l = 0; l < LAYERS; l++) {
-        const int form = l % 6; /* a layer of each, and two with experts */
+        const int form = forms[l % FORMS]; /* a layer of each, and two with experts */
         layers[l].qkv = matrix(form, (HEADS + 2 * KV_HEADS) * DIM, HIDDEN, l % 2);
         layers[l].out = matrix(form, HIDDEN, HEADS * DIM, 0);
         if (l < DENSE) {
@@ -110,7 +112,7 @@ int main(int argc, char **argv) {
         } else layers[l].experts = &experts;
         layers[l].query = numbers(DIM, 1.0f), layers[l].key = numbers(DIM, 1.0f);
         if (l != 2 || other) layers[l].before_attention = numbers(norm, 1.0f), layers[l].before_mlp = numbers(norm, 1.0f);
-        if (l == 2 || l == 7) layers[l].after_attention = numbers(norm, 1.0f), layers[l].after_mlp = numbers(norm, 1.0f);
+        if (l == 2 || l == 6 || l == LAYERS - 1) layers[l].after_attention = numbers(norm, 1.0f), layers[l].after_mlp = numbers(norm, 1.0f);
         layers[l].window = l % 2 ? 24 : 0, layers[l].rotates = l != 3;
     }
     Matrix head = matrix(Q8_0, VOCAB, HIDDEN, 0);
@@ -139,6 +141,12 @@ int main(int argc, char **argv) {
         if (compute(chunks[i], i ? found : expected)) return 2;
         if (i && memcmp(found, expected, sizeof(float) * LENGTH * width)) return printf("chunks of %d differ\n", chunks[i]), 3;
     }
+    step->has_tiles = 0; /* what is computed with tiles, where the CPU has them, is the same without */
+    for (int i = 0; i < 2; i++) {
+        if (compute(chunks[i], found)) return 13;
+        if (memcmp(found, expected, sizeof(float) * LENGTH * width)) return printf("without tiles chunks of %d differ\n", chunks[i]), 14;
+    }
+    step->has_tiles = may_use_tiles();
     for (size_t i = 0; i < LENGTH * width; i++)
         if (i % width < VOCAB && !isfinite(expected[i])) return printf("logit %zu is no number\n", i), 4;
     const Matrix fine_head = fine(&head);

@@ -109,6 +109,8 @@ def test_a_cpu_gets_the_best_that_it_has() -> None:
     assert build.variant_of(both | {"sse2"}) == "x86-64-v4"
     assert build.variant_of(both | {"avx512_vnni"}) == "x86-64-v4+avx512vnni"
     assert build.variant_of(build.V3 | {"avx512_vnni"}) == "x86-64-v3"
+    assert build.variant_of(build.AMX) == "x86-64-v4+avx512vnni+avx512bf16+amx-tile+amx-bf16"
+    assert build.variant_of(build.AMX - {"amx_tile"}) == "x86-64-v4+avx512vnni"
     assert build.variant_of(both - {"avx512dq"}) == "x86-64-v3"
     with pytest.raises(NotNative, match="neither AVX-512 nor AVX2"):
         build.variant_of(both - {"fma"})

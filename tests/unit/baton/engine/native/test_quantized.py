@@ -46,13 +46,28 @@ def test_other_weights_become_bytes_in_groups_of_32(form: Form) -> None:
     assert bool((off > step * 0.1).any()), "or nothing was rounded"
 
 
+PAIRS = {Form.F32: Form.PAIRS, Form.BF16: Form.PAIRS, Form.Q8_0: Form.PAIRS_Q8, Form.Q4_1: Form.PAIRS_Q4}
+
+
 @pytest.mark.parametrize("form", LOSSLESS)
-def test_bf16_rounds_what_is_float32_and_nothing_else(form: Form) -> None:
+def test_bf16_lays_inputs_in_pairs_rounds_what_is_float32_and_keeps_codes(form: Form) -> None:
     weight = of_form(form)
     matrix = made(weight, "bf16")
-    assert matrix.form is (Form.BF16 if form is Form.F32 else form)
+    assert matrix.form is PAIRS[form]
     expected = weight.bfloat16().float() if form is Form.F32 else weight
     assert torch.equal(unpacked(matrix), expected)
+    assert matrix.num_bytes == pack([expected], [None]).num_bytes
+
+
+def test_bf16_fills_the_last_inputs_up_and_leaves_routers() -> None:
+    weight = of_form(Form.BF16)[:, : INPUTS - 16]
+    matrix = made(weight, "bf16")
+    assert matrix.num_inputs == INPUTS - 16
+    assert torch.equal(unpacked(matrix), weight)
+    assert matrix.weights.shape == (3, INPUTS // 2, 32, 2)
+    assert not matrix.weights[:, (INPUTS - 16) // 2 :].any()
+    router = weights_of({"router": pack([weight], [None])})
+    assert quantized(router, "bf16").layers[0].matrices == router.layers[0].matrices
 
 
 def test_a_head_without_codes_embedding_routers_and_uneven_inputs_keep_their_weights_in_int8g() -> None:
@@ -77,7 +92,7 @@ def test_head_and_embedding_are_rounded_in_bf16() -> None:
     rows = of_form(Form.F32)
     exact = replace(weights_of({}), embedding=EmbeddingRows(Form.F32, rows))
     found = quantized(exact, "bf16")
-    assert found.head.form is Form.BF16
+    assert found.head.form is Form.PAIRS
     assert found.embedding.form is Form.BF16
     assert torch.equal(found.embedding.rows.view(torch.bfloat16), rows.bfloat16())
     coded = replace(exact, embedding=EmbeddingRows(Form.Q8_0, rows, rows))

@@ -25,6 +25,9 @@ def unpacked(matrix: PackedMatrix) -> torch.Tensor:
         assert scales is not None
         return rows(scales).float().repeat_interleave(BLOCK, 1)
 
+    def apart(pairs: torch.Tensor) -> torch.Tensor:
+        return pairs.reshape(-1, PANEL, 2).transpose(1, 2)
+
     match matrix.form:
         case Form.F32:
             return rows(matrix.weights)
@@ -38,6 +41,13 @@ def unpacked(matrix: PackedMatrix) -> torch.Tensor:
         case Form.DOT_Q8 | Form.DOT_FINE:
             fours = matrix.weights.view(-1, PANEL, 4).transpose(1, 2)
             return (rows(fours).float() - 128) * wide(matrix.scale)
+        case Form.PAIRS:
+            return (rows(apart(matrix.weights)).int() << 16).view(torch.float32)[:, : matrix.num_inputs]
+        case Form.PAIRS_Q8:
+            return rows(apart(matrix.weights)).float() * wide(matrix.scale)
+        case Form.PAIRS_Q4:
+            codes = torch.cat([matrix.weights & 15, matrix.weights >> 4], -1)
+            return rows(apart(codes)).float() * wide(matrix.scale) + wide(matrix.least)
         case Form.DOT_Q4:
             fours = matrix.weights.view(-1, 1, 4, PANEL, 4)
             halves = torch.cat([fours & 15, fours >> 4], 1).transpose(3, 4)
