@@ -46,10 +46,10 @@ class ModelConfig:
     """Device of the weights and of the KV cache. auto: a GPU where there is one; it is an error if there is
     one that cannot be used. cpu: the CPU, beside whatever GPUs."""
     weights: Annotated[str, OneOf("exact", "bf16", "int8g")] = "exact"
-    """What the weights are made to before they are used. exact: nothing. bf16: those that are float32 and have no
-    smaller form without loss are rounded to bfloat16, and computed with in float32. int8g: the layers' products are
-    those of 8-bit integers in groups of 32, the fastest on a CPU, at a small loss of quality (docs/native.md). The
-    latter two run on the native step alone, and only workers with the same value exchange KV."""
+    """What the weights are made to before they are used. exact: nothing. bf16: all products are those of
+    bfloat16 with sums in float32, the fastest for prompts on a CPU with AMX, at a very small loss of quality. int8g: the
+    layers' products are those of 8-bit integers in groups of 32, the fastest for few streams, at a small loss of quality
+    (docs/native.md). The latter two run on the native step alone, and only workers with the same value exchange KV."""
 
     @property
     def identity(self) -> str:

@@ -1,6 +1,7 @@
 """Makes of a model's exact weights those that `model.weights` names.
 
-    bf16     what is held in float32 is rounded to bfloat16, as a checkpoint in bfloat16 has it; smaller forms stay
+    bf16     all products but a router's are those of bfloat16: weights in float32 are rounded to it, codes stay the codes
+             that they are and are rounded when they are used, inputs are rounded, and sums are float32. So is attention
     int8g    the matrices of the layers are multiplied as integers, in groups of 32 inputs: codes stay the codes that
              they are, other weights become signed bytes. A router of experts stays, and so does a matrix whose inputs
              are no multiple of 32. A head of 8-bit codes keeps them, and is multiplied as integers of 16 bits

@@ -5,7 +5,9 @@
 
        a product's output    one chain of fused multiply-adds, from the first input to the last
        the same of integers  one chain, from the first 32 inputs to the last ones; within them integers, which are exact
-       a score q.k           the same, from the first dimension to the last
+       the same of pairs     32 inputs after another: one chain of the even inputs and one of the odd ones, both from 0; their
+                             sum is added to the output. All is as TDPBF16PS has it: floats below 2 to the -126 are 0
+       a score q.k           the same as a product's, from the first dimension to the last
        an attended value     the same, from the first token that is seen to the last; at each 64th position (0, 64, ...)
                              it is scaled by e to the (largest score before - largest score with the next 64 tokens)
        a softmax's sum       16 chains (lane j: tokens j, j + 16, ...), scaled at the same places, then halves are added
@@ -13,7 +15,7 @@
        a norm's sum          16 chains, then the same
        a sum of experts      one chain, from the first expert that is chosen to the last
 
-   So a sequence's logits are the same bits alone, in a batch, in chunks, after a hand-over, on AVX2 and on AVX-512. The
+   So a sequence's logits are the same bits alone, in a batch, in chunks, after a hand-over, on AVX2, on AVX-512 and on AMX. The
    compiler may not contract or reorder what is written here (-ffp-contract=off, and no -ffast-math).
 
    Weights. A matrix [outputs, inputs] lies in panels of 32 outputs, so that one load fills a vector with the weights of
@@ -40,6 +42,20 @@
        DOT_Q4  4 times the same; the lower half of a byte is of inputs         scale[32], least[32]  weight = scale * c + least
                4i..4i+3, the upper one of inputs 16+4i..16+4i+3
        DOT_FINE  as DOT_Q8, but an input becomes two bytes, of which the second one has what the first one rounds away
+
+   Three are for products of bfloat16, for which inputs are rounded to upper halves of floats. There the weights of two
+   neighbouring inputs lie together, so that a tile of 16 pairs by 16 outputs (AMX) is loaded as it lies; inputs are filled up
+   with 0 to a multiple of 32. Codes become the upper halves that are nearest to their weights when they are multiplied:
+
+       form      32 inputs of a panel                                          and
+       PAIRS     16 times [output 0: inputs 2i, 2i+1][output 1: the same] ...
+       PAIRS_Q8  16 times the same, of signed bytes c                          scale[32]             weight = scale * c
+       PAIRS_Q4  16 times the same; the lower half of a byte is of outputs     scale[32], least[32]  weight = scale * c + least
+                 0..15, the upper one of outputs 16..31
+
+   A layer whose queries come of such a product attends by pairs, too: queries, K, weights of tokens and V are rounded, scores
+   are products of pairs over the dimensions, and an attended value is one over the tokens, of which each 32 from a multiple of
+   64 on are a block; the rest is as above, but with powers of 2 for those of e.
 
    KV. A layer's pages are those of `KVCache`: page(block, head) = [K of token 0, 1, ... | V of token 0, 1, ...], where the K or
    V of a token is
@@ -473,7 +489,14 @@ struct Step {
     int num_spans, qkv_width;
     const Batch *batch; /* from here on: what a phase is about */
     int layer;
-    struct { const Matrix *matrix; const float *x; const void *halves; float *y; int rows, ldx, ldy, adds, activates; float scale; } product;
+    struct {
+        const Matrix *matrix;
+        const float *x;
+        const void *halves; /* of x */
+        float *y;
+        int rows, ldx, ldy, adds, activates;
+        float scale;
+    } product;
     struct { const float *x, *weight; float *y; const int32_t *row; int rows, adds; } norm;
     struct { int rows, width, inner; } active_rows;
     struct { const float *x; int expert, rows; } mix;
@@ -875,11 +898,13 @@ static void give_tiles(void) { _tile_release(); }
 
 /* 16 rows by a panel, or 32, in blocks of inputs [begin, end); adds to the sums, or begins them. Codes are made to pairs a
    block before they are multiplied, so that both go on at a time. */
-INLINE void multiply_tiles(int form, int both, int adds, const Matrix *m, int panel, int begin, int end, const uint16_t *x, float *sums) {
+INLINE void multiply_tiles(int form, int both, int adds, const Matrix *m, int panel, int begin, int end, const uint16_t *x,
+                           float *sums) {
     enum { STRIDE = 4 * PANEL };
     _Alignas(64) uint16_t room[2][PAIR_WEIGHTS];
     const int64_t first = (int64_t)panel * pair_blocks(m);
-    const uint16_t *below = x + (int64_t)pair_blocks(m) * PAIR_ROWS * 32, *weights, *next = pairs_at(form, m, first + begin, room[0]);
+    const uint16_t *below = x + (int64_t)pair_blocks(m) * PAIR_ROWS * 32;
+    const uint16_t *weights, *next = pairs_at(form, m, first + begin, room[0]);
     float *sums_below = sums + PAIR_ROWS * PANEL;
     _tile_zero(0);
     _tile_zero(1);
@@ -965,15 +990,19 @@ INLINE void add_tiles(int count, int adds, int width, const uint16_t *x, const u
     if (count > 3) _tile_stored(3, sums + 48, stride);
 }
 
+INLINE void add_tiles_of(int count, int adds, int width, const uint16_t *x, const uint16_t *weights, int blocks, float *sums) {
+    if (adds) add_tiles(count, 1, width, x, weights, blocks, sums);
+    else add_tiles(count, 0, width, x, weights, blocks, sums);
+}
+
 /* The same for all of them. */
 static void add_tile_rows(int adds, int width, const uint16_t *x, const uint16_t *weights, int blocks, float *sums) {
-    for (int at = 0; at < width; at += 64) {
-        const uint16_t *from = weights + 2 * at;
+    for (int at = 0; at < width; at += 64, weights += 128, sums += 64) {
         switch (width - at) {
-        case 16: adds ? add_tiles(1, 1, width, x, from, blocks, sums + at) : add_tiles(1, 0, width, x, from, blocks, sums + at); break;
-        case 32: adds ? add_tiles(2, 1, width, x, from, blocks, sums + at) : add_tiles(2, 0, width, x, from, blocks, sums + at); break;
-        case 48: adds ? add_tiles(3, 1, width, x, from, blocks, sums + at) : add_tiles(3, 0, width, x, from, blocks, sums + at); break;
-        default: adds ? add_tiles(4, 1, width, x, from, blocks, sums + at) : add_tiles(4, 0, width, x, from, blocks, sums + at); break;
+        case 16: add_tiles_of(1, adds, width, x, weights, blocks, sums); break;
+        case 32: add_tiles_of(2, adds, width, x, weights, blocks, sums); break;
+        case 48: add_tiles_of(3, adds, width, x, weights, blocks, sums); break;
+        default: add_tiles_of(4, adds, width, x, weights, blocks, sums); break;
         }
     }
 }
@@ -1053,8 +1082,9 @@ static __attribute__((noinline)) void multiply_pairs(const Step *step, int first
                 const int some = rows - r < 2 * PAIR_ROWS ? rows - r : 2 * PAIR_ROWS;
                 multiply_both(step, &of[part], at[part], row + r, some, begin, end, sums[part] + r * PANEL);
                 if (i < parts * chunks - 1) continue;
-                if (step->product.activates) put_active(step, row + r, some, panel, sums[0] + r * PANEL, sums[parts - 1] + r * PANEL);
-                else put(step, row + r, some, panel, 1, sums[0] + r * PANEL);
+                const float *sum = sums[0] + r * PANEL, *through = sums[parts - 1] + r * PANEL;
+                if (step->product.activates) put_active(step, row + r, some, panel, sum, through);
+                else put(step, row + r, some, panel, 1, sum);
             }
         }
     }
@@ -1501,8 +1531,9 @@ static void mix(Step *step, const Experts *experts, const float *x, int tokens) 
             if (weight_of(step, r, e) != NOT_CHOSEN) step->picked[step->mix.rows++] = r;
         if (!step->mix.rows) continue;
         run(step, row_jobs(step->mix.rows), gather_job);
-        const float *active = activate(step, &experts->gate_up[e], &experts->down[e], step->gathered, step->mix.rows, experts->inner);
-        multiply(step, &experts->down[e], active, active_width(experts->inner), step->mix.rows, step->gathered, width);
+        const Matrix *gate_up = &experts->gate_up[e], *down = &experts->down[e];
+        const float *active = activate(step, gate_up, down, step->gathered, step->mix.rows, experts->inner);
+        multiply(step, down, active, active_width(experts->inner), step->mix.rows, step->gathered, width);
         run(step, row_jobs(step->mix.rows), scatter_job);
     }
 }
@@ -1823,7 +1854,8 @@ static void pair_up(int form, const Block *block, int dim, const PairRoom *room)
 }
 
 /* Adds to sums of up to 16 rows what they give with `width` outputs, or begins them. */
-static void add_pairs(const Step *step, int adds, int rows, int width, const void *x, const uint16_t *weights, int blocks, float *sums) {
+static void add_pairs(const Step *step, int adds, int rows, int width, const void *x, const uint16_t *weights, int blocks,
+                      float *sums) {
     if (step->has_tiles) {
         add_tile_rows(adds, width, x, weights, blocks, sums);
         return;
@@ -1839,7 +1871,7 @@ static void weigh_pairs(const Step *step, int rows, Row *row, int begin, float (
     const Vector scale = splat(step->model->attention_scale * 1.44269504088896341f);
     float most[PAIR_ROWS] = {0.0f}, before[PAIR_ROWS] = {0.0f}, factor[PAIR_ROWS];
     for (int r = 0; r < rows; r++) {
-        if (row[r].from > begin || row[r].to < begin + KEYS) hide(row + r, begin, scores[r], NO_SCORE);
+        if (row[r].from > begin || row[r].to < begin + KEYS) hide(&row[r], begin, scores[r], NO_SCORE);
         Vector largest = load(scores[r]);
         UNROLL for (int t = LANES; t < KEYS; t += LANES) largest = larger(largest, load(scores[r] + t));
         most[r] = largest_lane(largest), before[r] = row[r].most;
@@ -1852,7 +1884,7 @@ static void weigh_pairs(const Step *step, int rows, Row *row, int begin, float (
         const Vector shift = splat(-most[r]), by = splat(factor[r]);
         UNROLL for (int t = 0; t < KEYS; t += LANES)
             store(scores[r] + t, power_of_two(multiply_add(load(scores[r] + t), scale, shift)));
-        if (row[r].from > begin || row[r].to < begin + KEYS) hide(row + r, begin, scores[r], 0.0f);
+        if (row[r].from > begin || row[r].to < begin + KEYS) hide(&row[r], begin, scores[r], 0.0f);
         UNROLL for (int v = 0; v < GROUP_PARTS; v++) {
             Vector sum = multiplied(load(row[r].sum + v * LANES), by);
             UNROLL for (int t = 0; t < KEYS; t += GROUP) sum = added(sum, load(scores[r] + t + v * LANES));
@@ -1875,11 +1907,11 @@ static void attend_block(const Step *step, int num_rows, Row *row, int begin, co
         if (row[end - 1].to <= begin) first = r + PAIR_ROWS;
         if (row[r].from < begin + KEYS) last = end;
     }
-    for (int r = first - PAIR_ROWS; r < last; r += PAIR_ROWS) {
-        const int next = r + PAIR_ROWS, tile = r / PAIR_ROWS, ahead = last - next < PAIR_ROWS ? last - next : PAIR_ROWS;
+    for (int tile = first / PAIR_ROWS - 1, r = tile * PAIR_ROWS; r < last; tile++, r += PAIR_ROWS) {
+        const int next = r + PAIR_ROWS, ahead = last - next < PAIR_ROWS ? last - next : PAIR_ROWS;
         if (next < last)
-            add_pairs(step, 0, ahead, KEYS, (const char *)room->queries + (next / PAIR_ROWS) * of_tile, (const uint16_t *)room->keys, blocks,
-                      scores[next / PAIR_ROWS % 2][0]);
+            add_pairs(step, 0, ahead, KEYS, (const char *)room->queries + (tile + 1) * of_tile, (const uint16_t *)room->keys,
+                      blocks, scores[(tile + 1) % 2][0]);
         if (r < first) continue;
         const int rows = last - r < PAIR_ROWS ? last - r : PAIR_ROWS;
         weigh_pairs(step, rows, row + r, begin, scores[tile % 2], room->weights, room->sums + r * dim);
@@ -1962,7 +1994,8 @@ static int check(const Step *step, const Batch *batch) {
 }
 
 static int span_tokens(const Model *model) {
-    const int rows = is_pairs(&model->layer[0].qkv) ? SPAN_ROWS_OF_PAIRS : SPAN_ROWS, tokens = rows / (model->heads / model->kv_heads);
+    const int rows = is_pairs(&model->layer[0].qkv) ? SPAN_ROWS_OF_PAIRS : SPAN_ROWS;
+    const int tokens = rows / (model->heads / model->kv_heads);
     return tokens ? tokens : 1;
 }
 
@@ -2045,7 +2078,8 @@ void baton_close(Step *step) {
     free(step->pair_rooms), free(step->keys), free(step->panels), free(step->pool.helpers), free(step->spans);
     free(step->x), free(step->normed), free(step->qkv), free(step->attended), free(step->gate_up), free(step->active);
     free(step->delta), free(step->sequence), free(step->position);
-    free(step->gathered), free(step->routing), free(step->picked), free(step->bytes), free(step->of_bytes), free(step->halves), free(step->active_halves), free(step);
+    free(step->gathered), free(step->routing), free(step->picked), free(step->bytes), free(step->of_bytes);
+    free(step->halves), free(step->active_halves), free(step);
 }
 
 static int larger_of(int a, int b) { return a > b ? a : b; }
@@ -2072,7 +2106,8 @@ static PairRoom pair_room(const Model *model, int most_inputs) {
     const int64_t dim = (model->head_dim + 31) / 32 * 32, shared = model->heads / model->kv_heads;
     const int64_t rows = (larger_of(SPAN_ROWS_OF_PAIRS, (int)shared) + PAIR_ROWS - 1) / PAIR_ROWS * PAIR_ROWS;
     const PairRoom made = {
-        .made = room((most_inputs + 31) / 32 * 2 * PAIR_WEIGHTS, sizeof(uint16_t)), .products = room(2 * ROWS_OF_PAIRS * PANEL, sizeof(float)),
+        .made = room((most_inputs + 31) / 32 * 2 * PAIR_WEIGHTS, sizeof(uint16_t)),
+        .products = room(2 * ROWS_OF_PAIRS * PANEL, sizeof(float)),
         .keys = room(KEYS * dim, sizeof(uint16_t)), .values = room(KEYS * dim, sizeof(uint16_t)),
         .queries = room(rows * dim, sizeof(float)), .weights = room(PAIR_ROWS * KEYS, sizeof(float)),
         .scores = room(2 * PAIR_ROWS * KEYS, sizeof(float)), .sums = room(rows * dim, sizeof(float)),
