@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,7 @@ def engine_with(runner: Runner) -> Engine:
     assert drafter.model is not None
     drafter._looked_up = lambda sequence, most: None  # type: ignore[method-assign]
     drafter.costs = FREE
+    drafter.model.budget.left_s = math.inf
     engine.scheduler.costs = step_costs(s_weights=10.0)  # beside such a step the draft model's are free
     return engine
 

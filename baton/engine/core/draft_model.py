@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from baton.costs import StepCosts
+from baton.engine.core.draft_budget import DraftBudget
 from baton.engine.core.group_pool import GroupPool
 from baton.engine.core.ngrams import Guess
 from baton.engine.core.runner import UNKNOWN_TOKEN, Proposal, Runner, StepInput, StepOutput, StepPart
@@ -93,6 +94,8 @@ class DraftModel:
         assert self.pool.key_tokens == key_tokens, "the draft model's blocks are of another size"
         self.most_tokens = most_tokens
         self.num_drafted = self.num_accepted = 0
+        self.budget = DraftBudget()
+        """What it may lose; without anything left it does nothing."""
         self._blocks = SequenceBlocks(self.pool, 0)
         self._max_model_len = runner.max_model_len
         self._shadows: dict[int, _Shadow] = {}
@@ -123,7 +126,9 @@ class DraftModel:
         Args:
             wanted: place, sequence, and drafts that it may have at most.
         """
-        found = {}
+        found: dict[int, Guess] = {}
+        if not self._shadows or self.budget.left_s <= 0:
+            return found
         left, tokens_left = [pool.num_available for pool in self.pool.pools], self.most_tokens
         for place, sequence, most in wanted:
             shadow = self._shadows.get(sequence.key)

@@ -117,13 +117,14 @@ class Drafter:
         most = {place: self._most_for(*each) for place, each in enumerate(zip(sequences, parts, strict=True))}
         found = {place: self._looked_up(sequences[place], number) for place, number in most.items() if number > 0}
         guesses = {place: guess for place, guess in found.items() if guess is not None and guess.token_ids}
-        if not guesses and self.model is None:
+        wanted = [(place, sequences[place], number) for place, number in most.items() if number > 0]
+        proposals = {} if self.model is None else self.model.guesses(wanted)
+        if not guesses and not proposals:
             return {}
         step, rounds = _PlainStep.of(parts, costs, curve), None
-        if self.model is not None:
+        if self.model is not None and proposals:
             rounds = self.model.costs(costs)
-            wanted = [(place, sequences[place], number) for place, number in most.items() if number > 0]
-            for place, guess in self.model.guesses(wanted).items():
+            for place, guess in proposals.items():
                 looked_up = guesses.get(place)
                 if looked_up is None or _worth(guess, step, rounds) > _worth(looked_up, step):
                     guesses[place] = guess
@@ -144,7 +145,7 @@ class Drafter:
         """Returns the parts of a step with what the draft model computes before it, for which it takes the blocks.
 
         Drafts come first. Sequences that have none may get some later, once the model has computed what it lacks of
-        them: it catches up a little in each step, where drafts are expected to gain more than that costs.
+        them: see `_catch_up`.
 
         Args:
             sequences: those of the parts.
@@ -158,7 +159,20 @@ class Drafter:
         for place, part in enumerate(parts):
             if part.num_drafts and part.token_ids[-1] == UNKNOWN_TOKEN:
                 found[place] = part._replace(proposal=self.model.drafting(sequences[place], part))
-        num_new = sum(len(part.proposal.part.token_ids) for part in found if part.proposal is not None)
+            elif part.num_drafts:
+                sequences[place].forgone_s = 0.0
+        if self.model.budget.left_s > 0:
+            self._catch_up(found, sequences, costs)
+        return found
+
+    def _catch_up(self, parts: list[StepPart], sequences: SequenceOf[Sequence], costs: StepCosts) -> None:
+        """Lets the draft model compute a little of what it lacks of sequences that have no drafts.
+
+        It does so for sequences of which look-up has been silent for so long that drafts would have gained as much by
+        now as catching up costs (the rule of ski rental: no more than twice what knowing the rest would have cost), and
+        where the expected rest of the answer gains more than that.
+        """
+        assert self.model is not None
         lacking = [
             (place, sequence, lacks)
             for place, (sequence, part) in enumerate(zip(sequences, parts, strict=True))
@@ -166,31 +180,55 @@ class Drafter:
         ]
         curve = self.costs.curve(sum(part.is_decoding for part in parts)) if lacking else None
         if curve is None:
-            return found
-        step = _PlainStep.of(parts, costs, curve)
-        rounds = self.model.costs(costs)
+            return
+        step, rounds, left_s = _PlainStep.of(parts, costs, curve), self.model.costs(costs), self.model.budget.left_s
         within = rounds.tokens_within(CATCH_UP_SHARE * step.took_s, 0, self._max_model_len)
-        left = min(max(LEAST_CATCH_UP, within), self.model.most_tokens - num_new)
+        num_new = sum(len(part.proposal.part.token_ids) for part in parts if part.proposal is not None)
+        most = max(LEAST_CATCH_UP, within)
+        left = min(most, self.model.most_tokens - num_new)
+        gains: dict[float, float] = {}
         for place, sequence, lacks in lacking:
-            took_s = rounds.s_per_token * lacks + rounds.s_per_pair * lacks * (sequence.num_tokens - lacks / 2)
-            gain_s = self._gain_s(step, rounds, self.model.chance(sequence))
-            if left < 1 or not gain_s or took_s > gain_s * _num_expected(sequence):
+            if (chance := self.model.chance(sequence)) not in gains:
+                gains[chance] = self._gain_s(step, rounds, chance)
+            gain_s = gains[chance]
+            sequence.forgone_s += gain_s
+            took_s = rounds.prefill_s(sequence.num_tokens, sequence.num_tokens - lacks, most)
+            if left < 1 or took_s > min(gain_s * _num_expected(sequence), sequence.forgone_s, left_s):
                 continue
             if (proposal := self.model.catching_up(sequence, left)) is not None:
                 left -= len(proposal.part.token_ids)
-                found[place] = parts[place]._replace(proposal=proposal)
-        return found
+                left_s -= took_s
+                parts[place] = parts[place]._replace(proposal=proposal)
 
-    def commit(self, step: StepInput, output: StepOutput) -> None:
-        """Books what the draft model has done for a step, before the step's tokens are booked."""
-        if self.model is not None and output.proposed is not None:
-            self.model.commit(step, output)
+    def commit(self, step: StepInput, output: StepOutput, costs: StepCosts) -> None:
+        """Books what the draft model has done for a step, before the step's tokens are booked.
 
-    def learn(self, costs: DraftCosts) -> None:
-        """Notes what drafts add to steps, after each step."""
+        Args:
+            costs: what steps take.
+        """
+        if self.model is None or output.proposed is None:
+            return
+        self.model.commit(step, output)
+        spent_s, gained_s, counts = output.proposing_s, 0.0, output.proposed.counts
+        curve = self.costs.curve(sum(part.is_decoding for part in step.parts))
+        if curve is not None and (num_drafts := sum(counts.values())):
+            plain = _PlainStep.of(step.parts, costs, curve)
+            num_all = sum(output.num_drafts(place, part) for place, part in enumerate(step.parts))
+            spent_s += curve.extra_s(num_all) * num_drafts / num_all
+            num_kept = sum(len(output.sampled_token_ids[place]) - 1 for place in counts if counts[place])
+            gained_s = num_kept * plain.s_per_token
+        self.model.budget.book(spent_s, gained_s)
+
+    def learn(self, costs: DraftCosts, took_s: float) -> None:
+        """Notes what drafts add to steps, after each step.
+
+        Args:
+            took_s: what the step took, with what the draft model did for it.
+        """
         self.costs = costs
         if self.model is not None:
             self.model.fade()
+            self.model.budget.add(took_s)
 
     def check(self) -> None:
         """Asserts that the draft model's books are right."""
@@ -228,9 +266,10 @@ class Drafter:
             chance: of each draft, if all before it are right.
         """
         expected, took_s, best = float(step.num_parts), step.took_s, LEAST_GAIN
+        round_s = rounds.step_s(0, 0, step.num_decoding, 0)
         for depth in range(1, self._most + 1):
             expected += step.num_decoding * chance**depth
-            took_s += rounds.step_s(0, 0, step.num_decoding, 0)
+            took_s += round_s
             added_s = step.curve.extra_s(depth * step.num_decoding)
             best = max(best, expected * step.took_s / (step.num_parts * (took_s + added_s)))
         return step.s_per_token * (1 - 1 / best) if best > LEAST_GAIN else 0.0

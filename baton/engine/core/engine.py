@@ -204,7 +204,7 @@ class Engine:
         key_tokens, known, prefill = self.pool.key_tokens, self.sequences, Purpose.PREFILL
         generated = Generated.__new__  # see `Sequence.part`
         if output.proposed is not None and self.scheduler.drafter is not None:
-            self.scheduler.drafter.commit(step, output)
+            self.scheduler.drafter.commit(step, output, self.scheduler.costs)
         of_parts = zip(step.parts, output.sampled_token_ids, output.num_computed_tokens, strict=True)
         for index, (part, token_ids, num_computed_tokens) in enumerate(of_parts):
             if (sequence := known.get(part.sequence_key) or self._find(part.sequence_key)) is None:
@@ -298,7 +298,7 @@ class Engine:
         self._fit.observe(size, took_s - proposing_s)
         self.scheduler.costs = self.costs
         if self.scheduler.drafter is not None:
-            self.scheduler.drafter.learn(self._fit.draft_costs)
+            self.scheduler.drafter.learn(self._fit.draft_costs, took_s)
 
     def abandon(self, *steps: StepInput) -> list[Sequence]:
         """Takes the sequences of steps out that cannot be executed. Returns those that were not aborted already."""

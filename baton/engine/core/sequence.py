@@ -109,6 +109,8 @@ class Sequence:
     """Whether its draws depend on the tokens before them."""
     ngrams: NgramIndex | None = None
     """What guesses its next tokens, once it decodes; None: nothing does."""
+    forgone_s: float = 0.0
+    """What drafts of a draft model would have gained since look-up last had some; see `Drafter`."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.token_ids)

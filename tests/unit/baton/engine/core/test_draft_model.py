@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from baton.engine.core import draft_model
 from baton.engine.core.draft_model import DraftModel
 from baton.engine.core.draft_runner import DraftedRunner
 from baton.engine.core.engine import Engine
+from baton.engine.core.ngrams import NO_GUESS, Guess
 from baton.engine.core.runner import UNKNOWN_TOKEN, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose
@@ -77,6 +79,7 @@ def make_engine(
     assert engine.scheduler.drafter is not None
     engine.scheduler.drafter.costs = FREE
     engine.scheduler.costs = step_costs(s_weights=STEP_S)
+    model_of(engine).budget.left_s = math.inf
     return engine
 
 
@@ -90,6 +93,14 @@ def look_nothing_up(engine: Engine) -> None:
     """Leaves guessing to the draft model."""
     assert engine.scheduler.drafter is not None
     engine.scheduler.drafter._looked_up = lambda sequence, most: None  # type: ignore[method-assign]
+
+
+def rounds_of(engine: Engine) -> int:
+    """How many rounds the draft model has computed; each reads the clock twice."""
+    runner = engine.runner
+    assert isinstance(runner, DraftedRunner)
+    assert isinstance(runner._clock, Clock)
+    return round(runner._clock.now / runner._clock.round_s) // 2
 
 
 class Bounded(ArithmeticRunner):
@@ -252,15 +263,36 @@ def test_beams_prompts_and_scores_have_no_drafts() -> None:
 
 
 def test_a_long_prompt_is_caught_up_with_a_little_in_each_step() -> None:
-    """As much as a quarter of a step allows: of a step of 10 ms, at 20 microseconds a token, 125 less attention's."""
+    """As much as a quarter of a step allows: of a step of 10 ms, at 20 microseconds a token, 125 less attention's. It
+    begins once drafts would have gained the 8 ms that it takes in all, at 4 ms a step."""
     engine = make_engine(4, max_num_batched_tokens=400)
     engine.scheduler.costs = step_costs(s_weights=STEP_S, s_per_token=1e-4)
     found = drafts_of(engine, sequence_spec(numbers_of(1, 400), max_tokens=60))
-    assert found[:6] == [(0, 0), (0, 124), (0, 124), (0, 124), (0, 31), (3, 0)]
+    assert found[:8] == [(0, 0)] * 3 + [(0, 124)] * 3 + [(0, 33), (3, 0)]
     engine = make_engine(4, max_num_batched_tokens=400)
     engine.scheduler.costs = step_costs(s_weights=STEP_S, s_per_token=3e-3)
     number = [number for _, number in drafts_of(engine, sequence_spec(numbers_of(1, 40), max_tokens=300))]
-    assert number[:4] == [0, 16, 16, 0], "a block at the least, and the last few with the first drafts"
+    assert number[8:12] == [16, 16, 16, 0], "a block at the least"
+    assert sum(number) == 48
+
+
+def test_nothing_is_caught_up_with_where_look_up_has_drafts() -> None:
+    """Nor soon after: each time it begins anew to wait for as long as catching up takes."""
+    engine = make_engine(4, max_num_batched_tokens=400)
+    engine.scheduler.costs = step_costs(s_weights=STEP_S, s_per_token=1e-4)
+    drafter = engine.scheduler.drafter
+    assert drafter is not None
+    sequence = engine.add(sequence_spec(numbers_of(1, 400), max_tokens=80), Purpose.GENERATE, 0.0)
+    kinds = []
+    for number in range(16):
+        looked_up = Guess((50,), (0.9,)) if number in (2, 4, 7, 8) else NO_GUESS
+        drafter._looked_up = lambda sequence, most, found=looked_up: found  # type: ignore[method-assign, misc]
+        (part,) = (batch := engine.schedule(0.0)[0]).parts
+        kinds.append("drafts" if part.num_drafts else "catches up" if part.proposal else "")
+        engine.commit(batch, engine.runner.execute(batch), 0.0)
+    assert kinds[:9] == ["", "", "drafts", "", "drafts", "", "", "drafts", "drafts"]
+    assert kinds[9:13] == ["", "", "catches up", "catches up"]
+    assert sequence.forgone_s > 0.008
 
 
 def test_nothing_is_caught_up_with_for_a_short_rest_of_an_answer() -> None:
@@ -456,10 +488,10 @@ def test_proposals_are_drawn_for_all_sequences_at_once(monkeypatch: pytest.Monke
     look_nothing_up(engine)
     for n in range(4):
         engine.add(sequence_spec(numbers_of(n, 20), f"{n}", max_tokens=40 if n else 5), Purpose.GENERATE, 0.0)
+    monkeypatch.setattr(draft_model, "UNKNOWN_SHARE", 0.02)
     for _ in range(2):
         batch, _ = engine.schedule(0.0)
         engine.commit(batch, engine.runner.execute(batch), 0.0)
-    monkeypatch.setattr(draft_model, "UNKNOWN_SHARE", 0.02)
     batch, _ = engine.schedule(0.0)
     assert [part.token_ids[1:] for part in batch.parts] == [(UNKNOWN_TOKEN,) * part.num_drafts for part in batch.parts]
     output = engine.runner.execute(batch)
@@ -504,9 +536,69 @@ def test_a_model_that_is_never_right_is_asked_less_and_less() -> None:
     drafter = engine.scheduler.drafter
     assert drafter is not None
     for _ in range(8000):
-        drafter.learn(FREE)
+        drafter.learn(FREE, STEP_S)
     again = drafts_of(engine, sequence_spec(numbers_of(2, 20), "later", max_tokens=90))
     assert sum(number for number, _ in again) > 5
+
+
+def test_what_a_model_loses_is_bounded_whatever_is_thought_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is never right, and forgets so at once: each new sequence seems worth catching up with, and drafts."""
+
+    class Bad(ArithmeticRunner):
+        def _answer(self, part: StepPart, num_tokens: int) -> int:
+            return (super()._answer(part, num_tokens) + 40) % 97
+
+    monkeypatch.setattr(draft_model, "FADING", 0.0)
+    monkeypatch.setattr(draft_model, "FADING_ALL", 0.0)
+    engine = make_engine(4, draft=Bad, round_s=0.002)
+    look_nothing_up(engine)
+    model = model_of(engine)
+    model.budget.left_s = 0.0
+    lost_s, busy_s = [], []
+    for n in range(60):
+        engine.add(sequence_spec(numbers_of(n, 20), f"{n}", max_tokens=40), Purpose.GENERATE, 0.0)
+        while batch := engine.schedule(0.0)[0]:
+            output = engine.runner.execute(batch)
+            engine.commit(batch, output, 0.0)
+            lost_s.append(output.proposing_s)
+            busy_s.append(STEP_S + output.proposing_s)
+            engine.learn(StepSize.of(batch), busy_s[-1], output.proposing_s)
+    assert model.num_accepted == 0
+    num_steps = len(busy_s)
+    assert 0 < sum(lost_s[num_steps // 2 :]) < 0.015 * sum(busy_s[num_steps // 2 :])
+    assert sum(lost_s) < 0.1 * sum(busy_s[:100]) + 0.01 * sum(busy_s) + STEP_S
+
+
+def test_a_model_that_gains_is_asked_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its drafts spare is there to be spent, too."""
+    engine = make_engine(4, round_s=0.001)
+    look_nothing_up(engine)
+    model = model_of(engine)
+    model.budget.left_s = 0.0015
+    engine.scheduler.costs = step_costs(s_weights=STEP_S)
+    left_s = []
+    engine.add(sequence_spec(numbers_of(1, 20), max_tokens=60), Purpose.GENERATE, 0.0)
+    monkeypatch.setattr(draft_model, "UNKNOWN_SHARE", 0.02)
+    while batch := engine.schedule(0.0)[0]:
+        output = engine.runner.execute(batch)
+        engine.commit(batch, output, 0.0)
+        if batch.parts[0].num_drafts:
+            left_s.append(model.budget.left_s)
+    assert left_s == sorted(left_s)
+    assert left_s[-1] == pytest.approx(0.0015 + STEP_S * model.num_accepted - 0.001 * rounds_of(engine), rel=0.01)
+
+
+def test_without_a_budget_nothing_is_proposed() -> None:
+    engine = make_engine(4)
+    look_nothing_up(engine)
+    engine.add(sequence_spec(numbers_of(1, 20), max_tokens=60), Purpose.GENERATE, 0.0)
+    is_asked = []
+    for number in range(12):
+        model_of(engine).budget.left_s = 0.0 if number in (0, 1, 2, 3, 6, 7) else math.inf
+        batch, _ = engine.schedule(0.0)
+        is_asked.append(batch.parts[0].proposal is not None)
+        engine.commit(batch, engine.runner.execute(batch), 0.0)
+    assert is_asked == [number in (4, 5, 8, 9, 10, 11) for number in range(12)]
 
 
 def test_look_up_goes_first_where_it_is_worth_more() -> None:
