@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,8 +82,22 @@ def _require_alike(model: ModelConfig, engine: EngineConfig, runner: DraftedRunn
     if target.vocab_size != draft.vocab_size:
         sizes = f"{draft.vocab_size} tokens, and the model {target.vocab_size}"
         raise ModelLoadError(f"engine.draft_model {name} has {sizes}: drafts need the same vocabulary")
-    if read_vocabulary(Path(model.path)) != read_vocabulary(Path(name)):
-        raise ModelLoadError(f"engine.draft_model {name} has another tokenizer: drafts need the same vocabulary")
+    if differs := _first_difference(read_vocabulary(Path(name)), read_vocabulary(Path(model.path))):
+        raise ModelLoadError(f"engine.draft_model {name} has another tokenizer: {differs}; drafts need the same one")
+
+
+def _first_difference(draft: Mapping[str, int], target: Mapping[str, int]) -> str:
+    """Returns the lowest id of which two vocabularies have different texts, in words; empty: there is none."""
+    texts, others = ({token_id: text for text, token_id in each.items()} for each in (draft, target))
+    for token_id in sorted(texts.keys() | others.keys()):
+        text, other = texts.get(token_id), others.get(token_id)
+        if text != other:
+            return f"its token {token_id} is {_quoted(text)}, and the model's is {_quoted(other)}"
+    return ""
+
+
+def _quoted(text: str | None) -> str:
+    return "none" if text is None else repr(text)
 
 
 def _make_one(model: ModelConfig, engine: EngineConfig, cache: Path) -> Runner:

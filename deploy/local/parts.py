@@ -19,8 +19,8 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from baton.config import Config
-from baton.errors import ConfigError
+from baton.config import Config, ModelConfig
+from baton.errors import ConfigError, ModelLoadError
 from deploy.local.part import ClusterPart
 from deploy.models import ProgressDisplay, cache_dir, resolve
 from deploy.processes import module_command
@@ -51,14 +51,25 @@ def run(part: ClusterPart, config: Config, console: Console) -> None:
 
 
 def with_model(config: Config, console: Console) -> Config:
-    """The configuration with the model's folder, name and revision. Raises ModelLoadError."""
+    """The configuration with the model's folder, name and revision, and the draft model's folder.
+
+    Raises:
+        ModelLoadError: one of them cannot be obtained.
+    """
+    cache, engine = cache_dir(config.cluster), config.engine
     with ProgressDisplay(console) as progress:
-        model = resolve(config.model, cache_dir(config.cluster), progress.update)
+        model = resolve(config.model, cache, progress.update)
+        if engine.draft_model and engine.speculation != "off":
+            try:
+                draft = resolve(ModelConfig(id=engine.draft_model), cache, progress.update)
+            except ModelLoadError as error:
+                raise ModelLoadError(f"engine.draft_model {engine.draft_model}: {error}") from error
+            engine = dataclasses.replace(engine, draft_model=str(draft.path))
     console.print(f"==> Model {model.served_name} in {model.path}", style="dim", soft_wrap=True)
     resolved = dataclasses.replace(
         config.model, path=str(model.path), served_name=model.served_name, revision=model.revision
     )
-    return dataclasses.replace(config, model=resolved)
+    return dataclasses.replace(config, model=resolved, engine=engine)
 
 
 def await_port(address: str, timeout_s: float) -> None:

@@ -83,9 +83,9 @@ def build_runner(config: Config) -> Runner:
     return make_runner(config.model, config.engine, cache_dir(config.cluster))
 
 
-def _config_of(role: Role, config: Config) -> Config:
-    """Returns what a worker of a role is built of: one that is to compute prompts, or not to guess, drafts nothing."""
-    if role is Role.DECODE and config.engine.speculation != "off":
+def _config_of(config: Config) -> Config:
+    """Returns what a worker is built of. Its role may change, so each has the draft model, if steps check guesses."""
+    if config.engine.speculation != "off":
         return config
     return dataclasses.replace(config, engine=dataclasses.replace(config.engine, draft_model=""))
 
@@ -110,7 +110,7 @@ async def serve(
     try:
         async with contextlib.AsyncExitStack() as stack:
             try:
-                runner = await asyncio.to_thread(build, _config_of(role, config))
+                runner = await asyncio.to_thread(build, _config_of(config))
                 stack.callback(runner.close)
                 garbage.keep_what_is_loaded()
                 control, ended = await stack.enter_async_context(running(config, role, worker_id, host, runner))

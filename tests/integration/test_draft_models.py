@@ -133,7 +133,10 @@ def test_what_does_not_suit_is_refused_at_start(tmp_path: Path) -> None:
     for folder, second in ((target, "b"), (texts, "c")):
         words = {"vocab": {"a": 0, second: 1}, "type": "WordLevel", "unk_token": "a"}
         (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": words}))
-    assert f"{texts} has another tokenizer: drafts need the same vocabulary" in str(refused(target, texts))
+    differs = "has another tokenizer: its token 1 is 'c', and the model's is 'b'; drafts need the same one"
+    assert f"{texts} {differs}" in str(refused(target, texts))
+    (texts / "tokenizer.json").unlink()
+    assert "its token 0 is none, and the model's is 'a'" in str(refused(target, texts))
     assert "names a folder that is not there: /nowhere" in str(refused(target, "/nowhere"))
     assert "engine.draft_model needs engine.tensor_parallel 1" in str(
         refused(target, target, runner="transformers", tensor_parallel=2)

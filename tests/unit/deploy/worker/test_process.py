@@ -111,9 +111,12 @@ async def test_a_worker_whose_pairs_cannot_be_ended_drains_and_ends(monkeypatch:
 
 @pytest.mark.parametrize(
     ("role", "speculation", "is_loaded"),
-    [(Role.DECODE, "ngram", True), (Role.DECODE, "off", False), (Role.PREFILL, "ngram", False)],
+    [(Role.DECODE, "ngram", True), (Role.DECODE, "off", False), (Role.PREFILL, "ngram", True)],
 )
-async def test_a_draft_model_is_loaded_where_sequences_decode(role: Role, speculation: str, is_loaded: bool) -> None:
+async def test_a_draft_model_is_loaded_whatever_the_role_is_at_first(
+    role: Role, speculation: str, is_loaded: bool
+) -> None:
+    """A worker that computes prompts may be made to decode later."""
     engine = EngineConfig(runner="arithmetic", draft_model="/drafts", speculation=speculation)
 
     def build(config: Config) -> Runner:
