@@ -103,19 +103,21 @@ def with_kv_size(config: Config) -> Config:
     if engine.num_blocks or not _is_here(config):
         return config
     ranks, workers = engine.tensor_parallel, config.cluster.prefill + config.cluster.decode
-    gpus = [] if model.device == "cpu" else visible_gpus(os.environ)
+    gpus, drafting = [] if model.device == "cpu" else visible_gpus(os.environ), _drafting_bytes(config)
     if gpus is None or gpus:
         if gpus and engine.kv_cache_gib != "auto":
             weights = weights_bytes(Path(model.path), model.dtype) // ranks
             node = NodeGpus(num_gpus=len(gpus), num_workers=workers)
             desired = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}
             part = memory_share(gpus_per_worker(config, [node], desired))
-            Room(free=int(min(gpus) * part), num_pools=1, needed=weights, on_gpu=True).pool_gib(engine.kv_cache_gib)
+            Room(free=int(min(gpus) * part), num_pools=1, needed=weights + drafting, on_gpu=True).pool_gib(
+                engine.kv_cache_gib
+            )
         return config
     weights = weights_bytes(Path(model.path), "float32" if model.dtype == "auto" else model.dtype) // ranks
     most = max(workers, config.autoscale.max_workers if config.autoscale.enabled else 0)
     free = available_memory(engine.memory_share if engine.kv_cache_gib == "auto" else 1.0)
-    room = Room(free=free, num_pools=ranks * most, needed=weights + PROCESS_BYTES, others=SERVICES_BYTES)
+    room = Room(free=free, num_pools=ranks * most, needed=weights + drafting + PROCESS_BYTES, others=SERVICES_BYTES)
     return replace(config, engine=replace(engine, kv_cache_gib=room.pool_gib(engine.kv_cache_gib)))
 
 
@@ -153,3 +155,12 @@ def _torch_cuda() -> str:
 def _is_here(config: Config) -> bool:
     """Whether workers load a model, and do so on this machine."""
     return config.engine.runner != "arithmetic" and not config.cluster.ray_address
+
+
+def _drafting_bytes(config: Config) -> int:
+    """Returns what a draft model takes of each worker's memory: its weights and its pool."""
+    engine, dtype = config.engine, config.model.dtype
+    if not engine.draft_model or engine.speculation == "off":
+        return 0
+    weights = weights_bytes(Path(engine.draft_model), "float32" if dtype == "auto" else dtype)
+    return weights + int(engine.draft_kv_cache_gib * GIB)

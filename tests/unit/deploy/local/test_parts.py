@@ -6,11 +6,12 @@ import dataclasses
 import socket
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from rich.console import Console
 
-from baton.config import ClusterConfig, Config, IndexConfig, RouterConfig
-from baton.errors import ConfigError
+from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig, RouterConfig
+from baton.errors import ConfigError, ModelLoadError
 from deploy.local import parts
 from deploy.local.part import ClusterPart
 from tests.integration.cluster import free_port
@@ -59,3 +60,27 @@ def test_the_model_part_has_the_model_and_ends(model_dir: Path) -> None:
     assert Path(model.path) == model_dir
     assert model.revision
     assert model.served_name == "smollm2-135m-instruct"
+
+
+def test_a_draft_model_is_found_as_the_model_is(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a name of the catalogue, by a hub id, or as a folder; not at all where nothing is to be guessed."""
+
+    def drafting(name: str, **settings: str) -> str:
+        config = Config(engine=EngineConfig(draft_model=name, **settings))
+        return parts.with_model(config, Console(quiet=True)).engine.draft_model
+
+    def snapshot_download(repo_id: str, **_: object) -> str:
+        assert repo_id == "org/small"
+        return str(model_dir)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    for name in ("smollm2-135m-instruct", "org/small", str(model_dir)):
+        assert drafting(name) == str(model_dir)
+    assert drafting("") == ""
+    assert drafting("org/other", speculation="off") == "org/other"
+    with pytest.raises(ModelLoadError, match=f"engine.draft_model {tmp_path}: The model folder .* has no config.json"):
+        drafting(str(tmp_path))
+    with pytest.raises(ModelLoadError, match=r"engine.draft_model nothing: There is no model 'nothing'"):
+        drafting("nothing")

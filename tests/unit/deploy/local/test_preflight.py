@@ -14,7 +14,7 @@ import torch
 
 from baton.config import AutoscaleConfig, ClusterConfig, Config, EngineConfig, ModelConfig
 from baton.errors import ConfigError
-from baton.memory import GIB
+from baton.memory import GIB, weights_bytes
 from baton.rpc import RpcServer
 from deploy.doctor import machine
 from deploy.local import preflight
@@ -96,6 +96,12 @@ def test_workers_on_cpus_have_pools_of_one_size(tmp_path: Path, monkeypatch: pyt
     assert preflight.with_kv_size(others).engine.kv_cache_gib == (5.75 / 2 - 1.75) / 2, "for what else is there"
     ranks = replace(config, engine=EngineConfig(tensor_parallel=2))
     assert preflight.with_kv_size(ranks).engine.kv_cache_gib == (8 / 4 - 1.25) / 2
+    drafts: dict[str, Any] = {"draft_model": config.model.path, "draft_kv_cache_gib": 0.125}
+    with_drafts = replace(config, engine=EngineConfig(**drafts))
+    weights_gib = weights_bytes(Path(config.model.path), "float32") / GIB
+    assert preflight.with_kv_size(with_drafts).engine.kv_cache_gib == (8 / 2 - 1.75 - weights_gib - 0.125) / 2
+    without = replace(config, engine=EngineConfig(speculation="off", **drafts))
+    assert preflight.with_kv_size(without).engine.kv_cache_gib == (8 / 2 - 1.75) / 2
     two = replace(config, engine=EngineConfig(kv_cache_gib=2.0))
     assert preflight.with_kv_size(two) == two
     with pytest.raises(ConfigError, match="2 KV pools of 3 GiB do not fit"):

@@ -641,6 +641,24 @@ def test_a_sure_guess_by_look_up_is_worth_more_than_a_sure_proposal() -> None:
     assert kinds == [(False, False), (False, True), (True, True), (True, True), (True, False), (True, False)]
 
 
+def test_an_unlikely_guess_by_look_up_gives_way_to_a_proposal() -> None:
+    """And a likely one does not."""
+    engine = make_engine(4)
+    drafter = engine.scheduler.drafter
+    assert drafter is not None
+    look_nothing_up(engine)
+    engine.add(sequence_spec(numbers_of(1, 20), max_tokens=60), Purpose.GENERATE, 0.0)
+    is_proposed = []
+    for number in range(7):
+        if number > 3:
+            found = Guess((50,) * 4, ((0.99, 0.98, 0.97, 0.96) if number == 5 else (0.1, 0.05, 0.03, 0.02)))
+            drafter._looked_up = lambda sequence, most, found=found: found  # type: ignore[method-assign, misc]
+        (part,) = (batch := engine.schedule(0.0)[0]).parts
+        is_proposed.append(part.proposal is not None and part.num_drafts > 0)
+        engine.commit(batch, engine.runner.execute(batch), 0.0)
+    assert is_proposed == [False, False, True, True, True, False, True]
+
+
 def test_the_draft_models_time_is_none_of_the_targets_steps() -> None:
     engine = make_engine(4)
     engine.learn(StepSize(num_new=1, num_decoding=1, num_kv_tokens=100), 0.05, 0.04)
