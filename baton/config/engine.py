@@ -145,8 +145,8 @@ class EngineConfig(EveryEngineConfig):
     """Guesses that a step checks for each sequence at most."""
     draft_model: String = ""
     """A smaller model with the same vocabulary, which guesses where look-up does not and where that is expected to gain
-    time (docs/scheduling.md): a folder, a hub id or a name of the catalogue, like `model.id`. All workers load it, since
-    their roles may change, unless `speculation` is off; it has one rank. Empty: there is none."""
+    time (docs/scheduling.md): a folder, a hub id or a name of the catalogue, like `model.id`. All workers load it,
+    since their roles may change, unless `speculation` is off; it has one rank. Empty: there is none."""
     draft_kv_cache_gib: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER, Must.be("more than 0 GiB")] = 0.25
     """Memory of the draft model's own KV pool, in GiB. A sequence that does not fit into it has no guesses of the
     model."""

@@ -8,6 +8,7 @@ __all__ = [
     "ahead",
     "beams",
     "block_pool",
+    "draft_budget",
     "draft_costs",
     "draft_model",
     "draft_runner",

@@ -67,8 +67,8 @@ def test_a_draft_model_is_found_as_the_model_is(
 ) -> None:
     """By a name of the catalogue, by a hub id, or as a folder; not at all where nothing is to be guessed."""
 
-    def drafting(name: str, **settings: str) -> str:
-        config = Config(engine=EngineConfig(draft_model=name, **settings))
+    def drafting(name: str, speculation: str = "ngram") -> str:
+        config = Config(engine=EngineConfig(draft_model=name, speculation=speculation))
         return parts.with_model(config, Console(quiet=True)).engine.draft_model
 
     def snapshot_download(repo_id: str, **_: object) -> str:

@@ -124,6 +124,24 @@ def test_its_steps_are_no_longer_than_the_targets() -> None:
     assert model_of(engine).num_accepted > 100
 
 
+def test_who_lacks_many_tokens_waits_for_a_step_with_room() -> None:
+    """Six sequences that lack ten tokens each, of which a step computes 40."""
+    engine = make_engine(4, max_num_batched_tokens=40, num_blocks=80)
+    look_nothing_up(engine)
+    engine.scheduler.costs = step_costs(s_weights=100.0)
+    for n in range(6):
+        engine.add(sequence_spec(numbers_of(n, 30), f"{n}", max_tokens=60), Purpose.GENERATE, 0.0)
+    model = model_of(engine)
+    for _ in range(20):
+        if len(model._shadows) < 6:
+            batch, _ = engine.schedule(0.0)
+            engine.commit(batch, engine.runner.execute(batch), 0.0)
+    for shadow in model._shadows.values():
+        shadow.sequence.num_computed_tokens = shadow.sequence.num_tokens - 10
+    found = model.guesses([(place, each, 4) for place, each in enumerate(engine.scheduler.running)])
+    assert sorted(found) == [0, 1, 2, 3]
+
+
 def nothing_is_held(engine: Engine) -> bool:
     """Whether no block is held in either pool, once the engine has been asked for a step."""
     assert not engine.schedule(0.0)[0]
@@ -586,6 +604,16 @@ def test_a_model_that_gains_is_asked_for_all(monkeypatch: pytest.MonkeyPatch) ->
             left_s.append(model.budget.left_s)
     assert left_s == sorted(left_s)
     assert left_s[-1] == pytest.approx(0.0015 + STEP_S * model.num_accepted - 0.001 * rounds_of(engine), rel=0.01)
+
+
+def test_nothing_is_caught_up_with_that_costs_more_than_may_be_lost() -> None:
+    """Of 400 tokens it takes 8 ms and more."""
+    for left_s, is_caught_up in ((0.004, False), (0.02, True)):
+        engine = make_engine(4, max_num_batched_tokens=400)
+        engine.scheduler.costs = step_costs(s_weights=STEP_S, s_per_token=1e-4)
+        model_of(engine).budget.left_s = left_s
+        found = drafts_of(engine, sequence_spec(numbers_of(1, 400), max_tokens=60))
+        assert any(number for _, number in found) == is_caught_up
 
 
 def test_without_a_budget_nothing_is_proposed() -> None:
