@@ -47,9 +47,9 @@ class ModelConfig:
     one that cannot be used. cpu: the CPU, beside whatever GPUs."""
     weights: Annotated[str, OneOf("exact", "bf16", "int8g")] = "exact"
     """What the weights are made to before they are used. exact: nothing. bf16: all products are those of
-    bfloat16 with sums in float32, the fastest for prompts on a CPU with AMX, at a very small loss of quality. int8g: the
-    layers' products are those of 8-bit integers in groups of 32, the fastest for few streams, at a small loss of quality
-    (docs/native.md). The latter two run on the native step alone, and only workers with the same value exchange KV."""
+    bfloat16 with sums in float32, the fastest for prompts on a CPU with AMX, at a very small loss of quality.
+    int8g: the layers' products are those of 8-bit integers in groups of 32, the fastest for few streams, at a small
+    loss of quality (docs/native.md). The latter two run on the native step alone, and only workers with the same value exchange KV."""
 
     @property
     def identity(self) -> str:

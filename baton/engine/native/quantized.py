@@ -1,7 +1,8 @@
 """Makes of a model's exact weights those that `model.weights` names.
 
-    bf16     all products but a router's are those of bfloat16: weights in float32 are rounded to it, codes stay the codes
-             that they are and are rounded when they are used, inputs are rounded, and sums are float32. So is attention
+    bf16     all products but a router's are those of bfloat16: weights in float32 are rounded to it, codes stay the
+             codes that they are and are rounded when they are used, inputs are rounded, and sums are float32. So is
+             attention
     int8g    the matrices of the layers are multiplied as integers, in groups of 32 inputs: codes stay the codes that
              they are, other weights become signed bytes. A router of experts stays, and so does a matrix whose inputs
              are no multiple of 32. A head of 8-bit codes keeps them, and is multiplied as integers of 16 bits
@@ -109,4 +110,4 @@ def _together(panels: torch.Tensor, count: int) -> torch.Tensor:
     """Returns panels, `[panels, inputs, 32]`, with `count` neighbouring inputs of an output beside each other:
     `[panels, inputs / count, 32, count]`.
     """
-    return panels.unflatten(1, (-1, count)).transpose(2, 3).contiguous()
+    return panels.reshape(len(panels), -1, count, panels.shape[2]).transpose(2, 3).contiguous()
