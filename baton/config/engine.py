@@ -49,7 +49,8 @@ class ModelConfig:
     """What the weights are made to before they are used. exact: nothing. bf16: all products are those of
     bfloat16 with sums in float32, the fastest for prompts on a CPU with AMX, at a very small loss of quality.
     int8g: the layers' products are those of 8-bit integers in groups of 32, the fastest for few streams, at a small
-    loss of quality (docs/native.md). The latter two run on the native step alone, and only workers with the same value exchange KV."""
+    loss of quality (docs/native.md). The latter two run on the native step alone, and only workers with the same
+    value exchange KV."""
 
     @property
     def identity(self) -> str:
