@@ -272,6 +272,8 @@ class Hello:
     """Equal where two processes can share memory."""
     gpu_id: str = ""
     """Equal where both ranks' caches are on one GPU; empty: on none, or not known."""
+    gpu_uuid: str = ""
+    """The driver's name for the GPU of the rank's cache; empty: it is on none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pydantic import Field
 from baton.config.section import COMMA_SEPARATED, ON_OFF, WHOLE, AtLeastOne, Must, OneOf, Seconds, String, section
 from baton.errors import ConfigError
 
-LINK_KINDS = ("nccl", "shm", "tcp", "gloo")
+LINK_KINDS = ("ipc", "nccl", "shm", "tcp", "gloo")
 NCCL_MODES = ("nonblocking-eager", "nonblocking-lazy", "blocking-eager", "blocking-lazy")
 NcclMode: TypeAlias = Annotated[str, OneOf(*NCCL_MODES)]
 LinkKind: TypeAlias = Annotated[str, OneOf(*LINK_KINDS)]
@@ -31,7 +31,7 @@ class TransferConfig:
     """Staging slots that one connection may hold at a time."""
     max_pairs: Annotated[int, Field(ge=0), WHOLE, Must.be("0 (automatic) or more")] = 0
     """Connections that a sender keeps open, one per pair of ranks; the least recently used one is closed to make room.
-    0: 32 where nccl is used, since each takes about 30 MB of GPU memory, else 64 per rank."""
+    0: per rank 32 on a GPU, of which each nccl connection takes about 30 MB of memory, and 64 on a CPU."""
     open_timeout_s: Seconds = 10.0
     """Longest wait for a connection to another worker, and its transport, to be open."""
     nccl_open_timeout_s: Seconds = 60.0
@@ -55,11 +55,11 @@ class TransferConfig:
     wire_dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16", "int8")] = "auto"
     """Type in which KV travels. auto: the narrower of the two caches'. int8 has one scale per head and page. A type
     narrower than both caches' is lossy: split and aggregated answers may then differ."""
-    links: Annotated[tuple[LinkKind, ...], COMMA_SEPARATED] = ("nccl", "shm", "tcp")
-    """Transports to offer and to accept, best first. nccl needs CUDA and a single rank on both sides; shm needs two CPU
-    caches on one host; tcp always works. gloo always works too, but takes a third more processor time than tcp, and
-    listens for the worker's whole life to anyone who connects: use it only where tcp fails. An nccl transport signals
-    over gloo."""
+    links: Annotated[tuple[LinkKind, ...], COMMA_SEPARATED] = ("ipc", "nccl", "shm", "tcp")
+    """Transports to offer and to accept, best first. ipc needs two GPUs of one host, of which the receiver's can read
+    the sender's, or one GPU; nccl needs two GPUs and a single rank on both sides; shm needs two CPU caches on one host;
+    tcp always works. gloo always works too, but takes a third more processor time than tcp, and listens for the
+    worker's whole life to anyone who connects: use it only where tcp fails. An nccl transport signals over gloo."""
 
     nccl_mode: NcclMode = "nonblocking-eager"
     """How nccl transports make and use their communicators, to find out about hangs; equal on all workers. Blocking: a

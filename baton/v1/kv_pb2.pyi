@@ -180,6 +180,7 @@ class Hello(_message.Message):
     PEER_RANK_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     GPU_ID_FIELD_NUMBER: _builtins.int
+    GPU_UUID_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
@@ -192,9 +193,11 @@ class Hello(_message.Message):
     """Equal if and only if the two processes can share memory."""
     gpu_id: _builtins.str
     """Equal where both ranks have their caches on one GPU, between which NCCL moves nothing; empty: on none, or not known."""
+    gpu_uuid: _builtins.str
+    """The driver's name for the GPU of the rank's cache, by which a process of the same host knows whether it can read it."""
     @_builtins.property
     def links(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Transports that this side can use, best first: "nccl", "shm", "tcp", "gloo"."""
+        """Transports that this side can use, best first: "ipc", "nccl", "shm", "tcp", "gloo"."""
 
     @_builtins.property
     def layout(self) -> _worker_pb2.KvLayout: ...
@@ -211,10 +214,11 @@ class Hello(_message.Message):
         peer_rank: _builtins.int = ...,
         host_id: _builtins.str = ...,
         gpu_id: _builtins.str = ...,
+        gpu_uuid: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_id", b"gpu_id", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "links", b"links", "peer_rank", b"peer_rank", "protocol_version", b"protocol_version", "rank", b"rank", "wire_compat", b"wire_compat", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_id", b"gpu_id", "gpu_uuid", b"gpu_uuid", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "links", b"links", "peer_rank", b"peer_rank", "protocol_version", b"protocol_version", "rank", b"rank", "wire_compat", b"wire_compat", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
@@ -37,6 +39,37 @@ class StreamEvent(Protocol):
         """Returns whether the work before the place has run."""
 
 
+HANDLE_BYTES: Final = 64
+"""Length of what names a `GpuExport` in other processes."""
+
+
+class GpuExport(Protocol):
+    """Memory of this process on a GPU that other processes of the host may read.
+
+    It is never freed: CUDA leaves open what a process reads that still has it open then.
+    """
+
+    @property
+    def handle(self) -> bytes:
+        """The HANDLE_BYTES with which another process opens it."""
+        ...
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The memory, `uint8[num_bytes]`."""
+        ...
+
+
+class GpuImport(Protocol):
+    """Memory of another process on a GPU, which this process reads."""
+
+    def read(self, start: int, into: torch.Tensor) -> None:
+        """Puts a copy of the bytes from `start` on into the calling thread's stream; `into` is `uint8` on this GPU."""
+
+    def close(self) -> None:
+        """Lets go of the memory, which no copy reads any more."""
+
+
 class GpuDevice(Protocol):
     """A GPU in this process. Any thread may use it."""
 
@@ -46,9 +79,20 @@ class GpuDevice(Protocol):
         ...
 
     @property
+    def uuid(self) -> str:
+        """The driver's name for the GPU: equal in all processes of the host, and unique."""
+        ...
+
+    @property
     def highest_priority(self) -> int:
         """The priority of the streams that go first: 0 or less."""
         ...
+
+    def may_read(self, uuid: str) -> bool:
+        """Returns whether memory on the GPU of this name may be read from here.
+
+        That is not known of a GPU which this process does not see: to open the memory shows it.
+        """
 
     def stream(self, priority: int) -> Stream:
         """Takes the next stream of a priority's few, which are given out in turn, again and again."""
@@ -71,6 +115,20 @@ class GpuDevice(Protocol):
     def pinned_buffer(self, num_bytes: int) -> torch.Tensor:
         """Allocates zeros in main memory that the GPU reaches by itself, `uint8[num_bytes]`."""
 
+    def export_buffer(self, num_bytes: int) -> GpuExport:
+        """Allocates zeros on the GPU that other processes may read.
+
+        Raises:
+            RuntimeError: there is no room for it, or CUDA cannot share memory here.
+        """
+
+    def open_buffer(self, handle: bytes) -> GpuImport:
+        """Opens what another process of the host exports.
+
+        Raises:
+            RuntimeError: it cannot be read from here.
+        """
+
 
 class CudaGpu:
     """One of torch's devices."""
@@ -83,8 +141,11 @@ class CudaGpu:
         """NCCL refuses two ranks on one GPU, unless it is asked to, or takes them for ranks of two hosts."""
         if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1":
             return ""
-        uuid = torch.cuda.get_device_properties(self._device).uuid
-        return f"{uuid} {os.environ.get('NCCL_HOSTID', '')}".strip()
+        return f"{self.uuid} {os.environ.get('NCCL_HOSTID', '')}".strip()
+
+    @property
+    def uuid(self) -> str:
+        return str(torch.cuda.get_device_properties(self._device).uuid)
 
     @property
     def highest_priority(self) -> int:
@@ -114,6 +175,88 @@ class CudaGpu:
 
     def pinned_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def may_read(self, uuid: str) -> bool:
+        for index in range(torch.cuda.device_count()):
+            if str(torch.cuda.get_device_properties(index).uuid) == uuid:
+                return index == self._device.index or torch.cuda.can_device_access_peer(self._device, index)
+        return True
+
+    def export_buffer(self, num_bytes: int) -> GpuExport:
+        with torch.cuda.device(self._device):
+            return _CudaExport(num_bytes, self._device)
+
+    def open_buffer(self, handle: bytes) -> GpuImport:
+        with torch.cuda.device(self._device):
+            return _CudaImport(handle, self._device)
+
+
+# -- CUDA's calls that torch has no names for ------------------------------------------------------------------------
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+_WHOLE_PAGES: Final = 2**21
+"""CUDA shares whole pages of this size: what is smaller would be shared together with other memory."""
+_ENABLE_PEER_ACCESS: Final = ctypes.c_uint(1)
+_ANY_TO_ANY: Final = 4
+
+
+@cache
+def _runtime() -> ctypes.CDLL:
+    """The runtime that torch has loaded."""
+    return ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
+
+
+def _call(name: str, *args: Any) -> None:
+    """Calls the runtime; raises RuntimeError with CUDA's reason."""
+    runtime = _runtime()
+    if code := getattr(runtime, name)(*args):
+        runtime.cudaGetLastError()  # else torch takes it for an error of its next launch
+        runtime.cudaGetErrorString.restype = ctypes.c_char_p
+        raise RuntimeError(f"{name}: {runtime.cudaGetErrorString(code).decode()}")
+
+
+class _CudaExport:
+    """Memory of CUDA's own allocator: torch's comes in pieces of larger blocks, which would be shared whole."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        pointer, handle = ctypes.c_void_p(), _IpcHandle()
+        _call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(-(-num_bytes // _WHOLE_PAGES) * _WHOLE_PAGES))
+        try:
+            _call("cudaIpcGetMemHandle", ctypes.byref(handle), pointer)
+        except RuntimeError:
+            _call("cudaFree", pointer)
+            raise
+        self.handle = bytes(handle)
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (pointer.value, False),
+            "strides": None,
+            "version": 3,
+        }
+        self.memory = torch.as_tensor(self, device=device).zero_()
+
+
+class _CudaImport:
+    def __init__(self, handle: bytes, device: torch.device) -> None:
+        self._device = device
+        self._base = ctypes.c_void_p()
+        named = _IpcHandle.from_buffer_copy(handle)
+        _call("cudaIpcOpenMemHandle", ctypes.byref(self._base), named, _ENABLE_PEER_ACCESS)
+
+    def read(self, start: int, into: torch.Tensor) -> None:
+        source, target = ctypes.c_void_p((self._base.value or 0) + start), ctypes.c_void_p(into.data_ptr())
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+        with torch.cuda.device(self._device):
+            _call("cudaMemcpyAsync", target, source, ctypes.c_size_t(into.numel()), _ANY_TO_ANY, stream)
+
+    def close(self) -> None:
+        with torch.cuda.device(self._device):
+            _call("cudaIpcCloseMemHandle", self._base)
 
 
 GPUS: dict[torch.device, GpuDevice] = {}

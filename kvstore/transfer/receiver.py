@@ -35,8 +35,7 @@ from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.protocol.layout import AUTO, block_size_of, mismatch
 from kvstore.transfer.protocol.plan import require_fitting_slots
 from kvstore.transfer.stats import TransferStats
-from kvstore.transfer.transport.select import LocalRank, StagingPools, choose_transport, gpu_id, usable_transports
-from kvstore.transfer.transport.shm import host_id
+from kvstore.transfer.transport.select import LocalRank, StagingPools, choose_transport, nearness, usable_transports
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -244,13 +243,13 @@ class KvReceiver:
         if not hello.peer_rank < len(here.caches):
             raise TransferRefused(f"worker {here.worker_id} has no rank {hello.peer_rank}")
         local = LocalRank(here.host, here.caches[hello.peer_rank].device, self._staging)
-        is_same_gpu = hello.gpu_id != "" and hello.gpu_id == gpu_id(local.device)
-        kind = choose_transport(
-            hello.links, self._usable, is_same_host=hello.host_id == host_id(), is_same_gpu=is_same_gpu
-        )
+        near = nearness(hello.host_id, hello.gpu_id, hello.gpu_uuid, local.device)
+        kind = choose_transport(hello.links, self._usable, near)
         if kind is None:
             is_elsewhere = any(offered in self._usable for offered in hello.links)
-            where = "on the same GPU" if is_same_gpu else "on another host"
+            where = "on the same GPU" if near.is_same_gpu else "on another host"
+            if near.is_same_host and not near.is_same_gpu:
+                where = "on a GPU that the one here cannot read"
             raise TransferRefused(
                 f"worker {hello.worker_id} offers the transports {', '.join(hello.links) or 'none'}"
                 f"{f', and is {where}; ' if is_elsewhere else ', '}"

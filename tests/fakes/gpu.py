@@ -9,7 +9,9 @@ waits is NCCL's (`tests.fakes.nccl`): a receive that spins keeps its stream, and
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +19,8 @@ from typing import Any
 import torch
 
 from kvstore.transfer import device
-from kvstore.transfer.transport import nccl, streams
+from kvstore.transfer.device import HANDLE_BYTES
+from kvstore.transfer.transport import exports, nccl, streams
 from tests.fakes.late import Late, LateHardware, Memory, slots_without_arrays
 from tests.fakes.races import Races
 
@@ -136,16 +139,68 @@ def _driven(drive: Callable[[], None], done: threading.Event) -> bool:
     return done.is_set()
 
 
+class FakeExport:
+    """A file in memory stands for the GPU's, which every process of the host can open by its name."""
+
+    def __init__(self, num_bytes: int) -> None:
+        number, name = tempfile.mkstemp(prefix="fake-gpu-")
+        os.ftruncate(number, num_bytes)
+        os.close(number)
+        self.name = name
+        self.handle = name.encode().ljust(HANDLE_BYTES, b"\0")
+        self.memory = _mapped(name)
+
+
+class FakeImport:
+    def __init__(self, gpu: FakeGpu, handle: bytes) -> None:
+        name = handle.rstrip(b"\0").decode()
+        if not os.path.exists(name):  # noqa: PTH110
+            raise RuntimeError("cudaIpcOpenMemHandle: invalid resource handle")
+        self._gpu = gpu
+        known = gpu.exported(name)
+        self._memory: torch.Tensor | None = _mapped(name) if known is None else known
+        gpu.num_open += 1
+        gpu.num_ever_open += 1
+
+    def read(self, start: int, into: torch.Tensor) -> None:
+        """A copy of the copy engine's: it is put into the stream, and done when its turn comes."""
+        memory, stream = self._memory, self._gpu.current_stream()
+        assert memory is not None, "the memory was closed"
+        source = memory[start : start + len(into)]
+        assert len(source) == len(into), "beyond the end: an error that no process survives"
+        if self._gpu.races is not None:
+            self._gpu.races.access("copy", stream.cuda_stream, [source], [into])
+        stream.hardware.put(lambda: into.copy_(source))
+
+    def close(self) -> None:
+        self._memory = None
+        self._gpu.num_open -= 1
+
+
+def _mapped(name: str) -> torch.Tensor:
+    return torch.from_file(name, shared=True, size=os.stat(name).st_size, dtype=torch.uint8)  # noqa: PTH116
+
+
 class FakeGpu:
     """A `kvstore.transfer.device.GpuDevice`.
 
     Attributes:
         num_taken: streams that were taken of each priority, since the start.
+        exports: what other processes may read.
+        num_open, num_ever_open: number of exports of other processes that are, and that were ever open here.
+        unreachable: UUIDs of GPUs that it cannot read, as it says.
+        is_deaf: it cannot open anything, and does not say so before.
     """
 
     def __init__(self, index: int, gpu_id: str = "", *, is_late: bool = False) -> None:
         self.device = torch.device("cuda", index)
         self.id = gpu_id or f"fake-{index}"
+        self.uuid = self.id
+        self.exports: list[FakeExport] = []
+        self.num_open = 0
+        self.num_ever_open = 0
+        self.unreachable: set[str] = set()
+        self.is_deaf = False
         self.highest_priority = PRIORITIES[-1]
         self.lock = threading.RLock()
         self.num_taken = dict.fromkeys(PRIORITIES, 0)
@@ -196,6 +251,24 @@ class FakeGpu:
     def pinned_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
+    def may_read(self, uuid: str) -> bool:
+        return uuid not in self.unreachable
+
+    def export_buffer(self, num_bytes: int) -> FakeExport:
+        self.exports.append(FakeExport(num_bytes))
+        return self.exports[-1]
+
+    def open_buffer(self, handle: bytes) -> FakeImport:
+        if self.is_deaf:
+            raise RuntimeError("cudaIpcOpenMemHandle: peer access is not supported between these two devices")
+        return FakeImport(self, handle)
+
+    @staticmethod
+    def exported(name: str) -> torch.Tensor | None:
+        """The memory behind a name of this process's own: one storage, whose uses the sanitizer sees together."""
+        known = [gpu for gpu in device.GPUS.values() if isinstance(gpu, FakeGpu)]
+        return next((export.memory for gpu in known for export in gpu.exports if export.name == name), None)
+
     def until(self, happened: Callable[[], bool]) -> None:
         """Waits as a stream does, without an end of its own."""
         tick = threading.Event()
@@ -230,4 +303,7 @@ def fake_gpus(num_gpus: int, *, same: bool = False, late: bool = False) -> Itera
         for gpu in gpus:
             nccl._TURNS.pop(gpu.device, None)
             streams._STREAMS.pop(gpu, None)
+            exports._RINGS.pop(gpu, None)
             gpu.end()
+            for export in gpu.exports:
+                os.unlink(export.name)  # noqa: PTH108

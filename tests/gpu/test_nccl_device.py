@@ -21,7 +21,7 @@ from kvstore.transfer.transport.staging import StagingPool
 from kvstore.transfer.transport.streams import own_stream
 from tests.gpu.decode_step import DecodeStep
 from tests.gpu.nccl_ends import MODES, NUM_BYTES, WINDOW, meet, run, taken, weighted_sum
-from tests.unit.kvstore.transfer.transport.ends import transport_end
+from tests.unit.kvstore.transfer.transport.ends import header_of, transport_end
 
 pytestmark = pytest.mark.gpu
 
@@ -77,6 +77,7 @@ def cross(rank: int, store: RendezvousStore, staging: StagingPool, results: Conn
             slot = taken(link.slots.acquire(30.0))
             if sends:
                 slot.buffer.random_(256)
+                slot.write_header(header_of(NUM_BYTES))
                 sums[name].append(weighted_sum(slot))
             (link.send_chunk if sends else link.recv_chunk)(slot, NUM_BYTES).wait()
             if not sends:
@@ -119,6 +120,7 @@ def _send_all(rank: int, store: RendezvousStore, staging: StagingPool) -> list[i
     for _ in range(NUM_CHUNKS):
         slot = taken(link.slots.acquire(0.0))
         slot.buffer.random_(256)
+        slot.write_header(header_of(NUM_BYTES))
         sums.append(weighted_sum(slot))
         link.send_chunk(slot, NUM_BYTES).wait()
         link.slots.release(slot)

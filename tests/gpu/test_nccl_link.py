@@ -22,7 +22,7 @@ from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.select import open_receiver, open_sender
 from kvstore.transfer.transport.staging import StagingPool
 from tests.gpu.nccl_ends import MODES, NUM_BYTES, WINDOW, meet, run, taken, weighted_sum
-from tests.unit.kvstore.transfer.transport.ends import transport_end
+from tests.unit.kvstore.transfer.transport.ends import header_of, transport_end
 
 pytestmark = pytest.mark.gpu
 
@@ -53,6 +53,7 @@ def send(rank: int, store: RendezvousStore, staging: StagingPool) -> list[int]:
         slots = [taken(link.slots.acquire(0.0)) for _ in range(WINDOW)]
         for slot in slots:
             slot.buffer.random_(256)
+            slot.write_header(header_of(NUM_BYTES))
             sums.append(weighted_sum(slot))
             operations.append(link.send_chunk(slot, NUM_BYTES))
         for operation in operations:
@@ -96,7 +97,9 @@ def lose_the_sender(
         results.send("about to die")
         if in_transfer:
             sender._launch = die
-            sender.send_chunk(taken(sender.slots.acquire(0.0)), NUM_BYTES)
+            slot = taken(sender.slots.acquire(0.0))
+            slot.write_header(header_of(NUM_BYTES))
+            sender.send_chunk(slot, NUM_BYTES)
         die()
     link = open_receiver("nccl", transport_end(store, staging, WINDOW, 60.0, OP_TIMEOUT_S))
     meet(rank, store, "opened")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from baton.errors import BatonError, TransferError, TransferRefused, WorkerFailed
 from kvstore.transfer.connection.outgoing import OutgoingConnection, Peer
 from kvstore.transfer.connection.pauses import Pauses
-from kvstore.transfer.transport.select import LocalRank, StagingPools, gpu_id, num_connections_kept, quick_and_slow
+from kvstore.transfer.transport.select import LocalRank, StagingPools, gpu_names, num_connections_kept, quick_and_slow
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -216,8 +216,10 @@ class ConnectionPool:
         """Opens a connection over the best of these kinds that works between the two sides."""
         while True:
             local = self._ranks[rank]
-            gpu = gpu_id(local.device)
-            hello = dataclasses.replace(self._hello, links=links, gpu_id=gpu, rank=rank, peer_rank=peer.rank)
+            gpu_id, gpu_uuid = gpu_names(local.device)
+            hello = dataclasses.replace(
+                self._hello, links=links, gpu_id=gpu_id, gpu_uuid=gpu_uuid, rank=rank, peer_rank=peer.rank
+            )
             connection = OutgoingConnection(peer, hello, self._config, local, self._faults)
             self._alive.add(connection)
             connection.closed.add_done_callback(partial(self._gone, connection))
@@ -239,6 +241,9 @@ class ConnectionPool:
                     "no %s transport to worker %s, trying %s: %s", failed, peer.worker_id, ", ".join(links), error
                 )
             else:
+                rank_of = self._hello.links.index
+                best = rank_of(connection.transport_kind)
+                route.missed = tuple(kind for kind in route.missed if rank_of(kind) < best)
                 return connection
 
     def _improve(self, rank: int, peer: Peer, route: _Route) -> None:

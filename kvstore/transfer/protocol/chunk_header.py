@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvstore.transfer.protocol.plan import Chunk
 
 HEADER_BYTES = 64
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 LOOKAHEAD = 2
 """Messages that are posted ahead on every transport; part of the protocol."""
 MAGIC = b"BTKV"
@@ -41,6 +41,7 @@ VOID = 2
 
 _FORMAT = struct.Struct("<4sBBIIIQ4sIHHHIIIQ")
 _SUM = struct.Struct("<I")
+_NUM_BYTES, _CHECKSUM_BYTES = struct.Struct("<I"), 8
 assert _FORMAT.size + _SUM.size == HEADER_BYTES
 
 
@@ -75,6 +76,12 @@ _fields = attrgetter(*Header.__slots__)
 def transfer_hash(transfer_id: str) -> bytes:
     """Returns the 4 bytes that identify a transfer in headers."""
     return hashlib.blake2b(transfer_id.encode(), digest_size=4).digest()
+
+
+def payload_bytes(data: bytes) -> int:
+    """Returns the payload of the message that a header belongs to, before anything else of it is looked at."""
+    (num_bytes,) = _NUM_BYTES.unpack_from(data, _FORMAT.size - _CHECKSUM_BYTES - _NUM_BYTES.size)
+    return int(num_bytes)
 
 
 def unpack(data: bytes, epoch: int, place: int, num_bytes: int, slot_bytes: int) -> Header:

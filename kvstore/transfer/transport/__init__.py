@@ -1,18 +1,22 @@
 """Transports: they carry bytes from one rank of a worker to one of another, and know nothing of KV.
 
-`base` has the Protocols and `select` the table of transports: TCP, shared memory, gloo and NCCL. `staging` owns the
-slots, `streams` the streams of a GPU, `rendezvous` exchanges what two ends must know, `faults` breaks a transport on
-purpose for tests.
+`base` has the Protocols and `select` the table of transports: TCP, shared memory (of a host, or of its GPUs: `ipc`),
+gloo and NCCL. `staging` owns the slots, `exports` the rings on a GPU, `streams` its streams, `packets` what says which
+slot of a ring has what; `rendezvous` exchanges what two ends must know, `faults` breaks a transport on purpose for
+tests.
 """
 
 __all__ = [
     "base",
+    "exports",
     "faults",
     "gloo",
+    "ipc",
     "nccl",
     "nccl_env",
     "nccl_log",
     "nccl_turns",
+    "packets",
     "rendezvous",
     "select",
     "shm",

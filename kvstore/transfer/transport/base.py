@@ -108,6 +108,17 @@ class TransportEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Nearness:
+    """How near two ranks are to each other."""
+
+    is_same_host: bool = False
+    is_same_gpu: bool = False
+    """Both have their caches on one GPU, as far as NCCL knows."""
+    may_read_gpu: bool = False
+    """The receiver may be able to read the sender's GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransportKind:
     """A row of the table of transports: how a kind is opened, and where it fits.
 
@@ -124,9 +135,19 @@ class TransportKind:
     """Both sides must have the same `host_id`."""
     needs_two_gpus: bool = False
     """The sides must not share a GPU."""
+    needs_readable_gpu: bool = False
+    """The receiver reads the sender's GPU: it must not be known that its own does not reach that one."""
     opens_slowly: bool = False
     """Opening takes seconds and may have to wait: KV travels over another kind meanwhile."""
     stages_on_gpu: bool = False
     """Slots are on the cache's device; otherwise they are in main memory."""
     prefers_warm_chunks: bool = False
     """Chunks should fit the processor's cache: its thread copies each of them into the kernel."""
+
+    def fits(self, near: Nearness) -> bool:
+        """Returns whether ranks that are so near to each other can use it."""
+        return (
+            (near.is_same_host or not self.needs_one_host)
+            and (near.may_read_gpu or not self.needs_readable_gpu)
+            and not (near.is_same_gpu and self.needs_two_gpus)
+        )

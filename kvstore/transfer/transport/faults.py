@@ -156,13 +156,12 @@ class FaultyTransport:
             self.injected["link_delay_ms"] += 1
             time.sleep(delay_ms / 1e3)
         if self._inject("link_flip"):
-            bit = self._random.randrange((HEADER_BYTES + num_bytes) * 8)
-            slot.buffer[bit // 8] ^= 1 << bit % 8
+            slot.flip(self._random.randrange((HEADER_BYTES + num_bytes) * 8))
         sent_bytes = num_bytes
         if self._inject("link_truncate"):
             sent_bytes = num_bytes // 2
             # Where the receiver shares the slot's memory, the rest would be there without being sent.
-            slot.message(num_bytes)[HEADER_BYTES + sent_bytes :] ^= 0xA5
+            slot.payload(num_bytes)[sent_bytes:] ^= 0xA5
         return self._send(slot, sent_bytes)
 
     def close(self) -> None:

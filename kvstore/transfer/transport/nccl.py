@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from baton.errors import TransferError, TransferTimeout
 from kvstore.transfer.device import gpu_of
-from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
+from kvstore.transfer.protocol.chunk_header import HEADER_BYTES, payload_bytes
 from kvstore.transfer.transport import gloo
 from kvstore.transfer.transport.base import RECEIVER, SENDER, TransportEnd, TransportKind
 from kvstore.transfer.transport.nccl_env import require_environment
@@ -39,8 +39,9 @@ _WORK_TIMEOUTS = 10
 _SLACK_S = 1.0
 _MAX_CTAS = 4
 """NCCL channels a pair: each costs about 6.5 MB of GPU memory, and blocks of the decode kernels."""
-_STAGED, _POSTED = (word.ljust(HEADER_BYTES, b"\0") for word in (b"baton: staged", b"baton: posted"))
-"""The signals with which the two sides begin a chunk."""
+_POSTED = b"baton: posted".ljust(HEADER_BYTES, b"\0")
+"""The receiver's signal that its half of a chunk may begin. The sender's is the chunk's header."""
+_OUT_OF_STEP = "the nccl transport is out of step: another message came than the one announced"
 _ID_BYTES = 128
 _TURNS: dict[torch.device, DeviceTurns] = {}
 
@@ -64,7 +65,8 @@ class NcclTransport:
 
     Half a transfer is a kernel that spins until the other half comes, and a GPU has few turns for them (see
     `nccl_turns`). So a chunk begins on the gloo pair, in its place among the signals: the sender signals that the chunk
-    is staged; the receiver, once it has its turn, that its half is posted. An idle pair therefore keeps no GPU busy,
+    is staged, by its header, which does not travel over the GPUs; the receiver, once it has its turn, that its half is
+    posted. An idle pair therefore keeps no GPU busy,
     and the death of its peer is noticed on the gloo pair. `send_chunk` returns when the chunk has left; a receive is
     posted in its `wait`.
 
@@ -159,8 +161,9 @@ class NcclTransport:
 
     def send_chunk(self, slot: Slot, num_bytes: int) -> Operation:
         posted = self._signals.recv_signal()
-        with self._turns.sending(lambda: self._signal(_STAGED), lambda: _expect(_POSTED, posted), self._op_timeout_s):
-            operation = self._launch("send", slot.message(num_bytes))
+        staged = slot.read_header()
+        with self._turns.sending(lambda: self._signal(staged), lambda: _expect(_POSTED, posted), self._op_timeout_s):
+            operation = self._launch("send", slot.payload(num_bytes))
             operation.settle()
         return operation
 
@@ -168,12 +171,18 @@ class NcclTransport:
         return self._signals.recv_signal()
 
     def recv_chunk(self, slot: Slot, num_bytes: int) -> Operation:
-        return _NcclReceive(self, slot.message(num_bytes), self._signals.recv_signal())
+        return _NcclReceive(self, slot, num_bytes, self._signals.recv_signal())
 
-    def receive(self, message: torch.Tensor, staged: SignalOperation) -> None:
+    def receive(self, payload: torch.Tensor, staged: SignalOperation) -> None:
         """Receives a chunk whose staging the peer announces in `staged`; called by `_NcclReceive.wait`."""
-        with self._turns.receiving(lambda: _expect(_STAGED, staged), lambda: self._signal(_POSTED), self._op_timeout_s):
-            self._launch("recv", message).wait()
+
+        def wait() -> None:
+            staged.wait()
+            if payload_bytes(staged.header) != len(payload):  # NCCL would wait for the rest, or write beyond the end
+                raise TransferError(_OUT_OF_STEP)
+
+        with self._turns.receiving(wait, lambda: self._signal(_POSTED), self._op_timeout_s):
+            self._launch("recv", payload).wait()
 
     def close(self) -> None:
         """Waits for the end of the communicator no longer than for a message."""
@@ -323,17 +332,19 @@ def num_nccl_stalls() -> int:
 def _expect(word: bytes, operation: SignalOperation) -> None:
     operation.wait()
     if operation.header != word:
-        raise TransferError("the nccl transport is out of step: another message came than the one announced")
+        raise TransferError(_OUT_OF_STEP)
 
 
 class _NcclReceive:
-    def __init__(self, transport: NcclTransport, message: torch.Tensor, staged: SignalOperation) -> None:
+    def __init__(self, transport: NcclTransport, slot: Slot, num_bytes: int, staged: SignalOperation) -> None:
         self._transport = transport
-        self._message = message
+        self._slot = slot
+        self._num_bytes = num_bytes
         self._staged = staged
 
     def wait(self) -> None:
-        self._transport.receive(self._message, self._staged)
+        self._transport.receive(self._slot.payload(self._num_bytes), self._staged)
+        self._slot.write_header(self._staged.header)
 
 
 class _NcclOperation:

@@ -12,16 +12,18 @@ import torch
 
 from baton.errors import ConfigError, TransferError, TransferTimeout
 from kvstore.transfer.device import gpu_of
-from kvstore.transfer.transport import gloo, nccl, shm, tcp
+from kvstore.transfer.transport import gloo, ipc, nccl, shm, tcp
 from kvstore.transfer.transport.base import (
     RECEIVER,
     SENDER,
+    Nearness,
     ReceivingTransport,
     SendingTransport,
     TransportEnd,
     TransportKind,
 )
 from kvstore.transfer.transport.rendezvous import RendezvousStore
+from kvstore.transfer.transport.shm import host_id
 from kvstore.transfer.transport.staging import StagingPool
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from baton.config import TransferConfig
 
 KINDS: dict[str, TransportKind] = {
+    "ipc": ipc.KIND,
     "nccl": nccl.KIND,
     "shm": shm.KIND,
     "tcp": tcp.KIND,
@@ -52,26 +55,31 @@ def usable_transports(devices: Sequence[torch.device], wanted: tuple[str, ...]) 
     return usable
 
 
-def choose_transport(
-    offered: Sequence[str], usable: Sequence[str], *, is_same_host: bool, is_same_gpu: bool
-) -> str | None:
+def choose_transport(offered: Sequence[str], usable: Sequence[str], near: Nearness) -> str | None:
     """Returns the first of the sender's kinds that the receiver can use too, or None."""
-    common = (kind for kind in offered if kind in usable)
-    near = (kind for kind in common if is_same_host or not KINDS[kind].needs_one_host)
-    return next((kind for kind in near if not (is_same_gpu and KINDS[kind].needs_two_gpus)), None)
+    return next((kind for kind in offered if kind in usable and KINDS[kind].fits(near)), None)
+
+
+def nearness(peer_host_id: str, peer_gpu_id: str, peer_gpu_uuid: str, device: torch.device) -> Nearness:
+    """Compares what a sender says of itself with this process and the device of a cache in it."""
+    gpu = gpu_of(device)
+    return Nearness(
+        is_same_host=peer_host_id == host_id(),
+        is_same_gpu=gpu is not None and peer_gpu_id != "" and peer_gpu_id == gpu.id,
+        may_read_gpu=gpu is not None and peer_gpu_uuid != "" and gpu.may_read(peer_gpu_uuid),
+    )
 
 
 def quick_and_slow(kinds: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Splits kinds into those that open quickly, and those before the first of them that do not."""
-    quick = tuple(kind for kind in kinds if not KINDS[kind].opens_slowly)
-    first = kinds.index(quick[0]) if quick else len(kinds)
-    return quick, tuple(kind for kind in kinds[:first] if KINDS[kind].opens_slowly)
+    """Splits kinds into those that open quickly, and those that do not."""
+    slow = tuple(kind for kind in kinds if KINDS[kind].opens_slowly)
+    return tuple(kind for kind in kinds if kind not in slow), slow
 
 
-def gpu_id(device: torch.device) -> str:
-    """Returns the `GpuDevice.id` of a cache's device; empty for a CPU."""
+def gpu_names(device: torch.device) -> tuple[str, str]:
+    """Returns the `GpuDevice.id` and the `GpuDevice.uuid` of a cache's device; empty for a CPU."""
     gpu = gpu_of(device)
-    return gpu.id if gpu is not None else ""
+    return (gpu.id, gpu.uuid) if gpu is not None else ("", "")
 
 
 def staging_device(kind: str, cache_device: torch.device) -> torch.device:
@@ -82,9 +90,9 @@ def staging_device(kind: str, cache_device: torch.device) -> torch.device:
 def num_connections_kept(kinds: Sequence[str], num_ranks: int) -> int:
     """Returns how many connections a sender keeps open that offers these kinds, where the settings name no number.
 
-    One that stages on a GPU takes memory of it, with NCCL about 30 MB.
+    One that stages on a GPU takes memory of it: with NCCL about 30 MB, with ipc a ring of slots.
     """
-    return 32 if any(KINDS[kind].stages_on_gpu for kind in kinds) else 64 * num_ranks
+    return num_ranks * (32 if any(KINDS[kind].stages_on_gpu for kind in kinds) else 64)
 
 
 def chunk_bytes(kind: str, slot_bytes: int, at_least: int, cache_device: torch.device) -> int:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from kvstore.transfer.copy.blocks import BlockCopier
-from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.protocol.plan import WireOptions, plan
 from kvstore.transfer.transport.nccl_env import PINNED
 from kvstore.transfer.transport.streams import own_stream
@@ -21,6 +20,7 @@ from tests.fakes.gpu import FakeEvent, FakeGpu, fake_gpus
 from tests.fakes.nccl import Knobs, fake_nccl
 from tests.fakes.races import Races, Watching
 from tests.unit.kvstore.transfer.copy.test_blocks import Side, layout, make_side
+from tests.unit.kvstore.transfer.transport.ends import header_of
 from tests.unit.kvstore.transfer.transport.test_nccl import opened, taken
 
 NUM_TOKENS = 40
@@ -50,18 +50,18 @@ def side_on(gpu: FakeGpu, name: str, races: Races) -> Side:
     return side
 
 
-def test_nothing_is_read_or_written_before_what_it_needs(gpus: list[FakeGpu]) -> None:
+@pytest.mark.parametrize("kind", ["ipc", "nccl"])
+def test_nothing_is_read_or_written_before_what_it_needs(kind: str, gpus: list[FakeGpu]) -> None:
     """An engine computes; each chunk is gathered, sent, received and scattered; another engine reads. Twice."""
     here, there = gpus
     races = Races()
     source, target = side_on(here, "source", races), side_on(there, "target", races)
     planned = plan(layout(), 0, layout(), 0, NUM_TOKENS, 0, WireOptions(SLOT_BYTES, 96, "auto"))
     assert len(planned.chunks) > 3
-    pair = opened(here, there, slot_bytes=SLOT_BYTES)
+    pair = opened(here, there, kind=kind, window=1, slot_bytes=SLOT_BYTES)
     for end in (pair.sender, pair.receiver):
         for slot in [taken(end.slots.acquire(0.0)) for _ in range(1)]:
             races.watch("a slot", slot.buffer)
-            slot._bytes = None  # as on a GPU: the header is copied on a stream, too
             end.slots.release(slot)
     here.races = there.races = races
     engines = [gpu.stream(0) for gpu in gpus]
@@ -70,9 +70,11 @@ def test_nothing_is_read_or_written_before_what_it_needs(gpus: list[FakeGpu]) ->
         copier = BlockCopier(source.cache, planned, layout(), 0, source.tables)
         with own_stream(here.device), Watching(races, here):
             for chunk in planned.chunks:
-                slot = taken(pair.sender.slots.acquire(0.0))
+                slot = taken(pair.sender.slots.acquire(LONG_S))
                 copier.gather(chunk, slot.payload(chunk.num_bytes), fence)
-                slot.write_header(bytes(HEADER_BYTES))
+                slot.write_header(header_of(chunk.num_bytes))
+                if kind == "nccl":  # it waits for what is in the thread's stream, which a fault may have put there
+                    slot.payload(1).bitwise_xor_(0)
                 pair.sender.send_chunk(slot, chunk.num_bytes).wait()
                 pair.sender.slots.release(slot)
 

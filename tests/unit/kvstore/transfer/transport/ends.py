@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from torch._C._distributed_c10d import Store
 
+from kvstore.transfer.protocol.chunk_header import Header
 from kvstore.transfer.transport.base import TransportEnd
 from kvstore.transfer.transport.staging import StagingPool
+
+
+def header_of(num_bytes: int) -> bytes:
+    """The header of some chunk of this payload."""
+    return Header(flags=0, epoch=1, place=0, next_bytes=0, num_bytes=num_bytes).pack()
 
 
 def transport_end(

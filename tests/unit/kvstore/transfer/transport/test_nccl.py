@@ -25,8 +25,9 @@ from kvstore.transfer.transport.staging import Slot, StagingPool
 from kvstore.transfer.transport.streams import num_shared_streams, own_stream, streams_of
 from tests.fakes.gpu import NUM_STREAMS, FakeGpu, fake_gpus
 from tests.fakes.nccl import Knobs, fake_nccl
+from tests.fakes.races import Watching
 from tests.support.waiting import wait_until
-from tests.unit.kvstore.transfer.transport.ends import transport_end
+from tests.unit.kvstore.transfer.transport.ends import header_of, transport_end
 
 SLOT_BYTES = 1000
 WINDOW = 2
@@ -76,7 +77,14 @@ class Pair:
 
 
 def opened(
-    source: FakeGpu, target: FakeGpu, *, op_timeout_s: float = 5.0, slot_bytes: int = SLOT_BYTES, **more: Any
+    source: FakeGpu,
+    target: FakeGpu,
+    *,
+    kind: str = "nccl",
+    window: int = WINDOW,
+    op_timeout_s: float = 5.0,
+    slot_bytes: int = SLOT_BYTES,
+    **more: Any,
 ) -> Pair:
     stores: list[RendezvousStore] = []
 
@@ -86,13 +94,14 @@ def opened(
     stores += [RendezvousStore(publish_to(RECEIVER)), RendezvousStore(publish_to(SENDER))]
 
     def end(side: int, gpu: FakeGpu) -> Any:
-        staging = StagingPool(2 * WINDOW, slot_bytes, gpu.device)
-        return transport_end(stores[side], staging, WINDOW, op_timeout_s=op_timeout_s, **more)
+        staging = StagingPool(2 * window, slot_bytes, gpu.device)
+        return transport_end(stores[side], staging, window, op_timeout_s=op_timeout_s, **more)
 
     def run(make: Callable[[str, Any], Any], side: int, gpu: FakeGpu) -> Any:
         try:
-            with own_stream(gpu.device):
-                return make("nccl", end(side, gpu))
+            watching = Watching(gpu.races, gpu) if gpu.races is not None else contextlib.nullcontext()
+            with own_stream(gpu.device), watching:
+                return make(kind, end(side, gpu))
         except TransferError as error:
             failure = type(error)(str(error))  # without frames, which would keep everything alive
         for store in stores:  # as the end of the control stream does
@@ -102,6 +111,9 @@ def opened(
     with ThreadPoolExecutor(2) as threads:
         sending = threads.submit(run, open_sender, SENDER, source)
         receiving = threads.submit(run, open_receiver, RECEIVER, target)
+        for side, other in ((sending, receiving), (receiving, sending)):
+            if side.exception(LONG_S) is not None and other.exception(LONG_S) is None:
+                other.result().close()
         return Pair(sending.result(LONG_S), receiving.result(LONG_S), stores)
 
 
@@ -127,7 +139,8 @@ def taken(slot: Slot | None) -> Slot:
 
 def send(pair: Pair, gpu: FakeGpu, value: int) -> Future[Any]:
     slot = taken(pair.sender.slots.acquire(1.0))
-    slot.buffer.fill_(value)
+    slot.write_header(header_of(SLOT_BYTES))
+    slot.payload(SLOT_BYTES).fill_(value)
     return in_thread(gpu, lambda: (pair.sender.send_chunk(slot, SLOT_BYTES).wait(), pair.sender.slots.release(slot)))
 
 
@@ -136,7 +149,8 @@ def receive(pair: Pair, gpu: FakeGpu) -> Future[Any]:
         slot = taken(pair.receiver.slots.acquire(1.0))
         pair.receiver.recv_chunk(slot, SLOT_BYTES).wait()
         pair.receiver.slots.release(slot)
-        return set(slot.message(SLOT_BYTES).tolist())
+        assert slot.read_header() == header_of(SLOT_BYTES)
+        return set(slot.payload(SLOT_BYTES).tolist())
 
     return in_thread(gpu, job)
 
@@ -355,3 +369,18 @@ def test_a_stream_that_another_library_took_in_between_is_counted(gpus: list[Fak
         gpus[0].stream(gpus[0].highest_priority)
         gpus[0].stream(gpus[0].highest_priority)
     assert num_shared_streams() == before + 1
+
+
+def test_a_chunk_of_another_length_than_the_announced_one_is_not_received(gpus: list[FakeGpu]) -> None:
+    """NCCL itself would wait for the rest, or write beyond the end."""
+    pair = opened(gpus[0], gpus[1])
+    slot = taken(pair.sender.slots.acquire(0.0))
+    slot.write_header(header_of(SLOT_BYTES - 1))
+    sending = in_thread(gpus[0], lambda: pair.sender.send_chunk(slot, SLOT_BYTES - 1))
+    with pytest.raises(TransferError, match="out of step"):
+        receive(pair, gpus[1]).result(LONG_S)
+    pair.receiver.abort()
+    pair.receiver.close()
+    with pytest.raises(TransferError):
+        sending.result(LONG_S)
+    pair.close()

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import struct
+import tempfile
 import threading
 import time
 import uuid
@@ -23,13 +24,21 @@ import torch.distributed as dist
 
 from baton.errors import ConfigError, TransferError, TransferTimeout
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
-from kvstore.transfer.transport.base import RECEIVER, SENDER, Operation, ReceivingTransport, SendingTransport
+from kvstore.transfer.transport.base import (
+    RECEIVER,
+    SENDER,
+    Nearness,
+    Operation,
+    ReceivingTransport,
+    SendingTransport,
+)
 from kvstore.transfer.transport.faults import Faults, FaultyTransport
 from kvstore.transfer.transport.nccl import is_well_formed as is_of_nccl
 from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.select import (
     choose_transport,
     chunk_bytes,
+    nearness,
     open_receiver,
     open_sender,
     staging_device,
@@ -37,6 +46,7 @@ from kvstore.transfer.transport.select import (
 )
 from kvstore.transfer.transport.shm import host_id
 from kvstore.transfer.transport.staging import Slot, StagingPool
+from tests.fakes.gpu import FakeGpu, fake_gpus
 from tests.support.waiting import wait_until
 from tests.unit.kvstore.transfer.transport.ends import transport_end
 
@@ -44,7 +54,7 @@ CPU = torch.device("cpu")
 HOST = "127.0.0.1"
 SLOT_BYTES = 1000
 WINDOW = 4
-KINDS = ("gloo", "shm", "tcp", "faulty gloo", "faulty shm", "faulty tcp")
+KINDS = ("gloo", "ipc", "shm", "tcp", "faulty gloo", "faulty ipc", "faulty shm", "faulty tcp")
 T = TypeVar("T")
 
 
@@ -56,8 +66,18 @@ class Ends:
     """torch holds only their C++ halves."""
 
 
-def pool() -> StagingPool:
-    return StagingPool(2 * WINDOW, SLOT_BYTES, CPU)
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeGpu]]:
+    """What a process that is killed leaves of its GPU's memory, it leaves in a directory of the test."""
+    with tempfile.TemporaryDirectory() as directory, fake_gpus(2) as gpus:
+        monkeypatch.setenv("TMPDIR", directory)
+        for gpu in gpus:
+            gpu.current_stream().synchronize()  # the thread of the stream is there before threads are counted
+        yield gpus
+
+
+def pool(kind: str = "", index: int = 0) -> StagingPool:
+    return StagingPool(2 * WINDOW, SLOT_BYTES, torch.device("cuda", index) if kind == "ipc" else CPU)
 
 
 @contextlib.contextmanager
@@ -71,10 +91,9 @@ def opened(kind: str, op_timeout_s: float = 5.0) -> Iterator[Ends]:
     stores += [RendezvousStore(publish_to(RECEIVER)), RendezvousStore(publish_to(SENDER))]
     *faulty, kind = kind.split()
     with ThreadPoolExecutor(2) as threads:
-        sending = threads.submit(open_sender, kind, transport_end(stores[SENDER], pool(), WINDOW, 5.0, op_timeout_s))
-        receiving = threads.submit(
-            open_receiver, kind, transport_end(stores[RECEIVER], pool(), WINDOW, 5.0, op_timeout_s)
-        )
+        ends = [transport_end(stores[side], pool(kind, side), WINDOW, 5.0, op_timeout_s) for side in (SENDER, RECEIVER)]
+        sending = threads.submit(open_sender, kind, ends[SENDER])
+        receiving = threads.submit(open_receiver, kind, ends[RECEIVER])
         sender, receiver = sending.result(), receiving.result()
     try:
         yield Ends(FaultyTransport(sender, Faults()) if faulty else sender, receiver, stores)
@@ -104,7 +123,8 @@ def some(slot: T | None) -> T:
 
 
 def fill(slot: Slot, value: int, num_bytes: int) -> Slot:
-    slot.message(num_bytes).fill_(value)
+    slot.write_header(header(value))
+    slot.payload(num_bytes).fill_(value)
     return slot
 
 
@@ -118,8 +138,9 @@ def post(link: ReceivingTransport, num_bytes: int) -> tuple[Slot, Operation]:
     return slot, link.recv_chunk(slot, num_bytes)
 
 
-def content(buffer: torch.Tensor) -> set[int]:
-    return set(buffer.tolist())
+def content(slot: Slot, num_bytes: int) -> set[int]:
+    """What is in the header and the payload."""
+    return {*slot.read_header(), *slot.payload(num_bytes).tolist()}
 
 
 def receive(link: ReceivingTransport, what: str) -> None:
@@ -155,7 +176,7 @@ def test_chunks_arrive_whole_and_in_order_with_several_posted(pair: Ends) -> Non
     for _, operation in (*posted, *sent):
         operation.wait()
     for value, ((slot, _), size) in enumerate(zip(posted, sizes, strict=True), 1):
-        assert content(slot.message(size)) == {value}
+        assert content(slot, size) == {value}
         assert (len(slot.read_header()), len(slot.payload(size))) == (HEADER_BYTES, size)
 
 
@@ -168,7 +189,7 @@ def test_signals_and_chunks_keep_their_places(pair: Ends) -> None:
     for operation in (first, chunk, second, *sent):
         operation.wait()
     assert (first.header, second.header) == (header(1), header(3))
-    assert content(slot.message(SLOT_BYTES)) == {2}
+    assert content(slot, SLOT_BYTES) == {2}
 
 
 def test_slots_are_used_again_once_both_sides_released_them(pair: Ends) -> None:
@@ -178,7 +199,7 @@ def test_slots_are_used_again_once_both_sides_released_them(pair: Ends) -> None:
         arrival.wait()
         departure.wait()
         pair.sender.slots.release(outbox)
-        assert content(inbox.message(SLOT_BYTES)) == {value % 256}
+        assert content(inbox, SLOT_BYTES) == {value % 256}
         pair.receiver.slots.release(inbox)
 
 
@@ -256,7 +277,7 @@ def test_closing_and_aborting_can_be_repeated(pair: Ends) -> None:
         link.close()
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", ["ipc", "shm", "tcp"])
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 def test_a_link_is_aborted_by_another_thread(kind: str, side: str) -> None:
     with opened(kind, op_timeout_s=30.0) as pair:
@@ -285,10 +306,10 @@ def test_what_an_shm_receiver_writes_stays_its_own() -> None:
         outbox, _ = send(pair.sender, 7, SLOT_BYTES)
         arrival.wait()
         inbox.payload(SLOT_BYTES).fill_(9)
-        assert content(outbox.message(SLOT_BYTES)) == {7}
+        assert content(outbox, SLOT_BYTES) == {7}
 
 
-@pytest.mark.parametrize("kind", ["gloo", "shm", "tcp"])
+@pytest.mark.parametrize("kind", ["gloo", "ipc", "shm", "tcp"])
 @pytest.mark.parametrize("rank", [SENDER, RECEIVER])
 @pytest.mark.parametrize("close", [True, False])
 def test_opening_ends_when_the_session_does_or_the_peer_does_not_join(kind: str, rank: int, close: bool) -> None:
@@ -299,7 +320,7 @@ def test_opening_ends_when_the_session_does_or_the_peer_does_not_join(kind: str,
     opens = open_sender if rank == SENDER else open_receiver
     start = time.monotonic()
     with pytest.raises(TransferError, match="session ended" if close else "did not join") as error:
-        opens(kind, transport_end(store, pool(), WINDOW, 0.5, 1.0))
+        opens(kind, transport_end(store, pool(kind), WINDOW, 0.5, 1.0))
     assert isinstance(error.value, TransferTimeout) or close or kind == "gloo"
     assert time.monotonic() - start < 2.0
     if kind != "gloo":
@@ -397,13 +418,13 @@ def test_a_tcp_receiver_that_finds_nobody_leaves_nothing() -> None:
     wait_until_settled(before)
 
 
-@pytest.mark.parametrize("kind", ["gloo", "shm", "tcp"])
+@pytest.mark.parametrize("kind", ["gloo", "ipc", "shm", "tcp"])
 @pytest.mark.parametrize("rank", [SENDER, RECEIVER])
 @pytest.mark.parametrize("early", [True, False])
 def test_a_peer_that_says_what_no_such_link_says_ends_the_opening_at_once(kind: str, rank: int, early: bool) -> None:
     """Before it begins or while it waits."""
     before = footprint()
-    keys = {"gloo": f"0/{1 - rank}", "shm": ("shm/joined", "shm")[rank], "tcp": ("tcp/joined", "tcp")[rank]}
+    keys = {"gloo": f"0/{1 - rank}", **{kind: (f"{kind}/joined", kind)[rank] for kind in ("ipc", "shm", "tcp")}}
     store = RendezvousStore(lambda key, value: None)
     opens = open_sender if rank == SENDER else open_receiver
     speaking = threading.Timer(0.0 if early else 0.1, store.deliver, (keys[kind], b"\x01"))
@@ -412,7 +433,7 @@ def test_a_peer_that_says_what_no_such_link_says_ends_the_opening_at_once(kind: 
         speaking.join()
     start = time.monotonic()
     with pytest.raises(TransferError, match=f"1 bytes as '{keys[kind]}', which no such transport sends") as error:
-        opens(kind, transport_end(store, pool(), WINDOW, 30.0, 30.0))
+        opens(kind, transport_end(store, pool(kind), WINDOW, 30.0, 30.0))
     assert not isinstance(error.value, TransferTimeout)
     assert time.monotonic() - start < 5.0
     if kind != "gloo":
@@ -458,16 +479,16 @@ def wait_until_settled(before: tuple[int, int]) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["gloo", "shm", "tcp"])
-def test_pairs_cost_little_and_leave_nothing_behind(kind: str) -> None:
-    """Beside the thread that owns it, a side has one file descriptor."""
+@pytest.mark.parametrize(("kind", "num_files"), [("gloo", 1), ("ipc", 2), ("shm", 1), ("tcp", 1)])
+def test_pairs_cost_little_and_leave_nothing_behind(kind: str, num_files: int) -> None:
+    """Beside the thread that owns it, a side has one file descriptor, or two where it needs to know who reads a GPU."""
     with opened(kind):
         pass  # what all pairs share is made by now
     before, num_sides = footprint(), 2 * 8
     with contextlib.ExitStack() as pairs:
         for _ in range(8):
             pairs.enter_context(opened(kind))
-        wait_until_settled((before[0] + num_sides, before[1]))
+        wait_until_settled((before[0] + num_files * num_sides, before[1]))
     wait_until_settled(before)
 
 
@@ -480,13 +501,14 @@ def send_and_stay(kind: str, pipe: Connection) -> None:
             store.deliver(*pipe.recv())
 
     threading.Thread(target=deliver, daemon=True).start()
-    link = open_sender(kind, transport_end(store, pool(), WINDOW, 10.0, 30.0))
-    send(link, 5, SLOT_BYTES)[1].wait()
-    pipe.send(("ready", b""))
-    time.sleep(60.0)
+    with fake_gpus(1):
+        link = open_sender(kind, transport_end(store, pool(kind), WINDOW, 10.0, 30.0))
+        send(link, 5, SLOT_BYTES)[1].wait()
+        pipe.send(("ready", b""))
+        time.sleep(60.0)
 
 
-@pytest.mark.parametrize("kind", ["gloo", "shm", "tcp"])
+@pytest.mark.parametrize("kind", ["gloo", "ipc", "shm", "tcp"])
 def test_a_killed_sender_ends_a_posted_signal_at_once(kind: str) -> None:
     """And what it had sent is there, from another process."""
     here, there = multiprocessing.get_context("spawn").Pipe()
@@ -501,10 +523,10 @@ def test_a_killed_sender_ends_a_posted_signal_at_once(kind: str) -> None:
             ready.set() if key == "ready" else store.deliver(key, value)
 
     threading.Thread(target=deliver, daemon=True).start()
-    link = open_receiver(kind, transport_end(store, pool(), WINDOW, 30.0, 30.0))
+    link = open_receiver(kind, transport_end(store, pool(kind, 1), WINDOW, 30.0, 30.0))
     slot, chunk = post(link, SLOT_BYTES)
     chunk.wait()
-    assert content(slot.message(SLOT_BYTES)) == {5}
+    assert content(slot, SLOT_BYTES) == {5}
     assert ready.wait(10.0)
     sentinel = link.recv_signal()
     start = time.monotonic()
@@ -517,23 +539,36 @@ def test_a_killed_sender_ends_a_posted_signal_at_once(kind: str) -> None:
 
 
 def test_kinds_are_chosen_for_the_cache_and_the_wish() -> None:
-    assert usable_transports([CPU], ("shm", "nccl", "tcp", "gloo")) == ("shm", "tcp", "gloo")
-    assert usable_transports([torch.device("cuda")], ("shm", "tcp", "gloo")) == ("tcp", "gloo")
+    assert usable_transports([CPU], ("ipc", "shm", "nccl", "tcp", "gloo")) == ("shm", "tcp", "gloo")
+    assert usable_transports([torch.device("cuda")], ("ipc", "shm", "tcp", "gloo")) == ("ipc", "tcp", "gloo")
     gpus = [torch.device("cuda", rank) for rank in range(2)]
-    assert usable_transports(gpus, ("nccl", "tcp", "gloo")) == ("tcp", "gloo"), "beside the sums of two ranks"
+    assert usable_transports(gpus, ("nccl", "ipc", "tcp")) == ("ipc", "tcp"), "no kernels beside the sums of two ranks"
     with pytest.raises(ConfigError, match=r"none of transfer.links \(nccl\) works for a KV cache on cpu"):
         usable_transports([CPU], ("nccl",))
     assert staging_device("nccl", torch.device("cuda", 1)) == torch.device("cuda", 1)
+    assert staging_device("ipc", torch.device("cuda", 1)) == torch.device("cuda", 1)
     assert staging_device("gloo", torch.device("cuda", 1)) == CPU
 
 
-def test_nccl_is_not_tried_on_one_gpu() -> None:
-    kinds = ("nccl", "shm", "tcp")
-    assert choose_transport(kinds, kinds, is_same_host=True, is_same_gpu=False) == "nccl"
-    assert choose_transport(kinds, kinds, is_same_host=True, is_same_gpu=True) == "shm"
-    assert choose_transport(kinds, kinds, is_same_host=False, is_same_gpu=True) == "tcp"
-    assert choose_transport(("nccl",), kinds, is_same_host=True, is_same_gpu=True) is None
-    assert choose_transport(("unheard of",), kinds, is_same_host=True, is_same_gpu=False) is None
+def test_the_best_kind_is_chosen_that_fits_two_ranks() -> None:
+    kinds = ("ipc", "nccl", "shm", "tcp")
+    here, one_gpu = Nearness(is_same_host=True), Nearness(is_same_host=True, is_same_gpu=True)
+    assert choose_transport(kinds, kinds, here) == "nccl"
+    assert choose_transport(kinds, kinds, one_gpu) == "shm", "NCCL refuses one GPU"
+    assert choose_transport(kinds, kinds, Nearness(is_same_gpu=True)) == "tcp", "this cannot be, and is no error"
+    assert choose_transport(kinds, kinds, Nearness(is_same_host=True, may_read_gpu=True)) == "ipc"
+    assert choose_transport(kinds, kinds, Nearness(may_read_gpu=True)) == "nccl", "another host's GPU is not seen here"
+    assert choose_transport(("nccl",), kinds, one_gpu) is None
+    assert choose_transport(("unheard of",), kinds, here) is None
+
+
+def test_how_near_two_ranks_are_follows_from_what_the_sender_says(gpus: list[FakeGpu]) -> None:
+    near, own, other = gpus[0].device, gpus[0].uuid, gpus[1].uuid
+    assert nearness(host_id(), own, own, near) == Nearness(is_same_host=True, is_same_gpu=True, may_read_gpu=True)
+    assert nearness(host_id(), other, other, near) == Nearness(is_same_host=True, may_read_gpu=True)
+    gpus[0].unreachable.add(other)
+    assert nearness("else", other, other, near) == Nearness()
+    assert nearness(host_id(), "", "", near) == nearness(host_id(), own, own, CPU) == Nearness(is_same_host=True)
 
 
 def test_chunks_of_a_tcp_link_stay_in_the_cache_and_hold_a_unit_at_least() -> None:

@@ -1,0 +1,115 @@
+"""The rings of a GPU's ipc transports: memory that peers read is lent again only once they have let go of it.
+
+A peer that reads a ring holds one end of a pipe, its lifeline, for as long as it has the ring open: the end of the pipe
+says that it has closed it, or that its process is gone. Until then a ring whose transport has ended waits here, however
+long a stopped peer takes. Rings are kept for later transports, since CUDA waits for all of a GPU's work when memory
+goes, and other transports may wait for their peers in it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from typing import TYPE_CHECKING
+
+from kvstore.transfer.device import gpu_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvstore.transfer.device import GpuDevice, GpuExport
+
+
+class LentRing:
+    """A ring that one transport uses.
+
+    Attributes:
+        memory: the slots, `uint8`.
+        handle: what the peer opens it with.
+        theirs: the peer's end of the lifeline, a file descriptor to pass on; `passed_on` closes it here.
+    """
+
+    def __init__(self, rings: GpuRings, export: GpuExport) -> None:
+        self.memory = export.memory
+        self.handle = export.handle
+        self.export = export
+        self._rings = rings
+        self.lifeline, self.theirs = os.pipe()
+
+    def passed_on(self) -> None:
+        """Closes the peer's end of the lifeline in this process. Idempotent."""
+        if self.theirs >= 0:
+            os.close(self.theirs)
+            self.theirs = -1
+
+    def give_back(self) -> None:
+        """Ends the use of it; called once."""
+        self.passed_on()
+        self._rings.take(self)
+
+
+class GpuRings:
+    """The rings of one GPU. Any thread may use them."""
+
+    def __init__(self, gpu: GpuDevice) -> None:
+        self._gpu = gpu
+        self._lock = threading.Lock()
+        self._free: list[GpuExport] = []
+        self._read_still: list[LentRing] = []
+        """Rings of transports that have ended, and whose peers have not let go of them."""
+
+    def lend(self, num_bytes: int) -> LentRing:
+        """Lends a ring of this size.
+
+        Raises:
+            RuntimeError: the GPU has no room for it.
+        """
+        with self._lock:
+            self._take_back()
+            fitting = [export for export in self._free if len(export.memory) == num_bytes]
+            export = fitting[0] if fitting else self._gpu.export_buffer(num_bytes)
+            ring = LentRing(self, export)
+            if fitting:
+                self._free.remove(export)
+            return ring
+
+    def take(self, ring: LentRing) -> None:
+        """Takes a ring back whose transport has ended."""
+        with self._lock:
+            self._read_still.append(ring)
+            self._take_back()
+
+    @property
+    def num_read_still(self) -> int:
+        """Number of rings that no transport uses, and a peer may read."""
+        with self._lock:
+            self._take_back()
+            return len(self._read_still)
+
+    def _take_back(self) -> None:
+        waiting, self._read_still = self._read_still, []
+        for ring in waiting:
+            if _is_at_its_end(ring.lifeline):
+                os.close(ring.lifeline)
+                self._free.append(ring.export)
+            else:
+                self._read_still.append(ring)
+
+
+def _is_at_its_end(lifeline: int) -> bool:
+    poll = select.poll()
+    poll.register(lifeline, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+_RINGS: dict[GpuDevice, GpuRings] = {}
+_LOCK = threading.Lock()
+
+
+def rings_of(device: torch.device) -> GpuRings:
+    """Returns the rings of a GPU."""
+    gpu = gpu_of(device)
+    assert gpu is not None
+    with _LOCK:
+        return _RINGS.setdefault(gpu, GpuRings(gpu))

@@ -1,0 +1,164 @@
+"""A GPU's memory between two processes of one host: the receiver copies chunks out of the sender's ring, packets name
+the slot.
+
+    sender                                            receiver
+      acquire: a free slot of the ring
+      gather straight into it
+      send_chunk   -- header | slot number ------->   recv_chunk: a copy into a slot of its own
+      send_signal  -- header --------------------->   scatter
+      acquire      <- slot number, after the copy -   wait
+
+The ring is on the sender's GPU. The receiver's, which is the same one or reaches it over NVLink or PCIe, reads it: only
+the receiver writes into its memory, and what a sender does later spoils no chunk that was checked. There is no kernel
+that waits for another one, so nothing can wait in a circle, and no order beside the sums of several ranks is needed.
+The host orders all: a chunk is announced once it is gathered, and its slot given back once it is copied. Events of CUDA
+would save the two waits, and a stream would wait for the event of a process that may be dead.
+
+To open, the sender lets the receiver connect as over shm, and sends what it needs to know of the ring, whose start
+holds a secret; the receiver answers with the secret. What the two cannot do, to reach each other's GPU say, is found
+out here. Header and payload of a slot are apart: the packets carry the header.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.errors import TransferError
+from kvstore.transfer.device import HANDLE_BYTES, gpu_of
+from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
+from kvstore.transfer.transport.base import TransportEnd, TransportKind
+from kvstore.transfer.transport.exports import rings_of
+from kvstore.transfer.transport.packets import PacketSignal, RingReceiver, RingSender, accept, connect, well_formed
+from kvstore.transfer.transport.staging import Slot
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.transfer.device import GpuDevice, GpuImport
+    from kvstore.transfer.transport.base import Operation, SignalOperation
+
+_IPC = "ipc"
+_RING = struct.Struct(f"<IQ{HANDLE_BYTES}s")
+"""Sent with the lifeline: the number of slots, the bytes from one to the next, and the handle of the ring."""
+_SECRET_BYTES = 32
+_ALIGNED = 512
+"""Slots begin at multiples of this: copies and gathers are fast from there."""
+_MAX_SLOTS, _MAX_STRIDE = 1024, 2**32
+
+
+class IpcSender(RingSender):
+    """The sending side, which owns the ring."""
+
+    def __init__(self, end: TransportEnd) -> None:
+        stride = -(-end.staging.slot_bytes // _ALIGNED) * _ALIGNED
+        with contextlib.ExitStack() as undo:
+            ring = rings_of(end.staging.device).lend(end.max_slots * stride)
+            undo.callback(ring.give_back)
+            secret = secrets.token_bytes(_SECRET_BYTES)
+            ring.memory[:_SECRET_BYTES].copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))
+            _settle(end.staging.device)
+            connection = undo.enter_context(accept(_IPC, end.rendezvous, end.open_timeout_s))
+            socket.send_fds(connection, [_RING.pack(end.max_slots, stride, ring.handle)], [ring.theirs])
+            ring.passed_on()
+            connection.settimeout(end.open_timeout_s)
+            if not secrets.compare_digest(connection.recv(_SECRET_BYTES), secret):
+                raise TransferError("the receiver cannot read this GPU's memory")
+            self._ending = undo.pop_all()
+        slots = [Slot(row[: end.staging.slot_bytes], bytearray(HEADER_BYTES)) for row in ring.memory.view(-1, stride)]
+        super().__init__(_IPC, connection, slots, end.op_timeout_s)
+
+    def close(self) -> None:
+        super().close()
+        self._ending.close()
+
+
+class IpcReceiver(RingReceiver):
+    """The receiving side, which copies each chunk into a slot of its own."""
+
+    def __init__(self, end: TransportEnd) -> None:
+        self.slots = end.staging.share(end.max_slots)
+        gpu = gpu_of(end.staging.device)
+        assert gpu is not None
+        self._gpu = gpu
+        with contextlib.ExitStack() as undo:
+            connection = undo.enter_context(connect(_IPC, end.rendezvous, end.open_timeout_s))
+            message, lifelines, _, _ = socket.recv_fds(connection, _RING.size, 1, socket.MSG_CMSG_CLOEXEC)
+            for lifeline in lifelines:
+                undo.callback(os.close, lifeline)
+            handle = self._checked(message, lifelines)
+            self._ring = gpu.open_buffer(handle)
+            undo.callback(self._ring.close)
+            connection.sendall(_start_of(self._ring, gpu))
+            self._ending = undo.pop_all()
+        super().__init__(_IPC, connection, end.op_timeout_s)
+
+    def recv_signal(self) -> SignalOperation:
+        return PacketSignal(self)
+
+    def recv_chunk(self, slot: Slot, num_bytes: int) -> Operation:
+        return _IpcChunk(self, slot, num_bytes)
+
+    def copy(self, slot: Slot, num_bytes: int) -> None:
+        """Waits for the next packet, which must announce a chunk, and copies it into `slot`."""
+        header, number = self.next_chunk()
+        if number >= self._num_slots or num_bytes > self._stride:
+            raise TransferError("the ipc transport is broken: there is no such slot in the sender's ring")
+        self._ring.read(number * self._stride, slot.payload(num_bytes))
+        self._gpu.current_stream().synchronize()
+        slot.write_header(header)
+        self.give_back(number)
+
+    def close(self) -> None:
+        super().close()
+        self._ending.close()
+
+    def _checked(self, message: bytes, lifelines: Sequence[int]) -> bytes:
+        """Takes in what the sender says of its ring, and returns the handle; nothing is opened before."""
+        if len(message) != _RING.size or len(lifelines) != 1:
+            raise TransferError("the sender left while the transport was being opened, or says nothing of its ring")
+        self._num_slots, self._stride, handle = _RING.unpack(message)
+        if not (0 < self._num_slots <= _MAX_SLOTS and 0 < self._stride <= _MAX_STRIDE and self._stride % _ALIGNED == 0):
+            raise TransferError(f"the sender has a ring of {self._num_slots} slots of {self._stride} bytes")
+        return bytes(handle)
+
+
+KIND = TransportKind(
+    open_sender=IpcSender,
+    open_receiver=IpcReceiver,
+    is_well_formed=well_formed(_IPC),
+    is_usable=lambda devices: devices[0].type == "cuda",
+    needs_one_host=True,
+    needs_readable_gpu=True,
+    stages_on_gpu=True,
+)
+
+
+class _IpcChunk:
+    def __init__(self, receiver: IpcReceiver, slot: Slot, num_bytes: int) -> None:
+        self._receiver = receiver
+        self._slot = slot
+        self._num_bytes = num_bytes
+
+    def wait(self) -> None:
+        self._receiver.copy(self._slot, self._num_bytes)
+
+
+def _start_of(ring: GpuImport, gpu: GpuDevice) -> bytes:
+    """Returns the secret with which the ring begins."""
+    found, stream = gpu.buffer(_SECRET_BYTES), gpu.current_stream()
+    ring.read(0, found)
+    stream.synchronize()
+    return found.cpu().numpy().tobytes()
+
+
+def _settle(device: torch.device) -> None:
+    gpu = gpu_of(device)
+    assert gpu is not None
+    gpu.current_stream().synchronize()
