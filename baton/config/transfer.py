@@ -20,7 +20,10 @@ class TransferConfig:
     """The hand-over of KV between workers."""
 
     slot_bytes: AtLeastOne = 4 * 2**20
-    """Largest payload of one chunk, in bytes. A sender's must not exceed its receivers'."""
+    """Largest payload of one chunk in main memory, in bytes. A sender's must not exceed its receivers'."""
+    gpu_slot_bytes: AtLeastOne = 32 * 2**20
+    """Largest payload of one chunk where slots are in a GPU's memory (ipc, nccl), in bytes; at least slot_bytes. Each
+    chunk costs a few waits, which are most of its time at 4 MiB. A sender's must not exceed its receivers'."""
     span_tokens: AtLeastOne = 512
     """Tokens whose KV travels together: a finished prefill chunk is sent while the next is computed. Must be equal on
     all workers; best equal to engine.max_num_batched_tokens."""
@@ -68,6 +71,11 @@ class TransferConfig:
     def __post_init__(self) -> None:
         if not self.links:
             raise ConfigError(f"transfer.links must name at least one of {', '.join(LINK_KINDS)}")
+        if self.gpu_slot_bytes < self.slot_bytes:
+            raise ConfigError(
+                f"transfer.gpu_slot_bytes ({self.gpu_slot_bytes}) must not be less than transfer.slot_bytes "
+                f"({self.slot_bytes})"
+            )
         for limit, value in (("op_timeout_s", self.op_timeout_s), ("lease_s", self.lease_s)):
             if self.ping_s > value:
                 raise ConfigError(f"transfer.ping_s ({self.ping_s}) must not exceed transfer.{limit} ({value})")

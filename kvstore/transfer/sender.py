@@ -35,7 +35,7 @@ from kvstore.transfer.protocol.layout import destination_ranks, mismatch
 from kvstore.transfer.protocol.plan import WireOptions, least_chunk_bytes, plan, require_fitting_slots
 from kvstore.transfer.stats import TransferStats
 from kvstore.transfer.transport.faults import parse_faults
-from kvstore.transfer.transport.select import chunk_bytes, usable_transports
+from kvstore.transfer.transport.select import chunk_bytes, slot_bytes, usable_transports
 from kvstore.transfer.transport.shm import host_id
 
 ROOM_POLL_S = 0.05
@@ -233,10 +233,10 @@ class KvSender:
         return parts
 
     def _options(self, rank: int, peer: Peer) -> WireOptions:
-        slot_bytes, wanted = self._config.slot_bytes, self._config.wire_dtype
+        wanted = self._config.wire_dtype
         at_least = least_chunk_bytes(self.layout, wanted)
         kind, device = self._connections.transport_kind(rank, peer), self._worker.caches[rank].device
-        size = chunk_bytes(kind, slot_bytes, at_least, device)
+        size = chunk_bytes(kind, slot_bytes(kind, self._config, device), at_least, device)
         return WireOptions(size, self._config.span_tokens, wanted)
 
     async def _start(self, rank: int, part: TransferPart, peer: Peer) -> None:

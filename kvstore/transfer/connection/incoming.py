@@ -35,7 +35,7 @@ from kvstore.transfer.connection.reservations import Reservations, SourceConnect
 from kvstore.transfer.pipeline.receive_loop import ReceiveLoop
 from kvstore.transfer.pipeline.thread import TransportThread
 from kvstore.transfer.transport.base import ReceivingTransport
-from kvstore.transfer.transport.select import LocalRank, open_receiver
+from kvstore.transfer.transport.select import LocalRank, open_receiver, slot_bytes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -68,12 +68,11 @@ class IncomingConnection:
         self._loop = asyncio.get_running_loop()
         self._ended = False
         self._stream: ControlStream[FromReceiver] = ControlStream(hello.worker_id, config, self._loop.time())
-        self._source = SourceConnection(number, hello, self._stream)
+        size = slot_bytes(transport_kind, config, local.device)
+        self._source = SourceConnection(number, hello, self._stream, size)
         self._reservations = reservations
         self._reservations.attach(self._source)
-        self._receive_loop = ReceiveLoop(
-            number, self._source.writers, config.slot_bytes, slot_wait_s=config.op_timeout_s
-        )
+        self._receive_loop = ReceiveLoop(number, self._source.writers, size, slot_wait_s=config.op_timeout_s)
         self._stream.send(Welcome(reservations.worker.incarnation, transport_kind, number))
         self.thread: TransportThread[ReceivingTransport] = TransportThread(
             f"kv-recv-{hello.worker_id}",

@@ -44,7 +44,7 @@ from kvstore.transfer.protocol.machine import Send, TransferCommitted, TransferF
 from kvstore.transfer.protocol.send_state import Granted, SendInstruction, SendState, Unpin
 from kvstore.transfer.transport.base import SendingTransport
 from kvstore.transfer.transport.faults import FaultInjector, Faults, FaultyTransport
-from kvstore.transfer.transport.select import LocalRank, open_sender
+from kvstore.transfer.transport.select import LocalRank, open_sender, slot_bytes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -197,6 +197,9 @@ class OutgoingConnection:
             TransferError: another transfer uses the same ticket.
         """
         ticket, plan = transfer.ticket, transfer.plan
+        size = slot_bytes(self.transport_kind, self._config, self._local.device)
+        if plan.options.chunk_bytes > size:  # planned for another connection, which has ended since
+            raise TransferError(f"chunks of {plan.options.chunk_bytes} bytes do not fit the slots of {size} bytes here")
         offer = Offer(
             transfer_id=ticket.transfer_id,
             generation=ticket.generation,
@@ -357,10 +360,8 @@ class OutgoingConnection:
                 f"and {welcome.incarnation} answers at its address"
             )
         if welcome.link not in self._hello.links:
-            raise TransferRefused(
-                f"worker {peer.worker_id} chose a {welcome.link!r} transport, this worker offered "
-                f"{', '.join(self._hello.links)}"
-            )
+            chosen, offered = f"a {welcome.link!r} transport", ", ".join(self._hello.links)
+            raise TransferRefused(f"worker {peer.worker_id} chose {chosen}, this worker offered {offered}")
         self.transport_kind = welcome.link
         spoiler = FaultInjector(self._faults) if self._faults.on_payload else None
         heartbeat_s = self._config.op_timeout_s / 4

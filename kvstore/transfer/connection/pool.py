@@ -170,7 +170,7 @@ class ConnectionPool:
     def transport_kind(self, rank: int, peer: Peer) -> str:
         """Returns the kind of the open connection with a peer; "" if there is none."""
         route = self._routes.get((rank, peer))
-        connection = route.connection if route is not None else None
+        connection = route.connection if route is not None and not route.is_over else None
         return connection.transport_kind if connection is not None else ""
 
     def make_room(self) -> None:

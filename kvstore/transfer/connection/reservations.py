@@ -76,6 +76,8 @@ class SourceConnection:
     hello: Hello
     """What the sender said of itself."""
     stream: ControlStream[FromReceiver]
+    slot_bytes: int
+    """Largest payload of a chunk on its transport."""
     writers: dict[int, ChunkWriter] = dataclasses.field(default_factory=dict)
     """The transfers that may send on its transport now, by generation. The transport thread reads it."""
 
@@ -219,7 +221,7 @@ class Reservations:
         """
         if offer.generation in source.writers:
             return
-        planned = self._plan(source.hello, offer, reserved)
+        planned = self._plan(source, offer, reserved)
         rank = source.hello.peer_rank
         copier = BlockCopier(self.worker.caches[rank], planned, self.layout, rank, reserved.block_ids)
         source.writers[offer.generation] = ChunkWriter(
@@ -228,9 +230,9 @@ class Reservations:
         reserved.num_tokens = offer.num_tokens
         reserved.plans.append(planned)
 
-    def _plan(self, hello: Hello, offer: Offer, reserved: _ReservedTransfer) -> TransferPlan:
+    def _plan(self, source: SourceConnection, offer: Offer, reserved: _ReservedTransfer) -> TransferPlan:
         """Plans an offered transfer; raises TransferRefused if the sender has planned another one."""
-        ticket, config = reserved.ticket, self.config
+        ticket, config, hello = reserved.ticket, self.config, source.hello
         offered = ticket.num_tokens if reserved.num_tokens is None else reserved.num_tokens
         is_prefix = reserved.expected is Expected.PREFIX and reserved.num_tokens is None
         is_less = is_prefix and offer.num_tokens < offered
@@ -240,9 +242,9 @@ class Reservations:
             raise TransferRefused(f"{offer.wire_dtype!r} is no data type that KV can have on the wire here")
         if difference := mismatch(hello.layout, self.layout, offer.wire_dtype):
             raise TransferRefused(difference)
-        if offer.chunk_bytes > config.slot_bytes:
+        if offer.chunk_bytes > source.slot_bytes:
             raise TransferRefused(
-                f"chunks of {offer.chunk_bytes} bytes do not fit the slots of {config.slot_bytes} bytes here"
+                f"chunks of {offer.chunk_bytes} bytes do not fit the slots of {source.slot_bytes} bytes here"
             )
         options = WireOptions(offer.chunk_bytes, config.span_tokens, offer.wire_dtype)
         ranks = (hello.layout, hello.rank, self.layout, hello.peer_rank)

@@ -95,8 +95,14 @@ def num_connections_kept(kinds: Sequence[str], num_ranks: int) -> int:
     return num_ranks * (32 if any(KINDS[kind].stages_on_gpu for kind in kinds) else 64)
 
 
+def slot_bytes(kind: str, config: TransferConfig, cache_device: torch.device) -> int:
+    """Returns the largest payload of a slot of a transport of a kind; "" stands for a kind that is not chosen yet."""
+    is_on_gpu = kind != "" and staging_device(kind, cache_device).type != "cpu"
+    return config.gpu_slot_bytes if is_on_gpu else config.slot_bytes
+
+
 def chunk_bytes(kind: str, slot_bytes: int, at_least: int, cache_device: torch.device) -> int:
-    """Returns the largest payload of a chunk that suits a kind; "" stands for a kind that is not chosen yet.
+    """Returns the largest payload of a chunk that suits a kind, in slots of this size; "" stands for no kind yet.
 
     The thread of a tcp transport gathers a chunk and copies it into the socket: twice as fast from the processor's
     cache. For other kinds, and out of a GPU's memory, a message costs more than that saves.
@@ -122,9 +128,8 @@ class StagingPools:
         at = staging_device(kind, cache_device)
         if str(at) not in self._pools:
             pinned_for = gpu_of(cache_device) if at.type == "cpu" else None
-            self._pools[str(at)] = StagingPool(
-                self._config.num_slots, self._config.slot_bytes, at, pinned_for=pinned_for
-            )
+            size = slot_bytes(kind, self._config, cache_device)
+            self._pools[str(at)] = StagingPool(self._config.num_slots, size, at, pinned_for=pinned_for)
         return self._pools[str(at)]
 
 

@@ -83,6 +83,7 @@ def another(name: str, value: Any) -> Any:
         ({"op_timeout_s": 1.5}, r"ping_s \(2.0\) must not exceed transfer.op_timeout_s"),
         ({"lease_s": 1}, "must not exceed transfer.lease_s"),
         ({"max_pairs": -3}, "max_pairs must be 0"),
+        ({"slot_bytes": 2**26}, r"gpu_slot_bytes \(33554432\) must not be less than transfer.slot_bytes"),
         ({"links": ()}, "links must name at least one"),
         ({"links": ("shm", "udp")}, "udp"),
     ],

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton.engine.model.kv_cache import KVCache
+from baton.errors import TransferError
 from kvstore.transfer.protocol.layout import layout_of, rank_spec
 from kvstore.transfer.transport.nccl_env import PINNED
 from tests.fakes.gpu import FakeGpu, fake_gpus
@@ -32,7 +33,7 @@ from tests.unit.kvstore.transfer.peers import (
     tables_of,
 )
 
-LINKS = dataclasses.replace(CONFIG, links=("ipc", "nccl", "tcp"), window=4)
+LINKS = dataclasses.replace(CONFIG, links=("ipc", "nccl", "tcp"), window=4, gpu_slot_bytes=16384)
 SOURCE, TARGET = scattered(10, 1), scattered(10, 2)
 
 
@@ -73,8 +74,10 @@ async def test_on_one_host_kv_goes_over_ipc(same: bool, knobs: Knobs) -> None:
             decode_side(LINKS, caches=[empty(there)]) as decode,
             prefill_side(LINKS, caches=[on_gpu(filled_cache(1), here)]) as prefill,
         ):
-            for number in range(4):
-                await hand_over(prefill, decode, SOURCE, TARGET, name=f"t{number}")
+            chunks = [
+                (await hand_over(prefill, decode, SOURCE, TARGET, name=f"t{number}")).num_chunks for number in range(4)
+            ]
+            assert chunks[0] > chunks[1] == chunks[3], "chunks are larger once it is known that they stay on GPUs"
             assert kinds(prefill) == ["ipc"]
             assert decode.num_pairs_ever == 1
             assert there.num_open == 1
@@ -142,3 +145,23 @@ async def test_beside_ipc_no_communicator_is_made(knobs: Knobs) -> None:
             await hand_over(prefill, decode, SOURCE, TARGET, name="first")
             (route,) = prefill.sender._connections._routes.values()
             assert (route.missed, route.improving) == ((), None)
+
+
+async def test_a_transfer_that_was_planned_for_larger_slots_fails_in_words(knobs: Knobs) -> None:
+    """Its connection has ended, and the next one is over another kind."""
+    with fake_gpus(2) as (here, there):
+        async with (
+            decode_side(LINKS, caches=[empty(there)]) as decode,
+            prefill_side(LINKS, caches=[on_gpu(filled_cache(1), here)]) as prefill,
+        ):
+            await hand_over(prefill, decode, SOURCE, TARGET, name="first")
+            pool = prefill.sender._connections
+            (route,) = pool._routes.values()
+            assert route.connection is not None
+            ticket = decode.receiver.expect("t", 160, 0, tables_of(decode.receiver, TARGET, 3))
+            async with prefill.sender.transfer(ticket) as transfer:
+                route.connection.transport_kind = "tcp"
+                transfer.extend(tables_of(transfer, SOURCE, 3))
+                with pytest.raises(TransferError, match="chunks of 16384 bytes do not fit the slots of 4096 bytes"):
+                    await transfer.finish(1)
+            await decode.receiver.release(ticket)
