@@ -14,6 +14,7 @@ import pytest
 from baton.config import ModelConfig
 from baton.engine.core.runner import UNKNOWN_TOKEN, StepInput, StepPart
 from baton.engine.model import attention
+from baton.engine.model.attention_choice import TorchAttention
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.last_tokens import DeviceStep
 from baton.engine.model.transformers_runner import TransformersRunner
@@ -47,6 +48,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> TransformersRunner:
     runner.rank.model.to(DEVICE)
     cache = KVCache(runner.spec, runner.cache.num_blocks, ENGINE.max_num_seqs, DEVICE)
     runner.cache = runner.rank.cache = cache
+    runner.rank._attention = TorchAttention(cache, num_sharing=2)
     runner.rank._numbers = StepNumbers(DEVICE)
     return runner
 

@@ -86,8 +86,19 @@ def functions_of(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionD
 MAX_LINES_OF_A_FILE = 400
 MAX_LINES_OF_A_FUNCTION = 60
 MAX_POSITIONAL_ARGUMENTS = 5
-MANY_ARGUMENTS = {"paged_attention", "plan", "autoscale", "doctor", "generate"}
-"""Functions that transformers calls; the two ends of a plan; commands, to which typer gives their options by name."""
+MANY_ARGUMENTS = {
+    "paged_attention",
+    "plan",
+    "autoscale",
+    "doctor",
+    "generate",
+    "write",
+    "attend",
+    "combine",
+    "_share_of",
+}
+"""Functions that transformers calls; kernels; the two ends of a plan; commands, to which typer gives their
+options by name."""
 
 
 def test_files_and_functions_are_of_a_size_to_be_read() -> None:

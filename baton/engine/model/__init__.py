@@ -1,14 +1,19 @@
 """The KV cache in tensors, and the runners that compute steps on it. Needs torch, as `sampling` does; `core` does not.
 
-`transformers_runner` runs a Hugging Face model with paged attention (`attention`), on several ranks if configured
-(`ranks`); `arithmetic` is a model whose answers can be worked out by hand. Both are a `Runner` of `baton.engine.core`.
-`logits_runner` is what the first has in common with `baton.engine.native`.
+`transformers_runner` runs a Hugging Face model with paged attention (`attention`, and `kernel_attention` on a GPU), on
+several ranks if configured (`ranks`); `arithmetic` is a model whose answers can be worked out by hand. Both are a
+`Runner` of `baton.engine.core`. `logits_runner` is what the first has in common with `baton.engine.native`.
 """
 
 __all__ = [
     "arithmetic",
     "attention",
+    "attention_choice",
+    "attention_probe",
+    "attention_step",
     "device_memory",
+    "kernel_attention",
+    "kernels",
     "kv_cache",
     "last_tokens",
     "logits_runner",

@@ -1,9 +1,11 @@
 """Paged attention for transformers' own model code.
 
 `paged_attention` is registered under a name with transformers' AttentionInterface; a model loaded with that name calls
-it in every layer with the packed batch's queries, keys and values. It writes K and V into the pages of the KV cache,
-reports that they are there, and attends over the pages of each sequence. What it needs to know of the step travels in a
-context variable, because some models drop unknown keyword arguments on the way (TGI drives transformers the same way).
+it in every layer with the packed batch's queries, keys and values. The step that it belongs to writes K and V into the
+pages of the KV cache, reports that they are there, and attends over the pages of each sequence. It travels in a context
+variable, because some models drop unknown keyword arguments on the way (TGI drives transformers the same way).
+
+`StepContext` does it with what torch has, on any device, and is the reference for `kernel_attention`.
 
 The packed batch of a step, T tokens in one row:
 
@@ -31,6 +33,7 @@ from transformers import AttentionInterface
 from baton.blocks import num_blocks_for
 from baton.engine.core.kv_spec import EMPTY_PLACE, LayerGroup
 from baton.engine.core.runner import OnLayerDone, StepPart
+from baton.engine.model.attention_step import AttentionStep
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.uploads import StepNumbers
 
@@ -143,16 +146,65 @@ class StepContext:
     decodes: tuple[Decodes, ...]
     on_layer_done: OnLayerDone
 
-    def report_written(self, layer: int) -> None:
-        """Reports that K and V of `layer` are in the pages, on a GPU as soon as the stream has come this far."""
-        on_gpu = self.cache.device.type == "cuda"
-        self.on_layer_done(layer, torch.cuda.current_stream(self.cache.device).record_event() if on_gpu else None)
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """See `AttentionStep.attend`."""
+        index = self.cache.group_of(layer)
+        group, context = self.cache.spec.groups[index], self.groups[index]
+        pages = self.cache.layer(layer)
+        key_pages = pages[:, : group.block_size * group.k_dim]
+        value_pages = pages[:, group.block_size * group.k_dim :]
+        # Rounded before it is attended: what a token sees does not depend on what is computed together.
+        key, value = key.to(pages.dtype), value.to(pages.dtype)
+        _write(context, key_pages.view(-1, group.block_size, group.k_dim), key)
+        _write(context, value_pages.view(-1, group.block_size, group.v_dim), value)
+        report_written(self.cache, layer, self.on_layer_done)
+
+        num_heads, num_tokens = query.shape[0], query.shape[1]
+        out = query.new_empty(num_tokens, num_heads, group.v_dim)
+        for segment in context.segments:
+            rows = slice(segment.row, segment.row + segment.num_tokens)
+            if segment.num_tokens == segment.num_context:  # nothing cached before it: K and V are at hand
+                keys, values = key[:, rows], value[:, rows]
+            else:
+                of_head = (group.num_kv_heads, -1)
+                keys = key_pages.index_select(0, segment.pages).view(*of_head, group.k_dim)[:, : segment.num_context]
+                values = value_pages.index_select(0, segment.pages).view(*of_head, group.v_dim)
+                values = values[:, : segment.num_context]
+            out[rows] = _attend_segment(
+                query[:, rows], keys, values, segment, scaling=scaling, sliding_window=sliding_window
+            )
+        for decodes, at in zip(self.decodes, context.decodes, strict=True):
+            shape = (len(decodes.parts), group.num_kv_heads, -1)
+            keys = key_pages.index_select(0, at.pages).view(*shape, group.k_dim).to(query.dtype)
+            values = value_pages.index_select(0, at.pages).view(*shape, group.v_dim).to(query.dtype)
+            mask = at.mask
+            if sliding_window is not None:
+                mask = mask & (torch.arange(keys.shape[2], device=keys.device) > at.positions - sliding_window)
+            queries = decodes.rows(query, group.num_kv_heads)
+            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
+            out[decodes.tokens] = decodes.unpacked(attended, num_heads)
+        return out
 
 
-_STEP: ContextVar[StepContext] = ContextVar("step")
+def report_written(cache: KVCache, layer: int, on_layer_done: OnLayerDone) -> None:
+    """Reports that K and V of `layer` are in the pages, on a GPU as soon as the stream has come this far."""
+    on_gpu = cache.device.type == "cuda"
+    on_layer_done(layer, torch.cuda.current_stream(cache.device).record_event() if on_gpu else None)
 
 
-def set_step(step: StepContext) -> None:
+_STEP: ContextVar[AttentionStep] = ContextVar("step")
+
+
+def set_step(step: AttentionStep) -> None:
     """Makes `step` the one that this thread's next forward pass runs."""
     _STEP.set(step)
 
@@ -160,14 +212,10 @@ def set_step(step: StepContext) -> None:
 def step_context(
     cache: KVCache, parts: Sequence[StepPart], num_sharing: int, on_layer_done: OnLayerDone, numbers: StepNumbers
 ) -> StepContext:
-    """Makes the index tensors of a step. They are there when the numbers have been sent.
+    """See `Attention.step`.
 
     Args:
-        cache: this rank's.
-        parts: in packed order.
         num_sharing: query heads for each KV head.
-        on_layer_done: see `Runner.execute`.
-        numbers: the step's.
     """
     decodes = tuple(_decodes(parts, num_sharing, numbers))
     groups = range(len(cache.spec.groups))
@@ -204,7 +252,7 @@ def _group_context(
 ) -> GroupContext:
     """Makes the index tensors of one layer group."""
     heads = torch.arange(layers.num_kv_heads)
-    tables = [_table(part, group, layers) for part in parts]
+    tables = [blocks_of(part, group, layers) for part in parts]
     positions = torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts])
     blocks = torch.cat(
         [
@@ -248,7 +296,7 @@ def _row_positions(parts: Sequence[StepPart], num_sharing: int) -> torch.Tensor:
     return rows[:, None, :, None]
 
 
-def _table(part: StepPart, group: int, layers: LayerGroup) -> tuple[int, ...]:
+def blocks_of(part: StepPart, group: int, layers: LayerGroup) -> tuple[int, ...]:
     """Returns the blocks of a part's tokens. In an empty place stands the last block instead: it is masked anyway."""
     table = part.block_ids[group][: num_blocks_for(part.num_kv_tokens[group], layers.block_size)]
     return tuple(table[-1] if block == EMPTY_PLACE else block for block in table) if EMPTY_PLACE in table else table
@@ -285,48 +333,14 @@ def paged_attention(
     Returns:
         `[1, T, heads, v_dim]`, and no attention weights.
     """
-    step = _STEP.get()
     layer: int = module.layer_idx  # type: ignore[assignment]
-    index = step.cache.group_of(layer)
-    group, context = step.cache.spec.groups[index], step.groups[index]
-    pages = step.cache.layer(layer)
-    key_pages = pages[:, : group.block_size * group.k_dim]
-    value_pages = pages[:, group.block_size * group.k_dim :]
-    # Rounded before it is attended: what a token sees does not depend on what is computed together.
-    key, value = key.to(pages.dtype), value.to(pages.dtype)
-    _write(context, key_pages.view(-1, group.block_size, group.k_dim), key)
-    _write(context, value_pages.view(-1, group.block_size, group.v_dim), value)
-    step.report_written(layer)
-
-    num_heads, num_tokens = query.shape[1], query.shape[2]
-    out = query.new_empty(num_tokens, num_heads, group.v_dim)
-    for segment in context.segments:
-        rows = slice(segment.row, segment.row + segment.num_tokens)
-        if segment.num_tokens == segment.num_context:  # nothing cached before it: K and V are at hand
-            keys, values = key[:, :, rows], value[:, :, rows]
-        else:
-            shape = (1, group.num_kv_heads, -1)
-            keys = key_pages.index_select(0, segment.pages).view(*shape, group.k_dim)[:, :, : segment.num_context]
-            values = value_pages.index_select(0, segment.pages).view(*shape, group.v_dim)[:, :, : segment.num_context]
-        out[rows] = _attend_segment(
-            query[0, :, rows], keys[0], values[0], segment, scaling=scaling, sliding_window=sliding_window
-        )
-    for decodes, at in zip(step.decodes, context.decodes, strict=True):
-        shape = (len(decodes.parts), group.num_kv_heads, -1)
-        keys = key_pages.index_select(0, at.pages).view(*shape, group.k_dim).to(query.dtype)
-        values = value_pages.index_select(0, at.pages).view(*shape, group.v_dim).to(query.dtype)
-        mask = at.mask
-        if sliding_window is not None:
-            mask = mask & (torch.arange(keys.shape[2], device=keys.device) > at.positions - sliding_window)
-        queries = decodes.rows(query[0], group.num_kv_heads)
-        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
-        out[decodes.tokens] = decodes.unpacked(attended, num_heads)
+    out = _STEP.get().attend(layer, query[0], key[0], value[0], scaling=scaling, sliding_window=sliding_window)
     return out.unsqueeze(0), None
 
 
 def _write(context: GroupContext, pages: torch.Tensor, new: torch.Tensor) -> None:
-    """Writes the step's K or V, `[1, kv_heads, T, dim]`, into pages, `[pages, block_size, dim]`."""
-    pages.index_put_((context.write_pages, context.write_offsets), new[0].transpose(0, 1).flatten(0, 1))
+    """Writes the step's K or V, `[kv_heads, T, dim]`, into pages, `[pages, block_size, dim]`."""
+    pages.index_put_((context.write_pages, context.write_offsets), new.transpose(0, 1).flatten(0, 1))
 
 
 def _attend_segment(

@@ -20,7 +20,8 @@ from transformers.utils import logging as transformers_logging
 
 from baton.engine.core.faults import Fault, fault_of
 from baton.engine.core.runner import OnLayerDone
-from baton.engine.model.attention import ATTENTION_NAME, begun_blocks, set_step, step_context
+from baton.engine.model.attention import ATTENTION_NAME, begun_blocks, set_step
+from baton.engine.model.attention_choice import attention_of
 from baton.engine.model.kv_cache import KVCache, torch_dtype
 from baton.engine.model.last_tokens import Filling
 from baton.engine.model.rank_step import RankStep
@@ -90,7 +91,7 @@ class ModelRank:
         self._numbers = StepNumbers(cache.device)
         config = self.model.config
         num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self._num_sharing: int = config.num_attention_heads // num_kv_heads
+        self._attention = attention_of(cache, config.num_attention_heads // num_kv_heads, self.model.dtype)
 
     def use(self, cache: KVCache) -> None:
         """Takes a cache of the same shape on the same device for the one before."""
@@ -117,7 +118,7 @@ class ModelRank:
         to_clear = () if step.is_ready else begun_blocks(self.cache, parts)
         begun = [put(torch.tensor(blocks, dtype=torch.int64)) for blocks in to_clear]
         filling = None if filling is None else filling.put_by(self._numbers)
-        set_step(step_context(self.cache, parts, self._num_sharing, on_layer_done, self._numbers))
+        set_step(self._attention.step(parts, on_layer_done, self._numbers))
         self._numbers.send()
         if filling is not None:
             filling.fill(token_ids[0])

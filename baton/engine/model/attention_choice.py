@@ -1,0 +1,88 @@
+"""Which attention a rank computes with: the kernels where they run and prove right, torch's own everywhere else."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.engine.core.kv_spec import KVSpec
+from baton.engine.core.runner import OnLayerDone, StepPart
+from baton.engine.model.attention import step_context
+from baton.engine.model.attention_probe import largest_difference, probe_cache
+from baton.engine.model.attention_step import Attention, AttentionStep
+from baton.engine.model.kv_cache import KVCache
+from baton.engine.uploads import StepNumbers
+from baton.errors import in_one_line
+
+logger = logging.getLogger(__name__)
+MAX_DIM = 256
+MAX_SHARING = 16
+FLOATS = frozenset({"float32", "bfloat16", "float16"})
+OLDEST = (8, 0)
+"""Compute capability from which on the kernels compile without spilled registers, as a test shows."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""Difference between two attentions that may come of adding up in another order, of values of about 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchAttention:
+    """An `Attention` by `torch.nn.functional.scaled_dot_product_attention`."""
+
+    cache: KVCache
+    num_sharing: int
+
+    def step(self, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers) -> AttentionStep:
+        """See `Attention.step`."""
+        return step_context(self.cache, parts, self.num_sharing, on_layer_done, numbers)
+
+
+def attention_of(cache: KVCache, num_sharing: int, dtype: torch.dtype) -> Attention:
+    """Returns the attention of a rank, and logs which and why.
+
+    Args:
+        cache: the rank's.
+        num_sharing: query heads for each KV head.
+        dtype: the type in which the model computes.
+    """
+    by_torch = TorchAttention(cache, num_sharing)
+    if (reason := why_not_kernels(cache.spec, num_sharing, dtype, cache.device)) is not None:
+        logger.info("attention is torch's own: %s", reason)
+        return by_torch
+    try:
+        from baton.engine.model.kernel_attention import KernelAttention
+
+        by_kernels = KernelAttention(cache, num_sharing, dtype)
+        probed = probe_cache(cache.spec, cache.device)
+        ways = (TorchAttention(probed, num_sharing), KernelAttention(probed, num_sharing, dtype))
+        difference = largest_difference(probed, num_sharing, dtype, ways)
+    except Exception as error:  # a compiler's, a driver's
+        logger.warning("attention is torch's own: the kernels do not run here: %s", in_one_line(error))
+        return by_torch
+    if not difference <= TOLERANCE[dtype]:
+        logger.warning("attention is torch's own: the kernels' differs from it by %.2g", difference)
+        return by_torch
+    logger.info("attention is by the project's own kernels, which differ from torch's by %.2g at most", difference)
+    return by_kernels
+
+
+def why_not_kernels(spec: KVSpec, num_sharing: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Returns why the kernels cannot be used; None: they can, if they run."""
+    computed, pages = str(dtype).removeprefix("torch."), {group.dtype for group in spec.groups}
+    dims = {dim for group in spec.groups for dim in (group.k_dim, group.v_dim)}
+    reasons = {
+        "the device is no NVIDIA GPU": device.type != "cuda",
+        "Triton is not installed": importlib.util.find_spec("triton") is None,
+        f"heads have {max(dims)} dimensions, more than {MAX_DIM}": max(dims) > MAX_DIM,
+        f"{num_sharing} query heads share a KV head, more than {MAX_SHARING}": num_sharing > MAX_SHARING,
+        f"the model computes in {computed}, its pages are of {', '.join(sorted(pages))}": pages != {computed},
+        f"the kernels do not know {computed}": computed not in FLOATS,
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
+        return reason
+    if (capability := torch.cuda.get_device_capability(device)) < OLDEST:
+        return f"the GPU's compute capability is {capability[0]}.{capability[1]}, less than {OLDEST[0]}.{OLDEST[1]}"
+    return None

@@ -1,0 +1,94 @@
+"""Small steps with random numbers by two ways to compute attention: they prove one on the device that is there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from baton.blocks import num_blocks_for
+from baton.engine.core.kv_spec import KVSpec
+from baton.engine.core.runner import StepPart, ignore_layer
+from baton.engine.model.attention_step import Attention
+from baton.engine.model.kv_cache import KVCache
+from baton.engine.uploads import StepNumbers
+from baton.sampling import SamplingParams
+
+PROBES = (((9, 0, 0), (70, 0, 130), (1, 0, 0), (1, 0, 300)), ((1, 3, 40), (1, 5, 250)))
+"""Known tokens, drafts and computed tokens of the parts of each step: a prompt, a prefix hit, decodes of short and long
+contexts; drafts."""
+LONGEST, MOST_PARTS, WINDOW = 301, 4, 37
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+def probe_cache(spec: KVSpec, device: torch.device) -> KVCache:
+    """Makes a small cache with the heads of each layer group of another one, a layer each."""
+    groups = tuple(replace(group, layers=(number,)) for number, group in enumerate(spec.groups))
+    num_blocks = MOST_PARTS * max(num_blocks_for(LONGEST, group.block_size) for group in groups)
+    return KVCache(KVSpec(groups), num_blocks, 1, device)
+
+
+@torch.inference_mode()
+def largest_difference(
+    cache: KVCache, num_sharing: int, dtype: torch.dtype, ways: tuple[Attention, Attention]
+) -> float:
+    """Returns by how much the results of two ways differ at most; infinity: some are no numbers.
+
+    All kernels of both are compiled by that: none is in the middle of serving.
+
+    Args:
+        cache: a `probe_cache`, which both ways use.
+        num_sharing: query heads for each KV head.
+        dtype: the type in which a model computes.
+        ways: one, and the other.
+    """
+    generator = torch.Generator(cache.device).manual_seed(0)
+    found = 0.0
+    for shapes in PROBES:
+        parts = [_part(cache, number, *shape) for number, shape in enumerate(shapes)]
+        num_tokens = sum(len(part.token_ids) for part in parts)
+        for layer, group in enumerate(cache.spec.groups):
+            cache.groups[layer].normal_(generator=generator)
+            heads = ((num_sharing * group.num_kv_heads, group.k_dim), (group.num_kv_heads, group.k_dim))
+            new = [
+                torch.randn(num_tokens, *size, generator=generator, dtype=dtype, device=cache.device).transpose(0, 1)
+                for size in (*heads, (group.num_kv_heads, group.v_dim))
+            ]
+            for window in (None, WINDOW):
+                one, other = (_attended(cache, way, parts, layer, (new, window)) for way in ways)
+                difference = (one - other).abs().amax().item()
+                found = math.inf if math.isnan(difference) else max(found, difference)
+    return found
+
+
+def _attended(
+    cache: KVCache, way: Attention, parts: Sequence[StepPart], layer: int, asked: tuple[list[torch.Tensor], int | None]
+) -> torch.Tensor:
+    numbers = StepNumbers(cache.device)
+    step = way.step(parts, ignore_layer, numbers)
+    numbers.send()
+    (query, key, value), window = asked
+    return step.attend(layer, query, key, value, scaling=None, sliding_window=window).float()
+
+
+def _part(cache: KVCache, number: int, num_known: int, num_drafts: int, num_computed: int) -> StepPart:
+    end = num_computed + num_known + num_drafts
+    tables = []
+    for group in cache.spec.groups:
+        each = cache.num_blocks // MOST_PARTS
+        tables.append(tuple(range(number * each, number * each + num_blocks_for(end, group.block_size))))
+    return StepPart(
+        sequence_key=number,
+        token_ids=(0,) * (num_known + num_drafts),
+        num_computed_tokens=num_computed,
+        block_ids=tuple(tables),
+        num_kv_tokens=(end,) * len(tables),
+        sample=True,
+        is_decoding=num_known == 1,
+        sampling=_GREEDY,
+        choice_index=0,
+        num_prompt_tokens=num_computed,
+        num_drafts=num_drafts,
+    )

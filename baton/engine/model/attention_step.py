@@ -1,0 +1,47 @@
+"""What there is several of: ways to compute the attention of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from baton.engine.core.runner import OnLayerDone, StepPart
+from baton.engine.uploads import StepNumbers
+
+
+class AttentionStep(Protocol):
+    """A step as its layers see it."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """Writes one layer's K and V, `[kv_heads, T, dim]`, into its pages, reports that they are there, and attends
+        its queries, `[heads, T, dim]`.
+
+        Returns:
+            `[T, heads, v_dim]`.
+        """
+        ...
+
+
+class Attention(Protocol):
+    """A way to compute the attention of steps."""
+
+    def step(self, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers) -> AttentionStep:
+        """Makes the index tensors of a step. They are there when the numbers have been sent.
+
+        Args:
+            parts: in packed order.
+            on_layer_done: see `Runner.execute`.
+            numbers: the step's.
+        """
+        ...

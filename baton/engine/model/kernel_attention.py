@@ -1,0 +1,127 @@
+"""The attention of a step by the project's own kernels: see `kernels`. Imports Triton; `attention_choice` says when.
+
+What a step needs is a few whole numbers for each of its sequences, and their block tables: no page is copied, and
+nothing grows with tokens times keys. Whole prompts, further chunks, prefix hits, decodes and drafts are all the same
+kernel; decodes, few tokens over many keys, divide their keys into shares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.engine.core.kv_spec import LayerGroup
+from baton.engine.core.runner import OnLayerDone, StepPart
+from baton.engine.model.attention import blocks_of, report_written
+from baton.engine.model.kernels import HeadShape, Tiles, WrittenTokens, attend_tiles, num_shares_of, write_pages
+from baton.engine.model.kv_cache import KVCache
+from baton.engine.uploads import StepNumbers
+
+
+@dataclass(frozen=True, slots=True)
+class KernelIndex:
+    """A step's index tensors for one layer group."""
+
+    new: WrittenTokens
+    tiles: tuple[Tiles, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelStep:
+    """An `AttentionStep` by kernels."""
+
+    attention: KernelAttention
+    indices: tuple[KernelIndex, ...]
+    """One for each layer group."""
+    on_layer_done: OnLayerDone
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """See `AttentionStep.attend`."""
+        cache = self.attention.cache
+        group = cache.group_of(layer)
+        shape, index, pages = self.attention.shapes[group], self.indices[group], cache.layer(layer)
+        write_pages(shape, pages, key, value, index.new)
+        report_written(cache, layer, self.on_layer_done)
+        out = query.new_empty(query.shape[1], query.shape[0], shape.v_dim)
+        scaling = 1 / math.sqrt(shape.k_dim) if scaling is None else scaling
+        for tiles in index.tiles:
+            attend_tiles(
+                shape, pages, query, out,
+                tables=index.new.tables, tiles=tiles, scaling=scaling, window=sliding_window,
+            )  # fmt: skip
+        return out
+
+
+class KernelAttention:
+    """An `Attention` by kernels.
+
+    Args:
+        cache: this rank's.
+        num_sharing: query heads for each KV head.
+        dtype: the type in which the model computes.
+    """
+
+    def __init__(self, cache: KVCache, num_sharing: int, dtype: torch.dtype) -> None:
+        self.cache = cache
+        self.shapes = tuple(_head_shape(group, num_sharing, dtype) for group in cache.spec.groups)
+
+    def step(self, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers) -> KernelStep:
+        """See `Attention.step`."""
+        counts = torch.tensor([len(part.token_ids) for part in parts])
+        rows = numbers.put(torch.arange(len(parts)).repeat_interleave(counts))
+        places = numbers.put(torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts]))
+        indices = []
+        for number, (group, shape) in enumerate(zip(self.cache.spec.groups, self.shapes, strict=True)):
+            tables = numbers.put(padded_tables([blocks_of(part, number, group) for part in parts]))
+            tiles = tuple(_tiles(parts, shape, numbers))
+            indices.append(KernelIndex(WrittenTokens(tables, rows, places), tiles))
+        return KernelStep(self, tuple(indices), on_layer_done)
+
+
+def padded_tables(tables: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Returns block tables as rows of one tensor, on the CPU, as long as the longest. Nobody reads what is behind."""
+    width = max(map(len, tables))
+    return torch.tensor([(*table, *[0] * (width - len(table))) for table in tables])
+
+
+def _head_shape(group: LayerGroup, num_sharing: int, dtype: torch.dtype) -> HeadShape:
+    return HeadShape(
+        num_kv_heads=group.num_kv_heads,
+        num_sharing=num_sharing,
+        block_size=group.block_size,
+        k_dim=group.k_dim,
+        v_dim=group.v_dim,
+        itemsize=dtype.itemsize,
+    )
+
+
+def _tiles(parts: Sequence[StepPart], shape: HeadShape, numbers: StepNumbers) -> Iterator[Tiles]:
+    """Yields the tiles of the segments of a step, if it has any, and those of its decodes: see `attention`."""
+    num_segments = sum(part.num_known_tokens > 1 for part in parts)
+    begin = 0
+    for first, alike, is_shared in ((0, parts[:num_segments], False), (num_segments, parts[num_segments:], True)):
+        if not alike:
+            continue
+        of_one_token = max(len(part.token_ids) for part in alike) == 1
+        most = 1 if of_one_token else shape.tiling(of_one_token=False).rows // shape.num_sharing
+        tiles, end = [], begin
+        for row, part in enumerate(alike, start=first):
+            for done in range(0, len(part.token_ids), most):
+                count = min(most, len(part.token_ids) - done)
+                tiles.append((row, end + done, count, part.num_computed_tokens + done))
+            end += len(part.token_ids)
+        num_shares = num_shares_of(max(part.end for part in alike)) if is_shared else 0
+        yield Tiles(numbers.put(torch.tensor(tiles)), of_one_token, num_shares, slice(begin, end))
+        begin = end

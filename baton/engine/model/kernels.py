@@ -1,0 +1,298 @@
+"""Triton kernels over the pages of a KV cache, and how they are launched. Imports Triton: only `kernel_attention` does.
+
+What they are given of a step lies in two lists of whole numbers, and in the sequences' block tables:
+
+    rows, places  [T]           of each new token: the row of its sequence's block table, and its position;
+                                a place of -1 is nobody's: nothing is written there
+    tiles         [tiles, 4]    row of the block table | first packed token | tokens | position of the first
+    tables        [rows, blocks]
+
+A program of `attend` computes one tile for one KV head: the query heads that share it are packed into rows, token by
+token, and K and V are read once for all of them, a block at a time, wherever it lies. No page is copied and no mask
+made. Where many keys meet few tokens, each program sees a share of the keys only (Dao et al., 2023, Flash-Decoding), of
+a size that depends on the tile alone, whatever is computed beside it; `combine` adds the shares up.
+
+Offsets into pages are 64 bits wide: a layer's part of a pool may have more than 2^31 elements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+NUM_SHARES = 16
+"""Shares that the keys of a tile are divided into, at most."""
+SHARE_KEYS = 128
+"""Keys of a share, at least."""
+WRITE_TOKENS = 16
+"""Tokens that a program writes."""
+NO_WINDOW = 1 << 30
+LOG2_E = math.log2(math.e)
+_VARIED = ("tables", "rows", "places", "tiles")
+"""Arguments that lie elsewhere in each step: were kernels compiled for their alignment, too, that would happen in the
+middle of serving."""
+
+
+@triton.jit(do_not_specialize=("num_tokens", "table_stride"), do_not_specialize_on_alignment=_VARIED)
+def write(
+    key, value, pages, tables, rows, places, num_tokens, table_stride,
+    key_head, key_token, value_head, value_token,
+    KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Writes K and V of some tokens and one head into their pages, rounded to the pages' type."""
+    head = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    place = tl.load(places + token, mask=token < num_tokens, other=-1).to(tl.int32)
+    is_real = place >= 0
+    row = tl.load(rows + token, mask=is_real, other=0).to(tl.int64)
+    block = tl.load(tables + row * table_stride + place // BLOCK, mask=is_real, other=0).to(tl.int64)
+    page = (block * KV_HEADS + head) * (BLOCK * (K_DIM + V_DIM))
+    token = token.to(tl.int64)
+    k_dim = tl.arange(0, K_WIDTH)
+    mask = is_real[:, None] & (k_dim < K_DIM)[None, :]
+    new = tl.load(key + head * key_head + token[:, None] * key_token + k_dim[None, :], mask=mask)
+    there = page + (place % BLOCK) * K_DIM
+    tl.store(pages + there[:, None] + k_dim[None, :], new.to(pages.dtype.element_ty), mask=mask)
+    v_dim = tl.arange(0, V_WIDTH)
+    mask = is_real[:, None] & (v_dim < V_DIM)[None, :]
+    new = tl.load(value + head * value_head + token[:, None] * value_token + v_dim[None, :], mask=mask)
+    there = page + BLOCK * K_DIM + (place % BLOCK) * V_DIM
+    tl.store(pages + there[:, None] + v_dim[None, :], new.to(pages.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _share_of(begin, end, share, many, KEYS: tl.constexpr, SHARE: tl.constexpr):
+    keys_each = tl.maximum((end - begin + many - 1) // many * KEYS, SHARE)
+    begin += share * keys_each
+    return begin, tl.minimum(end, begin + keys_each)
+
+
+@triton.jit
+def _weighed(scores, peak):
+    """Returns powers of the scores above the highest one of a row so far, how what came before it fades, and it."""
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    level = tl.where(higher == float("-inf"), 0.0, higher)  # of a row that has seen no key
+    return tl.exp2(scores - level[:, None]), tl.exp2(peak - level), higher
+
+
+@triton.jit(do_not_specialize=("table_stride", "window", "num_shares"), do_not_specialize_on_alignment=_VARIED)
+def attend(
+    query, pages, out, peaks, sums, tables, tiles, table_stride, query_head, query_token, scale, window, num_shares,
+    KV_HEADS: tl.constexpr, SHARING: tl.constexpr, BLOCK: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SHARES: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """Attends the rows of a tile over a share of their keys: `out` is `[T, heads, V_DIM]`, or with several shares
+    `[T, heads, num_shares, V_DIM]`, not yet divided by `sums`; `peaks` and `sums` are `[T, heads, num_shares]`.
+    """
+    tile = tiles + tl.program_id(0) * 4
+    head = tl.program_id(1).to(tl.int64)
+    share = tl.program_id(2)
+    table = tables + tl.load(tile).to(tl.int64) * table_stride
+    first = tl.load(tile + 1).to(tl.int64)
+    count = tl.load(tile + 2).to(tl.int32)
+    position = tl.load(tile + 3).to(tl.int32)
+    end = position + count
+    begin = tl.maximum(position - window + 1, 0)
+    if SHARES > 1:
+        begin, end = _share_of(begin, end, share, SHARES * KEYS, KEYS, SHARE)
+    line = tl.arange(0, ROWS)
+    token = line // SHARING
+    is_line = token < count
+    at = position + tl.minimum(token, count - 1)
+    token = first + token
+    shared = head * SHARING + line % SHARING
+    k_dim = tl.arange(0, K_WIDTH)
+    v_dim = tl.arange(0, V_WIDTH)
+    mask = is_line[:, None] & (k_dim < K_DIM)[None, :]
+    asked = tl.load(query + (token * query_token + shared * query_head)[:, None] + k_dim[None, :], mask=mask, other=0.0)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.full((ROWS,), 0.0, tl.float32)
+    found = tl.full((ROWS, V_WIDTH), 0.0, tl.float32)
+    for start in range(begin, end, KEYS):
+        place = start + tl.arange(0, KEYS)
+        is_key = place < end
+        block = tl.load(table + place // BLOCK, mask=is_key, other=0).to(tl.int64)
+        page = (block * KV_HEADS + head) * (BLOCK * (K_DIM + V_DIM))
+        there = page + (place % BLOCK) * K_DIM
+        mask = (k_dim < K_DIM)[:, None] & is_key[None, :]
+        keys = tl.load(pages + there[None, :] + k_dim[:, None], mask=mask, other=0.0).to(asked.dtype)
+        scores = tl.dot(asked, keys, input_precision="ieee") * scale
+        is_seen = is_key[None, :] & (place[None, :] <= at[:, None]) & (place[None, :] > at[:, None] - window)
+        scores = tl.where(is_seen, scores, float("-inf"))
+        weights, faded, peak = _weighed(scores, peak)
+        there = page + BLOCK * K_DIM + (place % BLOCK) * V_DIM
+        mask = is_key[:, None] & (v_dim < V_DIM)[None, :]
+        values = tl.load(pages + there[:, None] + v_dim[None, :], mask=mask, other=0.0).to(asked.dtype)
+        found = found * faded[:, None] + tl.dot(weights.to(asked.dtype), values, input_precision="ieee")
+        total = total * faded + tl.sum(weights, 1)
+    line = token * (KV_HEADS * SHARING) + shared
+    mask = is_line[:, None] & (v_dim < V_DIM)[None, :]
+    if SHARES > 1:
+        line = line * num_shares + share
+        tl.store(peaks + line, peak, mask=is_line)
+        tl.store(sums + line, total, mask=is_line)
+        mask = mask & (begin < end)
+    else:
+        found = found / total[:, None]
+    tl.store(out + line[:, None] * V_DIM + v_dim[None, :], found.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=("begin", "num_shares"))
+def combine(
+    shares, peaks, sums, out, begin, num_shares,
+    HEADS: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    """Adds up the shares of one token and head. A token that has seen no key, as padding, comes out as zeros."""
+    line = (begin + tl.program_id(0)).to(tl.int64) * HEADS + tl.program_id(1)
+    share = tl.arange(0, SHARES)
+    is_share = share < num_shares
+    at = line * num_shares + share
+    peak = tl.load(peaks + at, mask=is_share, other=float("-inf"))
+    total = tl.load(sums + at, mask=is_share, other=0.0)
+    is_share = is_share & (total > 0.0)
+    highest = tl.max(peak, 0)
+    faded = tl.where(is_share, tl.exp2(peak - tl.where(highest == float("-inf"), 0.0, highest)), 0.0)
+    total = tl.sum(total * faded, 0)
+    v_dim = tl.arange(0, V_WIDTH)
+    mask = is_share[:, None] & (v_dim < V_DIM)[None, :]
+    found = tl.load(shares + at[:, None] * V_DIM + v_dim[None, :], mask=mask, other=0.0)
+    found = tl.sum(found * faded[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    tl.store(out + line * V_DIM + v_dim, found.to(out.dtype.element_ty), mask=v_dim < V_DIM)
+
+
+class Tiling(NamedTuple):
+    """How `attend` is compiled for a kind of tile: no spilled registers from sm_80 on, up to 256 dimensions."""
+
+    rows: int
+    """Rows of queries, of which each token takes as many as heads share its K and V."""
+    keys: int
+    """Keys that are looked at together."""
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShape:
+    """What the kernels are compiled for: the heads of a layer group, and the type in which a model computes."""
+
+    num_kv_heads: int
+    num_sharing: int
+    """Query heads for each KV head."""
+    block_size: int
+    k_dim: int
+    v_dim: int
+    itemsize: int
+    """Bytes of a query's element."""
+
+    @property
+    def pages(self) -> dict[str, int]:
+        """Constants that say how pages lie."""
+        return {
+            "KV_HEADS": self.num_kv_heads,
+            "BLOCK": self.block_size,
+            "K_DIM": self.k_dim,
+            "V_DIM": self.v_dim,
+            "K_WIDTH": _width(self.k_dim),
+            "V_WIDTH": _width(self.v_dim),
+        }
+
+    def tiling(self, *, of_one_token: bool) -> Tiling:
+        """Returns how tiles of one token each are compiled, or such of many."""
+        is_wide = max(_width(self.k_dim), _width(self.v_dim)) > 128
+        if self.itemsize > 2:
+            return Tiling(16, 16, 8, 2)
+        if of_one_token:
+            return Tiling(16, 32, 4, 2) if is_wide else Tiling(16, 64, 4, 3)
+        return Tiling(64, 32, 8, 2) if is_wide else Tiling(64, 64, 4, 2)
+
+
+class WrittenTokens(NamedTuple):
+    """The tokens that a step computes, and where their sequences' blocks are. See the module."""
+
+    tables: torch.Tensor
+    rows: torch.Tensor
+    places: torch.Tensor
+
+
+class Tiles(NamedTuple):
+    """Queries that are attended by one launch."""
+
+    tiles: torch.Tensor
+    """`[tiles, 4]`: see the module."""
+    of_one_token: bool
+    """Whether no tile has more than one."""
+    num_shares: int
+    """Shares that any of them divides its keys into, at most `NUM_SHARES`; 0: each sees all of its keys at once."""
+    tokens: slice
+    """The packed tokens, from the first to the last."""
+
+
+def write_pages(
+    shape: HeadShape, pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor, new: WrittenTokens
+) -> None:
+    """Writes K and V, `[kv_heads, T, dim]`, into one layer's pages."""
+    key, value = _with_close_dims(key), _with_close_dims(value)
+    num_tokens = key.shape[1]
+    _launch(
+        write,
+        (triton.cdiv(num_tokens, WRITE_TOKENS), shape.num_kv_heads),
+        (key, value, pages, *new, num_tokens, new.tables.stride(0), *key.stride()[:2], *value.stride()[:2]),
+        {**shape.pages, "TOKENS": WRITE_TOKENS},
+    )
+
+
+def attend_tiles(
+    shape: HeadShape, pages: torch.Tensor, query: torch.Tensor, out: torch.Tensor, *,
+    tables: torch.Tensor, tiles: Tiles, scaling: float, window: int | None,
+) -> None:  # fmt: skip
+    """Attends queries, `[heads, T, k_dim]`, over one layer's pages, and writes into `out`, `[T, heads, v_dim]`."""
+    query, tiling = _with_close_dims(query), shape.tiling(of_one_token=tiles.of_one_token)
+    size = (len(out), query.shape[0], tiles.num_shares)
+    found, peaks, sums = out, out, out
+    if tiles.num_shares:
+        found, peaks, sums = (out.new_empty(one, dtype=torch.float32) for one in ((*size, shape.v_dim), size, size))
+    shares = NUM_SHARES if tiles.num_shares else 1
+    numbers = (tables.stride(0), *query.stride()[:2], scaling * LOG2_E, window or NO_WINDOW, tiles.num_shares)
+    constants = {"SHARING": shape.num_sharing, "ROWS": tiling.rows, "KEYS": tiling.keys, "SHARES": shares}
+    _launch(
+        attend,
+        (len(tiles.tiles), shape.num_kv_heads, max(1, tiles.num_shares)),
+        (query, pages, found, peaks, sums, tables, tiles.tiles, *numbers),
+        {**shape.pages, **constants, "SHARE": SHARE_KEYS},
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    if tiles.num_shares:
+        _launch(
+            combine,
+            (tiles.tokens.stop - tiles.tokens.start, query.shape[0]),
+            (found, peaks, sums, out, tiles.tokens.start, tiles.num_shares),
+            {"HEADS": query.shape[0], "V_DIM": shape.v_dim, "V_WIDTH": _width(shape.v_dim), "SHARES": NUM_SHARES},
+        )
+
+
+def num_shares_of(num_keys: int) -> int:
+    """Returns into how many shares so many keys of a tile are divided, at most: as `attend` reckons."""
+    return max(1, min(NUM_SHARES, -(-num_keys // SHARE_KEYS)))
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any], **options: int
+) -> None:
+    kernel[grid](*args, **constants, **options)
+
+
+def _width(dim: int) -> int:
+    """Returns the dimensions of a head in a register file, of which the last are masked."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _with_close_dims(heads: torch.Tensor) -> torch.Tensor:
+    return heads if heads.stride(-1) == 1 else heads.contiguous()

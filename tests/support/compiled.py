@@ -1,0 +1,80 @@
+"""The kernels, compiled ahead of time for GPUs that are not there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from typing import Any, NamedTuple
+
+from baton.engine.core.kv_spec import DTYPE_BYTES
+
+NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+FLOATS = {"peaks", "sums", "shares"}
+WHOLE = {"tables", "rows", "places", "tiles"}
+ALIGNED = {"query", "key", "value", "pages", "out", "shares", "peaks", "sums"}
+"""Pointers that torch gives, and the strides of queries, K and V: multiples of 16."""
+
+
+class Compiled(NamedTuple):
+    """What a kernel needs on a GPU."""
+
+    spilled_bytes: int
+    num_registers: int
+    shared_bytes: int
+
+
+def spills(arch: int, dtype: str, dim: int, sharing: int) -> dict[str, Compiled]:
+    """What each kernel needs, compiled as it is launched: for tiles of one token, of many, of drafts."""
+    from baton.engine.model import kernels
+
+    shape = kernels.HeadShape(
+        num_kv_heads=8, num_sharing=sharing, block_size=16, k_dim=dim, v_dim=dim, itemsize=DTYPE_BYTES[dtype]
+    )
+    found = {}
+    for name, of_one_token, shares in (("decode", True, 16), ("segment", False, 1), ("drafts", False, 16)):
+        tiling = shape.tiling(of_one_token=of_one_token)
+        constants = {**shape.pages, "SHARING": sharing, "ROWS": tiling.rows, "KEYS": tiling.keys, "SHARES": shares}
+        options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+        found[name] = _compiled(kernels.attend, arch, dtype, constants | {"SHARE": kernels.SHARE_KEYS}, options)
+    found["write"] = _compiled(kernels.write, arch, dtype, {**shape.pages, "TOKENS": kernels.WRITE_TOKENS}, {})
+    constants = {"HEADS": 8 * sharing, "V_DIM": dim, "V_WIDTH": shape.pages["V_WIDTH"], "SHARES": kernels.NUM_SHARES}
+    found["combine"] = _compiled(kernels.combine, arch, dtype, constants, {})
+    return found
+
+
+def _compiled(kernel: Any, arch: int, dtype: str, constants: dict[str, int], options: dict[str, int]) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: _type_of(name, NAMES[dtype], constants) for name in names}
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if name in ALIGNED or name.endswith(("_head", "_token"))
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(found.asm["ptx"])
+        file.flush()
+        command = [get_ptxas(arch).path, "-v", "--regAllocOptLevel=2", f"--gpu-name={sm_arch_from_capability(arch)}"]
+        log = subprocess.run([*command, file.name, "-o", "/dev/null"], capture_output=True, text=True, check=True)
+    (spilled,) = re.findall(r"(\d+) bytes spill stores", log.stderr)
+    (registers,) = re.findall(r"Used (\d+) registers", log.stderr)
+    return Compiled(int(spilled), int(registers), found.metadata.shared)
+
+
+def _type_of(name: str, dtype: str, constants: dict[str, int]) -> str:
+    if name in constants:
+        return "constexpr"
+    if name in FLOATS or (name == "out" and constants.get("SHARES", 1) > 1 and "ROWS" in constants):
+        return "*fp32"
+    if name in WHOLE:
+        return "*i64"
+    if name in ("query", "key", "value", "out", "pages"):
+        return f"*{dtype}"
+    return "fp32" if name == "scale" else "i32"

@@ -1,0 +1,177 @@
+"""Attention by the kernels against torch's own, in a process of its own: Triton interprets kernels or compiles them, as
+the environment says when it is imported first.
+
+The interpreter reckons with numpy, which has no bfloat16: products of such numbers are wrong there, and numbers are not
+rounded to it but cut off. Pages of bfloat16 are tried with numbers that are exact in it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from baton.blocks import num_blocks_for
+from baton.engine.core.kv_spec import EMPTY_PLACE, KVSpec, LayerGroup
+from baton.engine.core.runner import StepPart, ignore_layer
+from baton.engine.model.attention import begun_blocks
+from baton.engine.model.attention_choice import TorchAttention
+from baton.engine.model.attention_step import Attention
+from baton.engine.model.kv_cache import KVCache, torch_dtype
+from baton.engine.model.rank_step import order_for_packing
+from baton.engine.uploads import StepNumbers
+from baton.sampling import SamplingParams
+
+
+@contextmanager
+def process(**environment: str) -> Iterator[ProcessPoolExecutor]:
+    """A process in which functions are called, with variables of the environment that are there before any import."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            pool.submit(os.getpid).result()
+        yield pool
+
+
+class Case(NamedTuple):
+    """A step with random numbers."""
+
+    lengths: tuple[tuple[int, int, int], ...]
+    """Known tokens, drafts and computed tokens of each part."""
+    dim: int = 64
+    sharing: int = 1
+    kv_heads: int = 2
+    window: int | None = None
+    pool: str = "float32"
+    dtype: str = "float32"
+    block_size: int = 16
+    empty: int = 0
+    """Blocks of the last part that have left the window."""
+
+
+def part_of(key: int, case: Case, lengths: tuple[int, int, int], blocks: list[int]) -> StepPart:
+    num_known, num_drafts, begin = lengths
+    end = begin + num_known + num_drafts
+    table = [blocks.pop() for _ in range(num_blocks_for(end, case.block_size))]
+    if key == len(case.lengths) - 1:
+        table[: case.empty] = [EMPTY_PLACE] * case.empty
+    return StepPart(
+        sequence_key=key,
+        token_ids=(0,) * (end - begin),
+        num_computed_tokens=begin,
+        block_ids=(tuple(table),),
+        num_kv_tokens=(end,),
+        sample=True,
+        is_decoding=num_known == 1,
+        sampling=SamplingParams(temperature=0.0),
+        choice_index=0,
+        num_prompt_tokens=begin,
+        num_drafts=num_drafts,
+    )
+
+
+def difference(case: Case) -> float:
+    """By how much what the kernels write and what comes of it differs from torch's; places that nobody has written are
+    no numbers for the kernels."""
+    from baton.engine.model.kernel_attention import KernelAttention
+
+    draw, generator = random.Random(3), torch.Generator().manual_seed(3)
+    num_blocks = 3 + sum(num_blocks_for(sum(each), case.block_size) for each in case.lengths)
+    blocks = draw.sample(range(num_blocks), num_blocks)
+    parts = [part_of(key, case, each, blocks) for key, each in enumerate(case.lengths)]
+    parts = [parts[index] for index in order_for_packing(parts)]
+    group = LayerGroup(
+        name="all", layers=(0, 1), block_size=case.block_size, num_kv_heads=case.kv_heads, k_dim=case.dim,
+        v_dim=case.dim, dtype=case.pool,
+    )  # fmt: skip
+    caches = [KVCache(KVSpec((group,)), num_blocks, 8) for _ in range(2)]
+    caches[0].groups[0].normal_(generator=generator)
+    caches[1].groups[0].copy_(caches[0].groups[0])
+    caches[0].clear_blocks(begun_blocks(caches[0], parts))
+    _spoil(caches[1], parts, blocks)
+    num_tokens, dtype = sum(len(part.token_ids) for part in parts), torch_dtype(case.dtype)
+    query, key, value = (
+        torch.randn(num_tokens, heads, case.dim, generator=generator).to(torch_dtype(case.pool)).to(dtype)
+        for heads in (case.kv_heads * case.sharing, case.kv_heads, case.kv_heads)
+    )
+    found = []
+    ways: tuple[Attention, ...] = (
+        TorchAttention(caches[0], case.sharing),
+        KernelAttention(caches[1], case.sharing, dtype),
+    )
+    for cache, way in zip(caches, ways, strict=True):
+        step = way.step(parts, ignore_layer, StepNumbers(cache.device))
+        new = [one.transpose(0, 1) for one in (query, key, value)]
+        found.append(step.attend(1, *new, scaling=None, sliding_window=case.window).float())
+    written = [_written(cache, parts) for cache in caches]
+    assert written[0].equal(written[1]), "not what was to be written, or not there"
+    return float((found[0] - found[1]).abs().max().nan_to_num(torch.inf))
+
+
+def _spoil(cache: KVCache, parts: list[StepPart], unused: list[int]) -> None:
+    """Writes no numbers where nobody may look: into unused blocks, and behind the last token."""
+    group = cache.spec.groups[0]
+    pages = cache.groups[0].view(2, cache.num_blocks, group.num_kv_heads, 2, group.block_size, group.k_dim)
+    pages[:, unused] = torch.nan
+    for part in parts:
+        if offset := part.end % group.block_size:
+            pages[:, part.block_ids[0][-1], :, :, offset:] = torch.nan
+
+
+def _written(cache: KVCache, parts: list[StepPart]) -> torch.Tensor:
+    """K and V of the layer in the places of the parts' tokens, where they are not given back."""
+    group = cache.spec.groups[0]
+    pages = cache.groups[0][1].view(cache.num_blocks, group.num_kv_heads, 2, group.block_size, group.k_dim)
+    found = []
+    for part in parts:
+        table = [block for block in part.block_ids[0] if block != EMPTY_PLACE]
+        num_tokens = part.end - (len(part.block_ids[0]) - len(table)) * group.block_size
+        found.append(pages[table].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :num_tokens])
+    return torch.cat(found, dim=2)
+
+
+def far_block_is_found() -> bool:
+    """Whether a decode reads and writes a block that begins behind 2^31 elements of its layer."""
+    from baton.engine.model.kernel_attention import KernelAttention
+
+    group = LayerGroup(name="all", layers=(0,), block_size=16, num_kv_heads=1, k_dim=128, v_dim=128, dtype="float16")
+    near = KVCache(KVSpec((group,)), 2, 1)
+    num_blocks = 2**31 // group.row_numel + 2
+    far = KVCache(KVSpec((group,)), 0, 1)
+    far.num_blocks = num_blocks
+    far.groups[0] = torch.empty(1, num_blocks, group.row_numel, dtype=torch.float16)  # of which few pages are touched
+    case = Case(((1, 0, 20),), dim=128)
+    new = [torch.randn(1, 1, 128) for _ in range(3)]
+    found = []
+    for cache, first in ((near, 0), (far, num_blocks - 2)):
+        cache.groups[0][0, first : first + 2] = torch.linspace(-2, 2, 2 * group.row_numel).view(2, -1)
+        part = part_of(0, case, case.lengths[0], [first + 1, first])
+        step = KernelAttention(cache, 1, torch.float32).step([part], ignore_layer, StepNumbers(cache.device))
+        found.append(step.attend(0, *new, scaling=None, sliding_window=None))
+        found.append(cache.groups[0][0, first : first + 2].clone())
+    return found[0].equal(found[2]) and found[1].equal(found[3])
+
+
+def padding_is_nobodys() -> bool:
+    """Whether two tokens that are none, the first and the last of a batch, are neither written nor seen."""
+    from baton.engine.model.kernel_attention import KernelAttention, KernelIndex, KernelStep
+    from baton.engine.model.kernels import Tiles, WrittenTokens
+
+    group = LayerGroup(name="all", layers=(0,), block_size=16, num_kv_heads=2, k_dim=64, v_dim=64, dtype="float32")
+    cache = KVCache(KVSpec((group,)), 3, 1)
+    before = cache.groups[0].normal_().clone()
+    new = WrittenTokens(torch.tensor([[0], [2], [0]]), torch.arange(3), torch.tensor([-1, 0, -1]))
+    tiles = Tiles(torch.tensor([[0, 0, 1, -1], [1, 1, 1, 0], [2, 2, 1, -1]]), True, 16, slice(0, 3))
+    step = KernelStep(KernelAttention(cache, 2, torch.float32), (KernelIndex(new, (tiles,)),), ignore_layer)
+    query, key, value = (torch.randn(heads, 3, 64) for heads in (4, 2, 2))
+    out = step.attend(0, query, key, value, scaling=None, sliding_window=None)
+    is_left = cache.groups[0][0, :2].equal(before[0, :2])
+    return is_left and not out[[0, 2]].any().item() and torch.allclose(out[1], value[:, 1].repeat_interleave(2, 0))

@@ -1,0 +1,121 @@
+"""Which attention is taken, and why."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine.core.kv_spec import KVSpec, LayerGroup
+from baton.engine.core.runner import OnLayerDone, StepPart
+from baton.engine.model import attention_choice
+from baton.engine.model.attention_choice import TorchAttention, attention_of, why_not_kernels
+from baton.engine.model.attention_step import AttentionStep
+from baton.engine.model.kv_cache import KVCache
+from baton.engine.uploads import StepNumbers
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def spec_of(dim: int = 64, dtype: str = "float32") -> KVSpec:
+    values: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "k_dim": dim, "v_dim": dim, "dtype": dtype}
+    return KVSpec((LayerGroup(name="all", layers=(0, 1), **values),))
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    return monkeypatch
+
+
+def test_what_fits_is_for_the_kernels(on_gpu: pytest.MonkeyPatch) -> None:
+    assert why_not_kernels(spec_of(), 4, torch.float32, GPU) is None
+    assert why_not_kernels(spec_of(256, "bfloat16"), 16, torch.bfloat16, GPU) is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_sharing", "dtype", "device", "reason"),
+    [
+        (spec_of(), 4, torch.float32, CPU, "no NVIDIA GPU"),
+        (spec_of(288), 4, torch.float32, GPU, "288 dimensions"),
+        (spec_of(), 17, torch.float32, GPU, "17 query heads"),
+        (spec_of(), 4, torch.bfloat16, GPU, "computes in bfloat16, its pages are of float32"),
+        (spec_of(64, "float64"), 4, torch.float64, GPU, "do not know float64"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    spec: KVSpec, num_sharing: int, dtype: torch.dtype, device: torch.device, reason: str, on_gpu: pytest.MonkeyPatch
+) -> None:
+    assert reason in (why_not_kernels(spec, num_sharing, dtype, device) or "")
+
+
+def test_what_is_missing_is_named(on_gpu: pytest.MonkeyPatch) -> None:
+    on_gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "compute capability is 7.5" in (why_not_kernels(spec_of(), 4, torch.float32, GPU) or "")
+    on_gpu.setattr(importlib.util, "find_spec", lambda name: None)
+    assert why_not_kernels(spec_of(), 4, torch.float32, GPU) == "Triton is not installed"
+
+
+def test_a_cpu_has_torchs_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert isinstance(attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32), TorchAttention)
+    assert "attention is torch's own: the device is no NVIDIA GPU" in caplog.text
+
+
+class Off(TorchAttention):
+    """Kernels that compute something else by a factor."""
+
+    factor = 1.0
+
+    def __init__(self, cache: KVCache, num_sharing: int, dtype: torch.dtype) -> None:
+        super().__init__(cache, num_sharing)
+
+    def step(self, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers) -> AttentionStep:
+        return OffStep(super().step(parts, on_layer_done, numbers), self.factor)
+
+
+class OffStep:
+    def __init__(self, step: AttentionStep, factor: float) -> None:
+        self.step = step
+        self.factor = factor
+
+    def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.step.attend(*args, **kwargs) * self.factor
+
+
+class Failing(Off):
+    def step(self, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers) -> AttentionStep:
+        raise RuntimeError("no C compiler")
+
+
+@pytest.mark.parametrize(
+    ("factor", "is_taken", "words"),
+    [(1.0, True, "own kernels"), (1.01, False, "differs from it by"), (float("nan"), False, "differs from it by inf")],
+)
+def test_kernels_are_taken_where_they_prove_right(
+    factor: float, is_taken: bool, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    kernels = ModuleType("kernels")
+    kernels.KernelAttention = type("Scaled", (Off,), {"factor": factor})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "baton.engine.model.kernel_attention", kernels)
+    monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)
+    found = attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32)
+    assert isinstance(found, Off) == is_taken
+    assert words in caplog.text
+
+
+def test_kernels_that_do_not_run_are_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    kernels = ModuleType("kernels")
+    kernels.KernelAttention = Failing  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "baton.engine.model.kernel_attention", kernels)
+    monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)
+    assert type(attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32)) is TorchAttention
+    assert "the kernels do not run here: RuntimeError: no C compiler" in caplog.text

@@ -1,0 +1,44 @@
+"""The kernels, compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+import importlib.resources
+import importlib.util
+from collections.abc import Iterator
+from concurrent.futures import Executor
+
+import pytest
+
+from tests.support import compiled, interpreted
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which is for Linux"),
+]
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Shared memory that a program may have at most, by compute capability; a kernel that wants more does not start."""
+COMPILED = [
+    ("float16", 64, 8),
+    ("bfloat16", 96, 16),
+    ("bfloat16", 128, 4),
+    ("bfloat16", 256, 2),
+    ("float32", 80, 1),
+    ("float32", 256, 8),
+]
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+    """Nothing that was compiled before is taken for what is there now."""
+    if not any(importlib.resources.files("triton").glob("backends/nvidia/bin/ptxas*")):  # type: ignore[attr-defined]
+        pytest.skip("needs ptxas, which is in Triton's wheel")
+    with interpreted.process(TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("cache"))) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_no_register_is_spilled(case: tuple[str, int, int], arch: int, compiler: Executor) -> None:
+    for name, found in compiler.submit(compiled.spills, arch, *case).result().items():
+        assert found.spilled_bytes == 0, name
+        assert found.shared_bytes < SHARED_BYTES[arch], name

@@ -1,0 +1,64 @@
+"""The kernels in Triton's interpreter, against torch's own attention."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from concurrent.futures import Executor
+
+import pytest
+
+from tests.support import interpreted
+from tests.support.interpreted import Case
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which is for Linux")
+MIXED = ((5, 0, 0), (7, 0, 20), (1, 0, 0), (1, 0, 33))
+DRAFTS = ((3, 0, 14), (1, 3, 20), (1, 0, 60), (1, 5, 8))
+LONG = ((1, 0, 300), (1, 0, 130), (1, 0, 127))
+CASES = {
+    "dimensions 64": Case(MIXED, 64, 4),
+    "dimensions 72": Case(MIXED, 72, 2),
+    "dimensions 80": Case(MIXED, 80, 1, window=11),
+    "dimensions 96": Case(DRAFTS, 96, 3),
+    "dimensions 128": Case(MIXED, 128, 8, 1),
+    "dimensions 192": Case(DRAFTS, 192, 2, window=9),
+    "dimensions 256": Case(MIXED, 256, 5, 1),
+    "few dimensions": Case(MIXED, 8, 2),
+    "7 share": Case(DRAFTS, 64, 7),
+    "6 share, one window": Case(DRAFTS, 64, 6, 1, window=1),
+    "shares of keys": Case(LONG, 64, 4, 1),
+    "shares of keys in a window": Case(LONG, 64, 1, window=200),
+    "most shares": Case(((1, 0, 2100),), 16, 2, 1),
+    "large blocks": Case((*MIXED, *LONG), 64, 2, 1, block_size=48),
+    "a prompt of many tiles": Case(((70, 0, 3),), 64, 3, 1, window=20),
+    "a prompt alone": Case(((40, 0, 0),), 64, 1, 1),
+    "pages of bfloat16": Case(MIXED, 64, 2, pool="bfloat16"),
+    "pages of float16": Case(DRAFTS, 80, 2, pool="float16"),
+    "blocks given back": Case(((1, 0, 9), (1, 0, 60)), 64, 2, window=16, empty=2),
+}
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Executor]:
+    with interpreted.process(TRITON_INTERPRET="1") as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_torchs(name: str, interpreter: Executor) -> None:
+    """Also where what nobody has written are no numbers, which torch's must not meet."""
+    assert interpreter.submit(interpreted.difference, CASES[name]).result() <= 2e-6
+
+
+def test_halves_come_out_as_near_as_halves_are(interpreter: Executor) -> None:
+    case = Case(MIXED, 64, 2, pool="float16", dtype="float16")
+    assert interpreter.submit(interpreted.difference, case).result() <= 4e-3
+
+
+def test_offsets_are_wide_enough_for_large_pools(interpreter: Executor) -> None:
+    assert interpreter.submit(interpreted.far_block_is_found).result()
+
+
+def test_padding_is_nobodys(interpreter: Executor) -> None:
+    """Neither is it written, nor does it come out as anything but zeros."""
+    assert interpreter.submit(interpreted.padding_is_nobodys).result()
