@@ -11,6 +11,7 @@ __all__ = [
     "attention_choice",
     "attention_probe",
     "attention_step",
+    "decode_graphs",
     "device_memory",
     "kernel_attention",
     "kernels",

@@ -32,7 +32,7 @@ from transformers import AttentionInterface
 
 from baton.blocks import num_blocks_for
 from baton.engine.core.kv_spec import EMPTY_PLACE, LayerGroup
-from baton.engine.core.runner import OnLayerDone, StepPart
+from baton.engine.core.runner import OnLayerDone, StepPart, ignore_layer
 from baton.engine.model.attention_step import AttentionStep
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.uploads import StepNumbers
@@ -197,6 +197,8 @@ class StepContext:
 
 def report_written(cache: KVCache, layer: int, on_layer_done: OnLayerDone) -> None:
     """Reports that K and V of `layer` are in the pages, on a GPU as soon as the stream has come this far."""
+    if on_layer_done is ignore_layer:  # an event a layer costs as much as a small kernel
+        return
     on_gpu = cache.device.type == "cuda"
     on_layer_done(layer, torch.cuda.current_stream(cache.device).record_event() if on_gpu else None)
 

@@ -6,17 +6,23 @@ import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from baton.config import EngineConfig
 from baton.engine.core.kv_spec import KVSpec
 from baton.engine.core.runner import OnLayerDone, StepPart
 from baton.engine.model.attention import step_context
 from baton.engine.model.attention_probe import largest_difference, probe_cache
 from baton.engine.model.attention_step import Attention, AttentionStep
 from baton.engine.model.kv_cache import KVCache
+from baton.engine.model.shapes import longest_sequence
 from baton.engine.uploads import StepNumbers
 from baton.errors import in_one_line
+
+if TYPE_CHECKING:
+    from baton.engine.model.decode_graphs import DecodeGraphs
 
 logger = logging.getLogger(__name__)
 MAX_DIM = 256
@@ -67,6 +73,21 @@ def attention_of(cache: KVCache, num_sharing: int, dtype: torch.dtype) -> Attent
         return by_torch
     logger.info("attention is by the project's own kernels, which differ from torch's by %.2g at most", difference)
     return by_kernels
+
+
+def decode_graphs(model: Any, attention: Attention, engine: EngineConfig) -> DecodeGraphs | None:
+    """Returns the graphs of a rank's decode steps; None: it launches each by itself.
+
+    Args:
+        model: transformers' model.
+        attention: the rank's.
+        engine: the settings. Ranks of one model launch each step: what they add up over is no part of a graph.
+    """
+    if isinstance(attention, TorchAttention) or engine.tensor_parallel > 1:
+        return None
+    from baton.engine.model.decode_graphs import graphs_of
+
+    return graphs_of(model, attention, engine.max_num_seqs, longest_sequence(model.config, engine.max_model_len))
 
 
 def why_not_kernels(spec: KVSpec, num_sharing: int, dtype: torch.dtype, device: torch.device) -> str | None:

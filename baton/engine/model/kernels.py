@@ -95,7 +95,6 @@ def attend(
     head = tl.program_id(1).to(tl.int64)
     share = tl.program_id(2)
     table = tables + tl.load(tile).to(tl.int64) * table_stride
-    first = tl.load(tile + 1).to(tl.int64)
     count = tl.load(tile + 2).to(tl.int32)
     position = tl.load(tile + 3).to(tl.int32)
     end = position + count
@@ -106,12 +105,13 @@ def attend(
     token = line // SHARING
     is_line = token < count
     at = position + tl.minimum(token, count - 1)
-    token = first + token
+    token += tl.load(tile + 1).to(tl.int64)
     shared = head * SHARING + line % SHARING
     k_dim = tl.arange(0, K_WIDTH)
     v_dim = tl.arange(0, V_WIDTH)
-    mask = is_line[:, None] & (k_dim < K_DIM)[None, :]
-    asked = tl.load(query + (token * query_token + shared * query_head)[:, None] + k_dim[None, :], mask=mask, other=0.0)
+    is_asked = is_line[:, None] & (k_dim < K_DIM)[None, :]
+    places = (token * query_token + shared * query_head)[:, None] + k_dim[None, :]
+    asked = tl.load(query + places, mask=is_asked, other=0.0)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.full((ROWS,), 0.0, tl.float32)
     found = tl.full((ROWS, V_WIDTH), 0.0, tl.float32)

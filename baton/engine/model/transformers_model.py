@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from baton.engine.core.faults import Fault, fault_of
 from baton.engine.core.runner import OnLayerDone
 from baton.engine.model.attention import ATTENTION_NAME, begun_blocks, set_step
-from baton.engine.model.attention_choice import attention_of
+from baton.engine.model.attention_choice import attention_of, decode_graphs
 from baton.engine.model.kv_cache import KVCache, torch_dtype
 from baton.engine.model.last_tokens import Filling
 from baton.engine.model.rank_step import RankStep
@@ -92,6 +92,7 @@ class ModelRank:
         config = self.model.config
         num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._attention = attention_of(cache, config.num_attention_heads // num_kv_heads, self.model.dtype)
+        self._graphs = decode_graphs(self.model, self._attention, engine)
 
     def use(self, cache: KVCache) -> None:
         """Takes a cache of the same shape on the same device for the one before."""
@@ -111,6 +112,10 @@ class ModelRank:
         """
         parts, put = step.parts, self._numbers.put
         self.cache.copy_blocks(step.copies)
+        if self._graphs is not None:
+            logits = self._graphs.compute(step, on_layer_done, filling, self._numbers)
+            if logits is not None:
+                return logits
         token_ids = put(torch.tensor([[token for part in parts for token in part.token_ids]]))
         positions = put(torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts])[None])
         # With no row to sample from, one row of logits is computed for nothing: 0 would mean all of them.
@@ -123,10 +128,10 @@ class ModelRank:
         if filling is not None:
             filling.fill(token_ids[0])
         self.cache.clear_blocks(begun)
-        logits: torch.Tensor = self.model(
+        found: torch.Tensor = self.model(
             input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows
         ).logits[0]  # fmt: skip
-        return logits
+        return found
 
 
 def load_config(path: str) -> Any:

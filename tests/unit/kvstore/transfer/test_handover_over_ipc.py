@@ -105,7 +105,7 @@ async def test_several_ranks_use_it_too(knobs: Knobs) -> None:
 async def test_a_gpu_that_cannot_be_read_after_all_costs_no_transfer_and_is_tried_again(
     knobs: Knobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.transfer.connection.pool.FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("kvstore.transfer.connection.pauses.FIRST_PAUSE_S", 0.05)
     config = dataclasses.replace(LINKS, links=("ipc", "tcp"))
     with fake_gpus(2) as (here, there):
         there.is_deaf = True

@@ -1,0 +1,66 @@
+"""The kernels on a GPU, against torch's own attention there."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.config import EngineConfig, ModelConfig
+from baton.engine.core.kv_spec import KVSpec, LayerGroup
+from baton.engine.core.runner import ignore_layer
+from baton.engine.model.attention_choice import TOLERANCE, TorchAttention, attention_of, why_not_kernels
+from baton.engine.model.attention_probe import largest_difference, probe_cache
+from baton.engine.model.kv_cache import KVCache
+from baton.engine.model.rank_step import RankStep
+from baton.engine.model.transformers_runner import TransformersRunner
+from tests.support.graphed import part_of
+
+CUDA = torch.device("cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and a CUDA build of torch"),
+]
+
+
+def spec_of(dim: int, dtype: torch.dtype) -> KVSpec:
+    name = str(dtype).removeprefix("torch.")
+    group = LayerGroup(name="all", layers=(0,), block_size=16, num_kv_heads=4, k_dim=dim, v_dim=dim, dtype=name)
+    return KVSpec((group,))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("dim", "num_sharing"), [(64, 7), (80, 1), (96, 3), (128, 4), (128, 8), (192, 2), (256, 16)])
+def test_attention_is_torchs(dim: int, num_sharing: int, dtype: torch.dtype) -> None:
+    from baton.engine.model.kernel_attention import KernelAttention
+
+    spec = spec_of(dim, dtype)
+    assert why_not_kernels(spec, num_sharing, dtype, CUDA) is None
+    cache = probe_cache(spec, CUDA)
+    ways = (TorchAttention(cache, num_sharing), KernelAttention(cache, num_sharing, dtype))
+    difference = largest_difference(cache, num_sharing, dtype, ways)
+    print(f"{torch.cuda.get_device_name()}: {dim} dimensions, {num_sharing} share, {dtype}: {difference:.2g}")
+    assert difference <= TOLERANCE[dtype]
+
+
+def test_the_kernels_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    found = attention_of(KVCache(spec_of(128, torch.bfloat16), 8, 1, CUDA), 4, torch.bfloat16)
+    assert not isinstance(found, TorchAttention), caplog.text
+
+
+def test_decode_steps_are_graphs_and_give_the_same_logits(model_dir: Path) -> None:
+    config = EngineConfig(num_blocks=256, max_num_seqs=16)
+    runner = TransformersRunner(ModelConfig(path=str(model_dir), dtype="float32", device="cuda"), config)
+    rank = runner.rank
+    assert rank._graphs is not None
+    before, graphs = rank.cache.groups[0].normal_().clone(), rank._graphs
+    for num_parts in (1, 2, 3, 5, 13):
+        parts = [part_of(key, 7 + key, (17 * key) % 60) for key in range(num_parts)]
+        found = []
+        for rank._graphs in (graphs, None):
+            rank.cache.groups[0].copy_(before)
+            found.append(rank.compute(RankStep(parts, range(num_parts)), ignore_layer).clone())
+        torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)

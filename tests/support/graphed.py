@@ -1,0 +1,153 @@
+"""Decode steps as graphs that are none, against the same steps by torch's attention; for `interpreted.process`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from baton.engine.core.kv_spec import KVSpec
+from baton.engine.core.runner import OnLayerDone, StepPart, ignore_layer
+from baton.engine.model.attention import ATTENTION_NAME, set_step
+from baton.engine.model.attention_choice import TorchAttention
+from baton.engine.model.kv_cache import KVCache
+from baton.engine.model.last_tokens import Filling
+from baton.engine.model.rank_step import RankStep
+from baton.engine.model.shapes import cache_spec
+from baton.engine.uploads import StepNumbers
+from baton.sampling import SamplingParams
+from tests.fakes.graphs import FakeCapture
+
+NUM_BLOCKS, MOST, LONGEST = 24, 3, 64
+SHAPE: dict[str, Any] = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": LONGEST,
+}  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def model_of(**values: Any) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPE | values)
+    config._attn_implementation = ATTENTION_NAME
+    return LlamaForCausalLM(config).eval()
+
+
+def part_of(key: int, token: int, begin: int, **values: Any) -> StepPart:
+    part = StepPart(
+        sequence_key=key,
+        token_ids=(token,),
+        num_computed_tokens=begin,
+        block_ids=(tuple(range(4 * key + 3, 4 * key - 1, -1)),),
+        num_kv_tokens=(begin + 1,),
+        sample=True,
+        is_decoding=True,
+        sampling=SamplingParams(temperature=0.0),
+        choice_index=0,
+        num_prompt_tokens=begin,
+    )
+    return part._replace(**values)
+
+
+def step_of(*parts: StepPart) -> RankStep:
+    return RankStep(parts, list(range(len(parts))))
+
+
+STEPS = [
+    step_of(part_of(0, 7, 20), part_of(1, 8, 0), part_of(2, 9, 15)),
+    step_of(part_of(1, 3, 1)),
+    step_of(part_of(2, 4, 16), part_of(0, 5, 21)),
+    step_of(part_of(2, 4, 17), part_of(1, 6, 2), part_of(0, 5, 22), part_of(3, 1, 40)),
+    step_of(part_of(4, 2, 63)),
+]
+
+
+def replays_differ_by() -> tuple[float, list[int], list[int]]:
+    """By how much logits and KV of steps one after the other differ at most; replays of each graph, from the largest;
+    and what readers were told of."""
+    from baton.engine.model.decode_graphs import DecodeGraphs
+    from baton.engine.model.kernel_attention import KernelAttention
+
+    model = model_of()
+    spec: KVSpec = cache_spec(model.config, 16, "float32", 1)
+    caches = [KVCache(spec, NUM_BLOCKS, 8) for _ in range(2)]
+    caches[0].groups[0].normal_(generator=torch.Generator().manual_seed(1))
+    caches[1].groups[0].copy_(caches[0].groups[0])
+    capture, done = FakeCapture(), list[int]()
+    graphs = DecodeGraphs(model, KernelAttention(caches[1], 2, torch.float32), capture, MOST, LONGEST)
+    assert caches[1].groups[0].equal(caches[0].groups[0]), "a capture has written into a block"
+    numbers, worst = StepNumbers(CPU), 0.0
+    model.forward = None  # nobody may call it from here on but the reference, which has it from the class
+    for step in STEPS:
+        expected = _by_torch(model, caches[0], step)
+        filling = Filling(torch.tensor([0]), torch.tensor([1]), torch.tensor([0, step.parts[0].token_ids[0]]))
+        hidden = RankStep([step.parts[0]._replace(token_ids=(-1,)), *step.parts[1:]], step.sampling)
+        found = graphs.compute(hidden, _noting(done), filling, numbers)
+        assert found is not None
+        worst = max(worst, float((found - expected).abs().max().nan_to_num(torch.inf)))
+        worst = max(worst, float((caches[1].groups[0] - caches[0].groups[0]).abs().max().nan_to_num(torch.inf)))
+    return worst, [graph.num_replays for graph in capture.graphs], done
+
+
+def _noting(done: list[int]) -> OnLayerDone:
+    return lambda layer, fence: done.append(layer)
+
+
+@torch.inference_mode()
+def _by_torch(model: Any, cache: KVCache, step: RankStep) -> torch.Tensor:
+    from baton.engine.model.attention import begun_blocks
+
+    cache.clear_blocks(begun_blocks(cache, step.parts))
+    set_step(TorchAttention(cache, 2).step(step.parts, ignore_layer, StepNumbers(CPU)))
+    token_ids = torch.tensor([[part.token_ids[0] for part in step.parts]])
+    positions = torch.tensor([[part.num_computed_tokens for part in step.parts]])
+    found: torch.Tensor = type(model).forward(
+        model, input_ids=token_ids, position_ids=positions, use_cache=False
+    ).logits[0]  # fmt: skip
+    return found
+
+
+def refusals() -> list[str]:
+    """What the log says of models that are no graphs: by their RoPE, and since the host looks at what they compute."""
+    from baton.engine.model.decode_graphs import graphs_of
+    from baton.engine.model.kernel_attention import KernelAttention
+
+    words: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: words.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("baton.engine.model.decode_graphs")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    dynamic = model_of(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    looking = model_of()
+    looking.lm_head.register_forward_pre_hook(lambda module, args: args[0].sum().item() and None)
+    for model in (dynamic, looking):
+        cache = KVCache(cache_spec(model.config, 16, "float32", 1), NUM_BLOCKS, 8)
+        attention = KernelAttention(cache, 2, torch.float32)
+        assert graphs_of(model, attention, MOST, LONGEST, FakeCapture()) is None
+    return words
+
+
+def plans() -> dict[str, Any]:
+    """What is planned of steps of all kinds."""
+    from baton.engine.model.decode_graphs import graph_size, graph_sizes, padded_numbers
+
+    one = part_of(0, 7, 20)
+    steps = {
+        "one": step_of(one),
+        "three": step_of(one, one, one),
+        "too many": step_of(*[one] * 5),
+        "drafts": step_of(one._replace(token_ids=(7, 8), num_drafts=1)),
+        "a prompt": step_of(one._replace(token_ids=(7, 8))),
+        "nobody samples": RankStep([one], []),
+        "one does not": RankStep([one, one], [1]),
+        "scores": RankStep([one], [0], num_scored=[1]),
+    }
+    sizes = {most: graph_sizes(most) for most in (1, 3, 5, 8, 9, 64)}
+    return {
+        "sizes": sizes,
+        "of": {name: graph_size(step, (1, 2, 4)) for name, step in steps.items()},
+        "numbers": padded_numbers([part_of(0, 7, 20), part_of(1, 8, 3)], 4).tolist(),
+    }

@@ -1,0 +1,51 @@
+"""Decode steps as CUDA graphs: which are, what they are given, and what comes of replays."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from concurrent.futures import Executor
+
+import pytest
+
+from tests.support import graphed, interpreted
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which is for Linux")
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Executor]:
+    with interpreted.process(TRITON_INTERPRET="1") as pool:
+        yield pool
+
+
+def test_a_step_has_the_smallest_graph_that_holds_it(interpreter: Executor) -> None:
+    planned = interpreter.submit(graphed.plans).result()
+    assert planned["sizes"] == {
+        1: (1,),
+        3: (1, 2, 4),
+        5: (1, 2, 4, 8),
+        8: (1, 2, 4, 8),
+        9: (1, 2, 4, 8, 16),
+        64: (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64),
+    }
+    assert {name: size for name, size in planned["of"].items() if size} == {"one": 1, "three": 4}
+    token_ids, positions, rows, places, *tiles = planned["numbers"]
+    assert (token_ids, positions) == ([7, 8, 0, 0], [20, 3, 0, 0])
+    assert (rows, places) == ([0, 1, 0, 0], [20, 3, -1, -1])
+    assert tiles == [[0, 0, 1, 20], [1, 1, 1, 3], [0, 2, 1, -1], [0, 3, 1, -1]]
+
+
+def test_replays_compute_what_torch_computes(interpreter: Executor) -> None:
+    """Also with more tokens than the step before, with fewer, over other blocks, and with one that the host does not
+    know."""
+    difference, num_replays, done = interpreter.submit(graphed.replays_differ_by).result()
+    assert difference <= 1e-5
+    assert num_replays == [2, 1, 2]
+    assert done == [1] * len(graphed.STEPS), "one fence, behind the last layer"
+
+
+def test_a_model_that_cannot_be_captured_launches_its_steps(interpreter: Executor) -> None:
+    dynamic, looking = interpreter.submit(graphed.refusals).result()
+    assert "RoPE of type dynamic" in dynamic
+    assert "one cannot be captured: RuntimeError: operation not permitted when stream is capturing" in looking
