@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from baton.config import EngineConfig
 from baton.engine.core.kv_spec import KVSpec
 from baton.engine.core.runner import OnLayerDone, StepPart
 from baton.engine.model.attention import step_context
@@ -22,6 +21,7 @@ from baton.engine.uploads import StepNumbers
 from baton.errors import in_one_line
 
 if TYPE_CHECKING:
+    from baton.config import EngineConfig
     from baton.engine.model.decode_graphs import DecodeGraphs
 
 logger = logging.getLogger(__name__)

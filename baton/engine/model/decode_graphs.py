@@ -144,9 +144,8 @@ class DecodeGraphs:
         for number, group in enumerate(self._cache.spec.groups):
             table = padded_tables([blocks_of(part, number, group) for part in step.parts])
             given.append((self._tables[number][: table.shape[0], : table.shape[1]], numbers.put(table)))
-        begun = [
-            numbers.put(torch.tensor(blocks, dtype=torch.int64)) for blocks in begun_blocks(self._cache, step.parts)
-        ]
+        to_clear = () if step.is_ready else begun_blocks(self._cache, step.parts)
+        begun = [numbers.put(torch.tensor(blocks, dtype=torch.int64)) for blocks in to_clear]
         filling = None if filling is None else filling.put_by(numbers)
         numbers.send()
         for there, new in given:

@@ -32,6 +32,7 @@ from baton.model_files import require_runnable
 
 if TYPE_CHECKING:
     from baton.config import EngineConfig, ModelConfig
+    from baton.engine.model.decode_graphs import DecodeGraphs
 
 logger = logging.getLogger(__name__)
 LLAMA_FAMILY = (
@@ -87,16 +88,18 @@ class ModelRank:
             raise ModelLoadError(f"cannot load the weights in {model.path}: {in_one_line(error)}") from error
         _require_complete(model.path, type(self.model).__name__, report)
         self.model.to(cache.device).eval()
-        self.use(cache)
+        self._engine = engine
         self._numbers = StepNumbers(cache.device)
-        config = self.model.config
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self._attention = attention_of(cache, config.num_attention_heads // num_kv_heads, self.model.dtype)
-        self._graphs = decode_graphs(self.model, self._attention, engine)
+        self.use(cache)
 
     def use(self, cache: KVCache) -> None:
-        """Takes a cache of the same shape on the same device for the one before."""
+        """Takes a cache of the same shape on the same device for the one before, which nothing reads any more."""
+        config = self.model.config
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.cache = cache
+        self._graphs: DecodeGraphs | None = None  # those of the cache before give their memory back first
+        self._attention = attention_of(cache, config.num_attention_heads // num_kv_heads, self.model.dtype)
+        self._graphs = decode_graphs(self.model, self._attention, self._engine)
 
     @torch.inference_mode()
     def compute(self, step: RankStep, on_layer_done: OnLayerDone, filling: Filling | None = None) -> torch.Tensor:
