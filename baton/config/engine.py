@@ -46,11 +46,11 @@ class ModelConfig:
     """Device of the weights and of the KV cache. auto: a GPU where there is one; it is an error if there is
     one that cannot be used. cpu: the CPU, beside whatever GPUs."""
     weights: Annotated[str, OneOf("exact", "bf16", "int8g")] = "exact"
-    """What the weights are made to before they are used. exact: nothing. bf16: all products are those of
-    bfloat16 with sums in float32, the fastest for prompts on a CPU with AMX, at a very small loss of quality.
-    int8g: the layers' products are those of 8-bit integers in groups of 32, the fastest for few streams, at a small
-    loss of quality (docs/native.md). The latter two run on the native step alone, and only workers with the same
-    value exchange KV."""
+    """What the weights are made to before they are used. exact: nothing. bf16: all products are those of bfloat16
+    with sums in float32, the fastest for prompts on a CPU with AMX, at a very small loss of quality. int8g: the
+    layers' products are those of 8-bit integers in groups of 32, the fastest for few streams, at a small loss of
+    quality (docs/native.md). The latter two run on the native step alone, and only workers with the same value
+    exchange KV."""
 
     @property
     def identity(self) -> str:
@@ -83,8 +83,7 @@ class EveryEngineConfig:
     """Tokens per KV block; a multiple of 16."""
     kv_cache_gib: GibOrAuto = "auto"
     """Memory of the KV pool, in GiB, per rank. auto, or 0: a share of the memory that is free after the weights are
-    loaded. On a GPU the share is 90 % of what the largest step leaves, which is computed at the start; of a worker with
-    several ranks it is 85 %, estimated. On a CPU it is half of the machine's, divided among its workers, and at most
+    loaded. On a GPU the share is 85 %. On a CPU it is half of the machine's, divided among its workers, and at most
     2 GiB or the size of weights and process, whichever is more. A value above the free memory is refused."""
     memory_share: Share = 1.0
     """Share of the memory of its machine, or of its GPU, that a worker takes as its own where `kv_cache_gib` is auto;
@@ -145,9 +144,9 @@ class EngineConfig(EveryEngineConfig):
     max_draft_tokens: AtLeastOne = 12
     """Guesses that a step checks for each sequence at most."""
     draft_model: String = ""
-    """A smaller model with the same vocabulary, which guesses where look-up does not and where that is expected to gain
-    time (docs/scheduling.md): a folder, a hub id or a name of the catalogue, like `model.id`. All workers load it,
-    since their roles may change, unless `speculation` is off; it has one rank. Empty: there is none."""
+    """Folder of a smaller model with the same vocabulary, which guesses where look-up does not and where that is
+    expected to gain time (docs/scheduling.md). Workers that start in the decode pool load it, unless `speculation` is
+    off; it has one rank. Empty: there is none."""
     draft_kv_cache_gib: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER, Must.be("more than 0 GiB")] = 0.25
     """Memory of the draft model's own KV pool, in GiB. A sequence that does not fit into it has no guesses of the
     model."""
