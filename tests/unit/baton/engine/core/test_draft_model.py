@@ -383,20 +383,49 @@ def test_who_has_no_room_has_no_drafts_and_holds_up_nobody() -> None:
 
 
 def test_a_sequence_that_cannot_grow_gives_its_blocks_to_others() -> None:
-    """Two of 30 tokens fit into 14 blocks, and until one ends only one of 120."""
+    """Two of 30 tokens fit into 14 blocks, and soon one alone: the other goes on without drafts until that one ends."""
     engine = make_engine(4, num_draft_blocks=14)
     look_nothing_up(engine)
     for n in range(2):
-        engine.add(sequence_spec(numbers_of(n, 30), f"{n}", max_tokens=170 - 80 * n), Purpose.GENERATE, 0.0)
+        engine.add(sequence_spec(numbers_of(n, 30), f"{n}", max_tokens=170 - 20 * n), Purpose.GENERATE, 0.0)
     number = []
     while batch := engine.schedule(0.0)[0]:
         engine.check()
         number.append(tuple(part.num_drafts for part in batch.parts))
         engine.commit(batch, engine.runner.execute(batch), 0.0)
-    is_over = number.index((0,)) if (0,) in number else 0
-    assert (4, 4) in number[:is_over]
-    assert (4,) in number[is_over:]
+    assert number.index((4, 4)) < number.index((0, 0), 5) < number.index((0, 4)) < number.index((4,))
     assert nothing_is_held(engine)
+
+
+def test_blocks_for_what_comes_soon_are_taken_at_once() -> None:
+    """Of 5 blocks each of two sequences would need 4 in the end; the first has them, and not both have 2."""
+    engine = make_engine(4, num_draft_blocks=5)
+    look_nothing_up(engine)
+    for n in range(2):
+        engine.add(sequence_spec(numbers_of(n, 20), f"{n}", max_tokens=36), Purpose.GENERATE, 0.0)
+    model, numbers = model_of(engine), set()
+    while batch := engine.schedule(0.0)[0]:
+        numbers.add(len(model._shadows))
+        engine.commit(batch, engine.runner.execute(batch), 0.0)
+    assert numbers == {0, 1}
+
+
+def test_nobody_counts_on_a_block_that_another_one_takes() -> None:
+    engine = make_engine(4, num_draft_blocks=13)
+    look_nothing_up(engine)
+    for n in range(2):
+        engine.add(sequence_spec(numbers_of(n, 30), f"{n}", max_tokens=120), Purpose.GENERATE, 0.0)
+    model, numbers = model_of(engine), set()
+    while batch := engine.schedule(0.0)[0]:
+        engine.commit(batch, engine.runner.execute(batch), 0.0)
+        model.tidy()
+        running = engine.scheduler.running
+        found = model.guesses([(place, each, 4) for place, each in enumerate(running)])
+        shadows = [(running[place], model._shadows[running[place].key].sequence) for place in found]
+        missing = [model._blocks.missing(shadow, each.num_tokens + 3)[0] for each, shadow in shadows]
+        assert sum(missing) <= model.pool.pools[0].num_available
+        numbers.add(len(found))
+    assert numbers == {0, 1, 2}
 
 
 def test_a_sequence_beyond_the_draft_models_length_has_none() -> None:
@@ -410,6 +439,11 @@ def test_a_sequence_beyond_the_draft_models_length_has_none() -> None:
     assert found[6:] == [(0, 0)] * len(found[6:])
     assert model_of(engine).pool.counts().in_use == 0
     assert drafts_of(engine, sequence_spec(numbers_of(2, 50), max_tokens=20)) == [(0, 0)] * 20
+    sequence = engine.add(sequence_spec(numbers_of(1, 20), max_tokens=60), Purpose.GENERATE, 0.0)
+    while batch := engine.schedule(0.0)[0]:
+        if sequence.num_computed_tokens >= 20:
+            assert (model_of(engine).pool.counts().in_use > 0) == (sequence.num_tokens < 40)
+        engine.commit(batch, engine.runner.execute(batch), 0.0)
 
 
 @pytest.mark.parametrize("how", ["end", "preempt", "abandon"])
@@ -557,6 +591,25 @@ def test_a_model_that_is_never_right_is_asked_less_and_less() -> None:
         drafter.learn(FREE, STEP_S)
     again = drafts_of(engine, sequence_spec(numbers_of(2, 20), "later", max_tokens=90))
     assert sum(number for number, _ in again) > 5
+
+
+def test_how_likely_a_draft_is_differs_from_sequence_to_sequence() -> None:
+    class Selective(ArithmeticRunner):
+        def _answer(self, part: StepPart, num_tokens: int) -> int:
+            return (super()._answer(part, num_tokens) + 40 * bool(part.sampling.stop_token_ids)) % 97
+
+    engine = make_engine(4, draft=Selective)
+    look_nothing_up(engine)
+    sequences = [
+        engine.add(sequence_spec(numbers_of(n, 20), f"{n}", max_tokens=90, **values), Purpose.GENERATE, 0.0)
+        for n, values in enumerate(({}, {"stop_token_ids": (VOCAB_SIZE - 1,)}))
+    ]
+    for _ in range(10):
+        batch, _ = engine.schedule(0.0)
+        engine.commit(batch, engine.runner.execute(batch), 0.0)
+        assert len(engine.sequences) == 2
+    likely, unlikely = (model_of(engine).chance(sequence) for sequence in sequences)
+    assert likely > model_of(engine)._acceptance.chance(draft_model.LIKELY) + 0.05 > unlikely + 0.15
 
 
 def test_what_a_model_loses_is_bounded_whatever_is_thought_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
