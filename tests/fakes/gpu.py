@@ -21,7 +21,7 @@ import torch
 from kvstore.transfer import device
 from kvstore.transfer.device import HANDLE_BYTES
 from kvstore.transfer.transport import exports, nccl, streams
-from tests.fakes.late import Late, LateHardware, Memory, slots_without_arrays
+from tests.fakes.late import Late, LateHardware, Memory
 from tests.fakes.races import Races
 
 NUM_STREAMS = 32
@@ -295,8 +295,7 @@ def fake_gpus(num_gpus: int, *, same: bool = False, late: bool = False) -> Itera
     before = dict(device.GPUS)
     device.GPUS.update({gpu.device: gpu for gpu in gpus})
     try:
-        with slots_without_arrays() if late else contextlib.nullcontext():
-            yield gpus
+        yield gpus
     finally:
         device.GPUS.clear()
         device.GPUS.update(before)

@@ -12,7 +12,6 @@ waits      a query or a wait of an event, the end of a stream, and what brings a
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -115,23 +114,3 @@ def _flat(values: Any) -> Iterator[Any]:
             yield from _flat(value)
         else:
             yield value
-
-
-@contextlib.contextmanager
-def slots_without_arrays() -> Iterator[None]:
-    """Headers go into slots on a stream, as on a GPU, although the memory here is a CPU's."""
-    from kvstore.transfer.transport.staging import Slot, StagingPool
-
-    take_free = StagingPool._take_free
-
-    def taken(pool: StagingPool) -> Slot | None:
-        slot = take_free(pool)
-        if slot is not None and pool.device.type == "cuda" and hasattr(slot, "_bytes"):
-            slot._bytes = None
-        return slot
-
-    StagingPool._take_free = taken  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        StagingPool._take_free = take_free  # type: ignore[method-assign]
