@@ -110,4 +110,4 @@ def _together(panels: torch.Tensor, count: int) -> torch.Tensor:
     """Returns panels, `[panels, inputs, 32]`, with `count` neighbouring inputs of an output beside each other:
     `[panels, inputs / count, 32, count]`.
     """
-    return panels.reshape(len(panels), -1, count, panels.shape[2]).transpose(2, 3).contiguous()
+    return panels.reshape(len(panels), -1, count, PANEL).transpose(2, 3).contiguous()
