@@ -22,6 +22,7 @@ from tests.bench.stats import verdict
 EXACT = "baton"
 SMALLER = {
     "baton, bf16": ("bf16", "auto"),
+    "baton, bf16, KV bfloat16": ("bf16", "bfloat16"),
     "baton, int8g": ("int8g", "auto"),
     "baton, int8g, KV int8": ("int8g", "int8"),
 }
