@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 import yaml
 
@@ -65,10 +66,16 @@ def left_behind() -> Iterator[psutil.Process]:
             yield process
 
 
-def test_what_says_something_on_a_cpu_is_right_there() -> None:
-    """One of each slot: the others differ in their arguments."""
-    checks = ["pair-nonblocking-eager", "death-stop-receiving", "attention", "handover-small", "decode-64", "remove-8b"]
-    checks.append("invariance-bfloat16")
+FEW_CHECKS = ["death-stop-receiving", "handover-small"]
+ONE_OF_EACH_SLOT = [
+    "pair-nonblocking-eager", "death-stop-receiving", "attention", "handover-small", "decode-64", "remove-8b",
+    "invariance-bfloat16",
+]  # fmt: skip
+"""The others differ in their arguments."""
+
+
+@pytest.mark.parametrize("checks", [FEW_CHECKS, pytest.param(ONE_OF_EACH_SLOT, marks=pytest.mark.chaos)], ids=len)
+def test_what_says_something_on_a_cpu_is_right_there(checks: list[str]) -> None:
     lines = run("--rehearse", "--slot", *"123456", "--only", *checks)
     assert {line["check"]: (line["status"], line["reason"]) for line in lines} == dict.fromkeys(checks, ("pass", ""))
 

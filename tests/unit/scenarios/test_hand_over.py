@@ -111,7 +111,7 @@ class LateCommits(kv_pb2_grpc.KvControlServicer):
             if request.WhichOneof("message") != "commit":
                 arrived.put_nowait(request)
                 continue
-            delay_s = self._random.uniform(0.0, 0.1)
+            delay_s = self._random.uniform(0.0, 0.3)
             self.num_overtaken += loop.time() + delay_s < due_s
             due_s = max(due_s, loop.time() + delay_s)
             loop.call_later(delay_s, arrived.put_nowait, request)
