@@ -32,7 +32,7 @@ PROMPTS = (512, 412, 312, 212)
 """Tokens of the prompts that are answered, one after the other, before memory is read."""
 BUILD_GATE_S, FOUND_GATE_S = 10.0, 0.2
 CPU_GATE_S = 2.0
-"""Of a start that finds the weights packed."""
+"""Seconds of CPU time that a start may take which finds the weights packed."""
 LESS_GATE_MB = 300
 ALONE, TWO = ("--prefill", "0", "--decode", "1"), ("--prefill", "1", "--decode", "1")
 KINDS = ("weights", "other files", "shared", "private")

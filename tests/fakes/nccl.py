@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from kvstore.transfer.device import GPUS
+from kvstore.transfer.transport.nccl_env import PINNED
 from tests.fakes.gpu import FakeEvent, FakeGpu, FakeStream, current_gpu
 
 WATCHDOG_TICK_S = 0.01
@@ -102,7 +103,7 @@ class FakeNccl:
     def _connect(self, gpu: FakeGpu) -> None:
         self._stream = gpu.stream(gpu.highest_priority if self.options.is_high_priority_stream else 0)
         self._knobs.groups.append(SimpleNamespace(stream=self._stream, options=self.options, state=self._state))
-        deadline = time.monotonic() + float(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1800"))
+        deadline = time.monotonic() + float(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"])
         time.sleep(self._knobs.opening_s)
         while self._knobs.never_opens and not self._state.aborted.is_set():
             if not self.options.config.blocking and time.monotonic() > deadline:
@@ -246,8 +247,10 @@ def _kernel(
 
 
 @contextlib.contextmanager
-def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Knobs]:
-    """torch with NCCL, in a process that was started for it."""
+def fake_nccl(monkeypatch: pytest.MonkeyPatch, *, opening_timeout_s: int = 1800) -> Iterator[Knobs]:
+    """torch with NCCL, in a process that was started for it. An opening fails after so long; the default is torch's."""
+    for name, value in {**PINNED, "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(opening_timeout_s)}.items():
+        monkeypatch.setenv(name, value)
     knobs = FakeNccl.knobs = Knobs()
     knobs.let_abort.set()
     knobs.let_launch.set()

@@ -29,7 +29,7 @@ from tests.support.waiting import wait_until
 
 NUM_TOKENS = 12
 LENGTHS = (1, 16, 33, 150, 600)
-"""Of prompts: less than a block, one block, not whole ones, two chunks."""
+"""Tokens of the prompts: less than a block, one block, not whole ones, two chunks."""
 SEEDED = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
 BESIDE = "decode-beside"
 PATIENCE_S = 120.0

@@ -65,8 +65,9 @@ STEPS = [
 
 
 def replays_differ_by() -> tuple[float, list[int], list[int]]:
-    """By how much logits and KV of steps one after the other differ at most; replays of each graph, from the largest;
-    and what readers were told of."""
+    """Returns by how much logits and KV of steps one after the other differ at most; replays of each graph, from the
+    largest; and which layers were reported to readers.
+    """
     from baton.engine.model.decode_graphs import DecodeGraphs
     from baton.engine.model.kernel_attention import KernelAttention
 

@@ -79,8 +79,9 @@ def part_of(key: int, case: Case, lengths: tuple[int, int, int], blocks: list[in
 
 
 def difference(case: Case) -> float:
-    """By how much what the kernels write and what comes of it differs from torch's; places that nobody has written are
-    no numbers for the kernels."""
+    """Returns by how much what the kernels write and what comes of it differs from torch's. Places that nobody has
+    written are no numbers for the kernels.
+    """
     from baton.engine.model.kernel_attention import KernelAttention
 
     draw, generator = random.Random(3), torch.Generator().manual_seed(3)

@@ -110,7 +110,7 @@ def invariance(dtype: str) -> Found:
 
 
 def batch_invariant() -> Found:
-    """With `engine.batch_invariant` nothing changes an answer or its log probabilities, in bfloat16."""
+    """Nothing changes an answer or its log probabilities with `engine.batch_invariant`, in bfloat16."""
     if "batch_invariant" not in {**defaults_of("engine", "EngineConfig"), **defaults_of("engine", "EveryEngineConfig")}:
         raise NotRun("not built: this version has no engine.batch_invariant")
     alone, others = _variants("bfloat16", batch_invariant=True)

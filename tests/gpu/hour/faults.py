@@ -12,7 +12,7 @@ from tests.gpu.hour.checks import Found, NotRun, judged
 
 
 def hang() -> Found:
-    """With a process of its own, which has to end with it."""
+    """Hangs beside a process of its own, which has to end with it."""
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)", "left by a check that hangs"])
     time.sleep(3600)
     return judged(True)

@@ -11,7 +11,6 @@ import pytest
 from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError
 from kvstore.transfer.connection.pauses import LONGEST_PAUSE_S
-from kvstore.transfer.transport.nccl_env import PINNED
 from tests.fakes.gpu import FakeGpu, fake_gpus
 from tests.fakes.nccl import Knobs, fake_nccl
 from tests.support.waiting import until
@@ -34,9 +33,7 @@ SOURCE, TARGET = scattered(10, 1), scattered(10, 2)
 
 @pytest.fixture
 def knobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Knobs]:
-    for name, value in {**PINNED, "TORCH_NCCL_NONBLOCKING_TIMEOUT": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with fake_nccl(monkeypatch) as knobs:
+    with fake_nccl(monkeypatch, opening_timeout_s=2) as knobs:
         yield knobs
 
 

@@ -12,7 +12,6 @@ import pytest
 from baton.engine.model.kv_cache import KVCache
 from baton.errors import TransferError
 from kvstore.transfer.protocol.layout import layout_of, rank_spec
-from kvstore.transfer.transport.nccl_env import PINNED
 from tests.fakes.gpu import FakeGpu, fake_gpus
 from tests.fakes.nccl import Knobs, fake_nccl
 from tests.support.waiting import until
@@ -39,9 +38,7 @@ SOURCE, TARGET = scattered(10, 1), scattered(10, 2)
 
 @pytest.fixture
 def knobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Knobs]:
-    for name, value in {**PINNED, "TORCH_NCCL_NONBLOCKING_TIMEOUT": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with tempfile.TemporaryDirectory() as directory, fake_nccl(monkeypatch) as knobs:
+    with tempfile.TemporaryDirectory() as directory, fake_nccl(monkeypatch, opening_timeout_s=2) as knobs:
         monkeypatch.setenv("TMPDIR", directory)
         yield knobs
 

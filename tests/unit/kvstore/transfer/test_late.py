@@ -15,7 +15,6 @@ import torch
 from baton.engine.model.kv_cache import KVCache
 from kvstore.transfer.connection.reservations import Arrival
 from kvstore.transfer.sender import OutgoingTransfer
-from kvstore.transfer.transport.nccl_env import PINNED
 from kvstore.transfer.transport.streams import own_stream
 from tests.fakes.gpu import FakeEvent, FakeGpu, FakeStream, fake_gpus
 from tests.fakes.late import JUNK
@@ -41,9 +40,7 @@ NUM_TOKENS = 160
 
 @pytest.fixture
 def knobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Knobs]:
-    for name, value in {**PINNED, "TORCH_NCCL_NONBLOCKING_TIMEOUT": "5"}.items():
-        monkeypatch.setenv(name, value)
-    with fake_nccl(monkeypatch) as knobs:
+    with fake_nccl(monkeypatch, opening_timeout_s=5) as knobs:
         yield knobs
 
 

@@ -14,7 +14,6 @@ import torch
 
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.protocol.plan import WireOptions, plan
-from kvstore.transfer.transport.nccl_env import PINNED
 from kvstore.transfer.transport.streams import own_stream
 from tests.fakes.gpu import FakeEvent, FakeGpu, fake_gpus
 from tests.fakes.nccl import Knobs, fake_nccl
@@ -30,9 +29,7 @@ LONG_S = 30.0
 
 @pytest.fixture
 def knobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Knobs]:
-    for name, value in {**PINNED, "TORCH_NCCL_NONBLOCKING_TIMEOUT": "5"}.items():
-        monkeypatch.setenv(name, value)
-    with fake_nccl(monkeypatch) as knobs:
+    with fake_nccl(monkeypatch, opening_timeout_s=5) as knobs:
         yield knobs
 
 

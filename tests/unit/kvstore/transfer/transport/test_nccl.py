@@ -17,7 +17,6 @@ from baton.errors import TransferError, TransferTimeout
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport import nccl
 from kvstore.transfer.transport.base import RECEIVER, SENDER
-from kvstore.transfer.transport.nccl_env import PINNED
 from kvstore.transfer.transport.nccl_turns import Direction
 from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.select import open_receiver, open_sender
@@ -46,15 +45,9 @@ def earlier_threads() -> None:
     EARLIER.update(threading.enumerate())
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**PINNED, "TORCH_NCCL_NONBLOCKING_TIMEOUT": "1"}.items():
-        monkeypatch.setenv(name, value)
-
-
 @pytest.fixture
 def knobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Knobs]:
-    with fake_nccl(monkeypatch) as knobs:
+    with fake_nccl(monkeypatch, opening_timeout_s=1) as knobs:
         yield knobs
 
 
