@@ -164,7 +164,7 @@ def load_config(path: str) -> Any:
 def _require_known_rope(config: Any) -> None:
     """Raises ModelLoadError for rotary embeddings by type of layer, or of a kind that transformers does not have."""
     rope = config.rope_parameters
-    if config.nested_rope_parameter_keys(rope):
+    if any(isinstance(value, dict) for value in rope.values()):
         raise ModelLoadError(
             f"config.json has RoPE by type of layer, which models of type {config.model_type!r} do not have"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,5 +48,6 @@ def engine_config(**changes: Any) -> Any:
 
 def child_environment() -> dict[str, str]:
     """What a check's process begins with: that of a CUDA worker, so torch ends no process for a transport."""
-    here = {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    here = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     return nccl_environment(transfer_config(op_timeout_s=5.0)) | here

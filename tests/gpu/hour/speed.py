@@ -6,6 +6,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,9 @@ def _breakdown(engine: Any, kv_bytes: int) -> dict[str, Any]:
         if event.device_type.name == "CUDA"
     )
     busy_us, idle_us, attending_us, last = 0.0, 0.0, 0.0, spans[0][0]
+    by_name: Counter[str] = Counter()
     for start, end, name in spans:
+        by_name[name[:70]] += end - start
         idle_us += max(0.0, start - last)
         busy_us += max(0.0, end - max(start, last))
         attending_us += (end - start) if any(part in name for part in ATTENTION) else 0.0
@@ -210,6 +213,7 @@ def _breakdown(engine: Any, kv_bytes: int) -> dict[str, Any]:
         "gap_us": round(idle_us / num_steps, 1),
         "attention_ms": round(attention_s * 1e3, 3),
         "attention_share": round(kv_bytes / bandwidth() / attention_s, 3),
+        "longest_ms": {name: round(us / num_steps / 1e3, 3) for name, us in by_name.most_common(8)},
     }
 
 
