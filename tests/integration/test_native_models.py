@@ -215,7 +215,7 @@ def test_logits_are_the_same_bits_in_any_batch_chunk_and_number_of_threads(eithe
         assert same_bits(all_logits(runner, prompts, draw, most), alone), f"chunks of up to {most}"
     runner.close()
     two = native_runner(either, replace(ENGINE, num_threads=2))
-    for most in (2, 48):
+    for most in (2, 48, 150):  # the last ones' rows are divided between the threads
         assert same_bits(all_logits(two, prompts, draw, most), alone), f"two threads, chunks of up to {most}"
     two.close()
     plain = TransformersRunner(ModelConfig(path=str(either), device="cpu"), ENGINE)

@@ -1107,22 +1107,28 @@ static void end_pairs(const Step *step, unsigned before) {
 /* ---- a product's jobs ----------------------------------------------------------------------------------------------------- */
 
 /* A job's panels stay in the second cache, and each tile of rows is read once for all of them: so a job has many rows. */
-enum { PANELS_A_JOB = 4, ROWS_A_BLOCK = 43 * MAX_TILE_ROWS };
-static int rows_a_block(const Matrix *m) { return is_pairs(m) ? ROWS_OF_PAIRS : ROWS_A_BLOCK; }
+enum { PANELS_A_JOB = 4, TILES_A_BLOCK = 43, JOBS_A_THREAD = 4 };
 /* Panels of which one alone is to be computed: of gates, the next half goes with the first one. */
 static int panels_of(const Step *step) {
     const Matrix *m = step->product.matrix;
     return step->product.activates && step->model->gated ? m->panels / 2 : m->panels;
 }
-static int product_jobs(const Step *step) {
-    const int block = rows_a_block(step->product.matrix);
-    return (panels_of(step) + PANELS_A_JOB - 1) / PANELS_A_JOB * ((step->product.rows + block - 1) / block);
+static int groups_of_panels(const Step *step) { return (panels_of(step) + PANELS_A_JOB - 1) / PANELS_A_JOB; }
+static int blocks_of_rows(const Step *step, int block) { return (step->product.rows + block - 1) / block; }
+/* Of two threads with few jobs one would wait for the other's last one. */
+static int rows_a_block(const Step *step) {
+    if (is_pairs(step->product.matrix)) return ROWS_OF_PAIRS;
+    const int few = step->pool.num_helpers ? JOBS_A_THREAD * (1 + step->pool.num_helpers) : 0;
+    int tiles = TILES_A_BLOCK;
+    while (tiles > 4 && groups_of_panels(step) * blocks_of_rows(step, tiles * MAX_TILE_ROWS) <= few) tiles = (tiles + 1) / 2;
+    return tiles * MAX_TILE_ROWS;
 }
+static int product_jobs(const Step *step) { return groups_of_panels(step) * blocks_of_rows(step, rows_a_block(step)); }
 
 /* A job of a product: four panels of outputs for a block of rows. */
 static void multiply_job(Step *step, int job, int thread) {
     const Matrix *m = step->product.matrix;
-    const int panels = panels_of(step), groups = (panels + PANELS_A_JOB - 1) / PANELS_A_JOB, block = rows_a_block(m);
+    const int panels = panels_of(step), groups = groups_of_panels(step), block = rows_a_block(step);
     const int first = job % groups * PANELS_A_JOB, row = job / groups * block;
     const int last = first + PANELS_A_JOB < panels ? first + PANELS_A_JOB : panels;
     const int rows = step->product.rows - row < block ? step->product.rows - row : block;
