@@ -11,7 +11,9 @@ import socket
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -33,6 +35,7 @@ from router.admission import Accounts, Ledger, Limiter, ModelFacts, RedisLedger,
 from router.admission.tenants import TenantBook
 from router.admission.tenants_file import TenantsFile
 from router.answer import AnswerFormat
+from router.api.connections import BoundedProtocol, ConnectionLimits, OpenConnections
 from router.api.controller_client import ControllerClient
 from router.api.exchange import MAX_BODY_BYTES
 from router.api.grpc_api import SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
@@ -282,9 +285,14 @@ def _registry(
 
 
 def _http_server(config: Config, app: FastAPI) -> _HttpServer:
+    limits = ConnectionLimits(
+        max_connections=config.router.max_connections, max_per_client=config.router.max_connections_per_client
+    )
+    protocol: Any = partial(BoundedProtocol, OpenConnections(limits))
     return _HttpServer(
         uvicorn.Config(
             app=app,
+            http=protocol,
             log_config=None,
             access_log=False,
             proxy_headers=False,

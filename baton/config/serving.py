@@ -67,6 +67,10 @@ class RouterConfig:
     """auto, split (always prefill on a prefill worker) or aggregated (always on the decode worker)."""
     max_in_flight: AtLeastOne = 512
     """Choices served at a time; further requests are refused."""
+    max_connections: AtLeastOne = 8192
+    """HTTP connections of all clients; further ones get 503."""
+    max_connections_per_client: AtLeastOne = 1024
+    """HTTP connections from one address. All clients behind one proxy have its address."""
     max_attempts: AtLeastOne = 4
     """Consecutive failed attempts, with almost no progress in between, before the client gets the error."""
     drain_timeout_s: Float = 5.0

@@ -9,6 +9,7 @@ __all__ = [
     "answering",
     "anthropic",
     "apis",
+    "connections",
     "controller_client",
     "document",
     "exchange",
