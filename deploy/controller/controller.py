@@ -50,7 +50,7 @@ from deploy.kubernetes.node_plan import PlacedWorker
 from deploy.kubernetes.serving_pool import PoolReport, PoolSpec
 from deploy.ray_pools.actors import RayActors
 from deploy.scaling.values import ScalingDecision
-from kvstore.index import Mirror
+from kvstore.index import Mirror, without_password
 from kvstore.leases import LeaseStore
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ class Controller:
             pools={role.value: self.pool(role) for role in Role},
             workers=tuple(await self._leases.list_workers()),
             routers=tuple(await self._leases.list_routers()),
-            redis_address=self.config.index.redis_url,
+            redis_address=without_password(self.config.index.redis_url),
             redis_ok=True,
             models=(),
             controller=self._watch.me,

@@ -39,6 +39,7 @@ from deploy.local.child import Child
 from deploy.local.parts import with_model
 from deploy.models import cache_dir
 from deploy.processes import UNJOINED, why_taken
+from kvstore.index import without_password
 from kvstore.transfer.transport.faults import parse_faults
 from router.admission.tenants import TenantBook
 from router.request.moderation import load_judge
@@ -207,11 +208,7 @@ async def _run(config: Config, console: Console, on_ready: OnReady) -> None:
         try:
             await _first_of(_started(ray, config), *(_unexpected_end(router) for router in routers))
         except TimeoutError:
-            raise ConfigError(
-                f"the cluster was not ready within {config.cluster.start_timeout_s:g} s (cluster.start_timeout_s); the "
-                f"workers' lines above say why; is Redis at {config.index.redis_url} reachable, and has Ray room for "
-                f"{config.cluster.prefill} prefill and {config.cluster.decode} decode workers?"
-            ) from None
+            raise _not_ready(config) from None
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(ray.keep())
             for router in routers:
@@ -320,6 +317,14 @@ async def _keep_redis(redis: EmbeddedRedis) -> None:
                 redis.start()  # from this thread: it lives as long as the thread that started it
             except ConfigError as error:
                 logger.error("%s", error)
+
+
+def _not_ready(config: Config) -> ConfigError:
+    return ConfigError(
+        f"the cluster was not ready within {config.cluster.start_timeout_s:g} s (cluster.start_timeout_s); the "
+        f"workers' lines above say why; is Redis at {without_password(config.index.redis_url)} reachable, and has Ray "
+        f"room for {config.cluster.prefill} prefill and {config.cluster.decode} decode workers?"
+    )
 
 
 async def _started(ray: RayCluster, config: Config) -> None:

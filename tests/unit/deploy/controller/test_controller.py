@@ -481,6 +481,12 @@ async def test_a_change_of_role_that_fails_is_told_of_when_nobody_waits_for_it(
     assert "decode-0 is to become a prefill worker" in caplog.text
 
 
+async def test_what_it_says_of_the_cluster_has_no_password(tmp_path: Path) -> None:
+    config = replace(CONFIG, index=replace(CONFIG.index, redis_url="redis://me:planted@10.0.0.9:6379/1"))
+    async with bench(tmp_path, config) as it:
+        assert (await it.controller.observe()).redis_address == "redis://me:***@10.0.0.9:6379/1"
+
+
 async def test_orders_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with bench(tmp_path) as it:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton.cluster import Role
-from baton.config import ClusterConfig, Config
+from baton.config import ClusterConfig, Config, IndexConfig
 from baton.errors import ConfigError, WorkerFailed
 from deploy.controller.state import ControllerState, save
 from deploy.local import child as children
@@ -110,3 +110,10 @@ async def test_a_worker_whose_name_another_process_has_says_so() -> None:
 
     with pytest.raises(WorkerFailed, match="another process has the name decode-0: does another cluster use this Red"):
         await Fenced("decode", "decode-0", "", Config().to_json()).ended()
+
+
+def test_a_start_that_takes_too_long_does_not_show_redis_password() -> None:
+    config = Config(index=IndexConfig(redis_url="redis://me:planted@10.0.0.9:6379/1"))
+    message = str(up._not_ready(config))
+    assert "redis://me:***@10.0.0.9:6379/1" in message
+    assert "planted" not in message
