@@ -33,13 +33,15 @@ def spills(arch: int, dtype: str, dim: int, sharing: int) -> dict[str, Compiled]
     )
     found = {}
     for name, of_one_token, shares in (("decode", True, 16), ("segment", False, 1), ("drafts", False, 16)):
-        tiling = shape.tiling(of_one_token=of_one_token)
-        constants = {**shape.pages, "SHARING": sharing, "ROWS": tiling.rows, "KEYS": tiling.keys, "SHARES": shares}
+        tiling = shape.tiling(of_one_token=of_one_token, is_shared=shares > 1)
+        division = {"KEYS": tiling.keys, "SHARES": shares, "SHARE": kernels.SHARE_KEYS}
+        constants = {**shape.pages, **division, "SHARING": sharing, "ROWS": tiling.rows}
         options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-        found[name] = _compiled(kernels.attend, arch, dtype, constants | {"SHARE": kernels.SHARE_KEYS}, options)
+        found[name] = _compiled(kernels.attend, arch, dtype, constants, options)
+        if shares > 1:
+            constants = {"HEADS": 8 * sharing, "V_DIM": dim, "V_WIDTH": shape.pages["V_WIDTH"], **division}
+            found[f"combine of {name}"] = _compiled(kernels.combine, arch, dtype, constants, {})
     found["write"] = _compiled(kernels.write, arch, dtype, {**shape.pages, "TOKENS": kernels.WRITE_TOKENS}, {})
-    constants = {"HEADS": 8 * sharing, "V_DIM": dim, "V_WIDTH": shape.pages["V_WIDTH"], "SHARES": kernels.NUM_SHARES}
-    found["combine"] = _compiled(kernels.combine, arch, dtype, constants, {})
     return found
 
 

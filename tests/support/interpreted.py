@@ -170,7 +170,7 @@ def padding_is_nobodys() -> bool:
     cache = KVCache(KVSpec((group,)), 3, 1)
     before = cache.groups[0].normal_().clone()
     new = WrittenTokens(torch.tensor([[0], [2], [0]]), torch.arange(3), torch.tensor([-1, 0, -1]))
-    tiles = Tiles(torch.tensor([[0, 0, 1, -1], [1, 1, 1, 0], [2, 2, 1, -1]]), True, 16, slice(0, 3))
+    tiles = Tiles(torch.tensor([[0, 0, 1, -1], [1, 1, 1, 0], [2, 2, 1, -1]]), True, 16)
     step = KernelStep(KernelAttention(cache, 2, torch.float32), (KernelIndex(new, (tiles,)),), ignore_layer)
     query, key, value = (torch.randn(heads, 3, 64) for heads in (4, 2, 2))
     out = step.attend(0, query, key, value, scaling=None, sliding_window=None)

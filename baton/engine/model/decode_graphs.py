@@ -161,7 +161,7 @@ class DecodeGraphs:
     def _captured(self, size: int, capture: Capture) -> _Graph:
         numbers = padded_numbers([], size).to(self._cache.device)
         token_ids, positions, rows, places = numbers[:4]
-        tiles = (Tiles(numbers[4:].view(size, 4), True, NUM_SHARES, slice(0, size)),)
+        tiles = (Tiles(numbers[4:].view(size, 4), True, NUM_SHARES),)
         indices = tuple(KernelIndex(WrittenTokens(table, rows, places), tiles) for table in self._tables)
 
         def run() -> torch.Tensor:

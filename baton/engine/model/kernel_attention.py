@@ -115,7 +115,8 @@ def _tiles(parts: Sequence[StepPart], shape: HeadShape, numbers: StepNumbers) ->
         if not alike:
             continue
         of_one_token = max(len(part.token_ids) for part in alike) == 1
-        most = 1 if of_one_token else shape.tiling(of_one_token=False).rows // shape.num_sharing
+        tiling = shape.tiling(of_one_token=of_one_token, is_shared=is_shared)
+        most = 1 if of_one_token else tiling.rows // shape.num_sharing
         tiles, end = [], begin
         for row, part in enumerate(alike, start=first):
             for done in range(0, len(part.token_ids), most):
@@ -123,5 +124,5 @@ def _tiles(parts: Sequence[StepPart], shape: HeadShape, numbers: StepNumbers) ->
                 tiles.append((row, end + done, count, part.num_computed_tokens + done))
             end += len(part.token_ids)
         num_shares = num_shares_of(max(part.end for part in alike)) if is_shared else 0
-        yield Tiles(numbers.put(torch.tensor(tiles)), of_one_token, num_shares, slice(begin, end))
+        yield Tiles(numbers.put(torch.tensor(tiles)), of_one_token, num_shares)
         begin = end

@@ -9,8 +9,9 @@ What they are given of a step lies in two lists of whole numbers, and in the seq
 
 A program of `attend` computes one tile for one KV head: the query heads that share it are packed into rows, token by
 token, and K and V are read once for all of them, a block at a time, wherever it lies. No page is copied and no mask
-made. Where many keys meet few tokens, each program sees a share of the keys only (Dao et al., 2023, Flash-Decoding), of
-a size that depends on the tile alone, whatever is computed beside it; `combine` adds the shares up.
+made. Where many keys meet few tokens, they are divided into shares (Dao et al., 2023, Flash-Decoding), of a size that
+depends on the tile alone, whatever is computed beside it; `combine` adds the shares up. How many programs go through
+the shares of a tile depends on how many tiles there are, and changes no number.
 
 Offsets into pages are 64 bits wide: a layer's part of a pool may have more than 2^31 elements.
 """
@@ -29,6 +30,8 @@ NUM_SHARES = 16
 """Shares that the keys of a tile are divided into, at most."""
 SHARE_KEYS = 128
 """Keys of a share, at least."""
+ENOUGH_PROGRAMS = 2048
+"""Programs that keep a GPU busy: several times what it runs at once, as tiles differ in length."""
 WRITE_TOKENS = 16
 """Tokens that a program writes."""
 NO_WINDOW = 1 << 30
@@ -67,18 +70,61 @@ def write(
 
 
 @triton.jit
-def _share_of(begin, end, share, many, KEYS: tl.constexpr, SHARE: tl.constexpr):
-    keys_each = tl.maximum((end - begin + many - 1) // many * KEYS, SHARE)
-    begin += share * keys_each
-    return begin, tl.minimum(end, begin + keys_each)
+def _shares_of(position, count, window, KEYS: tl.constexpr, SHARES: tl.constexpr, SHARE: tl.constexpr):
+    """Returns the first key that a tile sees and the one behind its last, how many make a share, and how many shares
+    there are: none of padding.
+    """
+    begin = tl.maximum(position - window + 1, 0)
+    num_keys = position + count - begin
+    keys_each = tl.maximum(tl.cdiv(num_keys, SHARES * KEYS) * KEYS, SHARE)
+    return begin, begin + num_keys, keys_each, tl.cdiv(num_keys, keys_each)
 
 
 @triton.jit
-def _weighed(scores, peak):
+def _blocks_of(table, start, end, KEYS: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns the blocks in which some keys lie, one for each key."""
+    place = start + tl.arange(0, KEYS)
+    return tl.load(table + place // BLOCK, mask=place < end, other=0).to(tl.int64)
+
+
+@triton.jit
+def _weighed(scores, peak, scale):
     """Returns powers of the scores above the highest one of a row so far, how what came before it fades, and it."""
-    higher = tl.maximum(peak, tl.max(scores, 1))
+    higher = tl.maximum(peak, tl.max(scores, 1) * scale)
     level = tl.where(higher == float("-inf"), 0.0, higher)  # of a row that has seen no key
-    return tl.exp2(scores - level[:, None]), tl.exp2(peak - level), higher
+    return tl.exp2(scores * scale - level[:, None]), tl.exp2(peak - level), higher
+
+
+@triton.jit
+def _look(
+    asked, peak, total, found, pages, block, start, end, at, window, scale,
+    PAGES: tl.constexpr, BLOCK: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, KEYS: tl.constexpr, IS_EDGE: tl.constexpr,
+):  # fmt: skip
+    """Adds some keys to the highest score of each row, to the sum of its weights, and to what it has found. Unless it
+    `IS_EDGE`, each row sees all of them.
+    """
+    place = start + tl.arange(0, KEYS)
+    page = block * PAGES
+    k_dim = tl.arange(0, K_WIDTH)
+    mask = (k_dim < K_DIM)[None, :]
+    if IS_EDGE:
+        mask = mask & (place < end)[:, None]
+    there = page + (place % BLOCK) * K_DIM
+    keys = tl.load(pages + there[:, None] + k_dim[None, :], mask=mask, other=0.0).to(asked.dtype)
+    scores = tl.dot(asked, tl.trans(keys), input_precision="ieee")
+    if IS_EDGE:
+        is_seen = (place < end)[None, :] & (place[None, :] <= at[:, None]) & (place[None, :] > at[:, None] - window)
+        scores = tl.where(is_seen, scores, float("-inf"))
+    weights, faded, peak = _weighed(scores, peak, scale)
+    v_dim = tl.arange(0, V_WIDTH)
+    mask = (v_dim < V_DIM)[None, :]
+    if IS_EDGE:
+        mask = mask & (place < end)[:, None]
+    there = page + (place % BLOCK) * V_DIM
+    values = tl.load(pages + there[:, None] + v_dim[None, :] + BLOCK * K_DIM, mask=mask, other=0.0).to(asked.dtype)
+    found = tl.dot(weights.to(asked.dtype), values, found * faded[:, None], input_precision="ieee")
+    return peak, total * faded + tl.sum(weights, 1), found
 
 
 @triton.jit(do_not_specialize=("table_stride", "window", "num_shares"), do_not_specialize_on_alignment=_VARIED)
@@ -88,19 +134,21 @@ def attend(
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     SHARES: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Attends the rows of a tile over a share of their keys: `out` is `[T, heads, V_DIM]`, or with several shares
-    `[T, heads, num_shares, V_DIM]`, not yet divided by `sums`; `peaks` and `sums` are `[T, heads, num_shares]`.
+    """Attends the rows of a tile over its keys: `out` is `[T, heads, V_DIM]`, or with several shares `[T, heads,
+    num_shares, V_DIM]`, not yet divided by `sums`; `peaks` and `sums` are `[T, heads, num_shares]`.
+
+    Programs take the shares of a tile in turn. The last tiles go first: those of a prompt have the most keys. The next
+    keys' blocks are read a turn ahead: the pages cannot be asked for before they are there.
     """
-    tile = tiles + tl.program_id(0) * 4
+    tile = tiles + (tl.num_programs(0) - 1 - tl.program_id(0)) * 4
     head = tl.program_id(1).to(tl.int64)
-    share = tl.program_id(2)
     table = tables + tl.load(tile).to(tl.int64) * table_stride
     count = tl.load(tile + 2).to(tl.int32)
     position = tl.load(tile + 3).to(tl.int32)
-    end = position + count
-    begin = tl.maximum(position - window + 1, 0)
-    if SHARES > 1:
-        begin, end = _share_of(begin, end, share, SHARES * KEYS, KEYS, SHARE)
+    begin, end, keys_each, num_filled = _shares_of(position, count, window, KEYS, SHARES, SHARE)
+    share, num_programs = tl.program_id(2), tl.num_programs(2)
+    if SHARES == 1:
+        share, num_programs, keys_each, num_filled = 0, 1, end - begin, 1
     line = tl.arange(0, ROWS)
     token = line // SHARING
     is_line = token < count
@@ -109,62 +157,79 @@ def attend(
     shared = head * SHARING + line % SHARING
     k_dim = tl.arange(0, K_WIDTH)
     v_dim = tl.arange(0, V_WIDTH)
-    is_asked = is_line[:, None] & (k_dim < K_DIM)[None, :]
     places = (token * query_token + shared * query_head)[:, None] + k_dim[None, :]
-    asked = tl.load(query + places, mask=is_asked, other=0.0)
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.full((ROWS,), 0.0, tl.float32)
-    found = tl.full((ROWS, V_WIDTH), 0.0, tl.float32)
-    for start in range(begin, end, KEYS):
-        place = start + tl.arange(0, KEYS)
-        is_key = place < end
-        block = tl.load(table + place // BLOCK, mask=is_key, other=0).to(tl.int64)
-        page = (block * KV_HEADS + head) * (BLOCK * (K_DIM + V_DIM))
-        there = page + (place % BLOCK) * K_DIM
-        mask = (k_dim < K_DIM)[:, None] & is_key[None, :]
-        keys = tl.load(pages + there[None, :] + k_dim[:, None], mask=mask, other=0.0).to(asked.dtype)
-        scores = tl.dot(asked, keys, input_precision="ieee") * scale
-        is_seen = is_key[None, :] & (place[None, :] <= at[:, None]) & (place[None, :] > at[:, None] - window)
-        scores = tl.where(is_seen, scores, float("-inf"))
-        weights, faded, peak = _weighed(scores, peak)
-        there = page + BLOCK * K_DIM + (place % BLOCK) * V_DIM
-        mask = is_key[:, None] & (v_dim < V_DIM)[None, :]
-        values = tl.load(pages + there[:, None] + v_dim[None, :], mask=mask, other=0.0).to(asked.dtype)
-        found = found * faded[:, None] + tl.dot(weights.to(asked.dtype), values, input_precision="ieee")
-        total = total * faded + tl.sum(weights, 1)
+    asked = tl.load(query + places, mask=is_line[:, None] & (k_dim < K_DIM)[None, :], other=0.0)
     line = token * (KV_HEADS * SHARING) + shared
     mask = is_line[:, None] & (v_dim < V_DIM)[None, :]
-    if SHARES > 1:
-        line = line * num_shares + share
-        tl.store(peaks + line, peak, mask=is_line)
-        tl.store(sums + line, total, mask=is_line)
-        mask = mask & (begin < end)
-    else:
-        found = found / total[:, None]
-    tl.store(out + line[:, None] * V_DIM + v_dim[None, :], found.to(out.dtype.element_ty), mask=mask)
+    pages += head * (BLOCK * (K_DIM + V_DIM))
+    PAGES: tl.constexpr = KV_HEADS * BLOCK * (K_DIM + V_DIM)
+    for share in range(share, num_filled, num_programs):
+        first = begin + share * keys_each
+        behind = tl.minimum(end, first + keys_each)
+        peak = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.full((ROWS,), 0.0, tl.float32)
+        found = tl.full((ROWS, V_WIDTH), 0.0, tl.float32)
+        inner = behind
+        num_inner = 0
+        if SHARES == 1:
+            inner = first + tl.cdiv(tl.maximum(end - window - first, 0), KEYS) * KEYS
+            num_inner = tl.maximum(position + 1 - inner, 0) // KEYS * KEYS
+            block = _blocks_of(table, inner, behind, KEYS, BLOCK)
+            for start in range(inner, inner + num_inner, KEYS):
+                next_block = _blocks_of(table, start + KEYS, behind, KEYS, BLOCK)
+                peak, total, found = _look(
+                    asked, peak, total, found, pages, block, start, behind, at, window, scale,
+                    PAGES, BLOCK, K_DIM, V_DIM, K_WIDTH, V_WIDTH, KEYS, False,
+                )  # fmt: skip
+                block = next_block
+        start = tl.where(first < inner, first, first + num_inner)
+        block = _blocks_of(table, start, behind, KEYS, BLOCK)
+        for step in range(first, behind - num_inner, KEYS):
+            start = tl.where(step < inner, step, step + num_inner)
+            after = tl.where(step + KEYS < inner, step + KEYS, step + KEYS + num_inner)
+            next_block = _blocks_of(table, after, behind, KEYS, BLOCK)
+            peak, total, found = _look(
+                asked, peak, total, found, pages, block, start, behind, at, window, scale,
+                PAGES, BLOCK, K_DIM, V_DIM, K_WIDTH, V_WIDTH, KEYS, True,
+            )  # fmt: skip
+            block = next_block
+        there = line
+        if SHARES == 1:
+            found = found / total[:, None]
+        else:
+            there = line * num_shares + share
+            tl.store(peaks + there, peak, mask=is_line)
+            tl.store(sums + there, total, mask=is_line)
+        tl.store(out + there[:, None] * V_DIM + v_dim[None, :], found.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=("begin", "num_shares"))
+@triton.jit(do_not_specialize=("window", "num_shares"), do_not_specialize_on_alignment=_VARIED)
 def combine(
-    shares, peaks, sums, out, begin, num_shares,
-    HEADS: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr, SHARES: tl.constexpr,
+    shares, peaks, sums, out, tiles, window, num_shares,
+    HEADS: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr, KEYS: tl.constexpr,
+    SHARES: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the shares of one token and head. A token that has seen no key, as padding, comes out as zeros."""
-    line = (begin + tl.program_id(0)).to(tl.int64) * HEADS + tl.program_id(1)
+    """Adds up the shares of the tokens of a tile and one head. A token that has seen no key, as padding, comes out as
+    zeros."""
+    tile = tiles + tl.program_id(0) * 4
+    first = tl.load(tile + 1).to(tl.int64)
+    count = tl.load(tile + 2).to(tl.int32)
+    _, _, _, num_filled = _shares_of(tl.load(tile + 3).to(tl.int32), count, window, KEYS, SHARES, SHARE)
     share = tl.arange(0, SHARES)
-    is_share = share < num_shares
-    at = line * num_shares + share
-    peak = tl.load(peaks + at, mask=is_share, other=float("-inf"))
-    total = tl.load(sums + at, mask=is_share, other=0.0)
-    is_share = is_share & (total > 0.0)
-    highest = tl.max(peak, 0)
-    faded = tl.where(is_share, tl.exp2(peak - tl.where(highest == float("-inf"), 0.0, highest)), 0.0)
-    total = tl.sum(total * faded, 0)
+    is_share = share < num_filled
     v_dim = tl.arange(0, V_WIDTH)
     mask = is_share[:, None] & (v_dim < V_DIM)[None, :]
-    found = tl.load(shares + at[:, None] * V_DIM + v_dim[None, :], mask=mask, other=0.0)
-    found = tl.sum(found * faded[:, None], 0) / tl.where(total > 0.0, total, 1.0)
-    tl.store(out + line * V_DIM + v_dim, found.to(out.dtype.element_ty), mask=v_dim < V_DIM)
+    for token in range(count):
+        line = (first + token) * HEADS + tl.program_id(1)
+        at = line * num_shares + share
+        found = tl.load(shares + at[:, None] * V_DIM + v_dim[None, :], mask=mask, other=0.0)
+        peak = tl.load(peaks + at, mask=is_share, other=float("-inf"))
+        total = tl.load(sums + at, mask=is_share, other=0.0)
+        highest = tl.max(peak, 0)
+        faded = tl.exp2(peak - tl.where(highest == float("-inf"), 0.0, highest))
+        total = tl.sum(total * faded, 0)
+        found = tl.sum(found * faded[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+        tl.store(out + line * V_DIM + v_dim, found.to(out.dtype.element_ty), mask=v_dim < V_DIM)
 
 
 class Tiling(NamedTuple):
@@ -176,6 +241,23 @@ class Tiling(NamedTuple):
     """Keys that are looked at together."""
     num_warps: int
     num_stages: int
+
+
+class Tilings(NamedTuple):
+    """How the kinds of tiles are compiled."""
+
+    one_token: Tiling
+    drafts: Tiling
+    """Few tokens, in shares of their keys."""
+    many_tokens: Tiling
+
+
+TILINGS = {
+    "16 bits": Tilings(Tiling(16, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(128, 64, 8, 3)),
+    "16 bits, wide": Tilings(Tiling(16, 32, 4, 2), Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
+    "32 bits": Tilings(Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 2)),
+}
+"""By what a model computes in, and whether a head has more than 128 dimensions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,14 +285,13 @@ class HeadShape:
             "V_WIDTH": _width(self.v_dim),
         }
 
-    def tiling(self, *, of_one_token: bool) -> Tiling:
-        """Returns how tiles of one token each are compiled, or such of many."""
+    def tiling(self, *, of_one_token: bool, is_shared: bool) -> Tiling:
+        """Returns how tiles of one token each are compiled, or such of many, whose keys are divided or not."""
         is_wide = max(_width(self.k_dim), _width(self.v_dim)) > 128
-        if self.itemsize > 2:
-            return Tiling(16, 16, 8, 2)
+        tilings = TILINGS["32 bits" if self.itemsize > 2 else "16 bits, wide" if is_wide else "16 bits"]
         if of_one_token:
-            return Tiling(16, 32, 4, 2) if is_wide else Tiling(16, 64, 4, 3)
-        return Tiling(64, 32, 8, 2) if is_wide else Tiling(64, 64, 4, 2)
+            return tilings.one_token
+        return tilings.drafts if is_shared else tilings.many_tokens
 
 
 class WrittenTokens(NamedTuple):
@@ -230,8 +311,6 @@ class Tiles(NamedTuple):
     """Whether no tile has more than one."""
     num_shares: int
     """Shares that any of them divides its keys into, at most `NUM_SHARES`; 0: each sees all of its keys at once."""
-    tokens: slice
-    """The packed tokens, from the first to the last."""
 
 
 def write_pages(
@@ -253,34 +332,39 @@ def attend_tiles(
     tables: torch.Tensor, tiles: Tiles, scaling: float, window: int | None,
 ) -> None:  # fmt: skip
     """Attends queries, `[heads, T, k_dim]`, over one layer's pages, and writes into `out`, `[T, heads, v_dim]`."""
-    query, tiling = _with_close_dims(query), shape.tiling(of_one_token=tiles.of_one_token)
+    query = _with_close_dims(query)
+    tiling = shape.tiling(of_one_token=tiles.of_one_token, is_shared=tiles.num_shares > 0)
     size = (len(out), query.shape[0], tiles.num_shares)
     found, peaks, sums = out, out, out
     if tiles.num_shares:
         found, peaks, sums = (out.new_empty(one, dtype=torch.float32) for one in ((*size, shape.v_dim), size, size))
-    shares = NUM_SHARES if tiles.num_shares else 1
+    division = {"KEYS": tiling.keys, "SHARES": NUM_SHARES if tiles.num_shares else 1, "SHARE": SHARE_KEYS}
     numbers = (tables.stride(0), *query.stride()[:2], scaling * LOG2_E, window or NO_WINDOW, tiles.num_shares)
-    constants = {"SHARING": shape.num_sharing, "ROWS": tiling.rows, "KEYS": tiling.keys, "SHARES": shares}
     _launch(
         attend,
-        (len(tiles.tiles), shape.num_kv_heads, max(1, tiles.num_shares)),
+        (len(tiles.tiles), shape.num_kv_heads, _num_programs(len(tiles.tiles) * shape.num_kv_heads, tiles.num_shares)),
         (query, pages, found, peaks, sums, tables, tiles.tiles, *numbers),
-        {**shape.pages, **constants, "SHARE": SHARE_KEYS},
+        {**shape.pages, **division, "SHARING": shape.num_sharing, "ROWS": tiling.rows},
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
     if tiles.num_shares:
         _launch(
             combine,
-            (tiles.tokens.stop - tiles.tokens.start, query.shape[0]),
-            (found, peaks, sums, out, tiles.tokens.start, tiles.num_shares),
-            {"HEADS": query.shape[0], "V_DIM": shape.v_dim, "V_WIDTH": _width(shape.v_dim), "SHARES": NUM_SHARES},
+            (len(tiles.tiles), query.shape[0]),
+            (found, peaks, sums, out, tiles.tiles, window or NO_WINDOW, tiles.num_shares),
+            {"HEADS": query.shape[0], "V_DIM": shape.v_dim, "V_WIDTH": _width(shape.v_dim), **division},
         )
 
 
 def num_shares_of(num_keys: int) -> int:
     """Returns into how many shares so many keys of a tile are divided, at most: as `attend` reckons."""
     return max(1, min(NUM_SHARES, -(-num_keys // SHARE_KEYS)))
+
+
+def _num_programs(num_tiles: int, num_shares: int) -> int:
+    """Returns how many programs go through the shares of a tile and a KV head."""
+    return max(1, min(num_shares, -(-ENOUGH_PROGRAMS // num_tiles)))
 
 
 def _launch(
