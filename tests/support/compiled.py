@@ -29,8 +29,9 @@ def spills(arch: int, dtype: str, dim: int, sharing: int) -> dict[str, Compiled]
     from baton.engine.model import kernels
 
     shape = kernels.HeadShape(
-        num_kv_heads=8, num_sharing=sharing, block_size=16, k_dim=dim, v_dim=dim, itemsize=DTYPE_BYTES[dtype]
-    )
+        num_kv_heads=8, num_sharing=sharing, block_size=16, k_dim=dim, v_dim=dim, itemsize=DTYPE_BYTES[dtype],
+        capability=arch,
+    )  # fmt: skip
     found = {}
     for name, of_one_token, shares in (("decode", True, 16), ("segment", False, 1), ("drafts", False, 16)):
         tiling = shape.tiling(of_one_token=of_one_token, is_shared=shares > 1)

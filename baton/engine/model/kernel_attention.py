@@ -16,7 +16,15 @@ import torch
 from baton.engine.core.kv_spec import LayerGroup
 from baton.engine.core.runner import OnLayerDone, StepPart
 from baton.engine.model.attention import blocks_of, report_written
-from baton.engine.model.kernels import HeadShape, Tiles, WrittenTokens, attend_tiles, num_shares_of, write_pages
+from baton.engine.model.kernels import (
+    WGMMA_CAPABILITY,
+    HeadShape,
+    Tiles,
+    WrittenTokens,
+    attend_tiles,
+    num_shares_of,
+    write_pages,
+)
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.uploads import StepNumbers
 
@@ -75,7 +83,7 @@ class KernelAttention:
 
     def __init__(self, cache: KVCache, num_sharing: int, dtype: torch.dtype) -> None:
         self.cache = cache
-        self.shapes = tuple(_head_shape(group, num_sharing, dtype) for group in cache.spec.groups)
+        self.shapes = tuple(_head_shape(group, num_sharing, dtype, _capability_of(cache.device)) for group in cache.spec.groups)
 
     def step(self, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers) -> KernelStep:
         """See `Attention.step`."""
@@ -96,7 +104,15 @@ def padded_tables(tables: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor([(*table, *[0] * (width - len(table))) for table in tables])
 
 
-def _head_shape(group: LayerGroup, num_sharing: int, dtype: torch.dtype) -> HeadShape:
+def _capability_of(device: torch.device) -> int:
+    """Returns a GPU's compute capability; elsewhere the kernels are interpreted, as a recent one would compute them."""
+    if device.type != "cuda":
+        return WGMMA_CAPABILITY
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _head_shape(group: LayerGroup, num_sharing: int, dtype: torch.dtype, capability: int) -> HeadShape:
     return HeadShape(
         num_kv_heads=group.num_kv_heads,
         num_sharing=num_sharing,
@@ -104,6 +120,7 @@ def _head_shape(group: LayerGroup, num_sharing: int, dtype: torch.dtype) -> Head
         k_dim=group.k_dim,
         v_dim=group.v_dim,
         itemsize=dtype.itemsize,
+        capability=capability,
     )
 
 

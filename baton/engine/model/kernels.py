@@ -182,12 +182,15 @@ def attend(
                     PAGES, BLOCK, K_DIM, V_DIM, K_WIDTH, V_WIDTH, KEYS, False,
                 )  # fmt: skip
                 block = next_block
-        start = tl.where(first < inner, first, first + num_inner)
-        block = _blocks_of(table, start, behind, KEYS, BLOCK)
+        block = _blocks_of(table, first, behind, KEYS, BLOCK)
         for step in range(first, behind - num_inner, KEYS):
-            start = tl.where(step < inner, step, step + num_inner)
-            after = tl.where(step + KEYS < inner, step + KEYS, step + KEYS + num_inner)
-            next_block = _blocks_of(table, after, behind, KEYS, BLOCK)
+            start = step
+            if SHARES == 1:
+                start = tl.where(step < inner, step, step + num_inner)
+                block = _blocks_of(table, start, behind, KEYS, BLOCK)
+            next_block = block
+            if SHARES > 1:
+                next_block = _blocks_of(table, start + KEYS, behind, KEYS, BLOCK)
             peak, total, found = _look(
                 asked, peak, total, found, pages, block, start, behind, at, window, scale,
                 PAGES, BLOCK, K_DIM, V_DIM, K_WIDTH, V_WIDTH, KEYS, True,
@@ -253,11 +256,16 @@ class Tilings(NamedTuple):
 
 
 TILINGS = {
-    "16 bits": Tilings(Tiling(16, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(128, 64, 8, 3)),
-    "16 bits, wide": Tilings(Tiling(16, 32, 4, 2), Tiling(64, 32, 8, 2), Tiling(64, 32, 8, 2)),
-    "32 bits": Tilings(Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 2)),
+    (2, 64): Tilings(Tiling(16, 128, 4, 3), Tiling(64, 64, 8, 2), Tiling(128, 64, 8, 3)),
+    (2, 128): Tilings(Tiling(16, 64, 4, 3), Tiling(64, 64, 8, 2), Tiling(128, 64, 8, 3)),
+    (2, 256): Tilings(Tiling(16, 32, 4, 2), Tiling(32, 32, 8, 2), Tiling(64, 32, 8, 2)),
+    (4, 256): Tilings(Tiling(16, 16, 8, 3), Tiling(16, 16, 8, 3), Tiling(16, 16, 8, 3)),
 }
-"""By what a model computes in, and whether a head has more than 128 dimensions."""
+"""By the bytes of a number that a model computes in, and the dimensions of a head, up to so many."""
+WGMMA_CAPABILITY = 90
+"""Compute capability from which on products of 64 rows and more read both factors from shared memory."""
+MANY_TOKENS_BEFORE = Tiling(64, 64, 4, 2)
+"""How tiles of many tokens are compiled for older GPUs, whose products take their factors from registers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +280,8 @@ class HeadShape:
     v_dim: int
     itemsize: int
     """Bytes of a query's element."""
+    capability: int
+    """The GPU's compute capability, such as 90."""
 
     @property
     def pages(self) -> dict[str, int]:
@@ -287,11 +297,14 @@ class HeadShape:
 
     def tiling(self, *, of_one_token: bool, is_shared: bool) -> Tiling:
         """Returns how tiles of one token each are compiled, or such of many, whose keys are divided or not."""
-        is_wide = max(_width(self.k_dim), _width(self.v_dim)) > 128
-        tilings = TILINGS["32 bits" if self.itemsize > 2 else "16 bits, wide" if is_wide else "16 bits"]
+        dims = max(self.k_dim, self.v_dim)
+        tilings = next(found for (size, most), found in TILINGS.items() if self.itemsize <= size and dims <= most)
         if of_one_token:
             return tilings.one_token
-        return tilings.drafts if is_shared else tilings.many_tokens
+        if is_shared:
+            return tilings.drafts
+        is_old = self.capability < WGMMA_CAPABILITY and tilings.many_tokens.rows > MANY_TOKENS_BEFORE.rows
+        return MANY_TOKENS_BEFORE if is_old else tilings.many_tokens
 
 
 class WrittenTokens(NamedTuple):
