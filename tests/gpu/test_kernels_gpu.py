@@ -12,7 +12,7 @@ from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.kv_spec import KVSpec, LayerGroup
 from baton.engine.core.runner import ignore_layer
 from baton.engine.model.attention_choice import TOLERANCE, TorchAttention, attention_of, why_not_kernels
-from baton.engine.model.attention_probe import largest_difference, probe_cache
+from baton.engine.model.attention_probe import PROBE_ROOM, largest_difference, probe_cache
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.rank_step import RankStep
 from baton.engine.model.transformers_runner import TransformersRunner
@@ -39,7 +39,7 @@ def test_attention_is_torchs(dim: int, num_sharing: int, dtype: torch.dtype) -> 
     spec = spec_of(dim, dtype)
     assert why_not_kernels(spec, num_sharing, dtype, CUDA) is None
     cache = probe_cache(spec, CUDA)
-    ways = (TorchAttention(cache, num_sharing), KernelAttention(cache, num_sharing, dtype))
+    ways = (TorchAttention(cache, num_sharing), KernelAttention(cache, num_sharing, dtype, PROBE_ROOM))
     difference = largest_difference(cache, num_sharing, dtype, ways)
     print(f"{torch.cuda.get_device_name()}: {dim} dimensions, {num_sharing} share, {dtype}: {difference:.2g}")
     assert difference <= TOLERANCE[dtype]
@@ -47,7 +47,7 @@ def test_attention_is_torchs(dim: int, num_sharing: int, dtype: torch.dtype) -> 
 
 def test_the_kernels_are_taken(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    found = attention_of(KVCache(spec_of(128, torch.bfloat16), 8, 1, CUDA), 4, torch.bfloat16)
+    found = attention_of(KVCache(spec_of(128, torch.bfloat16), 8, 1, CUDA), 4, torch.bfloat16, PROBE_ROOM)
     assert not isinstance(found, TorchAttention), caplog.text
 
 

@@ -16,14 +16,15 @@ from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.last_tokens import Filling
 from baton.engine.model.rank_step import RankStep
 from baton.engine.model.shapes import cache_spec
+from baton.engine.model.table_rows import TableRoom
 from baton.engine.uploads import StepNumbers
 from baton.sampling import SamplingParams
 from tests.fakes.graphs import FakeCapture
 
-NUM_BLOCKS, MOST, LONGEST = 24, 3, 64
+NUM_BLOCKS, ROOM = 24, TableRoom(num_sequences=4, num_tokens=64)
 SHAPE: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": LONGEST,
+    "num_key_value_heads": 2, "max_position_embeddings": ROOM.num_tokens,
 }  # fmt: skip
 CPU = torch.device("cpu")
 
@@ -77,7 +78,7 @@ def replays_differ_by() -> tuple[float, list[int], list[int]]:
     caches[0].groups[0].normal_(generator=torch.Generator().manual_seed(1))
     caches[1].groups[0].copy_(caches[0].groups[0])
     capture, done = FakeCapture(), list[int]()
-    graphs = DecodeGraphs(model, KernelAttention(caches[1], 2, torch.float32), capture, MOST, LONGEST)
+    graphs = DecodeGraphs(model, KernelAttention(caches[1], 2, torch.float32, ROOM), capture)
     assert caches[1].groups[0].equal(caches[0].groups[0]), "a capture has written into a block"
     numbers, worst = StepNumbers(CPU), 0.0
     model.forward = None  # nobody may call it from here on but the reference, which has it from the class
@@ -126,8 +127,8 @@ def refusals() -> list[str]:
     looking.lm_head.register_forward_pre_hook(lambda module, args: args[0].sum().item() and None)
     for model in (dynamic, looking):
         cache = KVCache(cache_spec(model.config, 16, "float32", 1), NUM_BLOCKS, 8)
-        attention = KernelAttention(cache, 2, torch.float32)
-        assert graphs_of(model, attention, MOST, LONGEST, FakeCapture()) is None
+        attention = KernelAttention(cache, 2, torch.float32, ROOM)
+        assert graphs_of(model, attention, FakeCapture()) is None
     return words
 
 
@@ -150,5 +151,5 @@ def plans() -> dict[str, Any]:
     return {
         "sizes": sizes,
         "of": {name: graph_size(step, (1, 2, 4)) for name, step in steps.items()},
-        "numbers": padded_numbers([part_of(0, 7, 20), part_of(1, 8, 3)], 4).tolist(),
+        "numbers": padded_numbers([part_of(0, 7, 20), part_of(1, 8, 3)], [5, 2], 4).tolist(),
     }

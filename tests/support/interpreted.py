@@ -26,8 +26,11 @@ from baton.engine.model.attention_choice import TorchAttention
 from baton.engine.model.attention_step import Attention
 from baton.engine.model.kv_cache import KVCache, torch_dtype
 from baton.engine.model.rank_step import order_for_packing
+from baton.engine.model.table_rows import TableRoom
 from baton.engine.uploads import StepNumbers
 from baton.sampling import SamplingParams
+
+ROOM = TableRoom(num_sequences=8, num_tokens=2200)
 
 
 @contextmanager
@@ -106,7 +109,7 @@ def difference(case: Case) -> float:
     found = []
     ways: tuple[Attention, ...] = (
         TorchAttention(caches[0], case.sharing),
-        KernelAttention(caches[1], case.sharing, dtype),
+        KernelAttention(caches[1], case.sharing, dtype, ROOM),
     )
     for cache, way in zip(caches, ways, strict=True):
         step = way.step(parts, ignore_layer, StepNumbers(cache.device))
@@ -155,7 +158,7 @@ def far_block_is_found() -> bool:
     for cache, first in ((near, 0), (far, num_blocks - 2)):
         cache.groups[0][0, first : first + 2] = torch.linspace(-2, 2, 2 * group.row_numel).view(2, -1)
         part = part_of(0, case, case.lengths[0], [first + 1, first])
-        step = KernelAttention(cache, 1, torch.float32).step([part], ignore_layer, StepNumbers(cache.device))
+        step = KernelAttention(cache, 1, torch.float32, ROOM).step([part], ignore_layer, StepNumbers(cache.device))
         found.append(step.attend(0, *new, scaling=None, sliding_window=None))
         found.append(cache.groups[0][0, first : first + 2].clone())
     return found[0].equal(found[2]) and found[1].equal(found[3])
@@ -171,7 +174,7 @@ def padding_is_nobodys() -> bool:
     before = cache.groups[0].normal_().clone()
     new = WrittenTokens(torch.tensor([[0], [2], [0]]), torch.arange(3), torch.tensor([-1, 0, -1]))
     tiles = Tiles(torch.tensor([[0, 0, 1, -1], [1, 1, 1, 0], [2, 2, 1, -1]]), True, 16)
-    step = KernelStep(KernelAttention(cache, 2, torch.float32), (KernelIndex(new, (tiles,)),), ignore_layer)
+    step = KernelStep(KernelAttention(cache, 2, torch.float32, ROOM), (KernelIndex(new, (tiles,)),), ignore_layer)
     query, key, value = (torch.randn(heads, 3, 64) for heads in (4, 2, 2))
     out = step.attend(0, query, key, value, scaling=None, sliding_window=None)
     is_left = cache.groups[0][0, :2].equal(before[0, :2])

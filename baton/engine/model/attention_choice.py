@@ -13,10 +13,10 @@ import torch
 from baton.engine.core.kv_spec import KVSpec
 from baton.engine.core.runner import OnLayerDone, StepPart
 from baton.engine.model.attention import step_context
-from baton.engine.model.attention_probe import largest_difference, probe_cache
+from baton.engine.model.attention_probe import PROBE_ROOM, largest_difference, probe_cache
 from baton.engine.model.attention_step import Attention, AttentionStep
 from baton.engine.model.kv_cache import KVCache
-from baton.engine.model.shapes import longest_sequence
+from baton.engine.model.table_rows import TableRoom
 from baton.engine.uploads import StepNumbers
 from baton.errors import in_one_line
 
@@ -46,13 +46,14 @@ class TorchAttention:
         return step_context(self.cache, parts, self.num_sharing, on_layer_done, numbers)
 
 
-def attention_of(cache: KVCache, num_sharing: int, dtype: torch.dtype) -> Attention:
+def attention_of(cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom) -> Attention:
     """Returns the attention of a rank, and logs which and why.
 
     Args:
         cache: the rank's.
         num_sharing: query heads for each KV head.
         dtype: the type in which the model computes.
+        room: for the block tables of steps, where they stay on the device.
     """
     by_torch = TorchAttention(cache, num_sharing)
     if (reason := why_not_kernels(cache.spec, num_sharing, dtype, cache.device)) is not None:
@@ -61,9 +62,9 @@ def attention_of(cache: KVCache, num_sharing: int, dtype: torch.dtype) -> Attent
     try:
         from baton.engine.model.kernel_attention import KernelAttention
 
-        by_kernels = KernelAttention(cache, num_sharing, dtype)
+        by_kernels = KernelAttention(cache, num_sharing, dtype, room)
         probed = probe_cache(cache.spec, cache.device)
-        ways = (TorchAttention(probed, num_sharing), KernelAttention(probed, num_sharing, dtype))
+        ways = (TorchAttention(probed, num_sharing), KernelAttention(probed, num_sharing, dtype, PROBE_ROOM))
         difference = largest_difference(probed, num_sharing, dtype, ways)
     except Exception as error:  # a compiler's, a driver's
         logger.warning("attention is torch's own: the kernels do not run here: %s", in_one_line(error))
@@ -87,7 +88,7 @@ def decode_graphs(model: Any, attention: Attention, engine: EngineConfig) -> Dec
         return None
     from baton.engine.model.decode_graphs import graphs_of
 
-    return graphs_of(model, attention, engine.max_num_seqs, longest_sequence(model.config, engine.max_model_len))
+    return graphs_of(model, attention)
 
 
 def why_not_kernels(spec: KVSpec, num_sharing: int, dtype: torch.dtype, device: torch.device) -> str | None:

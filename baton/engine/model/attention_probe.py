@@ -13,20 +13,23 @@ from baton.engine.core.kv_spec import KVSpec
 from baton.engine.core.runner import StepPart, ignore_layer
 from baton.engine.model.attention_step import Attention
 from baton.engine.model.kv_cache import KVCache
+from baton.engine.model.table_rows import TableRoom
 from baton.engine.uploads import StepNumbers
 from baton.sampling import SamplingParams
 
 PROBES = (((9, 0, 0), (70, 0, 130), (1, 0, 0), (1, 0, 300)), ((1, 3, 40), (1, 5, 250)))
 """Known tokens, drafts and computed tokens of the parts of each step: a prompt, a prefix hit, decodes of short and long
 contexts; drafts."""
-LONGEST, MOST_PARTS, WINDOW = 301, 4, 37
+PROBE_ROOM, WINDOW = TableRoom(num_sequences=4, num_tokens=301), 37
 _GREEDY = SamplingParams(temperature=0.0)
 
 
 def probe_cache(spec: KVSpec, device: torch.device) -> KVCache:
     """Makes a small cache with the heads of each layer group of another one, a layer each."""
     groups = tuple(replace(group, layers=(number,)) for number, group in enumerate(spec.groups))
-    num_blocks = MOST_PARTS * max(num_blocks_for(LONGEST, group.block_size) for group in groups)
+    num_blocks = PROBE_ROOM.num_sequences * max(
+        num_blocks_for(PROBE_ROOM.num_tokens, group.block_size) for group in groups
+    )
     return KVCache(KVSpec(groups), num_blocks, 1, device)
 
 
@@ -77,7 +80,7 @@ def _part(cache: KVCache, number: int, num_known: int, num_drafts: int, num_comp
     end = num_computed + num_known + num_drafts
     tables = []
     for group in cache.spec.groups:
-        each = cache.num_blocks // MOST_PARTS
+        each = cache.num_blocks // PROBE_ROOM.num_sequences
         tables.append(tuple(range(number * each, number * each + num_blocks_for(end, group.block_size))))
     return StepPart(
         sequence_key=number,

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one launch in place of a thousand.
 
 A graph does over and over what was launched once while it was captured, with the same memory. So all that a step
-differs in lies in buffers of the graph: the tokens, their positions, and what the kernels want to know of them. There
-are graphs for a few numbers of sequences; the rows of one that are too many are nobody's (`kernels`): they write no KV,
+differs in lies in buffers of the graph: the tokens, their positions, and what the kernels want to know of them; the
+block tables are where all steps have them. There are graphs for a few numbers of sequences; the rows of one that are too many are nobody's (`kernels`): they write no KV,
 see no key, and their logits are left out. No block is kept for them.
 
 Steps of one token a sequence are graphs, whatever they sample by, since that comes behind them. Readers get one fence,
@@ -17,11 +17,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from baton.blocks import num_blocks_for
 from baton.engine.core.runner import OnLayerDone, StepPart, ignore_layer
-from baton.engine.model.attention import begun_blocks, blocks_of, report_written, set_step
+from baton.engine.model.attention import begun_blocks, report_written, set_step
 from baton.engine.model.attention_step import Attention
-from baton.engine.model.kernel_attention import KernelAttention, KernelIndex, KernelStep, padded_tables
+from baton.engine.model.kernel_attention import KernelAttention, KernelIndex, KernelStep
 from baton.engine.model.kernels import NUM_SHARES, Tiles, WrittenTokens
 from baton.engine.model.last_tokens import Filling
 from baton.engine.model.rank_step import RankStep
@@ -50,17 +49,20 @@ def graph_size(step: RankStep, sizes: Sequence[int]) -> int | None:
     return next((size for size in sizes if size >= len(step.parts)), None)
 
 
-def padded_numbers(parts: Sequence[StepPart], size: int) -> torch.Tensor:
+def padded_numbers(parts: Sequence[StepPart], rows: Sequence[int], size: int) -> torch.Tensor:
     """Returns what a graph of some size is given of a step, `[8, size]` on the CPU.
 
     Its rows are token ids, positions, and `rows` and `places` of `kernels`; the last four are its `tiles`.
+
+    Args:
+        rows: of the block tables, of each part.
     """
     padding = size - len(parts)
     token_ids = [part.token_ids[-1] for part in parts] + [0] * padding
     positions = [part.num_computed_tokens for part in parts]
     places = positions + [-1] * padding
-    rows = [*range(len(parts))] + [0] * padding
-    tiles = [number for place, token in enumerate(rows) for number in (token, place, 1, places[place])]
+    rows = [*rows, *[0] * padding]
+    tiles = [number for token, at in enumerate(zip(rows, places, strict=True)) for number in (at[0], token, 1, at[1])]
     return torch.tensor([*token_ids, *positions, *[0] * padding, *rows, *places, *tiles]).view(8, size)
 
 
@@ -112,19 +114,12 @@ class DecodeGraphs:
         model: transformers' model, with this rank's attention.
         attention: the rank's.
         capture: see `Capture`.
-        most: sequences of a step.
-        longest: tokens of a sequence.
     """
 
-    def __init__(self, model: Any, attention: KernelAttention, capture: Capture, most: int, longest: int) -> None:
+    def __init__(self, model: Any, attention: KernelAttention, capture: Capture) -> None:
         self._model, self._attention = model, attention
         self._cache = attention.cache
-        self.sizes = graph_sizes(most)
-        self._tables = [
-            torch.zeros(self.sizes[-1], num_blocks_for(longest, group.block_size), dtype=torch.int64)
-            .to(self._cache.device)
-            for group in self._cache.spec.groups
-        ]  # fmt: skip
+        self.sizes = graph_sizes(attention.rows.num_rows)
         self._graphs = {size: self._captured(size, capture) for size in reversed(self.sizes)}
 
     @torch.inference_mode()
@@ -140,16 +135,13 @@ class DecodeGraphs:
         if size is None:
             return None
         graph = self._graphs[size]
-        given = [(graph.numbers, numbers.put(padded_numbers(step.parts, size)))]
-        for number, group in enumerate(self._cache.spec.groups):
-            table = padded_tables([blocks_of(part, number, group) for part in step.parts])
-            given.append((self._tables[number][: table.shape[0], : table.shape[1]], numbers.put(table)))
+        rows = self._attention.rows.of(step.parts, numbers)
+        given = numbers.put(padded_numbers(step.parts, rows, size))
         to_clear = () if step.is_ready else begun_blocks(self._cache, step.parts)
         begun = [numbers.put(torch.tensor(blocks, dtype=torch.int64)) for blocks in to_clear]
         filling = None if filling is None else filling.put_by(numbers)
         numbers.send()
-        for there, new in given:
-            there.copy_(new)
+        graph.numbers.copy_(given)
         if filling is not None:
             filling.fill(graph.numbers[0])
         self._cache.clear_blocks(begun)
@@ -159,10 +151,10 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _captured(self, size: int, capture: Capture) -> _Graph:
-        numbers = padded_numbers([], size).to(self._cache.device)
+        numbers = padded_numbers([], [], size).to(self._cache.device)
         token_ids, positions, rows, places = numbers[:4]
         tiles = (Tiles(numbers[4:].view(size, 4), True, NUM_SHARES),)
-        indices = tuple(KernelIndex(WrittenTokens(table, rows, places), tiles) for table in self._tables)
+        indices = tuple(KernelIndex(WrittenTokens(table, rows, places), tiles) for table in self._attention.rows.tables)
 
         def run() -> torch.Tensor:
             set_step(KernelStep(self._attention, indices, ignore_layer))
@@ -175,16 +167,14 @@ class DecodeGraphs:
         return _Graph(numbers, logits, captured)
 
 
-def graphs_of(
-    model: Any, attention: Attention, most: int, longest: int, capture: Capture | None = None
-) -> DecodeGraphs | None:
+def graphs_of(model: Any, attention: Attention, capture: Capture | None = None) -> DecodeGraphs | None:
     """Returns a rank's graphs, and logs why there are none; arguments are those of `DecodeGraphs`."""
     assert isinstance(attention, KernelAttention)
     if (kind := model.config.rope_parameters["rope_type"]) in ("dynamic", "longrope"):
         logger.info("decode steps are no CUDA graphs: with RoPE of type %s the host looks at the positions", kind)
         return None
     try:
-        graphs = DecodeGraphs(model, attention, capture or CudaCapture(attention.cache.device), most, longest)
+        graphs = DecodeGraphs(model, attention, capture or CudaCapture(attention.cache.device))
     except Exception as error:  # the model's own code, which may look at what it computes
         logger.warning("decode steps are no CUDA graphs: one cannot be captured: %s", in_one_line(error))
         return None

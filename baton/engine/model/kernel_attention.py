@@ -15,7 +15,7 @@ import torch
 
 from baton.engine.core.kv_spec import LayerGroup
 from baton.engine.core.runner import OnLayerDone, StepPart
-from baton.engine.model.attention import blocks_of, report_written
+from baton.engine.model.attention import report_written
 from baton.engine.model.kernels import (
     WGMMA_CAPABILITY,
     HeadShape,
@@ -26,6 +26,7 @@ from baton.engine.model.kernels import (
     write_pages,
 )
 from baton.engine.model.kv_cache import KVCache
+from baton.engine.model.table_rows import TableRoom, TableRows
 from baton.engine.uploads import StepNumbers
 
 
@@ -79,29 +80,29 @@ class KernelAttention:
         cache: this rank's.
         num_sharing: query heads for each KV head.
         dtype: the type in which the model computes.
+        room: for the block tables of its steps.
+
+    Attributes:
+        rows: the block tables.
     """
 
-    def __init__(self, cache: KVCache, num_sharing: int, dtype: torch.dtype) -> None:
+    def __init__(self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom) -> None:
         self.cache = cache
-        self.shapes = tuple(_head_shape(group, num_sharing, dtype, _capability_of(cache.device)) for group in cache.spec.groups)
+        self.rows = TableRows(cache.spec, cache.device, room)
+        capability = _capability_of(cache.device)
+        self.shapes = tuple(_head_shape(group, num_sharing, dtype, capability) for group in cache.spec.groups)
 
     def step(self, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers) -> KernelStep:
         """See `Attention.step`."""
         counts = torch.tensor([len(part.token_ids) for part in parts])
-        rows = numbers.put(torch.arange(len(parts)).repeat_interleave(counts))
+        rows = self.rows.of(parts, numbers)
+        row_of_each = numbers.put(torch.tensor(rows).repeat_interleave(counts))
         places = numbers.put(torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts]))
         indices = []
-        for number, (group, shape) in enumerate(zip(self.cache.spec.groups, self.shapes, strict=True)):
-            tables = numbers.put(padded_tables([blocks_of(part, number, group) for part in parts]))
-            tiles = tuple(_tiles(parts, shape, numbers))
-            indices.append(KernelIndex(WrittenTokens(tables, rows, places), tiles))
+        for tables, shape in zip(self.rows.tables, self.shapes, strict=True):
+            tiles = tuple(_tiles(parts, rows, shape, numbers))
+            indices.append(KernelIndex(WrittenTokens(tables, row_of_each, places), tiles))
         return KernelStep(self, tuple(indices), on_layer_done)
-
-
-def padded_tables(tables: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Returns block tables as rows of one tensor, on the CPU, as long as the longest. Nobody reads what is behind."""
-    width = max(map(len, tables))
-    return torch.tensor([(*table, *[0] * (width - len(table))) for table in tables])
 
 
 def _capability_of(device: torch.device) -> int:
@@ -124,18 +125,27 @@ def _head_shape(group: LayerGroup, num_sharing: int, dtype: torch.dtype, capabil
     )
 
 
-def _tiles(parts: Sequence[StepPart], shape: HeadShape, numbers: StepNumbers) -> Iterator[Tiles]:
-    """Yields the tiles of the segments of a step, if it has any, and those of its decodes: see `attention`."""
+def _tiles(
+    parts: Sequence[StepPart], rows: Sequence[int], shape: HeadShape, numbers: StepNumbers
+) -> Iterator[Tiles]:
+    """Yields the tiles of the segments of a step, if it has any, and those of its decodes: see `attention`.
+
+    Args:
+        rows: of the block tables, of each part.
+    """
     num_segments = sum(part.num_known_tokens > 1 for part in parts)
     begin = 0
-    for first, alike, is_shared in ((0, parts[:num_segments], False), (num_segments, parts[num_segments:], True)):
+    for alike, their_rows, is_shared in (
+        (parts[:num_segments], rows[:num_segments], False),
+        (parts[num_segments:], rows[num_segments:], True),
+    ):
         if not alike:
             continue
         of_one_token = max(len(part.token_ids) for part in alike) == 1
         tiling = shape.tiling(of_one_token=of_one_token, is_shared=is_shared)
         most = 1 if of_one_token else tiling.rows // shape.num_sharing
         tiles, end = [], begin
-        for row, part in enumerate(alike, start=first):
+        for row, part in zip(their_rows, alike, strict=True):
             for done in range(0, len(part.token_ids), most):
                 count = min(most, len(part.token_ids) - done)
                 tiles.append((row, end + done, count, part.num_computed_tokens + done))

@@ -25,7 +25,8 @@ from baton.engine.model.attention_choice import attention_of, decode_graphs
 from baton.engine.model.kv_cache import KVCache, torch_dtype
 from baton.engine.model.last_tokens import Filling
 from baton.engine.model.rank_step import RankStep
-from baton.engine.model.shapes import arithmetic_dtype
+from baton.engine.model.shapes import arithmetic_dtype, longest_sequence
+from baton.engine.model.table_rows import TableRoom
 from baton.engine.uploads import StepNumbers
 from baton.errors import ModelLoadError, in_one_line
 from baton.model_files import require_runnable
@@ -98,7 +99,8 @@ class ModelRank:
         num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.cache = cache
         self._graphs: DecodeGraphs | None = None  # those of the cache before give their memory back first
-        self._attention = attention_of(cache, config.num_attention_heads // num_kv_heads, self.model.dtype)
+        room = TableRoom(self._engine.max_num_seqs, longest_sequence(config, self._engine.max_model_len))
+        self._attention = attention_of(cache, config.num_attention_heads // num_kv_heads, self.model.dtype, room)
         self._graphs = decode_graphs(self.model, self._attention, self._engine)
 
     @torch.inference_mode()

@@ -18,9 +18,11 @@ from baton.engine.model import attention_choice
 from baton.engine.model.attention_choice import TorchAttention, attention_of, why_not_kernels
 from baton.engine.model.attention_step import AttentionStep
 from baton.engine.model.kv_cache import KVCache
+from baton.engine.model.table_rows import TableRoom
 from baton.engine.uploads import StepNumbers
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+ROOM = TableRoom(num_sequences=2, num_tokens=64)
 
 
 def spec_of(dim: int = 64, dtype: str = "float32") -> KVSpec:
@@ -65,7 +67,7 @@ def test_what_is_missing_is_named(on_gpu: pytest.MonkeyPatch) -> None:
 
 def test_a_cpu_has_torchs_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert isinstance(attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32), TorchAttention)
+    assert isinstance(attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM), TorchAttention)
     assert "attention is torch's own: the device is no NVIDIA GPU" in caplog.text
 
 
@@ -74,7 +76,7 @@ class Off(TorchAttention):
 
     factor = 1.0
 
-    def __init__(self, cache: KVCache, num_sharing: int, dtype: torch.dtype) -> None:
+    def __init__(self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom) -> None:
         super().__init__(cache, num_sharing)
 
     def step(self, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers) -> AttentionStep:
@@ -107,7 +109,7 @@ def test_kernels_are_taken_where_they_prove_right(
     kernels.KernelAttention = type("Scaled", (Off,), {"factor": factor})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "baton.engine.model.kernel_attention", kernels)
     monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)
-    found = attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32)
+    found = attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM)
     assert isinstance(found, Off) == is_taken
     assert words in caplog.text
 
@@ -117,5 +119,5 @@ def test_kernels_that_do_not_run_are_left(monkeypatch: pytest.MonkeyPatch, caplo
     kernels.KernelAttention = Failing  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "baton.engine.model.kernel_attention", kernels)
     monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)
-    assert type(attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32)) is TorchAttention
+    assert type(attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM)) is TorchAttention
     assert "the kernels do not run here: RuntimeError: no C compiler" in caplog.text

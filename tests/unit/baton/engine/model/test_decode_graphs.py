@@ -32,8 +32,8 @@ def test_a_step_has_the_smallest_graph_that_holds_it(interpreter: Executor) -> N
     assert {name: size for name, size in planned["of"].items() if size} == {"one": 1, "three": 4}
     token_ids, positions, rows, places, *tiles = planned["numbers"]
     assert (token_ids, positions) == ([7, 8, 0, 0], [20, 3, 0, 0])
-    assert (rows, places) == ([0, 1, 0, 0], [20, 3, -1, -1])
-    assert tiles == [[0, 0, 1, 20], [1, 1, 1, 3], [0, 2, 1, -1], [0, 3, 1, -1]]
+    assert (rows, places) == ([5, 2, 0, 0], [20, 3, -1, -1])
+    assert tiles == [[5, 0, 1, 20], [2, 1, 1, 3], [0, 2, 1, -1], [0, 3, 1, -1]]
 
 
 def test_replays_compute_what_torch_computes(interpreter: Executor) -> None:

@@ -1,0 +1,126 @@
+"""The block tables of sequences, on the device for as long as they take part in steps.
+
+    tables   [rows, blocks], one for each layer group        row: the blocks of one sequence, in order
+    a step   gives the rows of its sequences, and of their tables what does not stand there yet
+
+A sequence keeps its row from step to step; who has not been in a step for longest gives its own to a new one. What a row
+holds is known, whosever it was: only what differs from that is sent, of a sequence that goes on a block now and then. So
+it does not matter why a table is another one: blocks that were added, replaced or given back, a preemption, a key that
+is used again. The engine makes no new tuple of a table that stays, so most are not even looked at.
+
+Kernels find a row by its number, and the tables stay where they are: what was captured with them reads what is there. A
+step that is launched while another one runs changes them behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from baton.blocks import num_blocks_for
+from baton.engine.core.kv_spec import EMPTY_PLACE, BlockTables, KVSpec
+from baton.engine.core.runner import StepPart
+from baton.engine.uploads import StepNumbers
+
+
+class TableRoom(NamedTuple):
+    """The most that block tables hold."""
+
+    num_sequences: int
+    """Sequences of a step."""
+    num_tokens: int
+    """Tokens of a sequence."""
+
+
+@dataclass(slots=True)
+class _Row:
+    number: int
+    held: BlockTables
+    """What stands in it, but for the empty places, and what is longer than any sequence may be."""
+    last_step: int = 0
+    """The step that read it last."""
+
+
+class TableRows:
+    """The rows of a rank's block tables.
+
+    Args:
+        spec: of its cache.
+        device: where the tables are.
+        room: for how much.
+
+    Attributes:
+        num_rows: sequences that have one, at most.
+        tables: one for each layer group, `[rows, blocks]`, in int64.
+    """
+
+    def __init__(self, spec: KVSpec, device: torch.device, room: TableRoom) -> None:
+        shapes = [(room.num_sequences, num_blocks_for(room.num_tokens, group.block_size)) for group in spec.groups]
+        self.num_rows = room.num_sequences
+        self._all = torch.zeros(sum(map(math.prod, shapes)), dtype=torch.int64, device=device)
+        pieces = self._all.split([math.prod(shape) for shape in shapes])
+        self.tables = tuple(piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+        self._places = [(table.storage_offset(), table.shape[1]) for table in self.tables]
+        """Where each table begins in all of them, and the length of its rows."""
+        self._rows: OrderedDict[int, _Row] = OrderedDict()
+        """By sequence key; who was in a step last comes last."""
+        self._num_steps = 0
+
+    def of(self, parts: Sequence[StepPart], numbers: StepNumbers) -> list[int]:
+        """Returns the row of each part of a step. Its table stands there in what is asked after the numbers are sent.
+
+        Args:
+            parts: of no more sequences than there is room for, one each.
+            numbers: the step's.
+        """
+        rows, changed, found = self._rows, list[tuple[_Row, BlockTables]](), list[int]()
+        self._num_steps += 1
+        for part in parts:  # before anybody gives its row away
+            if part.sequence_key in rows:
+                rows.move_to_end(part.sequence_key)
+        for part in parts:
+            row = rows.get(part.sequence_key) or self._new(part.sequence_key)
+            assert row.last_step < self._num_steps, "a step has two parts of a sequence, or more than there are rows"
+            row.last_step = self._num_steps
+            if row.held is not part.block_ids:
+                changed.append((row, part.block_ids))
+            found.append(row.number)
+        self._change(changed, numbers)
+        return found
+
+    def _new(self, sequence_key: int) -> _Row:
+        if len(self._rows) < self.num_rows:
+            row = _Row(len(self._rows), ((),) * len(self.tables))
+        else:
+            _, row = self._rows.popitem(last=False)
+        self._rows[sequence_key] = row
+        return row
+
+    def _change(self, changed: Sequence[tuple[_Row, BlockTables]], numbers: StepNumbers) -> None:
+        places, blocks = list[int](), list[int]()
+        for row, tables in changed:
+            for group, (begin, width) in enumerate(self._places):
+                held, table = row.held[group], tables[group]
+                if held is not table:
+                    first, new = begin + row.number * width, _differing(held, table, width)
+                    places += [first + place for place in new]
+                    blocks += [table[place] for place in new]
+        if places:
+            numbers.replace(self._all, torch.tensor([places, blocks]))
+        for row, tables in changed:  # not before: what could not be put does not stand there
+            row.held = tables
+
+
+def _differing(held: tuple[int, ...], table: tuple[int, ...], width: int) -> list[int]:
+    """Returns the places below `width` in which a table has a block that does not stand there."""
+    end = min(len(table), width)
+    common = min(len(held), end)
+    new: Sequence[int] = range(common, end)
+    if held[:common] != table[:common]:
+        new = [place for place in range(end) if place >= common or table[place] != held[place]]
+    return [place for place in new if table[place] != EMPTY_PLACE]
