@@ -71,17 +71,20 @@ class GroupPool:
         ]
         return (*found, *([] for _ in self._state_pools))
 
-    def register(self, table: Sequence[int], group: int, first: int, keys: Sequence[bytes]) -> list[int]:
+    def register(self, table: tuple[int, ...], group: int, first: int, keys: Sequence[bytes]) -> tuple[int, ...]:
         """Names the blocks of a group's table from place `first` on, now full, by the keys of all its blocks.
 
         Returns:
-            The table to use from now on; see `BlockPool.register`.
+            The table to use from now on: the same tuple, unless a block is another one; see `BlockPool.register`.
         """
-        pool, table = self.pools[group], list(table)
-        for place in range(first, len(keys)):
-            if table[place] != EMPTY_PLACE:
-                table[place] = pool.register(table[place], keys[place])
-        return table
+        pool, full = self.pools[group], table[first : len(keys)]
+        found = tuple(
+            [
+                block if block == EMPTY_PLACE else pool.register(block, key)
+                for block, key in zip(full, keys[first:], strict=True)
+            ]
+        )
+        return table if found == full else (*table[:first], *found, *table[len(keys) :])
 
     def keys_of(self, keys: Sequence[bytes], group: int) -> Sequence[bytes]:
         """Returns those of a chain of keys that name blocks of a group."""

@@ -68,13 +68,15 @@ class SequenceBlocks:
         if num_full <= sequence.num_registered_keys or not pool.caches_prefixes:
             return
         keys = self._keys(sequence, num_full)[:num_full]
-        tables = list(sequence.block_ids)
+        tables, is_same = list(sequence.block_ids), True
         for group, size in enumerate(pool.block_sizes):
             first = sequence.num_registered_keys * pool.key_tokens // size
             group_keys = pool.keys_of(keys, group)
             if first < len(group_keys):
-                tables[group] = tuple(pool.register(tables[group], group, first, group_keys))
-        sequence.block_ids = tuple(tables)
+                tables[group] = pool.register(tables[group], group, first, group_keys)
+                is_same = is_same and tables[group] is sequence.block_ids[group]
+        if not is_same:
+            sequence.block_ids = tuple(tables)
         sequence.num_registered_keys = num_full
 
     def num_present_tokens(self, sequence: Sequence) -> int:

@@ -125,9 +125,7 @@ def _head_shape(group: LayerGroup, num_sharing: int, dtype: torch.dtype, capabil
     )
 
 
-def _tiles(
-    parts: Sequence[StepPart], rows: Sequence[int], shape: HeadShape, numbers: StepNumbers
-) -> Iterator[Tiles]:
+def _tiles(parts: Sequence[StepPart], rows: Sequence[int], shape: HeadShape, numbers: StepNumbers) -> Iterator[Tiles]:
     """Yields the tiles of the segments of a step, if it has any, and those of its decodes: see `attention`.
 
     Args:

@@ -7,9 +7,11 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +35,8 @@ MODEL = Path(tempfile.gettempdir()) / "baton-first-hour-8b"
 NUM_WARM, NUM_STEPS = 4, 24
 ATTENTION = ("attend", "combine", "flash", "fmha", "attention", "cutlassF")
 """Parts of the names of kernels that attend."""
+MARK = "spin_kernel"
+"""The kernel that `torch.cuda._sleep` launches."""
 
 
 def _median_s(job: Any, times: int = 10) -> float:
@@ -165,55 +169,128 @@ def decode(case: str) -> Found:
         engine.add(spec_of(f"s{number}", prompt, num_tokens), Purpose.GENERATE, now=0.0)
     while any(sequence.num_computed_tokens < length for sequence in engine.sequences.values()):
         _step(engine)
+    steps = StepsAhead(engine)
     for _ in range(NUM_WARM):
-        _step(engine)
-    synchronize()
-    times = []
+        steps.next()
+    steps.host.clear()
+    began = time.perf_counter()
     for _ in range(NUM_STEPS):
-        began = time.perf_counter()
-        _step(engine)
-        times.append(time.perf_counter() - began)
-    step_s = statistics.median(times)
+        steps.next()
+    step_s = (time.perf_counter() - began) / NUM_STEPS
     kv_bytes = _kv_bytes(batch * (length + NUM_STEPS))
     share = (2 * _num_weights() + kv_bytes) / bandwidth() / step_s
     figures: dict[str, Any] = {"step_ms": round(step_s * 1e3, 3), "tokens_s": round(batch / step_s)}
-    figures |= {"roofline_share": round(share, 3)}
+    figures |= {"roofline_share": round(share, 3), "ahead": f"{steps.num_ahead} of {NUM_WARM + NUM_STEPS}"}
+    figures["host_us"] = {name: round(us / NUM_STEPS) for name, us in steps.host.items()}
     if is_rehearsal():
-        return judged(True, **figures)
-    figures |= _breakdown(engine, kv_bytes)
+        return judged(steps.num_ahead == NUM_WARM + NUM_STEPS, "steps were not planned ahead", **figures)
+    figures |= _breakdown(steps, kv_bytes)
     is_right = share >= 0.8 and figures["gap_us"] < 100 and (length < 4096 or figures["attention_share"] >= 0.6)
     return judged(is_right, "below the roofline, or the host holds steps up", **figures)
 
 
-def _breakdown(engine: Any, kv_bytes: int) -> dict[str, Any]:
+class StepsAhead:
+    """Steps of an engine, each launched before what came of the one before it is read: as a worker's that plans ahead.
+
+    Attributes:
+        num_ahead: steps that were.
+        host: microseconds that each thing the host does has taken, `wait` being for the device.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.num_ahead = 0
+        self.host: Counter[str] = Counter()
+        self._step = engine.schedule(0.0)[0]
+        self._launched = engine.runner.launch(self._step)
+
+    def next(self, *, is_marked: bool = False) -> None:
+        """Launches the next step, and reads the one before it.
+
+        Args:
+            is_marked: whether the device is given a kernel between the two that does nothing.
+        """
+        engine = self._engine
+        scheduled = self._timed("schedule", engine.schedule_ahead, self._step, 0.0)
+        if scheduled is not None:
+            self.num_ahead += 1
+            following = scheduled[0], self._launch(scheduled[0], is_marked)
+        output = self._timed("wait", self._launched.collect)
+        self._timed("commit", engine.commit, self._step, output, 0.0)
+        if scheduled is None:
+            step = engine.schedule(0.0)[0]
+            following = step, self._launch(step, is_marked)
+        self._step, self._launched = following
+
+    def _launch(self, step: Any, is_marked: bool) -> Any:
+        if is_marked:
+            torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+        return self._timed("launch", self._engine.runner.launch, step)
+
+    def _timed(self, name: str, job: Any, *args: Any) -> Any:
+        began = time.perf_counter()
+        found = job(*args)
+        self.host[name] += round((time.perf_counter() - began) * 1e6)
+        return found
+
+
+class Span(NamedTuple):
+    """A kernel or a copy, in microseconds."""
+
+    start: float
+    end: float
+    name: str
+
+
+def _breakdown(steps: StepsAhead, kv_bytes: int) -> dict[str, Any]:
     """Kernels of some steps, and the time in which none ran."""
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    num_steps = NUM_STEPS // 2
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(num_steps):
-            _step(engine)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(NUM_STEPS // 2):
+            steps.next(is_marked=True)
         synchronize()
     spans = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
+        Span(event.time_range.start, event.time_range.end, event.name)
         for event in profile.events()
         if event.device_type.name == "CUDA"
     )
-    busy_us, idle_us, attending_us, last = 0.0, 0.0, 0.0, spans[0][0]
+    return figures_of(spans, kv_bytes / bandwidth())
+
+
+def figures_of(spans: Sequence[Span], reading_s: float) -> dict[str, Any]:
+    """What spans of several steps, with a mark before each, say of one of them.
+
+    Args:
+        spans: in the order in which they start.
+        reading_s: what the device takes to read the KV of a step.
+    """
+    marks = [place for place, span in enumerate(spans) if MARK in span.name]
+    by_step = [spans[begin + 1 : end] for begin, end in pairwise([*marks, len(spans)])]
+    gaps = [
+        spans[mark + 1].start - spans[mark - 1].end - (spans[mark].end - spans[mark].start)
+        for mark in marks
+        if 0 < mark < len(spans) - 1
+    ]
+    busy_us, idle_us, attending_us = 0.0, 0.0, 0.0
     by_name: Counter[str] = Counter()
-    for start, end, name in spans:
-        by_name[name[:70]] += end - start
-        idle_us += max(0.0, start - last)
-        busy_us += max(0.0, end - max(start, last))
-        attending_us += (end - start) if any(part in name for part in ATTENTION) else 0.0
-        last = max(last, end)
-    attention_s = max(attending_us, 1e-3) / num_steps / 1e6
+    for step in by_step:
+        last = step[0].start
+        for start, end, name in step:
+            by_name[name[:70]] += end - start
+            idle_us += max(0.0, start - last)
+            busy_us += max(0.0, end - max(start, last))
+            attending_us += (end - start) if any(part in name for part in ATTENTION) else 0.0
+            last = max(last, end)
+    number = len(by_step)
+    attention_s = max(attending_us, 1e-3) / number / 1e6
     return {
-        "kernels_a_step": len(spans) // num_steps,
-        "kernels_ms": round(busy_us / num_steps / 1e3, 3),
-        "gap_us": round(idle_us / num_steps, 1),
+        "kernels_a_step": sum(map(len, by_step)) // number,
+        "kernels_ms": round(busy_us / number / 1e3, 3),
+        "gap_us": round(statistics.median(gaps), 1),
+        "longest_gap_us": round(max(gaps), 1),
+        "idle_in_step_us": round(idle_us / number, 1),
         "attention_ms": round(attention_s * 1e3, 3),
-        "attention_share": round(kv_bytes / bandwidth() / attention_s, 3),
-        "longest_ms": {name: round(us / num_steps / 1e3, 3) for name, us in by_name.most_common(8)},
+        "attention_share": round(reading_s / attention_s, 3),
+        "longest_ms": {name: round(us / number / 1e3, 3) for name, us in by_name.most_common(8)},
     }
 
 

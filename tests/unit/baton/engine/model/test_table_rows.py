@@ -127,7 +127,7 @@ class Sequences:
 
     def copy(self, key: int) -> None:
         """The same blocks, in another tuple."""
-        self.tables[key] = tuple(tuple(list(table)) for table in self.tables[key])
+        self.tables[key] = tuple((*table,) for table in self.tables[key])
 
     def end(self, key: int) -> None:
         del self.tables[key]
@@ -173,7 +173,7 @@ def test_what_stands_there_is_not_sent_again(numbers: StepNumbers, put: list[int
         ({0: first, 1: second}, 7),
         ({0: first, 1: second}, 0),
         ({1: second}, 0),
-        ({1: tuple(tuple(list(each)) for each in second)}, 0),
+        ({1: tuple((*each,) for each in second)}, 0),
         ({0: more, 1: second}, 1),
         ({1: other, 0: more}, 1),
         ({2: more}, 5),
