@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from baton.engine.model import kernels
+from baton.engine.model import fused_kernels, kernels
 
 SEEN_BY_THE_HOST = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "_unique2", "equal"})
 
@@ -40,17 +40,20 @@ class FakeCapture:
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[FakeGraph, torch.Tensor]:
         graph = FakeGraph()
         self.graphs.append(graph)
-        launch = kernels._launch
-
-        def launched(*args: Any, **options: Any) -> None:
-            graph.jobs.append(lambda: launch(*args, **options))
-
         with pytest.MonkeyPatch.context() as patch, _Recording(graph):
-            patch.setattr(kernels, "_launch", launched)
+            for module in (kernels, fused_kernels):
+                patch.setattr(module, "_launch", _kept(graph, module._launch))
             found = run()
         with torch.inference_mode():
             found.fill_(torch.nan)
         return graph, found
+
+
+def _kept(graph: FakeGraph, launch: Callable[..., None]) -> Callable[..., None]:
+    def launched(*args: Any, **options: Any) -> None:
+        graph.jobs.append(lambda: launch(*args, **options))
+
+    return launched
 
 
 class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -14,6 +14,8 @@ FLOATS = {"peaks", "sums", "shares"}
 WHOLE = {"tables", "rows", "places", "tiles"}
 ALIGNED = {"query", "key", "value", "pages", "out", "shares", "peaks", "sums"}
 """Pointers that torch gives, and the strides of queries, K and V: multiples of 16."""
+FUSED = {"x", "more", "weight", "total", "heads", "cos", "sin", "joined"}
+"""Pointers of the fused kernels, which torch gives, too."""
 
 
 class Compiled(NamedTuple):
@@ -46,6 +48,23 @@ def spills(arch: int, dtype: str, dim: int, sharing: int) -> dict[str, Compiled]
     return found
 
 
+def fused_spills(arch: int, dtype: str, length: int, dim: int) -> dict[str, Compiled]:
+    """What each fused kernel needs, compiled as it is launched: for rows so long, and heads of so many dimensions."""
+    from baton.engine.model import fused_kernels as kernels
+
+    found = {}
+    for name, kernel, constants in (
+        ("norm", kernels.norm, {"ROW": length, "HEAD": 0, **kernels.row_of(length)}),
+        ("norm of heads", kernels.norm, {"ROW": 48 * dim, "HEAD": dim, **kernels.row_of(dim)}),
+        ("sum and norm", kernels.add_norm, kernels.row_of(length)),
+        ("rotate", kernels.rotate, kernels.turn_of(48 * dim, dim, 40, dim // 2)),
+        ("gate", kernels.gate, {"LENGTH": length, "PIECE": kernels.PIECE}),
+    ):
+        options = {"num_warps": constants.pop("num_warps", 4)}
+        found[name] = _compiled(kernel, arch, dtype, constants, options)
+    return found
+
+
 def _compiled(kernel: Any, arch: int, dtype: str, constants: dict[str, int], options: dict[str, int]) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -57,7 +76,7 @@ def _compiled(kernel: Any, arch: int, dtype: str, constants: dict[str, int], opt
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if name in ALIGNED or name.endswith(("_head", "_token"))
+        if name in ALIGNED | FUSED or name.endswith(("_head", "_token"))
     }
     source = ASTSource(kernel, signature, constants, aligned)
     found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
@@ -78,6 +97,6 @@ def _type_of(name: str, dtype: str, constants: dict[str, int]) -> str:
         return "*fp32"
     if name in WHOLE:
         return "*i64"
-    if name in ("query", "key", "value", "out", "pages"):
+    if name in ("query", "key", "value", "out", "pages") or name in FUSED:
         return f"*{dtype}"
-    return "fp32" if name == "scale" else "i32"
+    return "fp32" if name in ("scale", "eps") else "i32"

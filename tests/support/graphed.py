@@ -20,6 +20,7 @@ from baton.engine.model.table_rows import TableRoom
 from baton.engine.uploads import StepNumbers
 from baton.sampling import SamplingParams
 from tests.fakes.graphs import FakeCapture
+from tests.support.fusing import fuse_here
 
 NUM_BLOCKS, ROOM = 24, TableRoom(num_sequences=4, num_tokens=64)
 SHAPE: dict[str, Any] = {
@@ -65,14 +66,16 @@ STEPS = [
 ]
 
 
-def replays_differ_by() -> tuple[float, list[int], list[int]]:
+def replays_differ_by(*, is_fused: bool = False) -> tuple[float, list[int], list[int]]:
     """Returns by how much logits and KV of steps one after the other differ at most; replays of each graph, from the
     largest; and which layers were reported to readers.
     """
     from baton.engine.model.decode_graphs import DecodeGraphs
     from baton.engine.model.kernel_attention import KernelAttention
 
-    model = model_of()
+    model, reference = model_of(), model_of()
+    if is_fused:
+        assert "2 FusedLayer" in fuse_here(model)[0]
     spec: KVSpec = cache_spec(model.config, 16, "float32", 1)
     caches = [KVCache(spec, NUM_BLOCKS, 8) for _ in range(2)]
     caches[0].groups[0].normal_(generator=torch.Generator().manual_seed(1))
@@ -81,9 +84,9 @@ def replays_differ_by() -> tuple[float, list[int], list[int]]:
     graphs = DecodeGraphs(model, KernelAttention(caches[1], 2, torch.float32, ROOM), capture)
     assert caches[1].groups[0].equal(caches[0].groups[0]), "a capture has written into a block"
     numbers, worst = StepNumbers(CPU), 0.0
-    model.forward = None  # nobody may call it from here on but the reference, which has it from the class
+    model.forward = None  # nobody may call it from here on
     for step in STEPS:
-        expected = _by_torch(model, caches[0], step)
+        expected = _by_torch(reference, caches[0], step)
         filling = Filling(torch.tensor([0]), torch.tensor([1]), torch.tensor([0, step.parts[0].token_ids[0]]))
         hidden = RankStep([step.parts[0]._replace(token_ids=(-1,)), *step.parts[1:]], step.sampling)
         found = graphs.compute(hidden, _noting(done), filling, numbers)
@@ -105,9 +108,7 @@ def _by_torch(model: Any, cache: KVCache, step: RankStep) -> torch.Tensor:
     set_step(TorchAttention(cache, 2).step(step.parts, ignore_layer, StepNumbers(CPU)))
     token_ids = torch.tensor([[part.token_ids[0] for part in step.parts]])
     positions = torch.tensor([[part.num_computed_tokens for part in step.parts]])
-    found: torch.Tensor = type(model).forward(
-        model, input_ids=token_ids, position_ids=positions, use_cache=False
-    ).logits[0]  # fmt: skip
+    found: torch.Tensor = model(input_ids=token_ids, position_ids=positions, use_cache=False).logits[0]
     return found
 
 

@@ -38,3 +38,11 @@ def test_no_register_is_spilled(case: tuple[str, int, int], arch: int, compiler:
     for name, found in compiler.submit(compiled.spills, arch, *case).result().items():
         assert found.spilled_bytes == 0, name
         assert found.shared_bytes < SHARED_BYTES[arch], name
+
+
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+@pytest.mark.parametrize("case", [("bfloat16", 4096, 128), ("float32", 16384, 256), ("float16", 896, 80)], ids=str)
+def test_no_register_of_a_fused_kernel_is_spilled(case: tuple[str, int, int], arch: int, compiler: Executor) -> None:
+    for name, found in compiler.submit(compiled.fused_spills, arch, *case).result().items():
+        assert found.spilled_bytes == 0, name
+        assert found.shared_bytes < SHARED_BYTES[arch], name

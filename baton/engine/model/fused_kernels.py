@@ -1,0 +1,180 @@
+"""Triton kernels for what stands between a layer's matrix products and its attention, and how they are launched.
+
+Transformers computes each of these by several operations, every one a kernel that reads and writes all of it again.
+The numbers are the same but for the order of a sum, since what is rounded there is rounded here. Imports Triton: only
+`fused_modules` does.
+
+A program computes a row, or a piece of one, in an order that depends on the row's length alone: what a token comes to
+has nothing to do with what is computed beside it. All lengths and strides are constants of a model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+LONGEST_ROW = 16384
+"""Elements that a row of `norm` may have."""
+PIECE = 1024
+"""Elements that a program of `gate` computes."""
+HEADS = 8
+"""Heads that a program of `rotate` turns."""
+
+
+@triton.jit
+def _normed(row, weight, eps, LENGTH: tl.constexpr, INNER: tl.constexpr):
+    """Returns a row of float32 over its root mean square, times the weight, rounded to a type in between."""
+    scale = tl.rsqrt(tl.sum(row * row, 0) / LENGTH + eps)
+    return (row * scale).to(INNER).to(tl.float32) * weight.to(tl.float32)
+
+
+@triton.jit
+def norm(
+    x, weight, out, eps, ROW: tl.constexpr, HEAD: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Norms each head of each row. The heads of a row are `HEAD` elements apart, the rows `ROW`; `out` may be `x`."""
+    begin = tl.program_id(0).to(tl.int64) * ROW + tl.program_id(1) * HEAD
+    place = tl.arange(0, WIDTH)
+    mask = place < LENGTH
+    row = tl.load(x + begin + place, mask=mask, other=0.0).to(tl.float32)
+    scaled = _normed(row, tl.load(weight + place, mask=mask, other=0.0), eps, LENGTH, x.dtype.element_ty)
+    tl.store(out + begin + place, scaled.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_norm(x, more, weight, total, out, eps, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
+    """Puts `x + more` into `total`, and its norm into `out`; all are `[rows, LENGTH]`."""
+    begin = tl.program_id(0).to(tl.int64) * LENGTH
+    place = tl.arange(0, WIDTH)
+    mask = place < LENGTH
+    row = tl.load(x + begin + place, mask=mask, other=0.0).to(tl.float32)
+    row = (row + tl.load(more + begin + place, mask=mask, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+    tl.store(total + begin + place, row, mask=mask)
+    weights = tl.load(weight + place, mask=mask, other=0.0)
+    scaled = _normed(row.to(tl.float32), weights, eps, LENGTH, x.dtype.element_ty)
+    tl.store(out + begin + place, scaled.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rotate(
+    heads, cos, sin, ROW: tl.constexpr, NUM: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    WIDTH: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Turns the first `2 * HALF` dimensions of the first `NUM` heads of each row, in place, each dimension of the first
+    half with the one that stands as far in the second; `cos` and `sin` are `[rows, 2 * HALF]`. The rest is left.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dim = tl.arange(0, WIDTH)
+    is_dim = dim < HALF
+    mask = (head < NUM)[:, None] & is_dim[None, :]
+    place = heads + row * ROW + head[:, None] * DIM + dim[None, :]
+    turn = row * (2 * HALF) + dim
+    first = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(place + HALF, mask=mask, other=0.0).to(tl.float32)
+    inner = cos.dtype.element_ty
+    one = _turned(first, -second, cos + turn, sin + turn, is_dim, inner)
+    other = _turned(second, first, cos + turn + HALF, sin + turn + HALF, is_dim, inner)
+    tl.store(place, one.to(heads.dtype.element_ty), mask=mask)
+    tl.store(place + HALF, other.to(heads.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _turned(along, across, cos, sin, is_dim, INNER: tl.constexpr):
+    cos = tl.load(cos, mask=is_dim, other=0.0).to(tl.float32)
+    sin = tl.load(sin, mask=is_dim, other=0.0).to(tl.float32)
+    along, across = (along * cos[None, :]).to(INNER), (across * sin[None, :]).to(INNER)
+    return along.to(tl.float32) + across.to(tl.float32)
+
+
+@triton.jit
+def gate(joined, out, LENGTH: tl.constexpr, PIECE: tl.constexpr):
+    """Puts `silu(first half) * second half` of each row of `joined`, `[rows, 2 * LENGTH]`, into `out`."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    mask = place < LENGTH
+    begin = joined + row * (2 * LENGTH) + place
+    opening = tl.load(begin, mask=mask, other=0.0).to(tl.float32)
+    passing = tl.load(begin + LENGTH, mask=mask, other=0.0).to(tl.float32)
+    opening = (opening / (1.0 + tl.exp(-opening))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * LENGTH + place, (opening * passing).to(out.dtype.element_ty), mask=mask)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Returns the norm of each row, `[..., length]`."""
+    x = x.contiguous()
+    out, length = torch.empty_like(x), x.shape[-1]
+    _launch(norm, (x.numel() // length, 1), (x, weight, out, eps), {"ROW": length, "HEAD": 0} | row_of(length))
+    return out
+
+
+def norm_heads(rows: torch.Tensor, weight: torch.Tensor, eps: float, first: int, num_heads: int) -> None:
+    """Norms some heads of each row in place, from one on.
+
+    Args:
+        rows: `[..., width]`, one behind the other; a head has as many elements as the weight.
+    """
+    dim, width = len(weight), rows.shape[-1]
+    heads = rows.view(-1, width)[:, first * dim :]
+    constants = {"ROW": width, "HEAD": dim} | row_of(dim)
+    _launch(norm, (len(heads), num_heads), (heads, weight, heads, eps), constants)
+
+
+def sum_and_norm(
+    x: torch.Tensor, more: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `x + more`, `[..., length]`, and its norm."""
+    x, more = x.contiguous(), more.contiguous()
+    total, out, length = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
+    _launch(add_norm, (x.numel() // length,), (x, more, weight, total, out, eps), row_of(length))
+    return total, out
+
+
+def rotate_heads(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: int, num_heads: int) -> None:
+    """Turns the first heads of each row in place.
+
+    Args:
+        rows: `[1, T, width]`, one behind the other.
+        cos: `[1, T, turned dimensions]`, in the rows' type or in float32, as `sin`.
+        dim: dimensions of a head.
+        num_heads: those that are turned.
+    """
+    width = rows.shape[-1]
+    grid = (rows.numel() // width, triton.cdiv(num_heads, HEADS))
+    constants = turn_of(width, dim, num_heads, cos.shape[-1] // 2)
+    _launch(rotate, grid, (rows, cos.contiguous(), sin.contiguous()), constants)
+
+
+def gated(joined: torch.Tensor) -> torch.Tensor:
+    """Returns the product of a gate's opening by SiLU and what passes it, which stand one behind the other in a row.
+
+    Args:
+        joined: `[..., 2 * length]`.
+
+    Returns:
+        `[..., length]`.
+    """
+    joined, length = joined.contiguous(), joined.shape[-1] // 2
+    out = joined.new_empty(*joined.shape[:-1], length)
+    grid = (out.numel() // length, triton.cdiv(length, PIECE))
+    _launch(gate, grid, (joined, out), {"LENGTH": length, "PIECE": PIECE})
+    return out
+
+
+def row_of(length: int) -> dict[str, int]:
+    """Returns how a kernel that computes a row at a time is compiled for such a row."""
+    width = triton.next_power_of_2(length)
+    return {"LENGTH": length, "WIDTH": width, "num_warps": max(1, min(16, width // 512))}
+
+
+def turn_of(width: int, dim: int, num_heads: int, half: int) -> dict[str, int]:
+    """Returns how `rotate` is compiled for such rows and heads."""
+    constants = {"ROW": width, "NUM": num_heads, "DIM": dim, "HALF": half}
+    return constants | {"WIDTH": triton.next_power_of_2(half), "HEADS": HEADS}
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    kernel[grid](*args, **constants)

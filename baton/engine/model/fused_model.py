@@ -1,0 +1,149 @@
+"""Parts of a loaded model that compute the same as transformers' own with fewer kernels, where they prove to.
+
+On a GPU a small kernel takes as long to begin as to compute, and a layer of transformers has some 45. So norms, rotary
+embeddings, gates and sums are by the project's own kernels (`fused_kernels`), and projections of the same input are one
+matrix product. A part is replaced in this model alone, and only where it computes the same from random numbers on this
+device; nothing of transformers is changed for other models of the process. On a CPU, and with several ranks, all stays
+transformers' own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from baton.engine.model.attention_choice import FLOATS, OLDEST
+from baton.engine.model.fused_probe import Draw
+from baton.errors import in_one_line
+
+logger = logging.getLogger(__name__)
+ALIGNMENT = 256
+"""Bytes, of which tensors in the same memory begin at multiples."""
+
+
+def fuse(model: nn.Module, num_ranks: int) -> None:
+    """Replaces what parts of a loaded model can be replaced, and logs which.
+
+    Args:
+        model: transformers' model, on the device on which it computes.
+        num_ranks: among which it is divided.
+    """
+    device, dtype = next((weight.device, weight.dtype) for weight in model.parameters())
+    if (reason := why_not_fused(device, dtype, num_ranks)) is not None:
+        logger.info("layers are computed by transformers' own modules: %s", reason)
+        return
+    fusing = None
+    try:
+        fusing = _Fusing(model, Draw(device, dtype))
+        fusing.run()
+    except Exception as error:  # a compiler's, a driver's
+        logger.warning("layers are computed by transformers' own modules: %s", in_one_line(error))
+    if fusing is not None and fusing.fused:
+        logger.info("by fused kernels: %s", ", ".join(f"{count} {name}" for name, count in fusing.fused.items()))
+    for name, reasons in fusing.kept.items() if fusing is not None else ():
+        logger.info("by transformers' own: %d %s, since %s", len(reasons), name, reasons[0])
+
+
+def why_not_fused(device: torch.device, dtype: torch.dtype, num_ranks: int) -> str | None:
+    """Returns why no part of a model can be replaced; None: parts can, if they prove to compute the same."""
+    if device.type != "cuda":
+        return "the device is no NVIDIA GPU"
+    if num_ranks > 1:
+        return "the model is divided among several ranks"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if str(dtype).removeprefix("torch.") not in FLOATS:
+        return f"the kernels do not know {dtype}"
+    if torch.cuda.get_device_capability(device) < OLDEST:
+        return "the GPU is older than the kernels are for"
+    return None
+
+
+class _Fusing:
+    """How far the replacement of a model's parts has come.
+
+    Args:
+        model: transformers' model.
+        draw: random numbers for it.
+    """
+
+    def __init__(self, model: nn.Module, draw: Draw) -> None:
+        self._model, self._draw = model, draw
+        self._moved = _Moved(draw.device)
+        owners = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+        self._tied = {weight for weight, num_owners in owners.items() if num_owners > 1}
+        self.fused: Counter[str] = Counter()
+        """Modules that were replaced, by what they are now."""
+        self.kept: dict[str, list[str]] = {}
+        """Why modules could not be, by what they are."""
+
+    @torch.no_grad()
+    def run(self) -> None:
+        from baton.engine.model import fused_parts as parts
+
+        for name, module in self._of_kind("Norm"):
+            self._put(name, module, parts.norm_of(module, self._draw))
+        rotary = next((module for _, module in self._of_kind("RotaryEmbedding")), None)
+        if rotary is not None:
+            for name, module in self._of_kind("Attention"):
+                self._put(name, module, parts.attention_of_layer(module, rotary, self._draw))
+        for name, module in self._of_kind("MLP"):
+            self._put(name, module, parts.perceptron_of(module, self._draw))
+        for name, module in self._of_kind("DecoderLayer"):
+            self._put(name, module, parts.layer_of(module, self._draw))
+
+    def _of_kind(self, kind: str) -> Iterator[tuple[str, nn.Module]]:
+        for name in [name for name, module in self._model.named_modules() if type(module).__name__.endswith(kind)]:
+            yield name, self._model.get_submodule(name)
+
+    def _put(self, name: str, module: nn.Module, found: nn.Module | str) -> None:
+        if isinstance(found, str) or any(id(weight) in self._tied for weight in module.parameters()):
+            reason = found if isinstance(found, str) else "its weights are others', too"
+            self.kept.setdefault(type(module).__name__, []).append(reason)
+            return
+        self._moved.merge(found)
+        parent, _, child = name.rpartition(".")
+        setattr(self._model.get_submodule(parent), child, found.eval())
+        self.fused[type(found).__name__] += 1
+
+
+class _Moved:
+    """Memory where a part's weights are while one matrix takes their place: no model is there twice.
+
+    All of a part's weights leave their places before any is given a new one. As they were loaded side by side, they
+    leave one hole, large enough for the larger matrices; were they merged one by one, smaller ones would stay empty.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def merge(self, part: nn.Module) -> None:
+        """Gives a part one matrix in place of each `Beside`."""
+        from baton.engine.model.fused_modules import Beside
+
+        besides = [(name, child) for name, child in part.named_children() if isinstance(child, Beside)]
+        if not besides:
+            return
+        self._take(list(part.parameters()))
+        for name, child in besides:
+            merged = child.merged()
+            setattr(part, name, merged)
+        begin, end = self._memory.data_ptr(), self._memory.data_ptr() + self._memory.numel()
+        for weight in part.parameters():
+            if begin <= weight.data_ptr() < end:
+                weight.data = weight.data.clone()
+
+    def _take(self, weights: list[nn.Parameter]) -> None:
+        sizes = [-(-weight.nbytes // ALIGNMENT) * ALIGNMENT for weight in weights]
+        if sum(sizes) > self._memory.numel():
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self._memory.device)
+        begin = 0
+        for weight, size in zip(weights, sizes, strict=True):
+            there = self._memory[begin : begin + weight.nbytes].view(weight.dtype).view(weight.shape)
+            weight.data = there.copy_(weight.data)
+            begin += size

@@ -1,0 +1,77 @@
+"""Whole tiny models with fused modules against the same without, and kernels against torch: see `interpreted`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from baton.engine.core.runner import ignore_layer
+from baton.engine.model.attention import ATTENTION_NAME, set_step
+from baton.engine.model.attention_choice import TorchAttention
+from baton.engine.model.kv_cache import KVCache, torch_dtype
+from baton.engine.model.shapes import cache_spec
+from baton.engine.uploads import StepNumbers
+from tests.support.fusing import fuse_here
+from tests.support.graphed import part_of
+
+CPU = torch.device("cpu")
+
+
+def model_of(config: Any, dtype: str = "float32") -> Any:
+    """A model of random weights, none of which is what another might be."""
+    torch.manual_seed(0)
+    config._attn_implementation = ATTENTION_NAME
+    model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype(dtype)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += torch.empty_like(parameter).uniform_(-0.5, 0.5)
+    return model
+
+
+class Fused(NamedTuple):
+    """What has become of a model."""
+
+    difference: float
+    """By how much its logits differ at most, over their largest."""
+    modules: dict[str, int]
+    """The modules that were replaced, by what they are now."""
+    words: list[str]
+    """What the log says."""
+    num_parameters: tuple[int, int]
+    """Before and after."""
+
+
+def whole(kind: str, values: dict[str, Any], dtype: str = "float32") -> Fused:
+    """Computes a prompt and decode steps before and after."""
+    model = model_of(AutoConfig.for_model(kind, **values), dtype)
+    expected, before = _logits(model, dtype), sum(weight.numel() for weight in model.parameters())
+    words = fuse_here(model)
+    found, after = _logits(model, dtype), sum(weight.numel() for weight in model.parameters())
+    difference = float(((found - expected).abs().max() / expected.abs().max()).nan_to_num(torch.inf))
+    names = Counter(type(module).__name__ for module in model.modules())
+    modules = {name: count for name, count in names.items() if name.startswith("Fused")}
+    return Fused(difference, modules, words, (before, after))
+
+
+@torch.inference_mode()
+def _logits(model: Any, dtype: str) -> torch.Tensor:
+    config = model.config
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    cache = KVCache(cache_spec(config, 16, dtype, 1), 24, 8)
+    for group in cache.groups:
+        group.normal_(generator=torch.Generator().manual_seed(1))
+    attention = TorchAttention(cache, config.num_attention_heads // num_kv_heads)
+    prompt = part_of(0, 7, 9)._replace(token_ids=(5, 6, 7, 8, 9, 10, 11), num_kv_tokens=(16,), is_decoding=False)
+    found = []
+    for parts in ([prompt], [part_of(1, 8, 0), part_of(2, 9, 15)]):
+        parts = [part._replace(block_ids=part.block_ids * len(cache.groups)) for part in parts]
+        parts = [part._replace(num_kv_tokens=part.num_kv_tokens * len(cache.groups)) for part in parts]
+        set_step(attention.step(parts, ignore_layer, StepNumbers(CPU)))
+        token_ids = torch.tensor([[token for part in parts for token in part.token_ids]])
+        positions = torch.cat([torch.arange(part.num_computed_tokens, part.end) for part in parts])[None]
+        found.append(model(input_ids=token_ids, position_ids=positions, use_cache=False).logits[0].float())
+    return torch.cat(found)
