@@ -20,7 +20,7 @@ from tests.support.graphed import part_of
 CPU = torch.device("cpu")
 
 
-def model_of(config: Any, dtype: str = "float32") -> Any:
+def model_of(config: Any, dtype: str = "float32", device: torch.device = CPU) -> Any:
     """A model of random weights, none of which is what another might be."""
     torch.manual_seed(0)
     config._attn_implementation = ATTENTION_NAME
@@ -29,7 +29,7 @@ def model_of(config: Any, dtype: str = "float32") -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += torch.empty_like(parameter).uniform_(-0.5, 0.5)
-    return model
+    return model.to(device)
 
 
 class Fused(NamedTuple):
@@ -45,9 +45,9 @@ class Fused(NamedTuple):
     """Before and after."""
 
 
-def whole(kind: str, values: dict[str, Any], dtype: str = "float32") -> Fused:
+def whole(kind: str, values: dict[str, Any], dtype: str = "float32", device: torch.device = CPU) -> Fused:
     """Computes a prompt and decode steps before and after."""
-    model = model_of(AutoConfig.for_model(kind, **values), dtype)
+    model = model_of(AutoConfig.for_model(kind, **values), dtype, device)
     expected, before = _logits(model, dtype), sum(weight.numel() for weight in model.parameters())
     words = fuse_here(model)
     found, after = _logits(model, dtype), sum(weight.numel() for weight in model.parameters())
@@ -61,17 +61,20 @@ def whole(kind: str, values: dict[str, Any], dtype: str = "float32") -> Fused:
 def _logits(model: Any, dtype: str) -> torch.Tensor:
     config = model.config
     num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    cache = KVCache(cache_spec(config, 16, dtype, 1), 24, 8)
+    cache = KVCache(cache_spec(config, 16, dtype, 1), 24, 8, model.device)
     for group in cache.groups:
-        group.normal_(generator=torch.Generator().manual_seed(1))
+        group.copy_(torch.randn(group.shape, generator=torch.Generator().manual_seed(1)))
     attention = TorchAttention(cache, config.num_attention_heads // num_kv_heads)
     prompt = part_of(0, 7, 9)._replace(token_ids=(5, 6, 7, 8, 9, 10, 11), num_kv_tokens=(16,), is_decoding=False)
     found = []
     for parts in ([prompt], [part_of(1, 8, 0), part_of(2, 9, 15)]):
         parts = [part._replace(block_ids=part.block_ids * len(cache.groups)) for part in parts]
         parts = [part._replace(num_kv_tokens=part.num_kv_tokens * len(cache.groups)) for part in parts]
-        set_step(attention.step(parts, ignore_layer, StepNumbers(CPU)))
+        numbers = StepNumbers(model.device)
+        set_step(attention.step(parts, ignore_layer, numbers))
+        numbers.send()
         token_ids = torch.tensor([[token for part in parts for token in part.token_ids]])
         positions = torch.cat([torch.arange(part.num_computed_tokens, part.end) for part in parts])[None]
-        found.append(model(input_ids=token_ids, position_ids=positions, use_cache=False).logits[0].float())
+        given = {"input_ids": token_ids.to(model.device), "position_ids": positions.to(model.device)}
+        found.append(model(**given, use_cache=False).logits[0].float())
     return torch.cat(found)

@@ -11,7 +11,7 @@ from baton.engine.model import fused_model
 
 
 def fuse_here(model: Any) -> list[str]:
-    """Fuses a model on a CPU, and returns what the log says."""
+    """Fuses a model, also on a CPU, and returns what the log says."""
     words: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: words.append(record.getMessage())  # type: ignore[method-assign]

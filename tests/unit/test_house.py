@@ -96,6 +96,9 @@ MANY_ARGUMENTS = {
     "attend",
     "combine",
     "_share_of",
+    "norm",
+    "add_norm",
+    "rotate",
 }
 """Functions that transformers calls; kernels; the two ends of a plan; commands, to which typer gives their
 options by name."""

@@ -75,18 +75,17 @@ def rotate(
     turn = row * (2 * HALF) + dim
     first = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(place + HALF, mask=mask, other=0.0).to(tl.float32)
-    inner = cos.dtype.element_ty
-    one = _turned(first, -second, cos + turn, sin + turn, is_dim, inner)
-    other = _turned(second, first, cos + turn + HALF, sin + turn + HALF, is_dim, inner)
-    tl.store(place, one.to(heads.dtype.element_ty), mask=mask)
-    tl.store(place + HALF, other.to(heads.dtype.element_ty), mask=mask)
+    begin, end = tl.load(cos + turn, mask=is_dim, other=0.0), tl.load(cos + turn + HALF, mask=is_dim, other=0.0)
+    rise, fall = tl.load(sin + turn, mask=is_dim, other=0.0), tl.load(sin + turn + HALF, mask=is_dim, other=0.0)
+    tl.store(place, _turned(first, -second, begin, rise).to(heads.dtype.element_ty), mask=mask)
+    tl.store(place + HALF, _turned(second, first, end, fall).to(heads.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _turned(along, across, cos, sin, is_dim, INNER: tl.constexpr):
-    cos = tl.load(cos, mask=is_dim, other=0.0).to(tl.float32)
-    sin = tl.load(sin, mask=is_dim, other=0.0).to(tl.float32)
-    along, across = (along * cos[None, :]).to(INNER), (across * sin[None, :]).to(INNER)
+def _turned(along, across, cos, sin):
+    """Returns a sum of two products, each rounded to the type of the cosines."""
+    along = (along * cos.to(tl.float32)[None, :]).to(cos.dtype)
+    across = (across * sin.to(tl.float32)[None, :]).to(sin.dtype)
     return along.to(tl.float32) + across.to(tl.float32)
 
 
