@@ -18,6 +18,11 @@ from tests.support.fusing import fuse_here
 from tests.support.graphed import part_of
 
 CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.25, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 
 
 def model_of(config: Any, dtype: str = "float32", device: torch.device = CPU) -> Any:
@@ -48,9 +53,9 @@ class Fused(NamedTuple):
 def whole(kind: str, values: dict[str, Any], dtype: str = "float32", device: torch.device = CPU) -> Fused:
     """Computes a prompt and decode steps before and after."""
     model = model_of(AutoConfig.for_model(kind, **values), dtype, device)
-    expected, before = _logits(model, dtype), sum(weight.numel() for weight in model.parameters())
+    expected, before = logits_of(model, dtype), sum(weight.numel() for weight in model.parameters())
     words = fuse_here(model)
-    found, after = _logits(model, dtype), sum(weight.numel() for weight in model.parameters())
+    found, after = logits_of(model, dtype), sum(weight.numel() for weight in model.parameters())
     difference = float(((found - expected).abs().max() / expected.abs().max()).nan_to_num(torch.inf))
     names = Counter(type(module).__name__ for module in model.modules())
     modules = {name: count for name, count in names.items() if name.startswith("Fused")}
@@ -58,7 +63,8 @@ def whole(kind: str, values: dict[str, Any], dtype: str = "float32", device: tor
 
 
 @torch.inference_mode()
-def _logits(model: Any, dtype: str) -> torch.Tensor:
+def logits_of(model: Any, dtype: str) -> torch.Tensor:
+    """Those of a prompt and of two decodes, by torch's attention."""
     config = model.config
     num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     cache = KVCache(cache_spec(config, 16, dtype, 1), 24, 8, model.device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
@@ -102,11 +102,11 @@ class _Fusing:
             yield name, self._model.get_submodule(name)
 
     def _put(self, name: str, module: nn.Module, found: nn.Module | str) -> None:
-        if isinstance(found, str) or any(id(weight) in self._tied for weight in module.parameters()):
-            reason = found if isinstance(found, str) else "its weights are others', too"
-            self.kept.setdefault(type(module).__name__, []).append(reason)
+        if not isinstance(found, str) and not self._moved.merge(found, self._tied):
+            found = "its weights are others', too"
+        if isinstance(found, str):
+            self.kept.setdefault(type(module).__name__, []).append(found)
             return
-        self._moved.merge(found)
         parent, _, child = name.rpartition(".")
         setattr(self._model.get_submodule(parent), child, found.eval())
         self.fused[type(found).__name__] += 1
@@ -122,21 +122,28 @@ class _Moved:
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def merge(self, part: nn.Module) -> None:
-        """Gives a part one matrix in place of each `Beside`."""
+    def merge(self, part: nn.Module, tied: Collection[int]) -> bool:
+        """Gives a part one matrix in place of each `Beside`, and returns whether it has none left.
+
+        Args:
+            part: what would stand in for another.
+            tied: `id` of each weight that several modules have.
+        """
         from baton.engine.model.fused_modules import Beside
 
         besides = [(name, child) for name, child in part.named_children() if isinstance(child, Beside)]
         if not besides:
-            return
+            return True
+        if any(id(weight) in tied for weight in part.parameters()):
+            return False
         self._take(list(part.parameters()))
         for name, child in besides:
-            merged = child.merged()
-            setattr(part, name, merged)
+            setattr(part, name, child.merged())
         begin, end = self._memory.data_ptr(), self._memory.data_ptr() + self._memory.numel()
         for weight in part.parameters():
             if begin <= weight.data_ptr() < end:
                 weight.data = weight.data.clone()
+        return True
 
     def _take(self, weights: list[nn.Parameter]) -> None:
         sizes = [-(-weight.nbytes // ALIGNMENT) * ALIGNMENT for weight in weights]
