@@ -133,11 +133,11 @@ class EngineConfig(EveryEngineConfig):
     Answers are the same token for token."""
     num_threads: AtLeastOne = 1
     """Compute threads per rank. Two contended threads can be 40 times slower than one."""
-    kv_dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "int8")] = "auto"
+    kv_dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "int8", "fp8")] = "auto"
     """Type of the KV pages. auto: that of the arithmetic. bfloat16 takes half of float32's memory and reads. int8 takes
-    little more than a quarter, with a scale for each token and head; the native step alone has it, and its pages go
-    to workers that have it too, with transfer.wire_dtype auto. Both change answers a little: docs/native.md says how
-    much."""
+    little more than a quarter, with a scale for each token and head, in the native step alone; fp8 (e4m3, without a
+    scale) a quarter, on transformers alone, meant for GPUs. Pages of these two go to workers that have the same, with
+    transfer.wire_dtype auto. All change answers a little: docs/native.md and docs/gpu.md say how much."""
     speculation: Annotated[str, OneOf("off", "ngram"), ON_OFF] = "ngram"
     """Whether steps check guesses at the tokens that follow. ngram: what has followed the last tokens before, in the
     prompt or the answer, where that is expected to gain time. Answers are the same token for token."""

@@ -53,10 +53,10 @@ class Config:
                 f"cluster.gpus_per_worker is {gpus:g} and engine.tensor_parallel {ranks}: each rank has one GPU; "
                 "leave cluster.gpus_per_worker at 0"
             )
-        if self.engine.kv_dtype == "int8" and self.transfer.wire_dtype != "auto":
+        if self.engine.kv_dtype in ("int8", "fp8") and self.transfer.wire_dtype != "auto":
             raise ConfigError(
-                f"transfer.wire_dtype is {self.transfer.wire_dtype}, and pages of engine.kv_dtype int8 travel as they "
-                "are; set transfer.wire_dtype to auto"
+                f"transfer.wire_dtype is {self.transfer.wire_dtype}, and pages of engine.kv_dtype "
+                f"{self.engine.kv_dtype} travel as they are; set transfer.wire_dtype to auto"
             )
 
     def to_json(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from baton.engine.core.kv_spec import DTYPE_BYTES
 
-NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8e4nv"}
 FLOATS = {"peaks", "sums", "shares"}
 WHOLE = {"tables", "rows", "places", "tiles"}
 ALIGNED = {"query", "key", "value", "pages", "out", "shares", "peaks", "sums"}
@@ -26,8 +26,12 @@ class Compiled(NamedTuple):
     shared_bytes: int
 
 
-def spills(arch: int, dtype: str, dim: int, sharing: int) -> dict[str, Compiled]:
-    """What each kernel needs, compiled as it is launched: for tiles of one token, of many, of drafts."""
+def spills(arch: int, dtype: str, dim: int, sharing: int, pool: str = "") -> dict[str, Compiled]:
+    """What each kernel needs, compiled as it is launched: for tiles of one token, of many, of drafts.
+
+    Args:
+        pool: the pages' data type; empty: that of the arithmetic.
+    """
     from baton.engine.model import kernels
 
     shape = kernels.HeadShape(
@@ -40,11 +44,12 @@ def spills(arch: int, dtype: str, dim: int, sharing: int) -> dict[str, Compiled]
         division = {"KEYS": tiling.keys, "SHARES": shares, "SHARE": kernels.SHARE_KEYS}
         constants = {**shape.pages, **division, "SHARING": sharing, "ROWS": tiling.rows}
         options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-        found[name] = _compiled(kernels.attend, arch, dtype, constants, options)
+        found[name] = _compiled(kernels.attend, arch, (dtype, pool or dtype), constants, options)
         if shares > 1:
             constants = {"HEADS": 8 * sharing, "V_DIM": dim, "V_WIDTH": shape.pages["V_WIDTH"], **division}
-            found[f"combine of {name}"] = _compiled(kernels.combine, arch, dtype, constants, {})
-    found["write"] = _compiled(kernels.write, arch, dtype, {**shape.pages, "TOKENS": kernels.WRITE_TOKENS}, {})
+            found[f"combine of {name}"] = _compiled(kernels.combine, arch, (dtype, dtype), constants, {})
+    constants = {**shape.pages, "TOKENS": kernels.WRITE_TOKENS}
+    found["write"] = _compiled(kernels.write, arch, (dtype, pool or dtype), constants, {})
     return found
 
 
@@ -61,18 +66,22 @@ def fused_spills(arch: int, dtype: str, length: int, dim: int) -> dict[str, Comp
         ("gate", kernels.gate, {"LENGTH": length, "PIECE": kernels.PIECE}),
     ):
         options = {"num_warps": constants.pop("num_warps", 4)}
-        found[name] = _compiled(kernel, arch, dtype, constants, options)
+        found[name] = _compiled(kernel, arch, (dtype, dtype), constants, options)
     return found
 
 
-def _compiled(kernel: Any, arch: int, dtype: str, constants: dict[str, int], options: dict[str, int]) -> Compiled:
+def _compiled(
+    kernel: Any, arch: int, dtypes: tuple[str, str], constants: dict[str, int], options: dict[str, int]
+) -> Compiled:
+    """What a kernel needs; `dtypes` are those of the arithmetic and of pages."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
-    signature = {name: _type_of(name, NAMES[dtype], constants) for name in names}
+    computed, kept = (NAMES[dtype] for dtype in dtypes)
+    signature = {name: _type_of(name, kept if name == "pages" else computed, constants) for name in names}
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)

@@ -2,7 +2,8 @@
 the environment says when it is imported first.
 
 The interpreter reckons with numpy, which has no bfloat16: products of such numbers are wrong there, and numbers are not
-rounded to it but cut off. Pages of bfloat16 are tried with numbers that are exact in it.
+rounded to it but cut off, and to 8-bit floats without the carry into the exponent. Pages of these are tried with numbers
+that are exact in them, or beyond the range of the latter.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import pytest
 import torch
 
 from baton.blocks import num_blocks_for
-from baton.engine.core.kv_spec import EMPTY_PLACE, KVSpec, LayerGroup
+from baton.engine.core.kv_spec import EMPTY_PLACE, FP8, KVSpec, LayerGroup
 from baton.engine.core.runner import StepPart, ignore_layer
 from baton.engine.model.attention import begun_blocks
 from baton.engine.model.attention_choice import TorchAttention
 from baton.engine.model.attention_step import Attention
-from baton.engine.model.kv_cache import KVCache, torch_dtype
+from baton.engine.model.kv_cache import KVCache, movable, torch_dtype
 from baton.engine.model.rank_step import order_for_packing
 from baton.engine.model.table_rows import TableRoom
 from baton.engine.uploads import StepNumbers
@@ -82,8 +83,8 @@ def part_of(key: int, case: Case, lengths: tuple[int, int, int], blocks: list[in
 
 
 def difference(case: Case) -> float:
-    """Returns by how much what the kernels write and what comes of it differs from torch's. Places that nobody has
-    written are no numbers for the kernels.
+    """Returns by how much what the kernels write and what comes of it differs from torch's, beside the largest where
+    that is above 1. Places that nobody has written are no numbers for the kernels.
     """
     from baton.engine.model.kernel_attention import KernelAttention
 
@@ -97,7 +98,7 @@ def difference(case: Case) -> float:
         v_dim=case.dim, dtype=case.pool,
     )  # fmt: skip
     caches = [KVCache(KVSpec((group,)), num_blocks, 8) for _ in range(2)]
-    caches[0].groups[0].normal_(generator=generator)
+    caches[0].groups[0].copy_(torch.randn(caches[0].groups[0].shape, generator=generator))
     caches[1].groups[0].copy_(caches[0].groups[0])
     caches[0].clear_blocks(begun_blocks(caches[0], parts))
     _spoil(caches[1], parts, blocks)
@@ -106,6 +107,8 @@ def difference(case: Case) -> float:
         torch.randn(num_tokens, heads, case.dim, generator=generator).to(torch_dtype(case.pool)).to(dtype)
         for heads in (case.kv_heads * case.sharing, case.kv_heads, case.kv_heads)
     )
+    if case.pool == FP8:
+        value[0], value[-1] = 449, -2000
     found = []
     ways: tuple[Attention, ...] = (
         TorchAttention(caches[0], case.sharing),
@@ -117,23 +120,25 @@ def difference(case: Case) -> float:
         found.append(step.attend(1, *new, scaling=None, sliding_window=case.window).float())
     written = [_written(cache, parts) for cache in caches]
     assert written[0].equal(written[1]), "not what was to be written, or not there"
-    return float((found[0] - found[1]).abs().max().nan_to_num(torch.inf))
+    largest = max(1.0, float(found[0].abs().max()))
+    return float((found[0] - found[1]).abs().max().nan_to_num(torch.inf)) / largest
 
 
 def _spoil(cache: KVCache, parts: list[StepPart], unused: list[int]) -> None:
     """Writes no numbers where nobody may look: into unused blocks, and behind the last token."""
     group = cache.spec.groups[0]
-    pages = cache.groups[0].view(2, cache.num_blocks, group.num_kv_heads, 2, group.block_size, group.k_dim)
-    pages[:, unused] = torch.nan
+    shape = (2, cache.num_blocks, group.num_kv_heads, 2, group.block_size, group.k_dim)
+    pages, none = movable(cache.groups[0]).view(shape), 0x7F if group.dtype == FP8 else torch.nan
+    pages[:, unused] = none
     for part in parts:
         if offset := part.end % group.block_size:
-            pages[:, part.block_ids[0][-1], :, :, offset:] = torch.nan
+            pages[:, part.block_ids[0][-1], :, :, offset:] = none
 
 
 def _written(cache: KVCache, parts: list[StepPart]) -> torch.Tensor:
-    """K and V of the layer in the places of the parts' tokens, where they are not given back."""
+    """K and V of the layer in the places of the parts' tokens, where they are not given back; of 8-bit floats the bits."""
     group = cache.spec.groups[0]
-    pages = cache.groups[0][1].view(cache.num_blocks, group.num_kv_heads, 2, group.block_size, group.k_dim)
+    pages = movable(cache.groups[0][1]).view(cache.num_blocks, group.num_kv_heads, 2, group.block_size, group.k_dim)
     found = []
     for part in parts:
         table = [block for block in part.block_ids[0] if block != EMPTY_PLACE]

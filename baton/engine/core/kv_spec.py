@@ -31,6 +31,8 @@ DTYPE_BYTES = {
 
 INT8 = "int8"
 """Data type of pages of codes: value = scale times code, one scale for each token and head of K and of V."""
+FP8 = "float8_e4m3fn"
+"""Data type of pages of floats of 8 bits, whose largest is 448. They have no scale, as vLLM's have none by default."""
 INT8_SCALE_BYTES = 4
 """Bytes of a float32 scale, which lies behind a token's codes and counts among the dimensions of K and of V."""
 

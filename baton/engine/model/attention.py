@@ -34,7 +34,7 @@ from baton.blocks import num_blocks_for
 from baton.engine.core.kv_spec import EMPTY_PLACE, LayerGroup
 from baton.engine.core.runner import OnLayerDone, StepPart, ignore_layer
 from baton.engine.model.attention_step import AttentionStep
-from baton.engine.model.kv_cache import KVCache
+from baton.engine.model.kv_cache import KVCache, movable, rounded
 from baton.engine.uploads import StepNumbers
 
 ATTENTION_NAME = "baton_paged"
@@ -163,7 +163,7 @@ class StepContext:
         key_pages = pages[:, : group.block_size * group.k_dim]
         value_pages = pages[:, group.block_size * group.k_dim :]
         # Rounded before it is attended: what a token sees does not depend on what is computed together.
-        key, value = key.to(pages.dtype), value.to(pages.dtype)
+        key, value = rounded(key, pages.dtype), rounded(value, pages.dtype)
         _write(context, key_pages.view(-1, group.block_size, group.k_dim), key)
         _write(context, value_pages.view(-1, group.block_size, group.v_dim), value)
         report_written(self.cache, layer, self.on_layer_done)
@@ -176,16 +176,16 @@ class StepContext:
                 keys, values = key[:, rows], value[:, rows]
             else:
                 of_head = (group.num_kv_heads, -1)
-                keys = key_pages.index_select(0, segment.pages).view(*of_head, group.k_dim)[:, : segment.num_context]
-                values = value_pages.index_select(0, segment.pages).view(*of_head, group.v_dim)
+                keys = _gathered(key_pages, segment.pages).view(*of_head, group.k_dim)[:, : segment.num_context]
+                values = _gathered(value_pages, segment.pages).view(*of_head, group.v_dim)
                 values = values[:, : segment.num_context]
             out[rows] = _attend_segment(
                 query[:, rows], keys, values, segment, scaling=scaling, sliding_window=sliding_window
             )
         for decodes, at in zip(self.decodes, context.decodes, strict=True):
             shape = (len(decodes.parts), group.num_kv_heads, -1)
-            keys = key_pages.index_select(0, at.pages).view(*shape, group.k_dim).to(query.dtype)
-            values = value_pages.index_select(0, at.pages).view(*shape, group.v_dim).to(query.dtype)
+            keys = _gathered(key_pages, at.pages).view(*shape, group.k_dim).to(query.dtype)
+            values = _gathered(value_pages, at.pages).view(*shape, group.v_dim).to(query.dtype)
             mask = at.mask
             if sliding_window is not None:
                 mask = mask & (torch.arange(keys.shape[2], device=keys.device) > at.positions - sliding_window)
@@ -342,7 +342,13 @@ def paged_attention(
 
 def _write(context: GroupContext, pages: torch.Tensor, new: torch.Tensor) -> None:
     """Writes the step's K or V, `[kv_heads, T, dim]`, into pages, `[pages, block_size, dim]`."""
-    pages.index_put_((context.write_pages, context.write_offsets), new.transpose(0, 1).flatten(0, 1))
+    where = context.write_pages, context.write_offsets
+    movable(pages).index_put_(where, movable(new.transpose(0, 1).flatten(0, 1)))
+
+
+def _gathered(pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Returns some rows of pages, in their data type."""
+    return movable(pages).index_select(0, rows).view(pages.dtype)
 
 
 def _attend_segment(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from baton.engine.core.kv_spec import KVSpec
+from baton.engine.core.kv_spec import FP8, KVSpec
 from baton.engine.core.runner import OnLayerDone, StepPart
 from baton.engine.model.attention import step_context
 from baton.engine.model.attention_probe import PROBE_ROOM, largest_difference, probe_cache
@@ -30,6 +30,8 @@ MAX_SHARING = 16
 FLOATS = frozenset({"float32", "bfloat16", "float16"})
 OLDEST = (8, 0)
 """Compute capability from which on the kernels compile without spilled registers, as a test shows."""
+OLDEST_FP8 = (8, 9)
+"""Compute capability from which on Triton reads and writes floats of 8 bits."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Difference between two attentions that may come of adding up in another order, of values of about 1."""
 
@@ -100,11 +102,12 @@ def why_not_kernels(spec: KVSpec, num_sharing: int, dtype: torch.dtype, device: 
         "Triton is not installed": importlib.util.find_spec("triton") is None,
         f"heads have {max(dims)} dimensions, more than {MAX_DIM}": max(dims) > MAX_DIM,
         f"{num_sharing} query heads share a KV head, more than {MAX_SHARING}": num_sharing > MAX_SHARING,
-        f"the model computes in {computed}, its pages are of {', '.join(sorted(pages))}": pages != {computed},
+        f"the model computes in {computed}, its pages are of {', '.join(sorted(pages))}": not pages <= {computed, FP8},
         f"the kernels do not know {computed}": computed not in FLOATS,
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
         return reason
-    if (capability := torch.cuda.get_device_capability(device)) < OLDEST:
-        return f"the GPU's compute capability is {capability[0]}.{capability[1]}, less than {OLDEST[0]}.{OLDEST[1]}"
+    oldest = OLDEST_FP8 if FP8 in pages else OLDEST
+    if (capability := torch.cuda.get_device_capability(device)) < oldest:
+        return f"the GPU's compute capability is {capability[0]}.{capability[1]}, less than {oldest[0]}.{oldest[1]}"
     return None

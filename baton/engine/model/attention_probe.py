@@ -53,7 +53,8 @@ def largest_difference(
         parts = [_part(cache, number, *shape) for number, shape in enumerate(shapes)]
         num_tokens = sum(len(part.token_ids) for part in parts)
         for layer, group in enumerate(cache.spec.groups):
-            cache.groups[layer].normal_(generator=generator)
+            pages = cache.groups[layer]
+            pages.copy_(torch.randn(pages.shape, generator=generator, device=cache.device))
             heads = ((num_sharing * group.num_kv_heads, group.k_dim), (group.num_kv_heads, group.k_dim))
             new = [
                 torch.randn(num_tokens, *size, generator=generator, dtype=dtype, device=cache.device).transpose(0, 1)

@@ -41,6 +41,14 @@ _VARIED = ("tables", "rows", "places", "tiles")
 middle of serving."""
 
 
+@triton.jit
+def _rounded(values, pages):
+    """Returns values in the type of pages. What is beyond the range of 8-bit floats becomes the largest of them."""
+    if pages.dtype.element_ty == tl.float8e4nv:
+        values = tl.clamp(values.to(tl.float32), -448.0, 448.0)
+    return values.to(pages.dtype.element_ty)
+
+
 @triton.jit(do_not_specialize=("num_tokens", "table_stride"), do_not_specialize_on_alignment=_VARIED)
 def write(
     key, value, pages, tables, rows, places, num_tokens, table_stride,
@@ -61,12 +69,12 @@ def write(
     mask = is_real[:, None] & (k_dim < K_DIM)[None, :]
     new = tl.load(key + head * key_head + token[:, None] * key_token + k_dim[None, :], mask=mask)
     there = page + (place % BLOCK) * K_DIM
-    tl.store(pages + there[:, None] + k_dim[None, :], new.to(pages.dtype.element_ty), mask=mask)
+    tl.store(pages + there[:, None] + k_dim[None, :], _rounded(new, pages), mask=mask)
     v_dim = tl.arange(0, V_WIDTH)
     mask = is_real[:, None] & (v_dim < V_DIM)[None, :]
     new = tl.load(value + head * value_head + token[:, None] * value_token + v_dim[None, :], mask=mask)
     there = page + BLOCK * K_DIM + (place % BLOCK) * V_DIM
-    tl.store(pages + there[:, None] + v_dim[None, :], new.to(pages.dtype.element_ty), mask=mask)
+    tl.store(pages + there[:, None] + v_dim[None, :], _rounded(new, pages), mask=mask)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from baton.engine.core.kv_spec import KVSpec, PageOrder
+from baton.engine.core.kv_spec import FP8, KVSpec, PageOrder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,6 +29,26 @@ def torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns values in another data type. Those that are beyond the range of an 8-bit one become its largest: not
+    every version of torch does so by itself, and others make no numbers of them.
+    """
+    if dtype.itemsize == 1 and dtype.is_floating_point and values.dtype is not dtype:
+        largest = torch.finfo(dtype).max
+        values = values.clamp(-largest, largest)
+    return values.to(dtype)
+
+
+def movable_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns a data type of the same width that torch can index on every device, which 8-bit floats are not."""
+    return torch.uint8 if dtype is torch_dtype(FP8) else dtype
+
+
+def movable(values: torch.Tensor) -> torch.Tensor:
+    """Returns values as what can be moved, and zeroed: see `movable_dtype`; shares memory."""
+    return values.view(movable_dtype(values.dtype))
 
 
 class KVCache:
@@ -93,7 +113,7 @@ class KVCache:
         """
         for group, blocks in zip(self.groups, tables, strict=False):
             if len(blocks):
-                group.index_fill_(1, torch.as_tensor(blocks, device=self.device), 0)
+                movable(group).index_fill_(1, torch.as_tensor(blocks, device=self.device), 0)
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         """Copies whole blocks in every layer of their group, or the states of a sequence, in order."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from baton.blocks import num_blocks_for
+from baton.engine.core.kv_spec import FP8
 from baton.engine.core.runner import (
     BlockCopy,
     ComputedStep,
@@ -76,7 +77,7 @@ class LogitsRunner(ABC):
         num_blocks: int = 0,
     ) -> None:
         self.dtype = arithmetic_dtype(config, model.dtype, devices[0].type == "cuda")
-        kv_dtype = self.dtype if engine.kv_dtype == "auto" else engine.kv_dtype
+        kv_dtype = {"auto": self.dtype, "fp8": FP8}.get(engine.kv_dtype, engine.kv_dtype)
         self.spec = cache_spec(config, engine.block_size, kv_dtype, len(devices))
         self._model_len = longest_sequence(config, engine.max_model_len)
         if not engine.num_blocks:  # refused before minutes are spent on loading

@@ -45,7 +45,7 @@ class TransformersRunner(LogitsRunner):
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
         if engine.kv_dtype == INT8:
-            raise ConfigError("engine.kv_dtype int8 is known to the native step alone; set float32, bfloat16 or auto")
+            raise ConfigError("engine.kv_dtype int8 is known to the native step alone; set float32, bfloat16, fp8 or auto")
         devices = _devices(model.device, engine.tensor_parallel)
         measures = len(devices) == 1 and devices[0].type in device_memory.MEASURED_DEVICES
         super().__init__(model, engine, load_config(model.path), devices, num_blocks=PROBE_BLOCKS * measures)

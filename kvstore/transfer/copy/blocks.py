@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from baton.engine.core.kv_spec import EMPTY_PLACE
-from baton.engine.model.kv_cache import torch_dtype
+from baton.engine.model.kv_cache import movable, movable_dtype, torch_dtype
 from kvstore.transfer.copy import int8
 from kvstore.transfer.device import gpu_of
 from kvstore.transfer.protocol.layout import heads_of
@@ -232,7 +232,7 @@ class BlockCopier:
     def _gather_blocks(self, chunk: Chunk, payload: torch.Tensor) -> None:
         wire, runs, layers = self.plan.groups[chunk.part], self._runs[chunk.part], self._layers(chunk)
         index = self._index(chunk.part, chunk.unit_lo, chunk.unit_hi).to(layers.device)
-        dtype = torch_dtype(wire.dtype)
+        dtype = movable_dtype(torch_dtype(wire.dtype))
         for layer, out in zip(layers, payload.view(len(layers), -1), strict=True):
             if layer.dtype == dtype and layer.device == out.device:
                 torch.index_select(layer, 0, index, out=out.view(dtype).view(-1, runs.numel))
@@ -244,7 +244,7 @@ class BlockCopier:
     def _scatter_blocks(self, chunk: Chunk, payload: torch.Tensor) -> None:
         wire, runs, layers = self.plan.groups[chunk.part], self._runs[chunk.part], self._layers(chunk)
         payload = payload.to(layers.device, non_blocking=True)
-        dtype = torch_dtype(wire.dtype)
+        dtype = movable_dtype(torch_dtype(wire.dtype))
         is_quantized = dtype == torch.int8 and layers.dtype != torch.int8
         values = int8.dequantized(self.plan, chunk, payload) if is_quantized else payload.view(dtype)
         values = values.to(layers.dtype).view(len(layers), -1, runs.numel)
@@ -275,8 +275,8 @@ class BlockCopier:
         return self._indices[key]
 
     def _layers(self, chunk: Chunk) -> torch.Tensor:
-        """Returns the chunk's layers as runs, `[layers, runs, numel]`; shares memory."""
-        layers = self._cache.groups[chunk.part][chunk.layer_lo : chunk.layer_hi]
+        """Returns the chunk's layers as runs that can be moved, `[layers, runs, numel]`; shares memory."""
+        layers = movable(self._cache.groups[chunk.part][chunk.layer_lo : chunk.layer_hi])
         return layers.view(len(layers), -1, self._runs[chunk.part].numel)
 
     def _state(self, chunk: Chunk) -> torch.Tensor:

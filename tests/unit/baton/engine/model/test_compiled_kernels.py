@@ -30,6 +30,16 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
         yield pool
 
 
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("case", [("bfloat16", 128, 4), ("float32", 64, 3), ("bfloat16", 256, 2)], ids=str)
+def test_no_register_is_spilled_over_pages_of_8_bit_floats(
+    case: tuple[str, int, int], arch: int, compiler: Executor
+) -> None:
+    for name, found in compiler.submit(compiled.spills, arch, *case, "float8_e4m3fn").result().items():
+        assert found.spilled_bytes == 0, name
+        assert found.shared_bytes < SHARED_BYTES[arch], name
+
+
 @pytest.mark.parametrize("arch", SHARED_BYTES)
 @pytest.mark.parametrize(
     "case", [*COMPILED, *(pytest.param(case, marks=pytest.mark.chaos) for case in FURTHER)], ids=str

@@ -34,6 +34,8 @@ CASES = {
     "a prompt alone": Case(((40, 0, 0),), 64, 1, 1),
     "pages of bfloat16": Case(MIXED, 64, 2, pool="bfloat16"),
     "pages of float16": Case(DRAFTS, 80, 2, pool="float16"),
+    "pages of 8-bit floats": Case(MIXED, 64, 2, pool="float8_e4m3fn"),
+    "pages of 8-bit floats, shares": Case(LONG, 64, 4, 1, pool="float8_e4m3fn"),
     "blocks given back": Case(((1, 0, 9), (1, 0, 60)), 64, 2, window=16, empty=2),
 }
 
