@@ -38,7 +38,7 @@ ADVISED = 0.9
 """Share that a refusal recommends: less than `FITS`, so that it still fits a moment later."""
 PROCESS_BYTES = 3 * GIB // 4
 """Memory of a rank's process on a CPU beside weights and pool: torch, transformers, activations, slots."""
-SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,8 @@ def weights_bytes(folder: Path, dtype: str = "") -> int:
     """Bytes that the weights of a model's folder take in memory.
 
     Args:
-        dtype: the type in which they are loaded, float32, bfloat16 or float16; empty: as they are stored.
+        dtype: the type in which they are kept, float32, bfloat16, float16 or fp8, of which it is the least, since
+            embeddings have a wider one; empty: as they are stored.
     """
     return sum(_file_bytes(path, SIZES.get(dtype)) for path in _weights_files(folder))
 

@@ -45,12 +45,13 @@ class ModelConfig:
     device: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"
     """Device of the weights and of the KV cache. auto: a GPU where there is one; it is an error if there is
     one that cannot be used. cpu: the CPU, beside whatever GPUs."""
-    weights: Annotated[str, OneOf("exact", "bf16", "int8g")] = "exact"
+    weights: Annotated[str, OneOf("exact", "bf16", "int8g", "fp8")] = "exact"
     """What the weights are made to before they are used. exact: nothing. bf16: all products are those of bfloat16
     with sums in float32, the fastest for prompts on a CPU with AMX, at a very small loss of quality. int8g: the
     layers' products are those of 8-bit integers in groups of 32, the fastest for few streams, at a small loss of
-    quality (docs/native.md). The latter two run on the native step alone, and only workers with the same value
-    exchange KV."""
+    quality (docs/native.md). These two run on the native step alone. fp8: the layers' products are those of
+    8-bit floats (e4m3), for half of bfloat16's memory, on transformers with a GPU of compute capability 8.9 or more
+    alone (docs/gpu.md). Only workers with the same value exchange KV."""
 
     @property
     def identity(self) -> str:
@@ -67,7 +68,12 @@ class ModelConfig:
             ConfigError: they are; the message names the setting.
         """
         if self.weights != "exact":
-            raise ConfigError(f"model.weights {self.weights} needs the native step: {runner}; set it to exact")
+            needed = "transformers on a GPU" if self.weights == "fp8" else "the native step"
+            raise ConfigError(f"model.weights {self.weights} needs {needed}: {runner}; set it to exact")
+
+    def stored_dtype(self, dtype: str) -> str:
+        """Returns in what most of the weights are kept of a model that is loaded in a data type."""
+        return "fp8" if self.weights == "fp8" else dtype
 
 
 @section("engine")

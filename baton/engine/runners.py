@@ -123,7 +123,8 @@ def _make_one(model: ModelConfig, engine: EngineConfig, cache: Path) -> Runner:
         else:
             logger.info("the model runs natively: its type, this machine and the settings allow it")
             return runner
-    model.require_exact(why)
+    if model.weights != "fp8":
+        model.require_exact(why)
     from baton.engine.model.transformers_runner import TransformersRunner
 
     logger.info("the model runs on transformers: %s", why)

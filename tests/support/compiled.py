@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 from baton.engine.core.kv_spec import DTYPE_BYTES
 
 NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8e4nv"}
-FLOATS = {"peaks", "sums", "shares"}
+FLOATS = {"peaks", "sums", "shares", "scales"}
+KEPT = {"pages", "codes"}
+"""Pointers to what is kept in another data type than that of the arithmetic."""
 WHOLE = {"tables", "rows", "places", "tiles"}
-ALIGNED = {"query", "key", "value", "pages", "out", "shares", "peaks", "sums"}
+ALIGNED = {"query", "key", "value", "pages", "out", "shares", "peaks", "sums", "inputs", "codes", "scales", "stride"}
 """Pointers that torch gives, and the strides of queries, K and V: multiples of 16."""
 FUSED = {"x", "more", "weight", "total", "heads", "cos", "sin", "joined"}
 """Pointers of the fused kernels, which torch gives, too."""
@@ -70,6 +72,14 @@ def fused_spills(arch: int, dtype: str, length: int, dim: int) -> dict[str, Comp
     return found
 
 
+def quantizer(arch: int, dtype: str, columns: int) -> Compiled:
+    """What the kernel needs that makes rows 8-bit floats."""
+    from baton.engine.model import fp8_kernels
+
+    constants = {"COLUMNS": columns, "PIECE": fp8_kernels.PIECE}
+    return _compiled(fp8_kernels.quantize, arch, (dtype, "float8_e4m3fn"), constants, {"num_warps": 8})
+
+
 def _compiled(
     kernel: Any, arch: int, dtypes: tuple[str, str], constants: dict[str, int], options: dict[str, int]
 ) -> Compiled:
@@ -81,7 +91,7 @@ def _compiled(
 
     names = kernel.arg_names
     computed, kept = (NAMES[dtype] for dtype in dtypes)
-    signature = {name: _type_of(name, kept if name == "pages" else computed, constants) for name in names}
+    signature = {name: _type_of(name, kept if name in KEPT else computed, constants) for name in names}
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
@@ -106,6 +116,6 @@ def _type_of(name: str, dtype: str, constants: dict[str, int]) -> str:
         return "*fp32"
     if name in WHOLE:
         return "*i64"
-    if name in ("query", "key", "value", "out", "pages") or name in FUSED:
+    if name in ("query", "key", "value", "out", "pages", "inputs", "codes") or name in FUSED:
         return f"*{dtype}"
     return "fp32" if name in ("scale", "eps") else "i32"

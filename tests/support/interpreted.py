@@ -2,8 +2,8 @@
 the environment says when it is imported first.
 
 The interpreter reckons with numpy, which has no bfloat16: products of such numbers are wrong there, and numbers are not
-rounded to it but cut off, and to 8-bit floats without the carry into the exponent. Pages of these are tried with numbers
-that are exact in them, or beyond the range of the latter.
+rounded to it but cut off, and to 8-bit floats without the carry into the exponent. Pages of these are tried with
+numbers that are exact in them, or beyond the range of the latter.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _spoil(cache: KVCache, parts: list[StepPart], unused: list[int]) -> None:
 
 
 def _written(cache: KVCache, parts: list[StepPart]) -> torch.Tensor:
-    """K and V of the layer in the places of the parts' tokens, where they are not given back; of 8-bit floats the bits."""
+    """K and V of the layer in the places of the parts' tokens, where they are not given back; bits of 8-bit floats."""
     group = cache.spec.groups[0]
     pages = movable(cache.groups[0][1]).view(cache.num_blocks, group.num_kv_heads, 2, group.block_size, group.k_dim)
     found = []
@@ -167,6 +167,23 @@ def far_block_is_found() -> bool:
         found.append(step.attend(0, *new, scaling=None, sliding_window=None))
         found.append(cache.groups[0][0, first : first + 2].clone())
     return found[0].equal(found[2]) and found[1].equal(found[3])
+
+
+def rows_become_8_bit_floats(num_columns: int) -> bool:
+    """Whether the kernel finds torch's scales, and its numbers, where these are neither powers of 2 nor below the least
+    of them: to such the interpreter does not round.
+    """
+    from baton.engine.model.fp8_kernels import quantized
+    from baton.engine.model.fp8_linear import quantized_rows
+
+    rows = torch.randn(5, 2, num_columns, generator=torch.Generator().manual_seed(4))[:, 0]
+    rows[1] *= 1e4
+    rows[2] = 0
+    rows[3, -1] = -9e5
+    found, expected = quantized(rows), quantized_rows(rows)
+    bits, known = (codes.view(torch.uint8) for codes in (found[0], expected[0]))
+    is_sure = ((known & 7) > 0) & ((known & 0x78) > 0)
+    return found[1].equal(expected[1]) and bits[is_sure].equal(known[is_sure]) and not bits[2].any().item()
 
 
 def padding_is_nobodys() -> bool:

@@ -13,6 +13,8 @@ __all__ = [
     "attention_step",
     "decode_graphs",
     "device_memory",
+    "fp8_kernels",
+    "fp8_linear",
     "fused_kernels",
     "fused_model",
     "fused_modules",

@@ -22,6 +22,7 @@ from baton.engine.core.faults import Fault, fault_of
 from baton.engine.core.runner import OnLayerDone
 from baton.engine.model.attention import ATTENTION_NAME, begun_blocks, set_step
 from baton.engine.model.attention_choice import attention_of, decode_graphs
+from baton.engine.model.fp8_linear import quantize
 from baton.engine.model.fused_model import fuse
 from baton.engine.model.kv_cache import KVCache, torch_dtype
 from baton.engine.model.last_tokens import Filling
@@ -91,6 +92,8 @@ class ModelRank:
         _require_complete(model.path, type(self.model).__name__, report)
         self.model.to(cache.device).eval()
         fuse(self.model, engine.tensor_parallel)
+        if model.weights == "fp8":
+            quantize(self.model)
         self._engine = engine
         self._numbers = StepNumbers(cache.device)
         self.use(cache)

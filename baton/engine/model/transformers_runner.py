@@ -12,11 +12,13 @@ from baton.engine.core.faults import Fault, fault_of
 from baton.engine.core.kv_spec import INT8
 from baton.engine.core.runner import ComputedStep, Fence, LaunchedStep, OnLayerDone, StepInput, StepPart, ignore_layer
 from baton.engine.model import device_memory
+from baton.engine.model.fp8_linear import refuse_fp8
 from baton.engine.model.last_tokens import DeviceStep, Filling
 from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
 from baton.engine.model.rank_step import RankStep, order_for_packing
 from baton.engine.model.ranks import OtherRanks
 from baton.engine.model.rows import rows_of
+from baton.engine.model.shapes import arithmetic_dtype
 from baton.engine.model.transformers_model import ModelRank, load_config
 from baton.errors import ConfigError, ModelLoadError, in_one_line
 from baton.sampling import SamplingParams
@@ -45,10 +47,15 @@ class TransformersRunner(LogitsRunner):
 
     def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
         if engine.kv_dtype == INT8:
-            raise ConfigError("engine.kv_dtype int8 is known to the native step alone; set float32, bfloat16, fp8 or auto")
+            raise ConfigError(
+                "engine.kv_dtype int8 is known to the native step alone; set float32, bfloat16, fp8 or auto"
+            )
         devices = _devices(model.device, engine.tensor_parallel)
+        config = load_config(model.path)
+        if model.weights == "fp8":
+            refuse_fp8(devices[0], arithmetic_dtype(config, model.dtype, devices[0].type == "cuda"), engine)
         measures = len(devices) == 1 and devices[0].type in device_memory.MEASURED_DEVICES
-        super().__init__(model, engine, load_config(model.path), devices, num_blocks=PROBE_BLOCKS * measures)
+        super().__init__(model, engine, config, devices, num_blocks=PROBE_BLOCKS * measures)
         self._others = OtherRanks(model, engine, self.caches) if len(self.caches) > 1 else None
         self.runs_ahead = devices[0].type == "cuda" and self._others is None
         try:

@@ -40,6 +40,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_what_fits_is_for_the_kernels(on_gpu: pytest.MonkeyPatch) -> None:
     assert why_not_kernels(spec_of(), 4, torch.float32, GPU) is None
     assert why_not_kernels(spec_of(256, "bfloat16"), 16, torch.bfloat16, GPU) is None
+    assert why_not_kernels(spec_of(128, "float8_e4m3fn"), 16, torch.bfloat16, GPU) is None
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,9 @@ def test_what_does_not_fit_is_named(
 def test_what_is_missing_is_named(on_gpu: pytest.MonkeyPatch) -> None:
     on_gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "compute capability is 7.5" in (why_not_kernels(spec_of(), 4, torch.float32, GPU) or "")
+    on_gpu.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert why_not_kernels(spec_of(), 4, torch.float32, GPU) is None
+    assert "is 8.6, less than 8.9" in (why_not_kernels(spec_of(64, "float8_e4m3fn"), 4, torch.float32, GPU) or "")
     on_gpu.setattr(importlib.util, "find_spec", lambda name: None)
     assert why_not_kernels(spec_of(), 4, torch.float32, GPU) == "Triton is not installed"
 

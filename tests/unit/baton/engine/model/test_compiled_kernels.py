@@ -40,6 +40,12 @@ def test_no_register_is_spilled_over_pages_of_8_bit_floats(
         assert found.shared_bytes < SHARED_BYTES[arch], name
 
 
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("columns", [4096, 14336])
+def test_no_register_is_spilled_where_rows_become_8_bit_floats(columns: int, arch: int, compiler: Executor) -> None:
+    assert compiler.submit(compiled.quantizer, arch, "bfloat16", columns).result().spilled_bytes == 0
+
+
 @pytest.mark.parametrize("arch", SHARED_BYTES)
 @pytest.mark.parametrize(
     "case", [*COMPILED, *(pytest.param(case, marks=pytest.mark.chaos) for case in FURTHER)], ids=str

@@ -61,6 +61,11 @@ def test_offsets_are_wide_enough_for_large_pools(interpreter: Executor) -> None:
     assert interpreter.submit(interpreted.far_block_is_found).result()
 
 
+@pytest.mark.parametrize("num_columns", [48, 5000])
+def test_rows_become_the_8_bit_floats_of_torch(num_columns: int, interpreter: Executor) -> None:
+    assert interpreter.submit(interpreted.rows_become_8_bit_floats, num_columns).result()
+
+
 def test_padding_is_nobodys(interpreter: Executor) -> None:
     """Neither is it written, nor does it come out as anything but zeros."""
     assert interpreter.submit(interpreted.padding_is_nobodys).result()

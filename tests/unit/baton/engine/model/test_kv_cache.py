@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from baton.engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
 from baton.engine.core.runner import BlockCopy
-from baton.engine.model.kv_cache import KVCache
+from baton.engine.model.kv_cache import KVCache, rounded
 
 FULL = LayerGroup(name="full", layers=(0, 2), block_size=16, num_kv_heads=2, k_dim=4, v_dim=4, dtype="float32")
 LATENT = LayerGroup(name="latent", layers=(1, 3, 4), block_size=16, num_kv_heads=1, k_dim=8, v_dim=2, dtype="bfloat16")
@@ -63,6 +65,30 @@ def test_states_are_cleared_by_slot() -> None:
     for state in cache.states.values():
         assert [bool(row.any()) for row in state] == [True, False, True, False]
         assert [bool(row.all()) for row in state] == [True, False, True, False]
+
+
+def test_what_is_beyond_8_bit_floats_becomes_their_largest() -> None:
+    values = torch.tensor([0.0, 448, 449, 464, 465, 1e30, torch.inf, -500, -torch.inf, 1.0625, 1.1875])
+    expected = [0.0, 448, 448, 448, 448, 448, 448, -448, -448, 1.0, 1.25]
+    for dtype in (torch.float32, torch.bfloat16):
+        found = rounded(values.to(dtype), torch.float8_e4m3fn)
+        assert found.dtype is torch.float8_e4m3fn
+        assert found.float().tolist() == expected
+    assert rounded(found, torch.float8_e4m3fn) is found
+    assert rounded(values, torch.bfloat16)[6] == torch.inf
+
+
+def test_blocks_of_8_bit_floats_are_cleared_and_copied() -> None:
+    cache = KVCache(KVSpec((replace(FULL, dtype="float8_e4m3fn"),)), 4, 1)
+    (group,) = cache.groups
+    assert group.element_size() * group.numel() == 4 * cache.spec.block_bytes == 4 * 2 * FULL.row_numel
+    group.copy_(torch.randn(group.shape))
+    before = group.float()
+    cache.clear_blocks([[1, 3]])
+    cache.copy_blocks([BlockCopy(0, 2, 1)])
+    assert group[:, 1].float().equal(before[:, 2])
+    assert group[:, [0, 2]].float().equal(before[:, [0, 2]])
+    assert not group[:, 3].float().any()
 
 
 def test_prefix_reuse_needs_a_model_without_state() -> None:

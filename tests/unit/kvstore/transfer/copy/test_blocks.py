@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.core.kv_spec import EMPTY_PLACE, BlockTables
-from baton.engine.model.kv_cache import KVCache, torch_dtype
+from baton.engine.model.kv_cache import KVCache, rounded, torch_dtype
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.copy.checksum import Xxh3
@@ -47,7 +47,7 @@ def random_pages(layout: KvLayout, num_tokens: int, seed: int) -> Pages:
 
     def of(group: GroupLayout, dim: int) -> torch.Tensor:
         values = torch.randn(len(group.layers), group.num_kv_heads, num_tokens, dim, generator=generator)
-        return (values * 1000).to(torch_dtype(group.dtype))
+        return rounded(values * 1000, torch_dtype(group.dtype))
 
     return [(of(group, group.k_dim), of(group, group.v_dim)) for group in layout.groups]
 
@@ -154,14 +154,14 @@ def assert_arrived(destination: Side, pages: Pages, tokens: range) -> None:
         for got, want in zip(destination.read(group, tokens), pages[group], strict=True):
             assert same_bits(got, want[:, heads.start : heads.stop, tokens.start : tokens.stop])
         cache = destination.cache.groups[group]
-        assert bool(cache[:, untouched].isnan().all())
+        assert bool(cache[:, untouched].float().isnan().all())
 
 
 @given(
     src=st.tuples(st.sampled_from([1, 2, 3, 6, 12]), st.sampled_from([16, 32, 64])),
     dst=st.tuples(st.sampled_from([1, 2, 3, 6, 12]), st.sampled_from([16, 32, 64])),
     num_heads=st.sampled_from([3, 6]),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
+    dtype=st.sampled_from(["float32", "bfloat16", "float8_e4m3fn"]),
     num_tokens=st.integers(1, 200),
     skip_blocks=st.integers(0, 6),
 )
@@ -389,9 +389,9 @@ def test_int8_keeps_every_value_within_half_a_step_of_its_page(junk: float, bloc
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and a CUDA build of torch")
 @pytest.mark.parametrize("slot_device", ["cpu", "cuda"])
-@pytest.mark.parametrize("wire", ["auto", "int8"])
-def test_on_a_gpu_a_gather_waits_for_its_fence_on_a_stream_of_its_own(slot_device: str, wire: str) -> None:
-    src, dst, num_tokens = layout(), layout(3, 32), 150
+@pytest.mark.parametrize(("wire", "dtype"), [("auto", "float32"), ("int8", "float32"), ("auto", "float8_e4m3fn")])
+def test_on_a_gpu_a_gather_waits_for_its_fence_on_a_stream_of_its_own(slot_device: str, wire: str, dtype: str) -> None:
+    src, dst, num_tokens = layout(dtype=dtype), layout(3, 32, dtype=dtype), 150
     pages = random_pages(src, num_tokens, seed=1)
     computed = make_source(src, 0, pages)
     source = make_side(src, 0, num_tokens, 0, "cuda")

@@ -146,7 +146,15 @@ def test_the_wire_dtype(src: str, dst: str, wanted: str, wire: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("src", "dst"), [("int64", "float32"), ("float32", "int64"), ("int64", "int32"), ("int8", "bfloat16")]
+    ("src", "dst"),
+    [
+        ("int64", "float32"),
+        ("float32", "int64"),
+        ("int64", "int32"),
+        ("int8", "bfloat16"),
+        ("float8_e4m3fn", "bfloat16"),
+        ("float32", "float8_e4m3fn"),
+    ],
 )
 def test_what_cannot_be_converted_has_no_wire_dtype(src: str, dst: str) -> None:
     with pytest.raises(ValueError, match=f"{src} cannot be converted to {dst}"):
