@@ -71,10 +71,6 @@ class ModelConfig:
             needed = "transformers on a GPU" if self.weights == "fp8" else "the native step"
             raise ConfigError(f"model.weights {self.weights} needs {needed}: {runner}; set it to exact")
 
-    def stored_dtype(self, dtype: str) -> str:
-        """Returns in what most of the weights are kept of a model that is loaded in a data type."""
-        return "fp8" if self.weights == "fp8" else dtype
-
 
 @section("engine")
 class EveryEngineConfig:

@@ -106,7 +106,8 @@ def with_kv_size(config: Config) -> Config:
     gpus, drafting = [] if model.device == "cpu" else visible_gpus(os.environ), _drafting_bytes(config)
     if gpus is None or gpus:
         if gpus and engine.kv_cache_gib != "auto":
-            weights = weights_bytes(Path(model.path), model.stored_dtype(model.dtype)) // ranks
+            kept = "fp8" if model.weights == "fp8" else model.dtype
+            weights = weights_bytes(Path(model.path), kept) // ranks
             node = NodeGpus(num_gpus=len(gpus), num_workers=workers)
             desired = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}
             part = memory_share(gpus_per_worker(config, [node], desired))

@@ -14,7 +14,7 @@ FLOATS = {"peaks", "sums", "shares", "scales"}
 KEPT = {"pages", "codes"}
 """Pointers to what is kept in another data type than that of the arithmetic."""
 WHOLE = {"tables", "rows", "places", "tiles"}
-ALIGNED = {"query", "key", "value", "pages", "out", "shares", "peaks", "sums", "inputs", "codes", "scales", "stride"}
+ALIGNED = {"query", "key", "value", "pages", "out", "shares", "peaks", "sums", "inputs", "codes", "scales"}
 """Pointers that torch gives, and the strides of queries, K and V: multiples of 16."""
 FUSED = {"x", "more", "weight", "total", "heads", "cos", "sin", "joined"}
 """Pointers of the fused kernels, which torch gives, too."""

@@ -9,6 +9,7 @@ linear module of a layer stay as they are.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 from typing import TYPE_CHECKING
@@ -51,6 +52,14 @@ class Fp8Linear(nn.Module):
         for name, value in (("weight", weight), ("scale", scale), ("bias", bias)):
             self.register_buffer(name, value)
 
+    def quantized(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns `quantized_rows`, on a GPU by one kernel, where Triton is there to compile it."""
+        if rows.device.type != "cuda" or not _has_triton():
+            return quantized_rows(rows)
+        from baton.engine.model.fp8_kernels import quantized
+
+        return quantized(rows)
+
     @classmethod
     def of(cls, linear: nn.Linear) -> Fp8Linear:
         """Returns what takes the place of a module, in the host's memory."""
@@ -60,7 +69,7 @@ class Fp8Linear(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns `[..., out_features]` in the inputs' data type, which on a GPU is bfloat16."""
-        rows, scale = _quantize(inputs.flatten(0, -2))
+        rows, scale = self.quantized(inputs.flatten(0, -2))
         found: torch.Tensor = torch._scaled_mm(
             rows, self.weight.t(), scale_a=scale, scale_b=self.scale, bias=self.bias, out_dtype=inputs.dtype
         )
@@ -73,13 +82,9 @@ def quantized_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rounded(rows / scale, torch_dtype(FP8)), scale
 
 
-def _quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantized_rows`, on a GPU in one kernel, where Triton is there to compile it."""
-    if rows.device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return quantized_rows(rows)
-    from baton.engine.model.fp8_kernels import quantized
-
-    return quantized(rows)
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def refuse_fp8(device: torch.device, dtype: str, engine: EngineConfig) -> None:

@@ -238,7 +238,8 @@ class LogitsRunner(ABC):
 def _pool_gib(model: ModelConfig, engine: EngineConfig, dtype: str, devices: Sequence[torch.device]) -> float:
     """Returns the size of each rank's pool beside weights of a type. Raises ConfigError: there is no room for it."""
     share = engine.memory_share if engine.kv_cache_gib == "auto" else 1.0
-    weights = weights_bytes(Path(model.path), model.stored_dtype(dtype)) // len(devices)
+    kept = "fp8" if model.weights == "fp8" else dtype
+    weights = weights_bytes(Path(model.path), kept) // len(devices)
     if devices[0].type == "cuda":
         free, total = torch.cuda.mem_get_info(devices[0])
         room = Room(free=min(free, int(share * total)), num_pools=1, needed=weights, on_gpu=True)
