@@ -1,4 +1,7 @@
-"""Types of KV pages against each other: what decoding with a long context costs, and how far predictions differ."""
+"""Types of KV pages against each other: what decoding with a long context costs, and how far predictions differ.
+
+Pages and weights of 8-bit floats are for GPUs: here they are computed by torch, and compared alone.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ import torch
 
 from baton.config import EngineConfig, ModelConfig, load
 from baton.engine.core.runner import StepPart, ignore_layer
+from baton.engine.model.fp8_linear import quantize
 from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
 from baton.engine.model.rank_step import RankStep
+from baton.engine.model.transformers_runner import TransformersRunner
 from baton.engine.native.runner import NativeRunner
 from deploy.models import cache_dir, resolve
 from router.prompt import Tokenizer
@@ -20,6 +25,7 @@ from tests.bench.stats import interleaved, ratio, spread
 
 ROOT = Path(__file__).parents[2]
 KV_DTYPES = ("float32", "bfloat16", "int8")
+FOR_GPUS = ("fp8", "fp8 weights")
 CONTEXT, CHUNK = 1024, 512
 NUM_STREAMS = (1, 8, 16)
 PASSAGE_TOKENS = 768
@@ -39,6 +45,20 @@ class _Arm:
         return cls(
             NativeRunner(ModelConfig(path=str(path), device="cpu"), config, cache_dir(load().cluster) / "native")
         )
+
+    @classmethod
+    def for_gpus(cls, path: Path, name: str) -> _Arm:
+        """In one stream, by transformers on this CPU."""
+        config = EngineConfig(
+            num_blocks=PASSAGE_TOKENS // 16 + 1,
+            max_num_seqs=1,
+            max_num_batched_tokens=CHUNK,
+            kv_dtype="fp8" if name == "fp8" else "auto",
+        )
+        runner = TransformersRunner(ModelConfig(path=str(path), device="cpu"), config)
+        if name == "fp8 weights":
+            quantize(runner.rank.model)
+        return cls(runner)
 
     def fill(self, token_ids: list[int]) -> float:
         """Computes the first stream's context and copies it to the others. Returns the CPU time of the former."""
@@ -93,8 +113,10 @@ def run(quick: bool) -> Report:
     ]
     passages = [tokens[:PASSAGE_TOKENS] for tokens in passages if len(tokens) >= PASSAGE_TOKENS]
     arms = {name: _Arm.started(path, name) for name in KV_DTYPES}
+    compared = arms | {name: _Arm.for_gpus(path, name) for name in FOR_GPUS}
     long = [token for passage in passages for token in passage]
-    return Report("kv_dtypes", [_speed(arms, long, 2 if quick else 5), _quality(arms, passages[: 4 if quick else 20])])
+    tables = [_speed(arms, long, 2 if quick else 5), _quality(compared, passages[: 4 if quick else 20])]
+    return Report("kv_dtypes", tables)
 
 
 def _speed(arms: dict[str, _Arm], token_ids: list[int], num_rounds: int) -> Table:
@@ -121,11 +143,11 @@ def _speed(arms: dict[str, _Arm], token_ids: list[int], num_rounds: int) -> Tabl
 
 def _quality(arms: dict[str, _Arm], passages: list[list[int]]) -> Table:
     table = Table(
-        f"Predictions over narrower pages against float32, {len(passages)} passages of {PASSAGE_TOKENS} tokens",
+        f"Narrower pages and fp8 weights against float32, {len(passages)} passages of {PASSAGE_TOKENS} tokens",
         ("", "KL divergence, nats a token", "largest of a passage", "same most probable token", "perplexity / float32"),
         note="of each passage's second half; means of the passages",
     )
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in KV_DTYPES[1:]}
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in (*KV_DTYPES[1:], *FOR_GPUS)}
     for passage in passages:
         expected = arms[KV_DTYPES[0]].predictions(passage)
         follows = torch.tensor(passage[PASSAGE_TOKENS // 2 + 1 :])[:, None]

@@ -1,8 +1,9 @@
-"""Pages in bfloat16 and int8: what is rounded into them is what everybody attends to, whatever is computed together."""
+"""Narrower pages: what is rounded into them is what everybody attends to, whatever is computed together."""
 
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -144,6 +145,26 @@ def test_transformers_attends_to_the_same_pages(uneven: Path) -> None:
             assert (one - other).square().mean() < 0.1 * (reference - other).square().mean()
 
 
+def test_pages_of_8_bit_floats_hold_what_torch_would_round_to(uneven: Path) -> None:
+    (prompt,) = draws(43, 40)
+    exact, narrow = (pages_of(transformers_runner(uneven, name), prompt) for name in ("float32", "fp8"))
+    assert narrow.dtype is torch.float8_e4m3fn
+    assert narrow.view(torch.uint8).equal(exact.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_predictions_over_8_bit_floats_are_the_same_in_any_chunk_but_for_the_order_of_sums(uneven: Path) -> None:
+    draw, prompts = random.Random(44), draws(44, 90, 1, 33)
+    exact = all_logits(transformers_runner(uneven, "float32"), prompts, draw, 48)
+    runner = transformers_runner(uneven, "fp8")
+    assert runner.rank.model.dtype == torch.float32
+    spoil(runner.caches[0])
+    alone = [all_logits(runner, [prompt], draw, 48)[0] for prompt in prompts]
+    for most in (1, 48):
+        for one, other, reference in zip(all_logits(runner, prompts, draw, most), alone, exact, strict=True):
+            assert (one - other).square().mean() < 0.1 * (reference - other).square().mean()
+            assert (reference - other).abs().max() < 0.5 * reference.abs().max()
+
+
 def test_pages_wider_than_the_arithmetic_change_nothing(uneven: Path) -> None:
     draw, prompts = random.Random(45), draws(45, 40, 9)
     narrow, wide = (transformers_runner(uneven, kv_dtype, dtype="bfloat16") for kv_dtype in ("auto", "float32"))
@@ -243,12 +264,28 @@ def test_pages_that_a_runner_does_not_have_are_refused_by_name(uneven: Path) -> 
         make_runner(model, with_pages("bfloat16", runner="arithmetic"), cache)
     with pytest.raises(ConfigError, match=r"engine\.kv_dtype int8 is known to the native step alone"):
         make_runner(replace(model, dtype="bfloat16"), with_pages("int8"), cache)
+    with pytest.raises(ConfigError, match=r"engine\.kv_dtype is fp8, which the native step does not know"):
+        make_runner(model, with_pages("fp8", runner="native"), cache)
+    assert make_runner(model, with_pages("fp8"), cache).name == "transformers"
+
+
+def test_weights_of_8_bit_floats_are_refused_by_name_where_no_gpu_multiplies_them(uneven: Path) -> None:
+    model, cache = ModelConfig(path=str(uneven), device="cpu", weights="fp8"), cache_dir(load().cluster)
+    for runner, words in (
+        ("auto", "needs an NVIDIA GPU with compute capability 8.9 or more, and this model is on a CPU"),
+        ("transformers", "this model is on a CPU; set it to exact"),
+        ("native", "model.weights is fp8, which the native step does not know"),
+        ("arithmetic", "model.weights fp8 needs transformers on a GPU: engine.runner is arithmetic"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            make_runner(model, replace(ENGINE, runner=runner), cache)
 
 
 def test_int8_pages_travel_as_they_are_or_not_at_all(uneven: Path) -> None:
     config = load()
-    with pytest.raises(ConfigError, match=r"transfer\.wire_dtype is bfloat16, and pages of engine\.kv_dtype int8"):
-        replace(config, engine=with_pages("int8"), transfer=TransferConfig(wire_dtype="bfloat16"))
+    for kv_dtype in ("int8", "fp8"):
+        with pytest.raises(ConfigError, match=rf"wire_dtype is bfloat16, and pages of engine\.kv_dtype {kv_dtype}"):
+            replace(config, engine=with_pages(kv_dtype), transfer=TransferConfig(wire_dtype="bfloat16"))
     specs = {name: native_runner(uneven, with_pages(name)).spec for name in ("float32", "bfloat16", "int8")}
     layouts = {name: layout_of(spec) for name, spec in specs.items()}
     assert wire_compat("r", specs["float32"]) == wire_compat("r", specs["bfloat16"]) != wire_compat("r", specs["int8"])
