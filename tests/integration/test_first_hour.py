@@ -85,3 +85,20 @@ def test_a_slot_takes_less_than_ten_minutes_whatever_hangs() -> None:
 
     assert SLOT_S < 600
     assert all(check["limit_s"] <= 300 for check in CHECKS)
+
+
+def test_gaps_between_steps_are_no_idle_time_within_them() -> None:
+    from tests.gpu.hour.speed import MARK, Span, figures_of
+
+    mark, attending, other = f"at::cuda::{MARK}(long)", "attend_kernel", "Memcpy HtoD"
+    spans = [
+        Span(0.0, 50.0, "of a step before"),
+        Span(50.0, 51.0, mark), Span(60.0, 70.0, other), Span(68.0, 90.0, attending), Span(95.0, 100.0, other),
+        Span(150.0, 152.0, mark), Span(155.0, 165.0, attending), Span(166.0, 200.0, other),
+    ]  # fmt: skip
+    figures = figures_of(spans, reading_s=8e-6)
+    assert figures["kernels_a_step"] == 2
+    assert (figures["gap_us"], figures["longest_gap_us"]) == ((9.0 + 53.0) / 2, 53.0)
+    assert figures["idle_in_step_us"] == (5.0 + 1.0) / 2
+    assert figures["kernels_ms"] == round((35.0 + 44.0) / 2 / 1e3, 3)
+    assert figures["attention_share"] == 0.5

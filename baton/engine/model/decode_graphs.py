@@ -4,8 +4,8 @@ A graph does over and over what was launched once while it was captured, with th
 differs in lies in buffers of the graph: the tokens, their positions, and what the kernels want to know of them. Block
 tables are where all steps have them (`table_rows`), and a graph is given their rows.
 
-There are graphs for a few numbers of sequences. The tokens of one that are too many are nobody's (`kernels`): they write
-no KV, see no key, and their logits are left out. No block is kept for them.
+There are graphs for a few numbers of sequences. The tokens of one that are too many are nobody's (`kernels`): they
+write no KV, see no key, and their logits are left out. No block is kept for them.
 
 Steps of one token a sequence are graphs, whatever they sample by, since that comes behind them. Readers get one fence,
 behind the last layer.

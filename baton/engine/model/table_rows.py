@@ -4,12 +4,12 @@
     a step   gives the rows of its sequences, and of their tables what does not stand there yet
 
 A sequence keeps its row from step to step; who has not been in a step for longest gives its own to a new one. It is
-known what a row holds, whosever that was, and what differs from it is sent: of most sequences nothing, of one in sixteen
-a block. So it does not matter why a table is another one: blocks that were added, replaced or given back, a preemption, a
-key that is used again. A table that stays is the same tuple in each step, and is not looked at.
+known what a row holds, whosever that was, and what differs from it is sent: of most sequences nothing, of one in
+sixteen a block. So it does not matter why a table is another one: blocks that were added, replaced or given back, a
+preemption, a key that is used again. A table that stays is the same tuple in each step, and is not looked at.
 
-Kernels find a row by its number, and the tables stay where they are: a graph that was captured with them reads what they
-hold then. A step that is launched while another one runs changes them behind it.
+Kernels find a row by its number, and the tables stay where they are: a graph that was captured with them reads what
+they hold then. A step that is launched while another one runs changes them behind it.
 """
 
 from __future__ import annotations
