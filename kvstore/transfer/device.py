@@ -38,6 +38,9 @@ class StreamEvent(Protocol):
     def query(self) -> bool:
         """Returns whether the work before the place has run."""
 
+    def synchronize(self) -> None:
+        """Waits until the work before the place has run."""
+
 
 HANDLE_BYTES: Final = 64
 """Length of what names a `GpuExport` in other processes."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from kvstore.transfer import device
+from kvstore.transfer.copy import kernel_choice, moves
 from kvstore.transfer.device import HANDLE_BYTES
 from kvstore.transfer.transport import exports, nccl, streams
 from tests.fakes.late import Late, LateHardware, Memory
@@ -117,6 +118,10 @@ class FakeEvent:
         if is_done and self._races is not None:
             self._races.happen(self._place)
         return is_done
+
+    def synchronize(self) -> None:
+        if self._hardware is not None:
+            self.happen(self._hardware.gpu)
 
     def wait(self, stream: Any) -> None:
         if self._races is not None:
@@ -302,6 +307,8 @@ def fake_gpus(num_gpus: int, *, same: bool = False, late: bool = False) -> Itera
         for gpu in gpus:
             nccl._TURNS.pop(gpu.device, None)
             streams._STREAMS.pop(gpu, None)
+            moves._BUFFERS.pop(gpu, None)
+            kernel_choice.CHOSEN.pop(gpu.device, None)
             exports._RINGS.pop(gpu, None)
             gpu.end()
             for export in gpu.exports:

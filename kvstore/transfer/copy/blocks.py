@@ -14,15 +14,16 @@ same, and then this is a gather of blocks. Values are converted on the way where
 On a CPU rows of bytes move by numpy's `take` and by an assignment of numpy rows, twice as fast as `index_copy_`, and a
 layer is checked while it is in the processor's cache, which halves what the checksum costs.
 
-Each call returns only once the bytes have moved, on a GPU too.
+`gather` and `scatter` return only once the bytes have moved, on a GPU too. Between a GPU's cache and slots on the same
+GPU, `begin_gather` and `begin_scatter` only put the copy into the calling thread's stream, where a kernel moves the runs
+of all layers and adds up the checksum in one pass; torch does so in several where the kernels do not run, where values
+are converted, and for states.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +31,10 @@ import torch
 from baton.engine.core.kv_spec import EMPTY_PLACE
 from baton.engine.model.kv_cache import movable, movable_dtype, torch_dtype
 from kvstore.transfer.copy import int8
+from kvstore.transfer.copy.checksum import word_sum
+from kvstore.transfer.copy.kernel_choice import kernels_of
+from kvstore.transfer.copy.moves import GpuMove, sum_buffers_of
+from kvstore.transfer.copy.run_index import GpuIndex, Runs, runs_of
 from kvstore.transfer.device import gpu_of
 from kvstore.transfer.protocol.layout import heads_of
 
@@ -38,10 +43,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.engine.core.kv_spec import BlockTables, KVSpec, LayerGroup
+    from baton.engine.core.kv_spec import BlockTables, KVSpec
     from baton.engine.core.runner import Fence
     from baton.kv_layout import KvLayout
     from kvstore.transfer.copy.checksum import Checksum
+    from kvstore.transfer.copy.moves import Move
+    from kvstore.transfer.device import GpuDevice
     from kvstore.transfer.protocol.plan import Chunk, TransferPlan
 
 
@@ -70,46 +77,6 @@ class RankCache(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """How the units of one layer group lie in the rows of a cache."""
-
-    numel: int
-    """Elements of one run."""
-    per_row: int
-    """Runs of one row of the cache."""
-    of_unit: NDArray[np.int64]
-    """The runs of each unit of a block, in wire order: `[units per block, runs per unit]`."""
-
-
-def runs_of(group: LayerGroup, unit_tokens: int, head_lo: int, head_hi: int) -> Runs:
-    """Computes the runs of the heads `head_lo:head_hi` (the cache's own numbers) in units of `unit_tokens`."""
-    pieces, block_size = [], group.block_size
-    for unit in range(block_size // unit_tokens):
-        at: list[tuple[int, int]] = []
-        for head in range(head_lo, head_hi):
-            page = head * group.page_numel
-            for dim in group.page_dims:
-                at.append((page + unit * unit_tokens * dim, unit_tokens * dim))
-                page += block_size * dim
-        pieces.append(_joined(at))
-    row_numel = group.row_numel
-    numel = math.gcd(row_numel, *(number for at in pieces for piece in at for number in piece))
-    of_unit = [[run for start, size in at for run in range(start // numel, (start + size) // numel)] for at in pieces]
-    return Runs(numel, row_numel // numel, np.array(of_unit, dtype=np.int64))
-
-
-def _joined(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Joins pieces `(start, size)` that follow each other without a gap."""
-    joined: list[tuple[int, int]] = []
-    for start, size in pieces:
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = (joined[-1][0], joined[-1][1] + size)
-        else:
-            joined.append((start, size))
-    return joined
-
-
 class BlockCopier:
     """Copies the chunks of one transfer out of one rank's cache, or into it.
 
@@ -134,7 +101,7 @@ class BlockCopier:
         self._gpu = gpu_of(cache.device)
         self._first_units = [plan.skip_tokens // wire.unit_tokens for wire in plan.groups]
         self._indices: dict[tuple[int, int, int], torch.Tensor] = {}
-        """Run indices by part and units: the chunks of a span share one."""
+        """Run indices by part and units, on a CPU: the chunks of a span share one."""
         self._runs: list[Runs] = []
         for ours, model, wire in zip(cache.spec.groups, layout.groups, plan.groups, strict=True):
             first = heads_of(model.num_kv_heads, layout.tp_size, rank).start
@@ -145,6 +112,11 @@ class BlockCopier:
             if self._gpu is None and group.dtype == torch_dtype(wire.dtype)
         }
         """The groups that travel without conversion, as bytes, `uint8[layers, runs, bytes]`; shares memory."""
+        self._gpu_indices = [
+            GpuIndex(self._gpu, runs, first, plan.num_units(part) + self._num_behind(part))
+            for part, (runs, first) in enumerate(zip(self._runs, self._first_units, strict=True))
+            if self._gpu is not None
+        ]
 
     def extend(self, block_ids: BlockTables) -> None:
         """Takes the sequence's block tables, which have grown. Any thread may call it.
@@ -178,10 +150,7 @@ class BlockCopier:
             self._gather_bytes(chunk, payload, checksum)
             return
         with self._awaited():
-            if chunk.part < len(self._runs):
-                self._gather_blocks(chunk, payload)
-            else:
-                payload.copy_(self._state(chunk)[chunk.unit_lo : chunk.unit_hi], non_blocking=True)
+            self._read(chunk, payload)
         if checksum is not None:
             checksum.update(payload)
 
@@ -197,10 +166,72 @@ class BlockCopier:
         if checksum is not None:
             checksum.update(payload)
         with self._awaited():
-            if chunk.part < len(self._runs):
-                self._scatter_blocks(chunk, payload)
-            else:
-                self._state(chunk)[chunk.unit_lo : chunk.unit_hi] = payload
+            self._write(chunk, payload)
+
+    # -- on a GPU, between its cache and its slots -------------------------------------------------------------------
+
+    def begin_gather(self, chunk: Chunk, payload: torch.Tensor, fence: Fence | None, checked: bool) -> Move:
+        """Begins to fill `payload`, `uint8[chunk.num_bytes]` on the cache's GPU, once `fence` has been reached."""
+        gpu = self._on_gpu()
+        if fence is not None:
+            fence.wait(gpu.current_stream())
+        return self._begin("gather", chunk, payload, checked)
+
+    def begin_scatter(self, chunk: Chunk, payload: torch.Tensor, checked: bool) -> Move:
+        """Begins to write `payload`, `uint8[chunk.num_bytes]` on the cache's GPU, into the blocks, as `scatter` does.
+
+        `payload` is what is there when the calling thread's stream has come so far.
+        """
+        return self._begin("scatter", chunk, payload, checked)
+
+    def _begin(self, name: str, chunk: Chunk, payload: torch.Tensor, checked: bool) -> Move:
+        gpu = self._on_gpu()
+        buffers = sum_buffers_of(gpu)
+        sums, num_sums = buffers.take(), 1
+        kernels = kernels_of(self._cache.device)
+        if kernels is not None and self._is_of_words(chunk):
+            num_sums = self._launch(kernels, name, chunk, payload, sums)
+            if name == "scatter":
+                self._zero_behind_the_end(chunk, self._layers(chunk))
+        else:
+            self._move_by_torch(name, chunk, payload, sums if checked else None)
+        done = gpu.event()
+        done.record(gpu.current_stream())
+        return GpuMove(done, buffers, sums, num_sums if checked else 0)
+
+    def _on_gpu(self) -> GpuDevice:
+        assert self._gpu is not None, "a cache in main memory"
+        return self._gpu
+
+    def _is_of_words(self, chunk: Chunk) -> bool:
+        """Whether the kernels can move it: bytes as they are, of runs that are whole words."""
+        if chunk.part >= len(self._runs):
+            return False
+        group = self._cache.groups[chunk.part]
+        is_converted = group.dtype != torch_dtype(self.plan.groups[chunk.part].dtype)
+        return not is_converted and self._runs[chunk.part].numel * group.itemsize % 8 == 0
+
+    def _launch(self, kernels: Any, name: str, chunk: Chunk, payload: torch.Tensor, sums: torch.Tensor) -> int:
+        runs, pages = self._runs[chunk.part], self._cache.groups[chunk.part]
+        runs_a_unit = runs.of_unit.shape[1]
+        span = kernels.Span(
+            pages=pages,
+            run_bytes=runs.numel * pages.itemsize,
+            index=self._gpu_indices[chunk.part].until(self._tables[chunk.part], chunk.unit_hi),
+            first=chunk.unit_lo * runs_a_unit,
+            num_runs=(chunk.unit_hi - chunk.unit_lo) * runs_a_unit,
+            layer_lo=chunk.layer_lo,
+        )
+        num_sums: int = kernels.launch(getattr(kernels, name), span, payload.view(torch.int64), sums)
+        return num_sums
+
+    def _move_by_torch(self, name: str, chunk: Chunk, payload: torch.Tensor, sums: torch.Tensor | None) -> None:
+        if name == "gather":
+            self._read(chunk, payload)
+        else:
+            self._write(chunk, payload)
+        if sums is not None:
+            sums[0].copy_(word_sum(payload), non_blocking=True)
 
     # -- bytes as they are, on a CPU ---------------------------------------------------------------------------------
 
@@ -229,9 +260,21 @@ class BlockCopier:
 
     # -- converted, or on a GPU --------------------------------------------------------------------------------------
 
+    def _read(self, chunk: Chunk, payload: torch.Tensor) -> None:
+        if chunk.part < len(self._runs):
+            self._gather_blocks(chunk, payload)
+        else:
+            payload.copy_(self._state(chunk)[chunk.unit_lo : chunk.unit_hi], non_blocking=True)
+
+    def _write(self, chunk: Chunk, payload: torch.Tensor) -> None:
+        if chunk.part < len(self._runs):
+            self._scatter_blocks(chunk, payload)
+        else:
+            self._state(chunk)[chunk.unit_lo : chunk.unit_hi].copy_(payload, non_blocking=True)
+
     def _gather_blocks(self, chunk: Chunk, payload: torch.Tensor) -> None:
         wire, runs, layers = self.plan.groups[chunk.part], self._runs[chunk.part], self._layers(chunk)
-        index = self._index(chunk.part, chunk.unit_lo, chunk.unit_hi).to(layers.device)
+        index = self._index(chunk.part, chunk.unit_lo, chunk.unit_hi)
         dtype = movable_dtype(torch_dtype(wire.dtype))
         for layer, out in zip(layers, payload.view(len(layers), -1), strict=True):
             if layer.dtype == dtype and layer.device == out.device:
@@ -252,26 +295,36 @@ class BlockCopier:
         if self._gpu is None:
             layers.view(torch.uint8).numpy()[:, index.numpy()] = values.view(torch.uint8).numpy()
         else:
-            layers.index_copy_(1, index.to(layers.device), values)
+            layers.index_copy_(1, index, values)
+        self._zero_behind_the_end(chunk, layers)
+
+    def _zero_behind_the_end(self, chunk: Chunk, layers: torch.Tensor) -> None:
         if (left := self._behind_the_end(chunk)) is not None:
-            layers.index_fill_(1, left.to(layers.device), 0)
+            layers.index_fill_(1, left, 0)
 
     def _behind_the_end(self, chunk: Chunk) -> torch.Tensor | None:
         """Returns the runs behind the sequence's end in its last block, for the chunk that has the last unit."""
-        num_left = -(self._first_units[chunk.part] + chunk.unit_hi) % len(self._runs[chunk.part].of_unit)
+        num_left = self._num_behind(chunk.part)
         if not num_left or chunk.unit_hi != self.plan.num_units(chunk.part):
             return None
         return self._index(chunk.part, chunk.unit_hi, chunk.unit_hi + num_left)
 
+    def _num_behind(self, part: int) -> int:
+        """Returns how many units of the sequence's last block lie behind its end."""
+        return -(self._first_units[part] + self.plan.num_units(part)) % len(self._runs[part].of_unit)
+
     def _index(self, part: int, unit_lo: int, unit_hi: int) -> torch.Tensor:
-        """Returns the runs of units in wire order, counted from the start of a layer; on the CPU."""
+        """Returns the runs of units in wire order, counted from the start of a layer; on the cache's device."""
+        runs = self._runs[part]
+        if self._gpu is not None:
+            runs_a_unit = runs.of_unit.shape[1]
+            index = self._gpu_indices[part].until(self._tables[part], unit_hi)
+            return index[unit_lo * runs_a_unit : unit_hi * runs_a_unit]
         key = part, unit_lo, unit_hi
         if key not in self._indices:
-            runs = self._runs[part]
-            units = self._first_units[part] + np.arange(unit_lo, unit_hi)
-            blocks, units_of_block = np.divmod(units, len(runs.of_unit))
-            index = self._tables[part][blocks][:, None] * runs.per_row + runs.of_unit[units_of_block]
-            self._indices[key] = torch.from_numpy(index.ravel())
+            first = self._first_units[part]
+            index = runs.of_units(self._tables[part], first + unit_lo, first + unit_hi)
+            self._indices[key] = torch.from_numpy(index)
         return self._indices[key]
 
     def _layers(self, chunk: Chunk) -> torch.Tensor:

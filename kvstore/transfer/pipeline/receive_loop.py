@@ -2,24 +2,28 @@
 
 LOOKAHEAD messages are posted at any time. On an idle transport they are signals, 64 bytes each, which fail at once when
 the peer dies; a chunk is only posted once its sender has it ready, so its operation timeout does not begin before.
+
+On a GPU the copy of a chunk into the blocks is under way while the next one is received: two are, at most, and none
+while there is nothing to receive. In main memory a chunk is in its place before the next one is looked at.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from baton.errors import TransferCorrupted, TransferError, TransferTimeout
-from kvstore.transfer.copy.checksum import new_checksum
+from kvstore.transfer.copy.checksum import Xxh3
+from kvstore.transfer.copy.moves import Moved
 from kvstore.transfer.protocol import chunk_header as h
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
-
     from baton.messages import Ticket
     from kvstore.transfer.copy.blocks import BlockCopier
+    from kvstore.transfer.copy.moves import Move
     from kvstore.transfer.pipeline.driven import DrivenMachine
     from kvstore.transfer.protocol.plan import Chunk
     from kvstore.transfer.protocol.receive_state import ReceiveInstruction, ReceiveState
@@ -52,27 +56,42 @@ class ChunkWriter:
         self._machine = machine
         self._checked = checked
 
-    def take(self, header: h.Header, slot: Slot) -> None:
-        """Writes a chunk into the blocks if it matches the plan and the transfer still holds them.
+    def begin(self, header: h.Header, slot: Slot) -> Move | None:
+        """Begins to write a chunk into the blocks if it matches the plan and the transfer still holds them.
 
-        The checksum is compared while the chunk is written: nothing reads the blocks before every chunk has passed.
+        Returns:
+            The copy, which `end` ends; None if the chunk is dropped.
         """
         try:
             chunk = self._chunk(header)
         except TransferCorrupted as error:
             self._fail(error)
-            return
+            return None
         if not self._machine.ask(lambda state: state.scatter_begins(self._connection, self._generation, header.seq)):
-            return
+            return None
         try:
-            self._scatter(header, chunk, slot.payload(chunk.num_bytes))
+            return self._scatter(chunk, slot)
+        except BaseException as error:
+            self._fail(TransferError(f"a chunk could not be written into the cache: {error!r}"))
+            self._scatter_ended()
+            raise
+
+    def end(self, header: h.Header, move: Move) -> None:
+        """Waits until the chunk that began first is in its place, and only then counts it as arrived.
+
+        Its checksum was added up while it was written: nothing reads the blocks before every chunk has passed.
+        """
+        try:
+            checksum = move.end()
+            if self._checked:
+                h.verify_checksum(header, checksum)
         except TransferCorrupted as error:
             self._fail(error)
         except BaseException as error:
             self._fail(TransferError(f"a chunk could not be written into the cache: {error!r}"))
             raise
         finally:
-            self._machine.apply_in_thread(lambda state: state.scatter_ends(self._connection, self._generation))
+            self._scatter_ended()
 
     def _chunk(self, header: h.Header) -> Chunk:
         if header.seq >= len(self.plan.chunks):
@@ -81,11 +100,16 @@ class ChunkWriter:
         h.verify(header, chunk, self._transfer, self._checked)
         return chunk
 
-    def _scatter(self, header: h.Header, chunk: Chunk, payload: torch.Tensor) -> None:
-        checksum = new_checksum(payload.device) if self._checked else None
+    def _scatter(self, chunk: Chunk, slot: Slot) -> Move:
+        payload = slot.payload(chunk.num_bytes)
+        if slot.is_on_gpu:
+            return self._copier.begin_scatter(chunk, payload, self._checked)
+        checksum = Xxh3() if self._checked else None
         self._copier.scatter(chunk, payload, checksum)
-        if checksum is not None:
-            h.verify_checksum(header, checksum.digest())
+        return Moved(checksum.digest() if checksum else 0)
+
+    def _scatter_ended(self) -> None:
+        self._machine.apply_in_thread(lambda state: state.scatter_ends(self._connection, self._generation))
 
     def _fail(self, error: TransferError) -> None:
         self._machine.apply_in_thread(lambda state: state.fail(self._transfer_id, self._generation, error))
@@ -95,6 +119,15 @@ class _Posted(NamedTuple):
     operation: Operation | SignalOperation
     slot: Slot | None
     num_bytes: int
+
+
+class _Writing(NamedTuple):
+    """A chunk that is being written into the blocks, out of its slot."""
+
+    writer: ChunkWriter
+    header: h.Header
+    move: Move
+    slot: Slot
 
 
 class ReceiveLoop:
@@ -122,39 +155,60 @@ class ReceiveLoop:
     def run(self, transport: ReceivingTransport) -> None:
         """Receives until `stop`, or until the transport fails with TransferError."""
         posted: deque[_Posted] = deque()
+        writing: deque[_Writing] = deque()
         try:
-            self._run(transport, posted)
+            self._run(transport, posted, writing)
         finally:
-            for message in posted:
-                if message.slot is not None:
-                    transport.slots.discard(message.slot)
+            with contextlib.ExitStack() as stack:
+                for message in posted:
+                    if message.slot is not None:
+                        stack.callback(transport.slots.discard, message.slot)
+                while writing:  # the last that began is put on the stack first, and ended last
+                    stack.callback(_end, transport, writing.pop())
 
-    def _run(self, transport: ReceivingTransport, posted: deque[_Posted]) -> None:
+    def _run(self, transport: ReceivingTransport, posted: deque[_Posted], writing: deque[_Writing]) -> None:
         announced = deque([0] * h.LOOKAHEAD)
         place = 0
         while not self._stopped:
-            self._post(transport, announced, posted)
+            self._post(transport, announced, posted, writing)
+            if writing and not transport.has_next():
+                _end_all(transport, writing)
             message = posted[0]
             message.operation.wait()
             posted.popleft()
+            begun: _Writing | None = None
             try:
                 header = h.unpack(_read_header(message), self._epoch, place, message.num_bytes, self._slot_bytes)
                 announced.append(header.next_bytes)
                 if message.slot is not None and not header.flags & h.VOID:
-                    self._take(header, message.slot)
+                    begun = self._begin(header, message.slot)
             finally:
-                if message.slot is not None:
+                if message.slot is not None and begun is None:
+                    transport.settle()
                     transport.slots.release(message.slot)
+            if begun is not None:
+                writing.append(begun)
+                if len(writing) > begun.slot.is_on_gpu:
+                    _end(transport, writing.popleft())
             place += 1
 
-    def _post(self, transport: ReceivingTransport, announced: deque[int], posted: deque[_Posted]) -> None:
+    def _post(
+        self,
+        transport: ReceivingTransport,
+        announced: deque[int],
+        posted: deque[_Posted],
+        writing: deque[_Writing],
+    ) -> None:
         """Posts announced messages in order, as far as there are slots. Waits for a slot only while holding none."""
         while announced:
             num_bytes = announced[0]
             if num_bytes == 0:
                 posted.append(_Posted(transport.recv_signal(), None, 0))
             else:
-                slot = transport.slots.acquire(0 if posted else self._slot_wait_s)
+                slot = transport.slots.acquire(0)
+                if slot is None and not posted:
+                    _end_all(transport, writing)
+                    slot = transport.slots.acquire(self._slot_wait_s)
                 if slot is None:
                     if posted:
                         return
@@ -166,12 +220,27 @@ class ReceiveLoop:
                     raise
             announced.popleft()
 
-    def _take(self, header: h.Header, slot: Slot) -> None:
+    def _begin(self, header: h.Header, slot: Slot) -> _Writing | None:
         writer = self._writers.get(header.generation)
         if writer is None:
             self.num_fenced += 1
-        else:
-            writer.take(header, slot)
+            return None
+        move = writer.begin(header, slot)
+        return _Writing(writer, header, move, slot) if move is not None else None
+
+
+def _end(transport: ReceivingTransport, writing: _Writing) -> None:
+    try:
+        writing.writer.end(writing.header, writing.move)
+    finally:
+        transport.slots.release(writing.slot)
+
+
+def _end_all(transport: ReceivingTransport, writing: deque[_Writing]) -> None:
+    """Ends all that is under way, before the thread waits for something else."""
+    while writing:
+        _end(transport, writing.popleft())
+    transport.settle()
 
 
 def _read_header(message: _Posted) -> bytes:

@@ -6,27 +6,32 @@
 
 A place that was announced is always filled: with a VOID chunk if its transfer has been given up meanwhile. So giving up
 leaves nothing behind on the transport. An idle transport carries a signal every `heartbeat_s`.
+
+On a GPU the copy of a chunk into its slot begins when it is announced, so it goes on while those before it leave; the
+host waits for it, and learns its checksum, when its place has come. In main memory a chunk is copied then, and leaves
+out of the processor's cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore.transfer.copy.checksum import new_checksum
+from kvstore.transfer.copy.checksum import Xxh3
+from kvstore.transfer.copy.moves import Moved
 from kvstore.transfer.protocol import chunk_header as h
 from kvstore.transfer.protocol.plan import EVERY_LAYER
 
 if TYPE_CHECKING:
-    import torch
-
     from baton.engine.core.kv_spec import BlockTables
     from baton.engine.core.runner import Fence
     from baton.messages import Ticket
     from kvstore.transfer.copy.blocks import BlockCopier
+    from kvstore.transfer.copy.moves import Move
     from kvstore.transfer.pipeline.driven import DrivenMachine
     from kvstore.transfer.protocol.plan import Chunk, TransferPlan
     from kvstore.transfer.protocol.send_state import SendInstruction, SendState
@@ -114,12 +119,15 @@ class ChunkQueue:
             self._unsent_bytes -= chunk.num_bytes
             return ReadyChunk(seq, chunk, fence)
 
-    def gather(self, ready: ReadyChunk, payload: torch.Tensor) -> int:
-        """Fills `payload`, `uint8[chunk.num_bytes]`, and returns its checksum; 0 if chunks are not checked."""
+    def gather(self, ready: ReadyChunk, slot: Slot) -> Move:
+        """Copies a chunk into a slot, or begins to where that is on a GPU."""
         self.began_s = self.began_s or time.monotonic()
-        checksum = new_checksum(payload.device) if self._checked else None
+        payload = slot.payload(ready.chunk.num_bytes)
+        if slot.is_on_gpu:
+            return self._copier.begin_gather(ready.chunk, payload, ready.fence, self._checked)
+        checksum = Xxh3() if self._checked else None
         self._copier.gather(ready.chunk, payload, ready.fence, checksum)
-        return checksum.digest() if checksum else 0
+        return Moved(checksum.digest() if checksum else 0)
 
     def header(self, seq: int, chunk: Chunk, checksum: int, at: Place) -> h.Header:
         """Returns the header of a gathered chunk."""
@@ -196,12 +204,15 @@ class Place(NamedTuple):
     next_bytes: int
 
 
-class _Announced(NamedTuple):
+@dataclass(slots=True)
+class _Announced:
     """A chunk that an earlier message has announced."""
 
     queue: ChunkQueue
     ready: ReadyChunk
     slot: Slot
+    move: Move | None = None
+    """The copy into the slot, from its begin to its end."""
 
 
 class _UnderWay:
@@ -316,8 +327,10 @@ class SendLoop:
                 places.popleft()
                 place += 1
         finally:
-            for unsent in filter(None, places):
-                transport.slots.release(unsent.slot)
+            with contextlib.ExitStack() as stack:
+                for unsent in filter(None, places):
+                    stack.callback(transport.slots.release, unsent.slot)
+                    stack.callback(self._end_gather, unsent)
 
     def _decide(self, transport: SendingTransport, under_way: _UnderWay, is_idle: bool) -> _Announced | None:
         """Returns the chunk to announce next, or None to announce a signal.
@@ -340,30 +353,53 @@ class SendLoop:
         if slot is None:
             return None
         (queue, ready), self._next = self._next, None
-        return _Announced(queue, ready, slot)
+        announced = _Announced(queue, ready, slot)
+        if slot.is_on_gpu:
+            try:
+                self._begin_gather(announced)
+            except BaseException:
+                transport.slots.release(slot)
+                raise
+        return announced
 
     def _send(self, transport: SendingTransport, under_way: _UnderWay, due: _Announced, at: Place) -> None:
         queue, chunk, slot = due.queue, due.ready.chunk, due.slot
-        payload = slot.payload(chunk.num_bytes)
-        checksum = self._gather(queue, due.ready, payload)
+        if not slot.is_on_gpu:
+            self._begin_gather(due)
+        checksum = self._end_gather(due)
         if checksum is not None:
             header = queue.header(due.ready.seq, chunk, checksum, at)
             if self._faults is not None:
-                self._faults.spoil(chunk, payload)
+                self._faults.spoil(chunk, slot.payload(chunk.num_bytes))
         else:
             header = h.Header(h.VOID, *at, num_bytes=chunk.num_bytes)
         slot.write_header(header.pack())
         under_way.add(transport.send_chunk(slot, chunk.num_bytes), slot)
 
-    def _gather(self, queue: ChunkQueue, ready: ReadyChunk, payload: torch.Tensor) -> int | None:
-        """Gathers and returns the checksum; None if the transfer was given up, so that its blocks must not be read."""
+    def _begin_gather(self, announced: _Announced) -> None:
+        """Begins the copy, unless the transfer was given up, so that its blocks must not be read."""
+        queue = announced.queue
         if not self._machine.ask(lambda state: state.gather_begins(queue.generation)):
+            return
+        try:
+            announced.move = queue.gather(announced.ready, announced.slot)
+        except BaseException:
+            self._gather_ended(queue)
+            raise
+
+    def _end_gather(self, announced: _Announced) -> int | None:
+        """Waits for the copy and returns the checksum; None if none was begun."""
+        move, announced.move = announced.move, None
+        if move is None:
             return None
         try:
-            return queue.gather(ready, payload)
+            return move.end()
         finally:
-            now = time.monotonic()
-            self._machine.apply_in_thread(lambda state: state.gather_ends(queue.generation, now))
+            self._gather_ended(announced.queue)
+
+    def _gather_ended(self, queue: ChunkQueue) -> None:
+        now = time.monotonic()
+        self._machine.apply_in_thread(lambda state: state.gather_ends(queue.generation, now))
 
     def _take_ready(self) -> tuple[ChunkQueue, ReadyChunk] | None:
         """Returns the next ready chunk, or None; transfers take turns."""

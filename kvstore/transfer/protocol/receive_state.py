@@ -72,8 +72,8 @@ class SourceProgress:
     num_chunks: int
     chunks_in: set[int] = field(default_factory=set)
     committed: bool = False
-    scattering: int | None = None
-    """The chunk that is being written into the blocks at this moment."""
+    scattering: tuple[int, ...] = ()
+    """The chunks that are being written into the blocks at this moment, in the order in which that began."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Reservation:
     @property
     def is_scattering(self) -> bool:
         """Whether a chunk is being written into the blocks."""
-        return any(source.scattering is not None for source in self.sources.values())
+        return any(source.scattering for source in self.sources.values())
 
     @property
     def is_complete(self) -> bool:
@@ -214,20 +214,19 @@ class ReceiveState:
         """Asks to write chunk `seq` of a source into the blocks. Returns False if the chunk must be dropped."""
         entry = self._by_generation.get(generation)
         source = entry.sources.get(connection) if entry and entry.state is ReceivePhase.RECEIVING else None
-        if source is None or seq in source.chunks_in or not 0 <= seq < source.num_chunks:
+        if source is None or seq in (*source.chunks_in, *source.scattering) or not 0 <= seq < source.num_chunks:
             self.num_fenced += 1
             return False
-        assert source.scattering is None, "one thread scatters a source's chunks"
-        source.scattering = seq
+        source.scattering = (*source.scattering, seq)
         return True
 
     def scatter_ends(self, connection: int, generation: int) -> list[ReceiveInstruction]:
-        """Notes that the chunk is verified and in place, unless the transfer has failed meanwhile."""
+        """Notes that the chunk which began first is verified and in place, unless the transfer has failed meanwhile."""
         entry = self._by_generation[generation]
         source = entry.sources[connection]
-        assert source.scattering is not None
-        source.chunks_in.add(source.scattering)
-        source.scattering = None
+        seq, *later = source.scattering
+        source.chunks_in.add(seq)
+        source.scattering = tuple(later)
         if entry.state is ReceivePhase.RECEIVING:
             return self._try_commit(entry)
         if entry.is_scattering:

@@ -81,7 +81,8 @@ class OfferedTransfer:
     """Whether everything is computed, and `first_token` is known if one was drawn."""
     first_token: int | None = None
     """The token from which the receiver continues."""
-    gathering: bool = False
+    gathering: int = 0
+    """Gathers that read its blocks at this moment."""
     unpinned: bool = False
     error: BatonError | None = None
 
@@ -180,14 +181,13 @@ class SendState:
         transfer = self._by_generation.get(generation)
         if transfer is None or transfer.state is not SendPhase.SENDING:
             return False
-        assert not transfer.gathering, "one thread gathers a transfer's chunks"
-        transfer.gathering = True
+        transfer.gathering += 1
         return True
 
     def gather_ends(self, generation: int, now: float) -> list[SendInstruction]:
         """Notes that the chunk is in staging and has begun to leave: the transport is first in, first out."""
         transfer = self._by_generation[generation]
-        transfer.gathering = False
+        transfer.gathering -= 1
         transfer.num_sent += 1
         if transfer.state is SendPhase.SENDING:
             return self._try_commit(transfer, now)

@@ -36,6 +36,8 @@ class Operation(Protocol):
     def wait(self) -> None:
         """Blocks until the message has moved and the slot is the caller's again.
 
+        A message that is received into a slot on a GPU may still be on its way there, in the calling thread's stream.
+
         Raises:
             TransferTimeout: not within the transport's operation timeout; the transport is broken.
             TransferError: the peer is gone, the transport was aborted, or the message was not the one announced.
@@ -86,7 +88,17 @@ class ReceivingTransport(Transport, Protocol):
     def recv_chunk(self, slot: Slot, num_bytes: int) -> Operation:
         """Starts to receive a header and `num_bytes` of payload.
 
-        `slot.buffer` may be read, not written, once `wait` has returned and until the slot is released.
+        `slot.buffer` may be read, not written, once `wait` has returned and until the slot is released. On a GPU that
+        holds for what comes later in the calling thread's stream, and for others after `settle`.
+        """
+
+    def has_next(self) -> bool:
+        """Returns whether the next message has come; False also where the transport does not know."""
+
+    def settle(self) -> None:
+        """Waits until all messages whose `wait` has returned are in their slots, and the peer may use its own again.
+
+        The owner does so before it releases a slot that nothing has read in its stream, and before it waits for long.
         """
 
 

@@ -82,6 +82,12 @@ class GlooTransport:
     def recv_chunk(self, slot: Slot, num_bytes: int) -> Operation:
         return self._start(slot.buffer, lambda group: group.recv([slot.buffer], self._peer, _CHUNKS))
 
+    def has_next(self) -> bool:
+        return False
+
+    def settle(self) -> None:
+        """Has nothing to wait for."""
+
     def close(self) -> None:
         self._group = None
 

@@ -11,8 +11,9 @@ the slot.
 The ring is on the sender's GPU. The receiver's, which is the same one or reaches it over NVLink or PCIe, reads it: only
 the receiver writes into its memory, and what a sender does later spoils no chunk that was checked. There is no kernel
 that waits for another one, so nothing can wait in a circle, and no order beside the sums of several ranks is needed.
-The host orders all: a chunk is announced once it is gathered, and its slot given back once it is copied. Events of CUDA
-would save the two waits, and a stream would wait for the event of a process that may be dead.
+The host orders what the two do: a chunk is announced once it is gathered, and its slot given back once it is copied. An
+event of CUDA that both share would save the two waits, and a stream would wait for the event of a process that may be
+dead. What the receiver does with a copy is ordered by its stream: it need not wait before it goes on.
 
 To open, the sender lets the receiver connect as over shm, and sends what it needs to know of the ring, whose start
 holds a secret; the receiver answers with the secret. What the two cannot do, to reach each other's GPU say, is found
@@ -26,6 +27,7 @@ import os
 import secrets
 import socket
 import struct
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,7 +43,7 @@ from kvstore.transfer.transport.staging import Slot
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.transfer.device import GpuDevice, GpuImport
+    from kvstore.transfer.device import GpuDevice, GpuImport, StreamEvent
     from kvstore.transfer.transport.base import Operation, SignalOperation
 
 _IPC = "ipc"
@@ -87,6 +89,8 @@ class IpcReceiver(RingReceiver):
         gpu = gpu_of(end.staging.device)
         assert gpu is not None
         self._gpu = gpu
+        self._copying: deque[tuple[StreamEvent, int]] = deque()
+        """The copies that may be under way, each with the number of the sender's slot."""
         with contextlib.ExitStack() as undo:
             connection = undo.enter_context(connect(_IPC, end.rendezvous, end.open_timeout_s))
             message, lifelines, _, _ = socket.recv_fds(connection, _RING.size, 1, socket.MSG_CMSG_CLOEXEC)
@@ -106,18 +110,31 @@ class IpcReceiver(RingReceiver):
         return _IpcChunk(self, slot, num_bytes)
 
     def copy(self, slot: Slot, num_bytes: int) -> None:
-        """Waits for the next packet, which must announce a chunk, and copies it into `slot`."""
+        """Waits for the next packet, which must announce a chunk, and begins to copy it into `slot`."""
         header, number = self.next_chunk()
         if number >= self._num_slots or num_bytes > self._stride:
             raise TransferError("the ipc transport is broken: there is no such slot in the sender's ring")
         self._ring.read(number * self._stride, slot.payload(num_bytes))
-        self._gpu.current_stream().synchronize()
+        copied = self._gpu.event()
+        copied.record(self._gpu.current_stream())
+        self._copying.append((copied, number))
         slot.write_header(header)
-        self.give_back(number)
+        while self._copying and self._copying[0][0].query():
+            self.give_back(self._copying.popleft()[1])
+
+    def settle(self) -> None:
+        """See `ReceivingTransport.settle`."""
+        while self._copying:
+            copied, number = self._copying.popleft()
+            copied.synchronize()
+            self.give_back(number)
 
     def close(self) -> None:
-        super().close()
-        self._ending.close()
+        try:
+            self.settle()
+        finally:
+            super().close()
+            self._ending.close()
 
     def _checked(self, message: bytes, lifelines: Sequence[int]) -> bytes:
         """Takes in what the sender says of its ring, and returns the handle; nothing is opened before."""

@@ -173,6 +173,12 @@ class NcclTransport:
     def recv_chunk(self, slot: Slot, num_bytes: int) -> Operation:
         return _NcclReceive(self, slot, num_bytes, self._signals.recv_signal())
 
+    def has_next(self) -> bool:
+        return False
+
+    def settle(self) -> None:
+        """Has nothing to wait for: a receive has ended when its `wait` returns."""
+
     def receive(self, payload: torch.Tensor, staged: SignalOperation) -> None:
         """Receives a chunk whose staging the peer announces in `staged`; called by `_NcclReceive.wait`."""
 
@@ -240,7 +246,8 @@ class NcclTransport:
                 raise TransferError("the nccl transport was aborted")
             try:
                 with self._streams.launcher, self._gpu.on_stream(self._stream):
-                    self._stream.wait_stream(staged)
+                    if move == "recv":  # a send was staged before; what is gathered for later may have to wait long
+                        self._stream.wait_stream(staged)
                     getattr(self._group, move)([message], self._peer, _TAG).wait()  # makes our stream wait for NCCL's
                     done.record(self._stream)
             except RuntimeError as error:

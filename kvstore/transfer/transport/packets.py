@@ -121,13 +121,24 @@ class RingReceiver(PacketEnd):
         header, number = _CHUNK.unpack(self._next(_CHUNK.size))
         return header, number
 
+    def has_next(self) -> bool:
+        """See `ReceivingTransport.has_next`."""
+        with self._errors_named():
+            return bool(self._readable.poll(0))
+
+    def settle(self) -> None:
+        """Has nothing to wait for, unless messages are copied."""
+
     def give_back(self, number: int) -> None:
         """Returns a slot to the sender. If the sender is gone, the next receive raises the error."""
         with contextlib.suppress(TransferError):
             self.send(_ACK.pack(number))
 
     def _next(self, num_bytes: int) -> bytes:
-        packet = self.receive(self._op_timeout_s)
+        packet = self.receive(0.0)
+        if packet is None:
+            self.settle()
+            packet = self.receive(self._op_timeout_s)
         if packet is None:
             raise TransferTimeout(f"no message came within {self._op_timeout_s:g} s")
         if len(packet) != num_bytes:

@@ -25,13 +25,15 @@ class Slot:
         header: takes the header of a slot on a GPU, which the host reads and writes: HEADER_BYTES of main memory.
     """
 
-    __slots__ = ("_header", "_start", "buffer")
+    __slots__ = ("_header", "_start", "buffer", "is_on_gpu")
 
     def __init__(self, buffer: torch.Tensor, header: bytearray | None = None) -> None:
         self.buffer = buffer
         # numpy finds a header in front of a payload in a tenth of the time that torch takes
         self._header = memoryview(header if header is not None else buffer.numpy().data)[:HEADER_BYTES]
         self._start = HEADER_BYTES if header is None else 0
+        self.is_on_gpu = header is not None
+        """Whether the payload is in a GPU's memory."""
 
     def show(self, other: Slot) -> None:
         """Makes this slot a view of `other`'s memory: for a transport that moves no bytes itself."""

@@ -116,6 +116,12 @@ class TcpReceiver(_TcpEnd):
         self.slots = end.staging.share(end.max_slots)
         super().__init__(_connect(end.rendezvous, end.open_timeout_s), end.op_timeout_s)
 
+    def has_next(self) -> bool:
+        return False
+
+    def settle(self) -> None:
+        """Has nothing to wait for."""
+
     def recv_signal(self) -> SignalOperation:
         return _TcpSignal(self)
 

@@ -25,7 +25,7 @@ from kvstore.transfer.pipeline.send_loop import ChunkQueue, Place, ReadyChunk, S
 from kvstore.transfer.pipeline.thread import TransportThread
 from kvstore.transfer.protocol import receive_state as receiving
 from kvstore.transfer.protocol import send_state as sending
-from kvstore.transfer.protocol.chunk_header import Header
+from kvstore.transfer.protocol.chunk_header import HEADER_BYTES, Header
 from kvstore.transfer.protocol.layout import rank_spec
 from kvstore.transfer.protocol.machine import Send, TransferCommitted, TransferFailed
 from kvstore.transfer.protocol.plan import Chunk, WireOptions, plan
@@ -35,12 +35,13 @@ from kvstore.transfer.transport.base import RECEIVER, SENDER, ReceivingTransport
 from kvstore.transfer.transport.faults import FaultInjector, Faults
 from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.select import open_receiver, open_sender
-from kvstore.transfer.transport.staging import StagingPool
+from kvstore.transfer.transport.staging import Slot, StagingPool
 from tests.support.waiting import wait_until
 from tests.unit.kvstore.transfer.transport.ends import transport_end
 
 if TYPE_CHECKING:
     from baton.engine.core.runner import Fence
+    from kvstore.transfer.copy.moves import Move
 
 torch.set_num_threads(1)
 
@@ -399,20 +400,20 @@ async def test_a_chunk_is_written_only_when_the_ledger_says_so(when: str) -> Non
         slot = sides.pools[0].take(0)
         assert slot is not None
         chunk = sides.plan.chunks[0]
-        checksum = outbound.gather(ReadyChunk(0, chunk, None), slot.payload(chunk.num_bytes))
+        checksum = outbound.gather(ReadyChunk(0, chunk, None), slot).end()
         header = outbound.header(0, chunk, checksum, Place(epoch=3, place=0, next_bytes=0))
         if when != "not granted":
             ids = (SESSION + (when == "of another session"), "t0", generation)
             sides.at_ledger.ask(lambda ledger: ledger.offer(*ids, NUM_CHUNKS, 1))
         if when == "again":
-            inbound.take(header, slot)
+            inbound.end(header, cast("Move", inbound.begin(header, slot)))
             assert not sides.untouched(0)
             sides.target.groups[0].zero_()
         if when == "failed":
             sides.at_ledger.ask(lambda ledger: ledger.fail("t0", generation, TransferError("over")))
         if when == "released":
             sides.at_ledger.ask(lambda ledger: ledger.release(generation))
-        inbound.take(header, slot)
+        assert inbound.begin(header, slot) is None
         assert sides.untouched(0)
         assert sides.ledger.num_fenced == 1
         sides.pools[0].give(slot)
@@ -434,7 +435,7 @@ async def test_each_chunk_keeps_the_fence_that_made_it_ready() -> None:
     for num_layers, fence in ((3, first), (4, None), (5, second), (9, None)):
         outbound.advance(16, num_layers, fence)
     while (ready := outbound.take_ready()) is not None:
-        outbound.gather(ready, torch.empty(ready.chunk.num_bytes, dtype=torch.uint8))
+        outbound.gather(ready, Slot(torch.empty(HEADER_BYTES + ready.chunk.num_bytes, dtype=torch.uint8)))
     assert fences == [first] * 3 + [None] + [second] + [None] * 4, "that which made it ready, however late it is sent"
 
 
@@ -444,7 +445,7 @@ async def test_a_chunk_number_beyond_the_plan_is_corruption() -> None:
         slot = sides.pools[0].take(0)
         assert slot is not None
         header = Header(0, 3, 0, 0, generation, seq=NUM_CHUNKS)
-        sides.inbounds[generation].take(header, slot)
+        assert sides.inbounds[generation].begin(header, slot) is None
         error = await asyncio.wait_for(sides.received[generation], 10)
         assert isinstance(error, TransferCorrupted)
         assert "no chunk 9" in str(error)

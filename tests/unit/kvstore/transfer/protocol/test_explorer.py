@@ -67,7 +67,7 @@ class FreesTwice(BrokenLedger):
 class CountsAChunkTwice(BrokenLedger):
     def scatter_ends(self, session: int, generation: int) -> list[receiving.ReceiveInstruction]:
         source = self._by_generation[generation].sources[session]
-        source.scattering = 1000 + len(source.chunks_in)
+        source.scattering = (1000 + len(source.chunks_in),)
         return super().scatter_ends(session, generation)
 
 
@@ -115,10 +115,10 @@ class GrantsOnce(BrokenLedger):
 class CommitsWhenAskedAgain(BrokenLedger):
     def scatter_ends(self, session: int, generation: int) -> list[receiving.ReceiveInstruction]:
         source = self._by_generation[generation].sources[session]
-        if self.state(generation) is not receiving.ReceivePhase.RECEIVING or source.scattering is None:
+        if self.state(generation) is not receiving.ReceivePhase.RECEIVING or not source.scattering:
             return super().scatter_ends(session, generation)
-        source.chunks_in.add(source.scattering)
-        source.scattering = None
+        source.chunks_in.update(source.scattering)
+        source.scattering = ()
         return []
 
 
@@ -161,7 +161,7 @@ class ReadsAfterAnAbort(BrokenOffers):
     def gather_begins(self, generation: int) -> bool:
         transfer = self._by_generation.get(generation)
         if transfer is not None and transfer.state is sending.SendPhase.ABORTING:
-            transfer.gathering = True
+            transfer.gathering += 1
             return True
         return super().gather_begins(generation)
 

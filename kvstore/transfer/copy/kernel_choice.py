@@ -1,0 +1,89 @@
+"""How chunks are copied on a GPU: by Triton kernels where they run and prove right, by torch everywhere else."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from baton.errors import in_one_line
+from kvstore.transfer.copy.checksum import word_sum
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+logger = logging.getLogger(__name__)
+OLDEST = (8, 0)
+"""Compute capability from which on the kernels are compiled in a test."""
+
+CHOSEN: dict[torch.device, ModuleType | None] = {}
+"""`kvstore.transfer.copy.kernels` or None, by device. Tests put theirs here."""
+_LOCK = threading.Lock()
+
+
+def kernels_of(device: torch.device) -> ModuleType | None:
+    """Returns the module with the kernels for a cache's device; None: torch copies.
+
+    The first call compiles and tries them, which may take seconds, and logs what was chosen and why.
+    """
+    if device not in CHOSEN:
+        with _LOCK:
+            if device not in CHOSEN:
+                CHOSEN[device] = _choose(device)
+    return CHOSEN[device]
+
+
+def _choose(device: torch.device) -> ModuleType | None:
+    if device.type == "cpu":
+        return None
+    if (reason := why_not_kernels(device)) is not None:
+        logger.info("chunks are copied by torch: %s", reason)
+        return None
+    try:
+        from kvstore.transfer.copy import kernels
+
+        is_right = are_right(kernels, device)
+    except Exception as error:  # a compiler's, a driver's
+        logger.warning("chunks are copied by torch: the kernels do not run here: %s", in_one_line(error))
+        return None
+    if not is_right:
+        logger.warning("chunks are copied by torch: the kernels move or add up other bytes")
+        return None
+    logger.info("chunks are copied and summed by the project's own kernels")
+    return kernels
+
+
+def why_not_kernels(device: torch.device) -> str | None:
+    """Returns why the kernels cannot be used; None: they can, if they run."""
+    if not torch.cuda.is_available():
+        return "the device is no NVIDIA GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if (capability := torch.cuda.get_device_capability(device)) < OLDEST:
+        return f"the GPU's compute capability is {capability[0]}.{capability[1]}, less than {OLDEST[0]}.{OLDEST[1]}"
+    return None
+
+
+def are_right(kernels: Any, device: torch.device) -> bool:
+    """Returns whether the kernels copy some runs forth and back, and add up what `word_sum` does."""
+    num_layers, num_rows, row_words, num_runs = 3, 6, 2 * kernels.TILE, 4
+    is_on_gpu = device.type != "cpu"
+    shape = (num_layers, num_rows, row_words)
+    pages = torch.randint(-(2**62), 2**62, shape, dtype=torch.int64, device=device)
+    index = torch.tensor([9, 5, 0, 3, 8], device=device)
+    payload = torch.empty(2 * num_runs * row_words // 2, dtype=torch.int64, device=device)
+    sums = [torch.zeros(kernels.NUM_SUMS, dtype=torch.int64, pin_memory=is_on_gpu) for _ in range(2)]
+    span = kernels.Span(pages, 4 * row_words, index, 1, num_runs, 1)
+    num_sums = kernels.launch(kernels.gather, span, payload, sums[0])
+    wanted = pages.view(num_layers, -1, row_words // 2)[1:, index[1:]]
+    back = torch.zeros_like(pages)
+    kernels.launch(kernels.scatter, span._replace(pages=back), payload, sums[1])
+    if is_on_gpu:
+        torch.cuda.current_stream(device).synchronize()
+    total = int(word_sum(payload.view(torch.uint8)).item())
+    moved = back.view(num_layers, -1, row_words // 2)[1:, index[1:]]
+    is_same = payload.view(wanted.shape).equal(wanted) and moved.equal(wanted)
+    return is_same and all(int(found[:num_sums].sum().item()) == total for found in sums)

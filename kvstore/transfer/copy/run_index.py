@@ -1,0 +1,113 @@
+"""Where the units of a sequence lie in the rows of a cache, as the runs that are copied: on the host and on a GPU.
+
+On a GPU the index of a whole transfer is uploaded once, as far as its block table is known; each chunk takes a slice of
+it. When the table grows, what is new is uploaded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from baton.engine.core.kv_spec import LayerGroup
+    from kvstore.transfer.device import GpuDevice
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """How the units of one layer group lie in the rows of a cache."""
+
+    numel: int
+    """Elements of one run."""
+    per_row: int
+    """Runs of one row of the cache."""
+    of_unit: NDArray[np.int64]
+    """The runs of each unit of a block, in wire order: `[units per block, runs per unit]`."""
+
+    def of_units(self, table: NDArray[np.int64], unit_lo: int, unit_hi: int) -> NDArray[np.int64]:
+        """Returns the runs of a sequence's units in wire order, counted from the start of a layer.
+
+        Args:
+            table: the sequence's blocks.
+            unit_lo, unit_hi: units, counted from the sequence's start.
+        """
+        blocks, units_of_block = np.divmod(np.arange(unit_lo, unit_hi), len(self.of_unit))
+        return (table[blocks][:, None] * self.per_row + self.of_unit[units_of_block]).ravel()
+
+
+def runs_of(group: LayerGroup, unit_tokens: int, head_lo: int, head_hi: int) -> Runs:
+    """Computes the runs of the heads `head_lo:head_hi` (the cache's own numbers) in units of `unit_tokens`."""
+    pieces, block_size = [], group.block_size
+    for unit in range(block_size // unit_tokens):
+        at: list[tuple[int, int]] = []
+        for head in range(head_lo, head_hi):
+            page = head * group.page_numel
+            for dim in group.page_dims:
+                at.append((page + unit * unit_tokens * dim, unit_tokens * dim))
+                page += block_size * dim
+        pieces.append(_joined(at))
+    row_numel = group.row_numel
+    numel = math.gcd(row_numel, *(number for at in pieces for piece in at for number in piece))
+    of_unit = [[run for start, size in at for run in range(start // numel, (start + size) // numel)] for at in pieces]
+    return Runs(numel, row_numel // numel, np.array(of_unit, dtype=np.int64))
+
+
+def _joined(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Joins pieces `(start, size)` that follow each other without a gap."""
+    joined: list[tuple[int, int]] = []
+    for start, size in pieces:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((start, size))
+    return joined
+
+
+class GpuIndex:
+    """The runs of the units of one transfer and layer group, on a GPU. One thread uses it, on its stream.
+
+    Args:
+        first_unit: the unit with which the transfer begins, counted from the sequence's start.
+        num_units: units that it needs, with those behind the sequence's end in its last block.
+    """
+
+    def __init__(self, gpu: GpuDevice, runs: Runs, first_unit: int, num_units: int) -> None:
+        self._gpu = gpu
+        self._runs = runs
+        self._first_unit = first_unit
+        self._num_units = num_units
+        self._num_known = 0
+        self._table = np.empty(0, dtype=np.int64)
+        """The table behind what was uploaded."""
+        self._index: torch.Tensor | None = None
+
+    def until(self, table: NDArray[np.int64], unit_hi: int) -> torch.Tensor:
+        """Returns the index, `int64`, whose first `unit_hi` units are those of a block table.
+
+        The upload is in the calling thread's stream, before what is put into it later.
+        """
+        if self._index is None:
+            self._index = self._gpu.buffer(8 * self._num_units * self._runs.of_unit.shape[1]).view(torch.int64)
+        if table is not self._table and not np.array_equal(table[: len(self._table)], self._table):
+            self._num_known = 0  # a window has moved on: what was a block is an empty place now
+        self._table = table
+        if unit_hi > self._num_known:
+            known = min(self._num_units, len(table) * len(self._runs.of_unit) - self._first_unit)
+            assert known >= unit_hi, "the block table does not reach so far yet"
+            self._upload(self._index, known)
+        return self._index
+
+    def _upload(self, index: torch.Tensor, until: int) -> None:
+        lo, self._num_known = self._num_known, until
+        runs = self._runs.of_units(self._table, self._first_unit + lo, self._first_unit + until)
+        pinned = self._gpu.pinned_buffer(runs.nbytes).view(torch.int64)
+        pinned.copy_(torch.from_numpy(runs))
+        start = lo * self._runs.of_unit.shape[1]
+        index[start : start + len(runs)].copy_(pinned, non_blocking=True)
