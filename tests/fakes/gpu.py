@@ -168,7 +168,9 @@ class FakeImport:
         gpu.num_ever_open += 1
 
     def read(self, start: int, into: torch.Tensor) -> None:
-        """A copy of the copy engine's: it is put into the stream, and done when its turn comes."""
+        """A copy of the copy engine's: it is put into the stream, and done when its turn comes. On a GPU that is not
+        late that is waited for, as what torch computes afterwards is computed at once.
+        """
         memory, stream = self._memory, self._gpu.current_stream()
         assert memory is not None, "the memory was closed"
         source = memory[start : start + len(into)]
@@ -176,6 +178,10 @@ class FakeImport:
         if self._gpu.races is not None:
             self._gpu.races.access("copy", stream.cuda_stream, [source], [into])
         stream.hardware.put(lambda: into.copy_(source))
+        if self._gpu.memory is None:
+            done = threading.Event()
+            stream.hardware.put(done.set)
+            self._gpu.until(done.is_set)
 
     def close(self) -> None:
         self._memory = None
@@ -261,6 +267,8 @@ class FakeGpu:
 
     def export_buffer(self, num_bytes: int) -> FakeExport:
         self.exports.append(FakeExport(num_bytes))
+        if self.memory is not None:
+            self.memory.own(self.exports[-1].memory)
         return self.exports[-1]
 
     def open_buffer(self, handle: bytes) -> FakeImport:

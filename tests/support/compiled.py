@@ -84,11 +84,6 @@ def _compiled(
     kernel: Any, arch: int, dtypes: tuple[str, str], constants: dict[str, int], options: dict[str, int]
 ) -> Compiled:
     """What a kernel needs; `dtypes` are those of the arithmetic and of pages."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
-    from triton.compiler import ASTSource
-
     names = kernel.arg_names
     computed, kept = (NAMES[dtype] for dtype in dtypes)
     signature = {name: _type_of(name, kept if name in KEPT else computed, constants) for name in names}
@@ -97,6 +92,33 @@ def _compiled(
         for index, name in enumerate(names)
         if name in ALIGNED | FUSED or name.endswith(("_head", "_token"))
     }
+    return compiled_as(kernel, arch, signature, constants, aligned, options)
+
+
+def copies(arch: int, segment: int) -> dict[str, Compiled]:
+    """What the kernels that copy chunks need, for segments of so many words."""
+    from kvstore.transfer.copy import kernels
+
+    constants = {"SEGMENT": segment, "ROWS": kernels.TILE // segment}
+    found = {}
+    for kernel in (kernels.gather, kernels.scatter):
+        pointers = dict.fromkeys(("pages", "payload", "index", "sums"), "*i64")
+        signature = {name: pointers.get(name, "i32") for name in kernel.arg_names}
+        signature |= dict.fromkeys(constants, "constexpr")
+        aligned = {(index,): [["tt.divisibility", 16]] for index in (0, 1)}
+        found[kernel.__name__] = compiled_as(kernel, arch, signature, constants, aligned, {"num_warps": 4})
+    return found
+
+
+def compiled_as(
+    kernel: Any, arch: int, signature: dict[str, str], constants: dict[str, int], aligned: Any, options: dict[str, int]
+) -> Compiled:
+    """Compiles a kernel for arguments of these types, of which some are aligned."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+    from triton.compiler import ASTSource
+
     source = ASTSource(kernel, signature, constants, aligned)
     found = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:

@@ -14,10 +14,10 @@ same, and then this is a gather of blocks. Values are converted on the way where
 On a CPU rows of bytes move by numpy's `take` and by an assignment of numpy rows, twice as fast as `index_copy_`, and a
 layer is checked while it is in the processor's cache, which halves what the checksum costs.
 
-`gather` and `scatter` return only once the bytes have moved, on a GPU too. Between a GPU's cache and slots on the same
-GPU, `begin_gather` and `begin_scatter` only put the copy into the calling thread's stream, where a kernel moves the runs
-of all layers and adds up the checksum in one pass; torch does so in several where the kernels do not run, where values
-are converted, and for states.
+`gather` and `scatter` return only once the bytes have moved, on a GPU too. Between a GPU's cache and slots on the GPU,
+`begin_gather` and `begin_scatter` only put the copy into the calling thread's stream, where a kernel moves the runs of
+all layers and adds up the checksum in one pass; torch does so in several where the kernels do not run, where values are
+converted, and for states.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class BlockCopier:
         buffers = sum_buffers_of(gpu)
         sums, num_sums = buffers.take(), 1
         kernels = kernels_of(self._cache.device)
-        if kernels is not None and self._is_of_words(chunk):
+        if kernels is not None and self._is_as_it_is(chunk):
             num_sums = self._launch(kernels, name, chunk, payload, sums)
             if name == "scatter":
                 self._zero_behind_the_end(chunk, self._layers(chunk))
@@ -203,13 +203,10 @@ class BlockCopier:
         assert self._gpu is not None, "a cache in main memory"
         return self._gpu
 
-    def _is_of_words(self, chunk: Chunk) -> bool:
-        """Whether the kernels can move it: bytes as they are, of runs that are whole words."""
-        if chunk.part >= len(self._runs):
-            return False
-        group = self._cache.groups[chunk.part]
-        is_converted = group.dtype != torch_dtype(self.plan.groups[chunk.part].dtype)
-        return not is_converted and self._runs[chunk.part].numel * group.itemsize % 8 == 0
+    def _is_as_it_is(self, chunk: Chunk) -> bool:
+        """Whether it is of KV that is not converted. Its runs are of whole words then: a unit has 16 tokens or more."""
+        is_kv = chunk.part < len(self._runs)
+        return is_kv and self._cache.groups[chunk.part].dtype == torch_dtype(self.plan.groups[chunk.part].dtype)
 
     def _launch(self, kernels: Any, name: str, chunk: Chunk, payload: torch.Tensor, sums: torch.Tensor) -> int:
         runs, pages = self._runs[chunk.part], self._cache.groups[chunk.part]

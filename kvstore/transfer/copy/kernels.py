@@ -55,7 +55,9 @@ def _weighed(words, place):
 
 
 @triton.jit
-def _segments_of(tile, index, first, layer_lo, layer_segments, num_runs, run_segments, num_segments, ROWS: tl.constexpr):
+def _segments_of(
+    tile, index, first, layer_lo, layer_segments, num_runs, run_segments, num_segments, ROWS: tl.constexpr
+):  # fmt: skip
     """Returns the segments of a tile, which of them there are, and where each lies in the pages."""
     segment = tile * ROWS + tl.arange(0, ROWS)
     is_there = segment < num_segments

@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from baton.errors import TransferError
+from kvstore.transfer.copy.kernel_choice import kernels_of
 from kvstore.transfer.pipeline.driven import post
 from kvstore.transfer.transport.base import Transport
 from kvstore.transfer.transport.streams import own_stream
@@ -97,6 +98,7 @@ class TransportThread(Generic[T]):
     def _run(self) -> None:
         try:
             with own_stream(self._device):
+                kernels_of(self._device)  # before a chunk waits for it
                 error = self._use_transport()
         except Exception as failure:  # of a device
             error = TransferError(f"the transport's thread failed: {failure!r}")

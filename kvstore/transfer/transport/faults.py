@@ -14,15 +14,18 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from baton.errors import ConfigError, TransferError
+from kvstore.transfer.device import gpu_of
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 
 if TYPE_CHECKING:
-    import torch
-
     from kvstore.transfer.protocol.plan import Chunk
     from kvstore.transfer.transport.base import Operation, SendingTransport
     from kvstore.transfer.transport.staging import Slot
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +98,15 @@ _MAY_BE_RANDOM = {name for name in Faults.__slots__ if name.startswith("link_")}
 
 
 class FaultInjector:
-    """Spoils the payloads of one connection."""
+    """Spoils the payloads of one connection.
 
-    def __init__(self, faults: Faults) -> None:
+    Args:
+        device: that of the cache, on which payloads may be.
+    """
+
+    def __init__(self, faults: Faults, device: torch.device = _CPU) -> None:
         self._faults = faults
+        self._gpu = gpu_of(device)
         self._num_chunks = 0
         self._num_swappable = 0
 
@@ -111,12 +119,12 @@ class FaultInjector:
             payload.view(max(1, num_rows), -1)[num_rows // 2] ^= 0x80
         if every(self._faults.drop_chunk, self._num_chunks):
             payload.zero_()
-        if num_rows < 2:
-            return
-        self._num_swappable += 1
-        if every(self._faults.swap_blocks, self._num_swappable):
+        self._num_swappable += num_rows > 1
+        if num_rows > 1 and every(self._faults.swap_blocks, self._num_swappable):
             rows = payload.view(num_rows, -1)
             rows[[0, -1]] = rows[[-1, 0]]
+        if self._gpu is not None:
+            self._gpu.current_stream().synchronize()
 
 
 def every(nth: float, count: int) -> bool:
@@ -131,7 +139,8 @@ class FaultyTransport:
         injected: how often each fault has happened, by its name.
     """
 
-    def __init__(self, transport: SendingTransport, faults: Faults, seed: int = 0) -> None:
+    def __init__(self, transport: SendingTransport, faults: Faults, seed: int = 0, device: torch.device = _CPU) -> None:
+        self._gpu = gpu_of(device)
         self.slots = transport.slots
         self.injected: Counter[str] = Counter()
         self._transport = transport
@@ -162,6 +171,8 @@ class FaultyTransport:
             sent_bytes = num_bytes // 2
             # Where the receiver shares the slot's memory, the rest would be there without being sent.
             slot.payload(num_bytes)[sent_bytes:] ^= 0xA5
+        if self._gpu is not None:
+            self._gpu.current_stream().synchronize()
         return self._send(slot, sent_bytes)
 
     def close(self) -> None:

@@ -98,6 +98,8 @@ def _rate(kind: str, sizes: list[int], side: Side) -> dict[str, float]:
                 else:
                     link.recv_chunk(slot, size).wait()
                 link.slots.release(slot)
+            if not side.sends:
+                link.settle()
             found[f"{size / 2**20:g} MiB"] = round(number * size / (time.monotonic() - began) / 1e9, 2)
             side.meet(f"moved-{size}")
             link.close()

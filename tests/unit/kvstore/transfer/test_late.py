@@ -88,7 +88,7 @@ def test_nothing_is_done_before_somebody_waits(gpus: list[FakeGpu]) -> None:
     assert (set(here.numpy()), set(doubled.numpy()), set(copy.numpy())) == ({3}, {6}, {6})
 
 
-@pytest.mark.parametrize("link", ["nccl", "tcp"])
+@pytest.mark.parametrize("link", ["ipc", "nccl", "tcp"])
 async def test_what_a_step_writes_arrives_while_it_goes_on(link: str, gpus: list[FakeGpu]) -> None:
     """Layer by layer, over blocks that hold something else: only its fence holds a chunk back."""
     config = dataclasses.replace(CONFIG, links=(link,), nccl_open_timeout_s=10.0)

@@ -62,3 +62,11 @@ def test_no_register_of_a_fused_kernel_is_spilled(case: tuple[str, int, int], ar
     for name, found in compiler.submit(compiled.fused_spills, arch, *case).result().items():
         assert found.spilled_bytes == 0, name
         assert found.shared_bytes < SHARED_BYTES[arch], name
+
+
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+@pytest.mark.parametrize("segment", [2, 512, 1024])
+def test_copies_of_chunks_spill_no_register(segment: int, arch: int, compiler: Executor) -> None:
+    for name, found in compiler.submit(compiled.copies, arch, segment).result().items():
+        assert found.spilled_bytes == 0, name
+        assert found.num_registers <= 64, f"{name}: eight programs a multiprocessor have room"

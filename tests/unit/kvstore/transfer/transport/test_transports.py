@@ -216,6 +216,7 @@ def test_a_slot_that_only_the_receiver_released_is_still_the_senders(pair: Ends)
     outbox, departure = send(pair.sender, 1, SLOT_BYTES)
     arrival.wait()
     departure.wait()
+    pair.receiver.settle()
     pair.receiver.slots.release(inbox)
     others = [some(pair.sender.slots.acquire(0.0)) for _ in range(WINDOW - 1)]
     assert outbox not in others

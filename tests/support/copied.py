@@ -1,0 +1,138 @@
+"""Chunks copied by the kernels against torch, in a process whose Triton interprets kernels or compiles them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from baton.engine.core.kv_spec import EMPTY_PLACE
+from baton.engine.model.kv_cache import KVCache
+from baton.kv_layout import GroupLayout, KvLayout, StateLayout
+from kvstore.transfer.copy import kernel_choice
+from kvstore.transfer.copy.blocks import BlockCopier
+from kvstore.transfer.copy.checksum import digest_of, word_sum
+from kvstore.transfer.protocol.layout import rank_spec
+from kvstore.transfer.protocol.plan import WireOptions, plan
+from tests.fakes.gpu import fake_gpus
+
+NUM_BLOCKS = 24
+
+
+class CopyCase(NamedTuple):
+    """A transfer between two layouts of the same model."""
+
+    num_tokens: int = 150
+    skip_tokens: int = 0
+    tp: tuple[int, int] = (1, 1)
+    block_sizes: tuple[int, int] = (16, 16)
+    dtype: str = "bfloat16"
+    wire: str = "auto"
+    dim: int = 8
+    num_empty: int = 0
+    """Blocks at the source that have left a window."""
+    chunk_bytes: int = 16384
+    by_kernels: bool = True
+    """Whether the kernels can move some of it."""
+
+
+def model_of(case: CopyCase, side: int) -> KvLayout:
+    dim, dtype = case.dim, case.dtype
+    groups = (
+        GroupLayout(name="full", layers=(0, 2, 3), num_kv_heads=6, k_dim=dim, v_dim=dim, dtype=dtype),
+        GroupLayout(name="latent", layers=(1,), num_kv_heads=1, k_dim=3 * dim, v_dim=dim, dtype=dtype),
+        GroupLayout(name="keys", layers=(4, 5), num_kv_heads=6, k_dim=dim, v_dim=0, dtype=dtype),
+    )
+    made = KvLayout(case.block_sizes[side], case.tp[side], groups)
+    return replace(made, states=(StateLayout("conv", (3, 701), "float32"),)) if case.tp[0] == case.tp[1] else made
+
+
+def same_moves(case: CopyCase) -> tuple[int, bool]:
+    """Moves a sequence chunk by chunk, by kernels and by torch.
+
+    Returns:
+        The number of launches of kernels, and whether payloads, checksums and both caches are the same bits.
+    """
+    from kvstore.transfer.copy import kernels
+
+    launches: list[str] = []
+
+    class Counted:
+        """The module with its launches counted."""
+
+        Span, gather, scatter = kernels.Span, "gather", "scatter"
+
+        @staticmethod
+        def launch(kernel: str, *args: Any) -> int:
+            launches.append(kernel)
+            return kernels.launch(getattr(kernels, kernel), *args)
+
+    with fake_gpus(1) as (gpu,):
+        found = []
+        for chosen in (Counted, None):
+            kernel_choice.CHOSEN[gpu.device] = chosen  # type: ignore[assignment]
+            found.append(_moved(case, gpu.device))
+    return len(launches), all(ours.equal(theirs) for ours, theirs in zip(*found, strict=True))
+
+
+def _moved(case: CopyCase, device: torch.device) -> list[torch.Tensor]:
+    draw, generator = random.Random(5), torch.Generator().manual_seed(5)
+    layouts = [model_of(case, side) for side in (0, 1)]
+    ranks = (case.tp[0] - 1, case.tp[1] - 1)
+    caches, tables = [], []
+    for layout, rank in zip(layouts, ranks, strict=True):
+        cache = KVCache(rank_spec(layout, rank), NUM_BLOCKS, 3)
+        cache.device = device
+        for tensor in (*cache.groups, *cache.states.values()):
+            tensor.view(torch.uint8).random_(generator=generator)
+        used = draw.sample(range(NUM_BLOCKS), -(-case.num_tokens // layout.block_size))
+        states = ((draw.randrange(3),),) if layout.states else ()
+        caches.append(cache)
+        tables.append((tuple(used),) * 3 + states)
+    emptied = (EMPTY_PLACE,) * case.num_empty + tables[0][0][case.num_empty :]
+    tables[0] = (emptied, *tables[0][1:])
+    options = WireOptions(case.chunk_bytes, 64, case.wire)
+    planned = plan(layouts[0], ranks[0], layouts[1], ranks[1], case.num_tokens, case.skip_tokens, options)
+    ours, theirs = (
+        BlockCopier(cache, planned, layout, rank, table)
+        for cache, layout, rank, table in zip(caches, layouts, ranks, tables, strict=True)
+    )
+    payload, moved = torch.zeros(case.chunk_bytes, dtype=torch.uint8), []
+    for chunk in planned.chunks:
+        there = payload[: chunk.num_bytes]
+        sums = [
+            ours.begin_gather(chunk, there, None, checked=True).end(),
+            theirs.begin_scatter(chunk, there, checked=True).end(),
+        ]
+        assert sums == [digest_of(word_sum(there)[None].numpy())] * 2
+        moved.append(there.clone())
+    moved += [tensor.view(torch.uint8) for tensor in (*caches[1].groups, *caches[1].states.values())]
+    return moved
+
+
+def are_right() -> bool:
+    """Whether the check before first use passes, and finds a kernel that moves or adds up something else."""
+    from kvstore.transfer.copy import kernels
+
+    def broken(what: str) -> Any:
+        class Broken:
+            Span, TILE, NUM_SUMS, gather, scatter = kernels.Span, kernels.TILE, kernels.NUM_SUMS, "gather", "scatter"
+
+            @staticmethod
+            def launch(kernel: str, span: Any, payload: torch.Tensor, sums: torch.Tensor) -> int:
+                num = kernels.launch(getattr(kernels, kernel), span, payload, sums)
+                if what == kernel:
+                    (payload if kernel == "gather" else span.pages[2, 4])[0] ^= 1
+                if what == f"{kernel}-sum":
+                    sums[0] += 1
+                return num
+
+        return Broken
+
+    cpu = torch.device("cpu")
+    wrong = ("gather", "scatter", "gather-sum", "scatter-sum")
+    return kernel_choice.are_right(kernels, cpu) and not any(
+        kernel_choice.are_right(broken(what), cpu) for what in wrong
+    )
