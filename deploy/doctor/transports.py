@@ -26,8 +26,8 @@ def links(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
     import torch
     import torch.distributed as dist
 
-    has_nccl_link = torch.cuda.is_available() and "nccl" in config.transfer.links  # its signals are on gloo
-    if has_nccl_link or "gloo" in config.transfer.links or config.engine.tensor_parallel > 1:
+    has_nccl_link = torch.cuda.is_available() and "nccl" in config.transfer.links
+    if "gloo" in config.transfer.links or config.engine.tensor_parallel > 1:
         is_there = dist.is_available() and dist.is_gloo_available()
         yield judged(
             "gloo",

@@ -1,4 +1,4 @@
-"""NCCL: a communicator of two GPUs for chunks, and a gloo pair beside it for signals."""
+"""NCCL: a communicator of two GPUs for chunks, and a TCP connection beside it for signals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore
 from baton.errors import TransferError, TransferTimeout
 from kvstore.transfer.device import gpu_of
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES, payload_bytes
-from kvstore.transfer.transport import gloo
+from kvstore.transfer.transport import tcp
 from kvstore.transfer.transport.base import RECEIVER, SENDER, TransportEnd, TransportKind
 from kvstore.transfer.transport.nccl_env import require_environment
 from kvstore.transfer.transport.nccl_log import UNKNOWN, carrier_since, length_of, nccl_log
@@ -53,7 +53,7 @@ def is_well_formed(peer: int, key: str, value: bytes) -> bool:
     """
     where, _, rest = key.partition("/")
     if where == "signals":
-        return gloo.is_well_formed(peer, rest, value)
+        return tcp.is_well_formed(peer, rest, value)
     if where == "nccl":
         form = {f"device/{peer}": rb"[0-9a-f]{32}", f"turn/{peer}": b"taken"}.get(rest)
         return form is not None and re.fullmatch(form, value) is not None
@@ -61,14 +61,14 @@ def is_well_formed(peer: int, key: str, value: bytes) -> bool:
 
 
 class NcclTransport:
-    """A communicator on a stream of its own for chunks, and a gloo pair for signals.
+    """A communicator on a stream of its own for chunks, and a TCP connection for signals.
 
     Half a transfer is a kernel that spins until the other half comes, and a GPU has few turns for them (see
-    `nccl_turns`). So a chunk begins on the gloo pair, in its place among the signals: the sender signals that the chunk
-    is staged, by its header, which does not travel over the GPUs; the receiver, once it has its turn, that its half is
-    posted. An idle pair therefore keeps no GPU busy,
-    and the death of its peer is noticed on the gloo pair. `send_chunk` returns when the chunk has left; a receive is
-    posted in its `wait`.
+    `nccl_turns`). So a chunk begins on the connection, in its place among the signals: the sender signals that the
+    chunk is staged, by its header, which does not travel over the GPUs; the receiver, once it has its turn, that its
+    half is posted. An idle pair therefore keeps no GPU busy, the death of its peer is noticed on the connection, and
+    `abort` ends a wait for a signal at once. `send_chunk` returns when the chunk has left; a receive is posted in its
+    `wait`.
 
     The communicator is eager, because a lazy one is made by the first message, and nonblocking, so that another thread
     can abort it (`TransferConfig.nccl_mode` has the other ways). `WorkNCCL.wait()` would only make the current stream
@@ -96,15 +96,14 @@ class NcclTransport:
         self.carrier = UNKNOWN
         """What moves the bytes, in NCCL's words."""
         self._group: Any = None
-        self._signalled: Operation | None = None
+        beside = dataclasses.replace(end, rendezvous=PrefixStore("signals", end.rendezvous))
+        self._signals = tcp.TcpSender(beside) if rank == SENDER else tcp.TcpReceiver(beside)
         self._turns = _TURNS.setdefault(self._device, DeviceTurns()).join()
         self._streams = streams_of(gpu)
         self._lent = contextlib.ExitStack()
         """Gives the streams back, once nothing of this transport is on them."""
         self._stream = self._streams.launches.lend()
         self._lent.callback(self._streams.launches.give_back, self._stream)
-        signals = PrefixStore("signals", end.rendezvous)
-        self._signals = gloo.GlooTransport(dataclasses.replace(end, rendezvous=signals), rank)
         try:
             self._open(end, rank)
             self._lent.enter_context(_PAIRS.counted(self.carrier))
@@ -199,6 +198,7 @@ class NcclTransport:
         """Aborts in a thread of its own: the communicator's abort may wait for the device, the caller must not."""
         self._aborted.set()
         self._turns.abort()
+        self._signals.abort()
         self._end()
 
     def stall(self) -> None:
@@ -233,9 +233,7 @@ class NcclTransport:
             self._lent.close()
 
     def _signal(self, word: bytes) -> None:
-        if self._signalled is not None:
-            self._signalled.wait()  # complete long ago: the peer has answered since
-        self._signalled = self._signals.send_signal(word)
+        self._signals.send_signal(word).wait()
 
     def _launch(self, move: str, message: torch.Tensor) -> _NcclOperation:
         """Starts a `send` or `recv` of `message`; the caller has the turn."""

@@ -43,7 +43,8 @@ _TOKEN_S = 1.0
 """The receiver sends its token before it reports that it has joined, so a stranger's connection is soon recognized."""
 
 
-def _is_well_formed(peer: int, key: str, value: bytes) -> bool:
+def is_well_formed(peer: int, key: str, value: bytes) -> bool:
+    """Whether the side of rank `peer` sets this key to this value while it opens."""
     if (peer, key) == (SENDER, _ADDRESS):
         address = _ADDRESS_FORM.fullmatch(value)
         return address is not None and int(address[1]) <= _MAX_PORT
@@ -51,7 +52,10 @@ def _is_well_formed(peer: int, key: str, value: bytes) -> bool:
 
 
 class _TcpEnd(SocketEnd):
-    """A blocking socket with the kernel's own timeouts: a message moves in one call, where Python would poll first."""
+    """A blocking socket with the kernel's own timeouts: a message moves in one call, where Python would poll first.
+
+    Signals go both ways, though only NCCL's go to the sender.
+    """
 
     def __init__(self, connection: socket.socket, op_timeout_s: float) -> None:
         super().__init__("tcp", connection, op_timeout_s)
@@ -60,6 +64,13 @@ class _TcpEnd(SocketEnd):
         seconds, rest = divmod(op_timeout_s, 1)
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(rest * 1e6)))
+
+    def send_signal(self, header: bytes) -> Operation:
+        self.send(memoryview(header))
+        return SENT
+
+    def recv_signal(self) -> SignalOperation:
+        return _TcpSignal(self)
 
     def send(self, message: memoryview) -> None:
         """Hands all of `message` to the kernel."""
@@ -100,10 +111,6 @@ class TcpSender(_TcpEnd):
         self.slots = end.staging.share(end.max_slots)
         super().__init__(_accept(end.rendezvous, end.host, end.open_timeout_s), end.op_timeout_s)
 
-    def send_signal(self, header: bytes) -> Operation:
-        self.send(memoryview(header))
-        return SENT
-
     def send_chunk(self, slot: Slot, num_bytes: int) -> Operation:
         self.send(slot.message(num_bytes).numpy().data)
         return SENT
@@ -122,9 +129,6 @@ class TcpReceiver(_TcpEnd):
     def settle(self) -> None:
         """Has nothing to wait for."""
 
-    def recv_signal(self) -> SignalOperation:
-        return _TcpSignal(self)
-
     def recv_chunk(self, slot: Slot, num_bytes: int) -> Operation:
         return _TcpChunk(self, slot.message(num_bytes).numpy().data)
 
@@ -132,7 +136,7 @@ class TcpReceiver(_TcpEnd):
 KIND = TransportKind(
     open_sender=TcpSender,
     open_receiver=TcpReceiver,
-    is_well_formed=_is_well_formed,
+    is_well_formed=is_well_formed,
     is_usable=lambda devices: True,
     prefers_warm_chunks=True,
 )

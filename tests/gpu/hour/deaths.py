@@ -16,7 +16,7 @@ from kvstore.transfer.transport import nccl
 from kvstore.transfer.transport.base import RECEIVER, SENDER
 from kvstore.transfer.transport.streams import num_shared_streams, own_stream
 from tests.gpu.hour.checks import Found, is_rehearsal, judged
-from tests.gpu.hour.ends import OP_TIMEOUT_S, SLOT_BYTES, Side, free_bytes, header_of, taken, two
+from tests.gpu.hour.ends import SLOT_BYTES, Side, free_bytes, header_of, taken, two
 from tests.gpu.hour.models import synchronize
 from tests.gpu.hour.pairs import move
 
@@ -96,10 +96,7 @@ def death(case: str) -> Found:
     """One side dies in a phase; the other one has to know within a second of the session, and its GPU has to work."""
     how, phase = case.split()
     found = two(partial(_meets, how, phase), 50.0, victim=VICTIMS[phase])[1 - VICTIMS[phase]]
-    # No call ends a wait for a signal of a peer that is stopped: it lasts as long as a message may.
-    limit_s = {"stop idle": OP_TIMEOUT_S + 1, "kill opening": OPENING_S + 8, "stop opening": OPENING_S + 8}.get(
-        case, 1.0
-    )
+    limit_s = OPENING_S + 8 if phase == "opening" else 1.0
     is_right = found["ok"] and found["gave_up_s"] < limit_s and found["closed_s"] < 6.0
     return judged(is_right, "known too late, closed too late, or the GPU computes no more", **found)
 

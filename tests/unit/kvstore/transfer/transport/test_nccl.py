@@ -234,6 +234,21 @@ def die(*_: Any) -> Any:
     raise TransferError("killed")
 
 
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_an_abort_ends_a_wait_for_a_signal_of_a_stopped_peer(side: str, gpus: list[FakeGpu]) -> None:
+    pair = opened(gpus[0], gpus[1], op_timeout_s=10 * LONG_S)
+    if side == "sender":  # waits for the receiver's half to be posted
+        waiting = send(pair, gpus[0], 1)
+    else:
+        waiting = in_thread(gpus[1], lambda: pair.receiver.recv_signal().wait())
+    with pytest.raises(TimeoutError):
+        waiting.result(0.1)
+    getattr(pair, side).abort()
+    with pytest.raises(TransferError, match="gone, or the transport was aborted"):
+        waiting.result(LONG_S)
+    pair.close()
+
+
 def test_an_abort_waits_for_the_launch_of_its_own_pair(gpus: list[FakeGpu], knobs: Knobs) -> None:
     """In the middle of a call the communicator's handle would be gone under it."""
     pair = opened(gpus[0], gpus[1])
@@ -280,7 +295,7 @@ def test_a_call_that_does_not_return_keeps_its_communicator_and_counts(gpus: lis
     for ending in (receiving, sending):
         with contextlib.suppress(TransferError):
             ending.result(LONG_S)
-    pair.sender.close()
+    pair.close()
 
 
 @pytest.mark.parametrize("mode", NCCL_MODES[:2])

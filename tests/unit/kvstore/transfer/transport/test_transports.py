@@ -455,15 +455,18 @@ def test_what_a_peer_says_is_kept_as_far_as_any_link_would_say_it() -> None:
 
 
 def test_both_sides_of_a_communicator_say_what_nccl_wants_to_hear() -> None:
-    own, gloo = uuid.uuid4().hex.encode(), struct.pack("@NNHH124xnnn", 0, 136, 2, 1, -1, 0, 1)
-    said = {"0": bytes(128), "nccl/device/0": own, "nccl/turn/0": b"taken", "signals/0/0": gloo, "else": b"1"}
+    own, address = uuid.uuid4().hex.encode(), uuid.uuid4().hex.encode() + b" 10.0.0.1 65535"
+    said = {"0": bytes(128), "nccl/device/0": own, "nccl/turn/0": b"taken", "else": b"1"}
     for key, value in said.items():
         assert is_of_nccl(SENDER, key, value)
         theirs = f"{key[:-2]}/1" if key.endswith("/0") else key
         assert is_of_nccl(RECEIVER, theirs, value) == (key != "0"), "the sender makes the id"
         assert key == "else" or not any(is_of_nccl(SENDER, key, bad) for bad in (b"", value + b"1", value[:-1]))
     assert not is_of_nccl(SENDER, "nccl/turn/1", b"taken")
-    assert not is_of_nccl(SENDER, "signals/0/1", gloo)
+    assert is_of_nccl(SENDER, "signals/tcp", address)
+    assert is_of_nccl(RECEIVER, "signals/tcp/joined", b"")
+    assert not is_of_nccl(RECEIVER, "signals/tcp", address)
+    assert not is_of_nccl(SENDER, "signals/tcp", address + b"0")
 
 
 def footprint() -> tuple[int, int]:
