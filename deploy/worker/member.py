@@ -162,9 +162,14 @@ class Member:
     async def _run(self, keeper: LeaseKeeper, index: RedisIndex, leases: LeaseStore) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.loop.run(), name="engine")
+            tasks.create_task(self._watch_device(), name="device")
             tasks.create_task(self._belong(keeper, index), name="lease")
             if self.kv.sender.opens_slowly:
                 tasks.create_task(self._open_ahead(leases), name="ahead")
+
+    async def _watch_device(self) -> None:
+        """Ends the engine, as a failed step would, once a transfer has found that its device computes nothing more."""
+        self.loop.lose(await self.kv.device_lost())
 
     async def _open_ahead(self, leases: LeaseStore) -> None:
         """Opens connections to decode workers before a hand-over needs them, while this worker computes prompts.

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
+from baton.engine.core.faults import Fault, fault_of
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
@@ -262,6 +264,23 @@ class _CudaImport:
             _call("cudaIpcCloseMemHandle", self._base)
 
 
+class DeviceLosses:
+    """What threads of transfers find out about this process's devices for good. Any thread may use it.
+
+    Attributes:
+        found: the error after which a device computes nothing more in this process; empty: none came.
+    """
+
+    def __init__(self) -> None:
+        self.found = ""
+
+    def note(self, error: BaseException) -> None:
+        """Remembers an error that says of a device, or comes of one that does, that it computes nothing more."""
+        if fault_of(error) is Fault.DEVICE_LOST:
+            self.found = self.found or str(error)
+
+
+LOSSES: Final = DeviceLosses()
 GPUS: dict[torch.device, GpuDevice] = {}
 """The GPUs that this process has used. Tests put theirs here."""
 _LOCK = threading.Lock()

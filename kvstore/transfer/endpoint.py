@@ -16,6 +16,7 @@ from baton import wire
 from baton.blocks import GRANULE
 from baton.cluster import OpenLinks, TransferCounts
 from baton.v1 import kv_pb2, kv_pb2_grpc
+from kvstore.transfer.device import LOSSES
 from kvstore.transfer.prefix_pull import PrefixPuller
 from kvstore.transfer.protocol.layout import block_size_of
 from kvstore.transfer.receiver import KvReceiver
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_STUCK_ABORTS = 2
-STUCK_POLL_S = 1.0
+POLL_S = 1.0
 
 
 class KvEndpoint(kv_pb2_grpc.KvControlServicer):
@@ -95,10 +96,20 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         What computes here is well, and other workers can take it over.
         """
         while True:
-            await asyncio.sleep(STUCK_POLL_S)
+            await asyncio.sleep(POLL_S)
             if (number := num_stuck_aborts()) >= MAX_STUCK_ABORTS:
                 logger.error("%d NCCL communicators could not be ended: this worker leaves", number)
                 return
+
+    async def device_lost(self) -> str:
+        """Returns why, once a thread of a transfer has found that a device computes nothing more in this process.
+
+        A worker without steps would not notice: it would go on to fail each transfer.
+        """
+        while True:
+            await asyncio.sleep(POLL_S)
+            if LOSSES.found:
+                return LOSSES.found
 
     async def close(self) -> None:
         """Ends all transfers and connections."""

@@ -53,7 +53,7 @@ def _fault_of_one(error: BaseException) -> Fault:
     if any(cls.__name__ == OUT_OF_MEMORY_CLASS for cls in type(error).__mro__):
         return Fault.OUT_OF_MEMORY
     text = str(error)
-    if "CUDA" not in text:
+    if "cuda" not in text.lower():  # CUDA error (torch), cudaMemcpyAsync (the runtime), Cuda failure (NCCL)
         return Fault.TRANSIENT
     if any(phrase.lower() in text.lower() for phrase in FATAL):
         return Fault.DEVICE_LOST

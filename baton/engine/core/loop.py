@@ -228,7 +228,7 @@ class EngineLoop:
                 following.output.exception()  # it is the same one, or comes of it
                 steps.append(following.step)
             if await self._has_lost_device(threads, error):
-                self._lose(error)
+                self.lose(error)
             failure = WorkerFailed(f"the engine could not compute a step: {error}")
             for sequence in self.engine.abandon(*steps):
                 self._outputs[sequence.key].put_nowait(failure)
@@ -256,13 +256,17 @@ class EngineLoop:
             return True
         return False
 
-    def _lose(self, error: Exception) -> NoReturn:
-        """Gives every sequence the reason why it has to go on elsewhere, and raises it."""
-        self._lost = DeviceLost(f"the device of the engine has failed: {error}")
+    def lose(self, reason: Exception | str) -> NoReturn:
+        """Gives every sequence the reason why it has to go on elsewhere, and raises it. Others end `run`.
+
+        Raises:
+            DeviceLost: always.
+        """
+        self._lost = DeviceLost(f"the device of the engine has failed: {reason}")
         logger.critical("%s", self._lost)
         for queue in self._outputs.values():
             queue.put_nowait(self._lost)
-        raise self._lost from error
+        raise self._lost from (reason if isinstance(reason, Exception) else None)
 
     def _layer_reporter(self, step: StepInput) -> OnLayerDone:
         def on_layer_done(layer: int, fence: Fence | None) -> None:

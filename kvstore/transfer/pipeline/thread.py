@@ -11,6 +11,7 @@ import torch
 
 from baton.errors import TransferError
 from kvstore.transfer.copy.kernel_choice import kernels_of
+from kvstore.transfer.device import LOSSES
 from kvstore.transfer.pipeline.driven import post
 from kvstore.transfer.transport.base import Transport
 from kvstore.transfer.transport.streams import own_stream
@@ -40,6 +41,8 @@ class TransportLoop(Protocol[AnyTransport]):
 
 class TransportThread(Generic[T]):
     """A daemon thread, and what the event loop that started it may await.
+
+    An error after which a device computes nothing more goes to `LOSSES`, too.
 
     Attributes:
         opened: done once the transport is open; fails with TransferError if it cannot be opened.
@@ -101,6 +104,7 @@ class TransportThread(Generic[T]):
                 kernels_of(self._device)  # before a chunk waits for it
                 error = self._use_transport()
         except Exception as failure:  # of a device
+            LOSSES.note(failure)
             error = TransferError(f"the transport's thread failed: {failure!r}")
             post(self._loop, _settle, self.opened, error)
             post(self._loop, _finish, self.over, error)
@@ -123,6 +127,8 @@ class TransportThread(Generic[T]):
             error = TransferError(f"the transport's thread failed: {failure!r}")
             error.__cause__ = failure
         finally:
+            if error is not None:
+                LOSSES.note(error)
             with self._lock:
                 self._transport = None
             post(self._loop, _settle, self.opened, error or TransferError("the transport is closed"))
@@ -136,6 +142,7 @@ def _closed(transport: Transport) -> TransferError | None:
     try:
         transport.close()
     except Exception as failure:  # a library may raise any kind of error, and `ended` must be settled all the same
+        LOSSES.note(failure)
         return TransferError(f"the transport could not be closed: {failure!r}")
     return None
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from baton.blocks import content_id
 from baton.cluster import Role, WorkerState
 from baton.config import Config, ModelConfig, TransferConfig
+from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner
-from baton.errors import WorkerDraining
+from baton.errors import DeviceLost, WorkerDraining
 from baton.tasks import cancel_and_wait
 from deploy.worker.member import Member
 from kvstore.index.memory import MemoryStore
 from kvstore.leases import MemoryLeases
 from kvstore.transfer.connection.outgoing import Peer
+from kvstore.transfer.device import DeviceLosses
 from tests.support.builders import READY, worker_info
+from tests.unit.kvstore.transfer.peers import make_spec
 
 pytestmark = pytest.mark.asyncio
 
@@ -47,6 +51,42 @@ async def test_workers_share_no_kv_unless_their_weights_are_the_same() -> None:
     assert await identities(ModelConfig(revision="r")) == found[0]
     assert found[0][0] == content_id("r"), "exact weights keep the keys that they had"
     assert len({one for both in found for one in both}) == 6
+
+
+async def test_a_device_that_is_lost_in_a_transfer_alone_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle worker computes no step that would show it."""
+    losses = DeviceLosses()
+    monkeypatch.setattr("kvstore.transfer.endpoint.LOSSES", losses)
+    monkeypatch.setattr("kvstore.transfer.endpoint.POLL_S", 0.01)
+    member = Member(
+        Role.DECODE,
+        "decode-0",
+        "127.0.0.1",
+        Config(transfer=TransferConfig(links=("tcp",))),
+        ArithmeticRunner(8, 16),
+    )
+
+    async def belong(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(member, "_belong", belong)
+    leases: Any = None
+    running = asyncio.create_task(member._run(leases, leases, leases))
+    try:
+        async with member.loop.sequence(make_spec([1, 2, 3]), Purpose.RECEIVE) as waits:
+            await waits.next()  # its blocks
+            done, _ = await asyncio.wait([running], timeout=0.1)
+            assert not done
+            losses.note(RuntimeError("CUDA error: an illegal memory access was encountered"))
+            with pytest.raises(DeviceLost, match="illegal memory access"):
+                async with asyncio.timeout(10):
+                    await waits.next()
+        with pytest.raises(ExceptionGroup) as ended:
+            await asyncio.wait_for(running, 10)
+        assert [type(error) for error in ended.value.exceptions] == [DeviceLost]
+    finally:
+        await cancel_and_wait([running])
+        await member.kv.close()
 
 
 async def test_connections_are_opened_ahead_by_prefill_workers_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:

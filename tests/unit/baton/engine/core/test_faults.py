@@ -21,6 +21,8 @@ HINT = (
         torch.AcceleratorError("CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error"),
         RuntimeError("Triton Error [CUDA]: misaligned address"),
         RuntimeError("CUDA error: an illegal instruction was encountered"),
+        RuntimeError("cudaMemcpyAsync: an illegal memory access was encountered"),
+        RuntimeError("NCCL error\nLast error:\nCuda failure 700 'an illegal memory access was encountered'"),
     ],
     ids=lambda error: str(error).split("\n")[0],
 )

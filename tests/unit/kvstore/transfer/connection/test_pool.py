@@ -304,7 +304,7 @@ async def test_pools_too_small_for_all_pairs_starve_none(num_slots: int) -> None
 async def test_two_communicators_that_cannot_be_ended_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     num_stuck = 1
     monkeypatch.setattr("kvstore.transfer.endpoint.num_stuck_aborts", lambda: num_stuck)
-    monkeypatch.setattr("kvstore.transfer.endpoint.STUCK_POLL_S", 0.01)
+    monkeypatch.setattr("kvstore.transfer.endpoint.POLL_S", 0.01)
     async with engine_worker("w", ArithmeticRunner(num_blocks=8)) as worker:
         stuck = asyncio.create_task(worker.kv.stuck())
         await asyncio.sleep(0.1)

@@ -19,6 +19,7 @@ from baton.errors import BatonError, TransferCorrupted, TransferError, TransferT
 from baton.kv_layout import GroupLayout, KvLayout
 from baton.messages import Abort, AbortAck, Commit, CommitAck, FromReceiver, FromSender, Grant, Nack, Offer, Ticket
 from kvstore.transfer.copy.blocks import BlockCopier
+from kvstore.transfer.device import DeviceLosses
 from kvstore.transfer.pipeline.driven import DrivenMachine
 from kvstore.transfer.pipeline.receive_loop import ChunkWriter, ReceiveLoop
 from kvstore.transfer.pipeline.send_loop import ChunkQueue, Place, ReadyChunk, SendLoop
@@ -571,6 +572,35 @@ async def test_a_link_that_broke_is_known_before_it_is_closed() -> None:
     let_close.set()
     assert str(await asyncio.wait_for(lane.ended, 10)) == "it broke"
     assert await lane.join(10)
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause", "is_lost"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), None, True),
+        (TransferError("the nccl transport is broken"), RuntimeError("CUDA error: unspecified launch failure"), True),
+        (RuntimeError("CUDA error: invalid argument"), None, False),
+        (TransferError("the peer is gone"), None, False),
+    ],
+    ids=str,
+)
+async def test_a_device_that_is_lost_in_a_transfer_alone_is_known_to_the_worker(
+    failure: Exception, cause: Exception | None, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = DeviceLosses()
+    monkeypatch.setattr("kvstore.transfer.pipeline.thread.LOSSES", losses)
+
+    class Broken(Nothing):
+        def run(self, link: SendingTransport) -> None:
+            raise failure from cause
+
+    def open_link() -> Any:
+        return AbortableLink(threading.Event())
+
+    lane = TransportThread("broken", open_link, Broken(), torch.device("cpu"))
+    assert isinstance(await asyncio.wait_for(lane.ended, 10), TransferError)
+    assert (str(failure) in losses.found) == is_lost
+    assert bool(losses.found) == is_lost
 
 
 class AbortableLink:
