@@ -62,8 +62,7 @@ class TransferConfig:
     """Transports to offer and to accept, best first. ipc needs two GPUs of one host, of which the receiver's can read
     the sender's, or one GPU; nccl needs two GPUs and a single rank on both sides; shm needs two CPU caches on one host;
     tcp always works. gloo always works too, but takes a third more processor time than tcp, and listens for the
-    worker's whole life to anyone who connects: use it only where tcp fails. An nccl
-    transport signals over TCP."""
+    worker's whole life to anyone who connects: use it only where tcp fails. An nccl transport signals over TCP."""
 
     nccl_mode: NcclMode = "nonblocking-eager"
     """How nccl transports make and use their communicators, to find out about hangs; equal on all workers. Blocking: a

@@ -14,12 +14,12 @@ import torch
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.engine import Engine
 from baton.engine.core.loop import EngineLoop
-from baton.engine.core.outputs import Admitted, Generated, KvProgress
-from baton.engine.core.runner import OnLayerDone
+from baton.engine.core.outputs import Admitted, Generated, KvProgress, Refused
+from baton.engine.core.runner import OnLayerDone, StepInput
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.rank_step import RankStep
 from baton.engine.model.transformers_runner import TransformersRunner
-from baton.errors import InvalidRequest, TooLarge
+from baton.errors import BatonError, InvalidRequest, TooLarge
 from baton.messages import SequenceSpec
 from baton.tasks import cancel_and_wait
 from tests.integration.test_engine_models import VOCAB_SIZE, engine_of, make_spec, save_tiny
@@ -152,6 +152,34 @@ async def test_what_is_alone_too_large_ends_and_is_tried_nowhere_else(model: Pat
     assert errors[0].http == 413
     again = await answers(engine_of(runner, ENGINE), asked[:2])
     assert again == alone[:2], "the worker goes on"
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_the_step_that_was_planned_behind_one_with_a_too_large_part_gives_the_others_their_tokens(
+    model: Path, runs_ahead: bool
+) -> None:
+    def tokens(asked: list[SequenceSpec], most_tokens: int) -> tuple[list[int], list[type[BatonError]]]:
+        """Of the first sequence, of two steps, and the errors of all."""
+        runner = runner_of(model)
+        runner.runs_ahead = runs_ahead
+        Memory(runner, 100, most_tokens=most_tokens)
+        engine = engine_of(runner, ENGINE)
+        first, *_ = [engine.add(spec, Purpose.GENERATE, 0.0) for spec in asked]
+        step, _ = engine.schedule(0.0)
+        following, _ = engine.schedule_ahead(step, 0.0) or (StepInput(()), [])
+        assert [part.sequence_key for part in following.parts] == [part.sequence_key for part in step.parts]
+        launched = runner.launch(step), runner.launch(following)
+        found = engine.commit(step, launched[0].collect(), 0.0)
+        assert engine.schedule_ahead(following, 0.0) is not None
+        found += engine.commit(following, launched[1].collect(), 0.0)
+        given = [each.token_ids for each in found if isinstance(each, Generated) and each.sequence_key == first.key]
+        errors = [type(each.error) for each in found if isinstance(each, Refused)]
+        return [token for token_ids in given for token in token_ids], errors
+
+    asked = [replace(each, sampling=replace(specs()[0].sampling, temperature=0.0)) for each in (specs()[1], specs()[3])]
+    alone, none = tokens(asked[:1], 100)
+    assert (len(alone), none) == (2, [])
+    assert tokens(asked, 40) == (alone, [TooLarge])
 
 
 async def test_blocks_of_which_a_layer_was_reported_are_never_zeroed_again(model: Path) -> None:

@@ -218,7 +218,8 @@ class Engine:
                 self.end(sequence.owner)
                 continue
             if (refusal := output.refusal(index)) is not None:
-                outputs.append(self._refuse(sequence.owner, refusal))
+                outputs.append(Refused(sequence.owner.key, refusal))
+                self.end(sequence.owner)  # not before the step that was planned ahead has left its blocks
                 continue
             num_known, finish_reason = len(sequence.token_ids), None
             for token_id in token_ids:

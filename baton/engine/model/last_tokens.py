@@ -15,6 +15,9 @@ from baton.engine.core.runner import UNKNOWN_TOKEN, LaunchedStep, StepInput, Ste
 from baton.engine.uploads import StepNumbers
 from baton.scores import Drawn, Sampled
 
+SOME_TOKEN = 0
+"""Every vocabulary has it."""
+
 
 class Filling(NamedTuple):
     """Tokens that are known to the device alone."""
@@ -48,14 +51,18 @@ class LastTokens:
     def filled(self, step: StepInput) -> StepInput:
         """Returns the next step with all its tokens, for which it waits. The step before is forgotten: its tokens are
         for no other one.
+
+        A sequence that the step before has ended (`StepOutput.refusal`) gets some token: what comes of it is dropped.
         """
         last, self._last = self._last, None
         if not any(_has_unknown(part) for part in step.parts):
             return step
         assert last is not None, "a step has unknown tokens, and none was executed before it"
-        sampled = last[1].collect().sampled_token_ids
+        output = last[1].collect()
         tokens = {
-            part.sequence_key: of_part[-1] for part, of_part in zip(last[0].parts, sampled, strict=True) if of_part
+            part.sequence_key: of_part[-1] if of_part else SOME_TOKEN
+            for index, (part, of_part) in enumerate(zip(last[0].parts, output.sampled_token_ids, strict=True))
+            if of_part or output.refusal(index) is not None
         }
         parts = [
             part._replace(token_ids=(*part.token_ids[:-1], tokens[part.sequence_key])) if _has_unknown(part) else part

@@ -18,11 +18,11 @@ from baton.engine.core.engine import Engine
 from baton.engine.core.loop import EngineLoop, SequenceHandle
 from baton.engine.core.outputs import Generated, KvProgress, Output, Preempted, Reserved
 from baton.engine.core.plan import Schedule
-from baton.engine.core.runner import UNKNOWN_TOKEN, OnLayerDone, StepInput, StepOutput, ignore_layer
+from baton.engine.core.runner import UNKNOWN_TOKEN, ComputedStep, OnLayerDone, StepInput, StepOutput, ignore_layer
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
-from baton.errors import WorkerFailed
+from baton.errors import TooLarge, WorkerFailed
 from baton.messages import SequenceSpec
 from tests.support.builders import step_costs
 from tests.unit.baton.engine.core.test_engine import is_empty, make_spec, numbers, write_prompt_kv
@@ -314,6 +314,51 @@ async def test_with_a_step_that_fails_the_one_behind_it_does(caplog: pytest.LogC
         assert is_empty(loop.engine)
         assert loop.self_check == "ok"
     assert "a step failed" in caplog.text
+
+
+class FullRunner(GatedRunner):
+    """Its device has no room for the prompt that begins with `too_large`."""
+
+    too_large: tuple[int, ...] = ()
+
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        output = super().execute(step, on_layer_done)
+        found = frozenset(
+            index for index, part in enumerate(step.parts) if self.too_large and part.token_ids == self.too_large
+        )
+        sampled = tuple(() if index in found else ids for index, ids in enumerate(output.sampled_token_ids))
+        output = replace(output, sampled_token_ids=sampled, too_large=found)
+        self._last_tokens.keep(step, ComputedStep(output))
+        return output
+
+
+async def test_the_step_behind_one_that_ended_a_too_large_part_goes_on_without_it() -> None:
+    """It is computed in that step all the same, in its own blocks, which are free only then."""
+    runner = FullRunner()
+    runner.too_large = tuple(numbers(2, 20))
+    loop = loop_of(runner)
+    async with (
+        taking(loop, step_costs(s_overhead=0.0)),
+        loop.sequence(make_spec(numbers(1, 20), 8), Purpose.GENERATE) as other,
+        loop.sequence(make_spec(numbers(2, 20), 8, name="large"), Purpose.GENERATE) as large,
+    ):
+        await runner.wait_started()
+        await until_unknown(loop)
+        if not sequence_of(large).has_unknown:  # it came a step later
+            runner.allowed.release()
+            await runner.wait_started()
+            await until_unknown(loop)
+        blocks = sequence_of(large).block_ids
+        runner.allowed.release()
+        with pytest.raises(TooLarge):
+            await large.next()
+        assert sequence_of(large).in_flight == 1
+        assert sequence_of(large).block_ids == blocks != ((),), "the step that was planned ahead writes to them"
+        runner.allowed.release(20)
+        assert await read_all(other) == expected_tokens(numbers(1, 20), 8)
+        await rest(loop)
+        assert is_empty(loop.engine)
+        assert loop.self_check == "ok"
 
 
 async def test_what_is_only_being_computed_is_not_reported() -> None:
