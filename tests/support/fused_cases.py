@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ def rows_are_their_own() -> bool:
     torch.manual_seed(0)
     x, more, weight = torch.randn(1, 5, 96), torch.randn(1, 5, 96), torch.randn(96)
     cos, sin = torch.randn(1, 5, 8), torch.randn(1, 5, 8)
-    jobs = (
+    jobs: tuple[Callable[[slice], torch.Tensor], ...] = (
         lambda at: kernels.normed(x[:, at], weight, EPS),
         lambda at: kernels.sum_and_norm(x[:, at], more[:, at], weight, EPS)[1],
         lambda at: kernels.gated(x[:, at]),

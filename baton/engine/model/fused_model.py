@@ -74,7 +74,7 @@ class _Fusing:
 
     def __init__(self, model: nn.Module, draw: Draw) -> None:
         self._model, self._draw = model, draw
-        self._moved = _Moved(draw.device)
+        self._moved = _MovedWeights(draw.device)
         owners = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
         self._tied = {weight for weight, num_owners in owners.items() if num_owners > 1}
         self.fused: Counter[str] = Counter()
@@ -112,7 +112,7 @@ class _Fusing:
         self.fused[type(found).__name__] += 1
 
 
-class _Moved:
+class _MovedWeights:
     """Memory where a part's weights are while one matrix takes their place: no model is there twice.
 
     All of a part's weights leave their places before any is given a new one. As they were loaded side by side, they
