@@ -65,7 +65,8 @@ class TokenWeights:
         divisors = uploaded(torch.tensor(temperatures), logits.device)[:, None]
         self._scaled = self._buffers.like("scaled", logits)
         best = logits.amax(-1, keepdim=True)
-        torch.sub(logits, best, out=self._scaled).div_(divisors)  # so that the best one stays finite
+        # In float32 whatever the logits' type is: beside a row whose logits are adjusted they have become that.
+        torch.sub(logits.float(), best.float(), out=self._scaled).div_(divisors)  # so that the best one stays finite
         self.all = self._buffers.like("all", logits)
         torch.softmax(self._scaled, -1, out=self.all)
 

@@ -159,6 +159,13 @@ def test_the_batch_around_it_does_not_matter() -> None:
     assert shuffled == [together[i] for i in order]
 
 
+def test_narrow_logits_are_drawn_from_alike_beside_a_row_whose_are_adjusted() -> None:
+    logits = logits_of(2000, scale=1.0).bfloat16().expand(301, -1)
+    rows = [Row(SamplingParams(temperature=1.0, seed=1), 0, place) for place in range(300)]
+    adjusted = Row(SamplingParams(temperature=0.0, logit_bias=((3, -1.0),)), 0, 0)
+    assert Sampler().sample(logits.clone(), [*rows, adjusted])[:300] == Sampler().sample(logits[:300].clone(), rows)
+
+
 def test_greedy_and_sampled_rows_mix() -> None:
     logits = logits_of(100, 2, 0.1)
     specs = [spec_of(0.0), spec_of(1.0), spec_of(0.0)]
