@@ -249,7 +249,7 @@ def _load_model(config: Config) -> LoadedModel:
         ),
         tokenizer=tokenizer,
         format=AnswerFormat.load(tokenizer),
-        content_id=content_id(config.model.identity),
+        content_id=content_id(config.kv_identity),
         facts=ModelFacts(
             id=name,
             vocab_size=tokenizer.vocab_size,

@@ -140,6 +140,11 @@ class EngineConfig(EveryEngineConfig):
     little more than a quarter, with a scale for each token and head, in the native step alone; fp8 (e4m3, without a
     scale) a quarter, on transformers alone, meant for GPUs. Pages of these two go to workers that have the same, with
     transfer.wire_dtype auto. All change answers a little: docs/native.md and docs/gpu.md say how much."""
+    batch_invariant: Switch = False
+    """Whether an answer and its log probabilities are the same to the bit alone or beside others, in whatever chunks
+    its prompt is computed, and when it goes on in another worker with the same kind of GPU. On a GPU products and
+    attention then have one way to add up, which takes longer (docs/gpu.md); a model, a device or a setting that cannot
+    keep it is refused by name. The native step is so anyway. Only workers with the same value exchange KV."""
     speculation: Annotated[str, OneOf("off", "ngram"), ON_OFF] = "ngram"
     """Whether steps check guesses at the tokens that follow. ngram: what has followed the last tokens before, in the
     prompt or the answer, where that is expected to gain time. Answers are the same token for token."""
@@ -154,6 +159,14 @@ class EngineConfig(EveryEngineConfig):
     model."""
     rank_timeout_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = 60.0
     """Longest step of a worker with several ranks. A longer one means that a rank hangs, and the worker ends."""
+
+    def __post_init__(self) -> None:
+        EveryEngineConfig.__post_init__(self)
+        if self.batch_invariant and self.tensor_parallel > 1:
+            raise ConfigError(
+                f"engine.batch_invariant cannot be kept with engine.tensor_parallel {self.tensor_parallel}: in which "
+                "order ranks are added up depends on how many rows there are; set one of them to its default"
+            )
 
     def refuse_unknown(self, unknown: Collection[str]) -> None:
         """Refuses what an engine does not know.

@@ -59,6 +59,13 @@ class Config:
                 f"{self.engine.kv_dtype} travel as they are; set transfer.wire_dtype to auto"
             )
 
+    @property
+    def kv_identity(self) -> str:
+        """What KV is computed with: the model's identity, and whether nothing beside it has a say in its bits. Only
+        workers with the same one exchange KV.
+        """
+        return f"{self.model.identity}\0batch_invariant" if self.engine.batch_invariant else self.model.identity
+
     def to_json(self) -> str:
         """The settings that differ from their defaults: a process of the previous release refuses names it does not
         know.

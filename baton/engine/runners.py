@@ -61,7 +61,9 @@ def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path) -> Runner
 
 
 def _draft_settings(model: ModelConfig, engine: EngineConfig) -> tuple[ModelConfig, EngineConfig]:
-    """Returns the settings of the draft model. Nobody reads its KV, whose type is that of the arithmetic."""
+    """Returns the settings of the draft model. Nobody reads its KV, whose type is that of the arithmetic; and guesses
+    may depend on anything.
+    """
     own = replace(
         engine,
         draft_model="",
@@ -69,6 +71,7 @@ def _draft_settings(model: ModelConfig, engine: EngineConfig) -> tuple[ModelConf
         num_blocks=0,
         max_model_len=0,
         kv_dtype="auto",
+        batch_invariant=False,
     )
     return replace(model, path=engine.draft_model, revision=""), own
 

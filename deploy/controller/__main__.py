@@ -92,7 +92,7 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         ConfigError: Ray does not answer, or its nodes have no room for the workers.
         BatonError: during the first start, a worker cannot start as configured.
     """
-    content = content_id(config.model.identity)
+    content = content_id(config.kv_identity)
     async with contextlib.AsyncExitStack() as stack:
         kubernetes = (
             await stack.enter_async_context(connected(config.kubernetes)) if config.kubernetes.namespace else None

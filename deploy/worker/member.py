@@ -50,8 +50,8 @@ class Member:
         self.config = config
         self.incarnation = os.urandom(8).hex()
         """Random identity of this process in hand-overs."""
-        self.content_id = content_id(config.model.identity)
-        self.wire_compat = wire_compat(config.model.identity, runner.spec)
+        self.content_id = content_id(config.kv_identity)
+        self.wire_compat = wire_compat(config.kv_identity, runner.spec)
         limits = SchedulerLimits(
             max_num_seqs=config.engine.max_num_seqs,
             max_num_batched_tokens=config.engine.max_num_batched_tokens,

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from baton.engine.model import fused_kernels, kernels
+from baton.engine.model import fused_kernels, invariant_kernels, kernels
 
 SEEN_BY_THE_HOST = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "_unique2", "equal"})
 
@@ -41,7 +41,7 @@ class FakeCapture:
         graph = FakeGraph()
         self.graphs.append(graph)
         with pytest.MonkeyPatch.context() as patch, _Recording(graph):
-            for module in (kernels, fused_kernels):
+            for module in (kernels, fused_kernels, invariant_kernels):
                 patch.setattr(module, "_launch", _kept(graph, module._launch))
             found = run()
         with torch.inference_mode():

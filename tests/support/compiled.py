@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from baton.engine.core.kv_spec import DTYPE_BYTES
 
 NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8e4nv"}
-FLOATS = {"peaks", "sums", "shares", "scales"}
+FLOATS = {"peaks", "sums", "shares", "scales", "numbers"}
 KEPT = {"pages", "codes"}
 """Pointers to what is kept in another data type than that of the arithmetic."""
 WHOLE = {"tables", "rows", "places", "tiles"}
@@ -18,6 +19,8 @@ ALIGNED = {"query", "key", "value", "pages", "out", "shares", "peaks", "sums", "
 """Pointers that torch gives, and the strides of queries, K and V: multiples of 16."""
 FUSED = {"x", "more", "weight", "total", "heads", "cos", "sin", "joined"}
 """Pointers of the fused kernels, which torch gives, too."""
+INVARIANT = {"given", "weights", "bias", "numbers", "num_inputs", "num_outputs"}
+"""Pointers and widths of the invariant ones."""
 
 
 class Compiled(NamedTuple):
@@ -41,10 +44,16 @@ def spills(arch: int, dtype: str, dim: int, sharing: int, pool: str = "") -> dic
         capability=arch,
     )  # fmt: skip
     found = {}
-    for name, of_one_token, shares in (("decode", True, 16), ("segment", False, 1), ("drafts", False, 16)):
+    for name, of_one_token, shares in (
+        ("decode", True, 16),
+        ("segment", False, 1),
+        ("drafts", False, 16),
+        ("invariant", True, 1),
+    ):
+        shape = replace(shape, is_invariant=name == "invariant")
         tiling = shape.tiling(of_one_token=of_one_token, is_shared=shares > 1)
         division = {"KEYS": tiling.keys, "SHARES": shares, "SHARE": kernels.SHARE_KEYS}
-        constants = {**shape.pages, **division, "SHARING": sharing, "ROWS": tiling.rows}
+        constants = {**shape.pages, **division, "SHARING": sharing, "ROWS": tiling.rows, "IN_ORDER": shape.is_invariant}
         options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
         found[name] = _compiled(kernels.attend, arch, (dtype, pool or dtype), constants, options)
         if shares > 1:
@@ -80,6 +89,24 @@ def quantizer(arch: int, dtype: str, columns: int) -> Compiled:
     return _compiled(fp8_kernels.quantize, arch, (dtype, "float8_e4m3fn"), constants, {"num_warps": 8})
 
 
+def invariant_spills(arch: int, dtype: str) -> dict[str, Compiled]:
+    """What the kernels of `engine.batch_invariant` need, compiled as they are launched."""
+    from baton.engine.model import invariant_kernels
+
+    widths = {"WIDTH": 4096, "BLOCK": invariant_kernels.SUMMED_NUMBERS}
+    found = {"sums": _compiled(invariant_kernels.add_up, arch, (dtype, dtype), widths | {"DIVISOR": 4096}, {})}
+    found["running sums"] = _compiled(invariant_kernels.run_up, arch, (dtype, dtype), widths, {})
+    for num_rows in (1, 512):
+        tiling = invariant_kernels.tiling_of(num_rows, DTYPE_BYTES[dtype])
+        constants = {"ROWS": tiling.rows, "OUTPUTS": tiling.outputs, "INPUTS": tiling.inputs, "TILES": 8}
+        options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+        for is_whole in (True, False):
+            flags = {"HAS_BIAS": True, "IS_WHOLE": is_whole}
+            name = f"{num_rows} rows, whole: {is_whole}"
+            found[name] = _compiled(invariant_kernels.multiply, arch, (dtype, dtype), constants | flags, options)
+    return found
+
+
 def _compiled(
     kernel: Any, arch: int, dtypes: tuple[str, str], constants: dict[str, int], options: dict[str, int]
 ) -> Compiled:
@@ -90,7 +117,7 @@ def _compiled(
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if name in ALIGNED | FUSED or name.endswith(("_head", "_token"))
+        if name in ALIGNED | FUSED | INVARIANT or name.endswith(("_head", "_token"))
     }
     return compiled_as(kernel, arch, signature, constants, aligned, options)
 
@@ -138,6 +165,6 @@ def _type_of(name: str, dtype: str, constants: dict[str, int]) -> str:
         return "*fp32"
     if name in WHOLE:
         return "*i64"
-    if name in ("query", "key", "value", "out", "pages", "inputs", "codes") or name in FUSED:
+    if name in ("query", "key", "value", "out", "pages", "inputs", "codes") or name in FUSED | {"given", "weights", "bias"}:
         return f"*{dtype}"
     return "fp32" if name in ("scale", "eps") else "i32"

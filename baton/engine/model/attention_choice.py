@@ -13,12 +13,12 @@ import torch
 from baton.engine.core.kv_spec import FP8, KVSpec
 from baton.engine.core.runner import OnLayerDone, StepPart
 from baton.engine.model.attention import step_context
-from baton.engine.model.attention_probe import PROBE_ROOM, largest_difference, probe_cache
+from baton.engine.model.attention_probe import PROBE_ROOM, is_batch_invariant, largest_difference, probe_cache
 from baton.engine.model.attention_step import Attention, AttentionStep
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.table_rows import TableRoom
 from baton.engine.uploads import StepNumbers
-from baton.errors import in_one_line
+from baton.errors import ModelLoadError, in_one_line
 
 if TYPE_CHECKING:
     from baton.config import EngineConfig
@@ -48,7 +48,9 @@ class TorchAttention:
         return step_context(self.cache, parts, self.num_sharing, on_layer_done, numbers)
 
 
-def attention_of(cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom) -> Attention:
+def attention_of(
+    cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom, *, is_invariant: bool = False
+) -> Attention:
     """Returns the attention of a rank, and logs which and why.
 
     Args:
@@ -56,26 +58,36 @@ def attention_of(cache: KVCache, num_sharing: int, dtype: torch.dtype, room: Tab
         num_sharing: query heads for each KV head.
         dtype: the type in which the model computes.
         room: for the block tables of steps, where they stay on the device.
-    """
-    by_torch = TorchAttention(cache, num_sharing)
-    if (reason := why_not_kernels(cache.spec, num_sharing, dtype, cache.device)) is not None:
-        logger.info("attention is torch's own: %s", reason)
-        return by_torch
-    try:
-        from baton.engine.model.kernel_attention import KernelAttention
+        is_invariant: whether tokens must come out the same to the bit beside any others.
 
-        by_kernels = KernelAttention(cache, num_sharing, dtype, room)
-        probed = probe_cache(cache.spec, cache.device)
-        ways = (TorchAttention(probed, num_sharing), KernelAttention(probed, num_sharing, dtype, PROBE_ROOM))
-        difference = largest_difference(probed, num_sharing, dtype, ways)
-    except Exception as error:  # a compiler's, a driver's
-        logger.warning("attention is torch's own: the kernels do not run here: %s", in_one_line(error))
-        return by_torch
-    if not difference <= TOLERANCE[dtype]:
-        logger.warning("attention is torch's own: the kernels' differs from it by %.2g", difference)
-        return by_torch
-    logger.info("attention is by the project's own kernels, which differ from torch's by %.2g at most", difference)
-    return by_kernels
+    Raises:
+        ModelLoadError: they must, and do not.
+    """
+    reason, level = why_not_kernels(cache.spec, num_sharing, dtype, cache.device), logging.INFO
+    if reason is None:
+        try:
+            from baton.engine.model.kernel_attention import KernelAttention
+
+            by_kernels = KernelAttention(cache, num_sharing, dtype, room, is_invariant=is_invariant)
+            probed = probe_cache(cache.spec, cache.device)
+            proven = KernelAttention(probed, num_sharing, dtype, PROBE_ROOM, is_invariant=is_invariant)
+            ways = (TorchAttention(probed, num_sharing), proven)
+            difference = largest_difference(probed, num_sharing, dtype, ways)
+            is_kept = not is_invariant or is_batch_invariant(probed, num_sharing, dtype, proven)
+        except Exception as error:  # a compiler's, a driver's
+            reason, level = f"the kernels do not run here: {in_one_line(error)}", logging.WARNING
+        else:
+            if is_kept and difference <= TOLERANCE[dtype]:
+                logger.info(
+                    "attention is by the project's own kernels, which differ from torch's by %.2g at most", difference
+                )
+                return by_kernels
+            differs = f"differs from it by {difference:.2g}" if is_kept else "depends on what is beside a token"
+            reason, level = f"the kernels' {differs}", logging.WARNING
+    if is_invariant:
+        raise ModelLoadError(f"engine.batch_invariant cannot be kept by torch's attention: {reason}")
+    logger.log(level, "attention is torch's own: %s", reason)
+    return TorchAttention(cache, num_sharing)
 
 
 def decode_graphs(model: Any, attention: Attention, engine: EngineConfig) -> DecodeGraphs | None:

@@ -20,6 +20,8 @@ from baton.sampling import SamplingParams
 PROBES = (((9, 0, 0), (70, 0, 130), (1, 0, 0), (1, 0, 300)), ((1, 3, 40), (1, 5, 250)))
 """Known tokens, drafts and computed tokens of the parts of each step: a prompt, a prefix hit, decodes of short and long
 contexts; drafts."""
+CUTS = (((130, 0, 0),), ((70, 0, 201), (5, 0, 95)), ((1, 0, 300), (1, 0, 127), (1, 0, 77), (1, 0, 0)), ((1, 3, 250), (1, 5, 128)))
+"""Cuts of one sequence into parts that are attended beside others of it: chunks, decodes, and drafts."""
 PROBE_ROOM, WINDOW = TableRoom(num_sequences=4, num_tokens=301), 37
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -65,6 +67,37 @@ def largest_difference(
                 difference = (one - other).abs().amax().item()
                 found = math.inf if math.isnan(difference) else max(found, difference)
     return found
+
+
+@torch.inference_mode()
+def is_batch_invariant(cache: KVCache, num_sharing: int, dtype: torch.dtype, way: Attention) -> bool:
+    """Returns whether tokens come out the same to the bit in one prompt, in chunks, as decodes, as drafts and beside
+    others.
+
+    Args:
+        cache: a `probe_cache`, which the way uses.
+        num_sharing: query heads for each KV head.
+        dtype: the type in which a model computes.
+        way: the attention.
+    """
+    generator = torch.Generator(cache.device).manual_seed(0)
+    for layer, group in enumerate(cache.spec.groups):
+        cache.groups[layer].normal_(generator=generator)
+        heads = (num_sharing * group.num_kv_heads, group.num_kv_heads, group.num_kv_heads)
+        dims = (group.k_dim, group.k_dim, group.v_dim)
+        new = [
+            torch.randn(PROBE_ROOM.num_tokens, *size, generator=generator, dtype=dtype, device=cache.device).transpose(0, 1)
+            for size in zip(heads, dims, strict=True)
+        ]
+        for window in (None, WINDOW):
+            whole = _attended(cache, way, [_part(cache, 0, PROBE_ROOM.num_tokens, 0, 0)], layer, (new, window))
+            for shapes in CUTS:
+                parts = [_part(cache, 0, *shape)._replace(sequence_key=key) for key, shape in enumerate(shapes)]
+                tokens = torch.cat([torch.arange(part.num_computed_tokens, part.end) for part in parts])
+                cut = [one[:, tokens.to(cache.device)] for one in new]
+                if not _attended(cache, way, parts, layer, (cut, window)).equal(whole[tokens.to(cache.device)]):
+                    return False
+    return True
 
 
 def _attended(

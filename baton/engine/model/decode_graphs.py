@@ -23,7 +23,7 @@ from baton.engine.core.runner import OnLayerDone, StepPart, ignore_layer
 from baton.engine.model.attention import begun_blocks, report_written, set_step
 from baton.engine.model.attention_step import Attention
 from baton.engine.model.kernel_attention import KernelAttention, KernelIndex, KernelStep
-from baton.engine.model.kernels import NUM_SHARES, Tiles, WrittenTokens
+from baton.engine.model.kernels import NO_WINDOW, Tiles, WrittenTokens, num_shares_of
 from baton.engine.model.last_tokens import Filling
 from baton.engine.model.rank_step import RankStep
 from baton.engine.uploads import StepNumbers
@@ -155,8 +155,11 @@ class DecodeGraphs:
     def _captured(self, size: int, capture: Capture) -> _Graph:
         numbers = padded_numbers([], [], size).to(self._cache.device)
         token_ids, positions, rows, places = numbers[:4]
-        tiles = (Tiles(numbers[4:].view(size, 4), True, NUM_SHARES),)
-        indices = tuple(KernelIndex(WrittenTokens(table, rows, places), tiles) for table in self._attention.rows.tables)
+        tiles = numbers[4:].view(size, 4)
+        indices = tuple(
+            KernelIndex(WrittenTokens(table, rows, places), (Tiles(tiles, True, num_shares_of(NO_WINDOW, shape)),))
+            for table, shape in zip(self._attention.rows.tables, self._attention.shapes, strict=True)
+        )
 
         def run() -> torch.Tensor:
             set_step(KernelStep(self._attention, indices, ignore_layer))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -81,16 +81,20 @@ class KernelAttention:
         num_sharing: query heads for each KV head.
         dtype: the type in which the model computes.
         room: for the block tables of its steps.
+        is_invariant: see `HeadShape.is_invariant`.
 
     Attributes:
         rows: the block tables.
     """
 
-    def __init__(self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom) -> None:
+    def __init__(
+        self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom, *, is_invariant: bool = False
+    ) -> None:
         self.cache = cache
         self.rows = TableRows(cache.spec, cache.device, room)
         capability = _capability_of(cache.device)
-        self.shapes = tuple(_head_shape(group, num_sharing, dtype, capability) for group in cache.spec.groups)
+        shapes = (_head_shape(group, num_sharing, dtype, capability) for group in cache.spec.groups)
+        self.shapes = tuple(replace(shape, is_invariant=is_invariant) for shape in shapes)
 
     def step(self, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers) -> KernelStep:
         """See `Attention.step`."""
@@ -148,6 +152,6 @@ def _tiles(parts: Sequence[StepPart], rows: Sequence[int], shape: HeadShape, num
                 count = min(most, len(part.token_ids) - done)
                 tiles.append((row, end + done, count, part.num_computed_tokens + done))
             end += len(part.token_ids)
-        num_shares = num_shares_of(max(part.end for part in alike)) if is_shared else 0
+        num_shares = num_shares_of(max(part.end for part in alike), shape) if is_shared else 0
         yield Tiles(numbers.put(torch.tensor(tiles)), of_one_token, num_shares)
         begin = end

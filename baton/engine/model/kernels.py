@@ -82,7 +82,7 @@ def _shares_of(position, count, window, KEYS: tl.constexpr, SHARES: tl.constexpr
     """Returns the first key that a tile sees and the one behind its last, how many make a share, and how many shares
     there are: none of padding.
     """
-    begin = tl.maximum(position - window + 1, 0)
+    begin = tl.maximum(position - window + 1, 0) // KEYS * KEYS  # tokens of all tiles meet the same keys together
     num_keys = position + count - begin
     keys_each = tl.maximum(tl.cdiv(num_keys, SHARES * KEYS) * KEYS, SHARE)
     return begin, begin + num_keys, keys_each, tl.cdiv(num_keys, keys_each)
@@ -140,7 +140,7 @@ def attend(
     query, pages, out, peaks, sums, tables, tiles, table_stride, query_head, query_token, scale, window, num_shares,
     KV_HEADS: tl.constexpr, SHARING: tl.constexpr, BLOCK: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    SHARES: tl.constexpr, SHARE: tl.constexpr,
+    SHARES: tl.constexpr, SHARE: tl.constexpr, IN_ORDER: tl.constexpr,
 ):  # fmt: skip
     """Attends the rows of a tile over its keys: `out` is `[T, heads, V_DIM]`, or with several shares `[T, heads,
     num_shares, V_DIM]`, not yet divided by `sums`; `peaks` and `sums` are `[T, heads, num_shares]`.
@@ -182,6 +182,8 @@ def attend(
         if SHARES == 1:
             inner = first + tl.cdiv(tl.maximum(end - window - first, 0), KEYS) * KEYS
             num_inner = tl.maximum(position + 1 - inner, 0) // KEYS * KEYS
+            if IN_ORDER:  # in a window what comes first would depend on the tile
+                num_inner = tl.where(inner > first, 0, num_inner)
             block = _blocks_of(table, inner, behind, KEYS, BLOCK)
             for start in range(inner, inner + num_inner, KEYS):
                 next_block = _blocks_of(table, start + KEYS, behind, KEYS, BLOCK)
@@ -206,7 +208,7 @@ def attend(
             block = next_block
         there = line
         if SHARES == 1:
-            found = found / total[:, None]
+            found = found / tl.where(total > 0.0, total, 1.0)[:, None]
         else:
             there = line * num_shares + share
             tl.store(peaks + there, peak, mask=is_line)
@@ -290,6 +292,8 @@ class HeadShape:
     """Bytes of a query's element."""
     capability: int
     """The GPU's compute capability, such as 90."""
+    is_invariant: bool = False
+    """Whether a token comes out the same to the bit in any tile: all are of one kind, and keys are not divided."""
 
     @property
     def pages(self) -> dict[str, int]:
@@ -307,12 +311,10 @@ class HeadShape:
         """Returns how tiles of one token each are compiled, or such of many, whose keys are divided or not."""
         dims = max(self.k_dim, self.v_dim)
         tilings = next(found for (size, most), found in TILINGS.items() if self.itemsize <= size and dims <= most)
-        if of_one_token:
-            return tilings.one_token
-        if is_shared:
-            return tilings.drafts
-        is_old = self.capability < WGMMA_CAPABILITY and tilings.many_tokens.rows > MANY_TOKENS_BEFORE.rows
-        return MANY_TOKENS_BEFORE if is_old else tilings.many_tokens
+        if not self.is_invariant and (of_one_token or is_shared):
+            return tilings.one_token if of_one_token else tilings.drafts
+        is_small = self.is_invariant or self.capability < WGMMA_CAPABILITY
+        return min(tilings.many_tokens, MANY_TOKENS_BEFORE) if is_small else tilings.many_tokens
 
 
 class WrittenTokens(NamedTuple):
@@ -365,7 +367,7 @@ def attend_tiles(
         attend,
         (len(tiles.tiles), shape.num_kv_heads, _num_programs(len(tiles.tiles) * shape.num_kv_heads, tiles.num_shares)),
         (query, pages, found, peaks, sums, tables, tiles.tiles, *numbers),
-        {**shape.pages, **division, "SHARING": shape.num_sharing, "ROWS": tiling.rows},
+        {**shape.pages, **division, "SHARING": shape.num_sharing, "ROWS": tiling.rows, "IN_ORDER": shape.is_invariant},
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
@@ -378,9 +380,9 @@ def attend_tiles(
         )
 
 
-def num_shares_of(num_keys: int) -> int:
+def num_shares_of(num_keys: int, shape: HeadShape) -> int:
     """Returns into how many shares so many keys of a tile are divided, at most: as `attend` reckons."""
-    return max(1, min(NUM_SHARES, -(-num_keys // SHARE_KEYS)))
+    return 0 if shape.is_invariant else max(1, min(NUM_SHARES, -(-num_keys // SHARE_KEYS)))
 
 
 def _num_programs(num_tiles: int, num_shares: int) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +66,8 @@ class LogitsRunner(ABC):
     name: str
     """See `Runner.name`."""
     runs_ahead = False
+    row_by_row: Callable[[], AbstractContextManager[object]] = staticmethod(contextlib.nullcontext)
+    """Makes what a step's tokens and scores are found in."""
     unknown_settings = frozenset({"arithmetic_step_ms", "arithmetic_token_ms"})
     """Settings that its engine does not know."""
 
@@ -169,7 +173,8 @@ class LogitsRunner(ABC):
         num_scored = [len(token_ids) for token_ids in scored] if any(scored) else []
         logits = self._compute(RankStep(packed, sampling, step.copies, num_scored, is_ready), on_layer_done)
         num_rows = len(parts) + sum(part.num_drafts for part in parts)
-        prompts = self._prompt_scores(logits[num_rows:], packed, order) if num_scored else None
+        with self.row_by_row():
+            prompts = self._prompt_scores(logits[num_rows:], packed, order) if num_scored else None
         if not sampling:
             self._wait_for_stream()  # with a row to sample from, reading its token waits for the step
             return StepOutput.of(step, Drawn([]), prompts)
@@ -177,7 +182,8 @@ class LogitsRunner(ABC):
         def sample(places: Sequence[int], rows: Sequence[Row]) -> Sampled:
             is_all = len(places) == num_rows and not num_scored
             asked = logits if is_all else logits[list(places)]
-            return self._sampler.sample_and_score(asked, rows)
+            with self.row_by_row():
+                return self._sampler.sample_and_score(asked, rows)
 
         found = drawn(parts, rows, sample)
         place_of = {order[row]: place for place, row in enumerate(sampling)}

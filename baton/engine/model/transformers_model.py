@@ -22,6 +22,7 @@ from baton.engine.core.faults import Fault, fault_of
 from baton.engine.core.runner import OnLayerDone
 from baton.engine.model.attention import ATTENTION_NAME, begun_blocks, set_step
 from baton.engine.model.attention_choice import attention_of, decode_graphs
+from baton.engine.model.batch_invariance import make_invariant
 from baton.engine.model.fp8_linear import quantize
 from baton.engine.model.fused_model import fuse
 from baton.engine.model.kv_cache import KVCache, torch_dtype
@@ -56,7 +57,8 @@ class ModelRank:
     Where there are several ranks, this process's default process group is theirs.
 
     Raises:
-        ModelLoadError: the weights cannot be loaded, or the checkpoint lacks some of the model's.
+        ModelLoadError: the weights cannot be loaded, the checkpoint lacks some of the model's, or
+            `engine.batch_invariant` cannot be kept.
     """
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, cache: KVCache) -> None:
@@ -94,6 +96,8 @@ class ModelRank:
         fuse(self.model, engine.tensor_parallel)
         if model.weights == "fp8":
             quantize(self.model)
+        if engine.batch_invariant:
+            make_invariant(self.model)
         self._engine = engine
         self._numbers = StepNumbers(cache.device)
         self.use(cache)
@@ -104,8 +108,9 @@ class ModelRank:
         num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.cache = cache
         self._graphs: DecodeGraphs | None = None  # those of the cache before give their memory back first
+        num_sharing, is_invariant = config.num_attention_heads // num_kv_heads, self._engine.batch_invariant
         room = TableRoom(self._engine.max_num_seqs, longest_sequence(config, self._engine.max_model_len))
-        self._attention = attention_of(cache, config.num_attention_heads // num_kv_heads, self.model.dtype, room)
+        self._attention = attention_of(cache, num_sharing, self.model.dtype, room, is_invariant=is_invariant)
         self._graphs = decode_graphs(self.model, self._attention, self._engine)
 
     @torch.inference_mode()

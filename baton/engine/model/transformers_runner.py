@@ -12,6 +12,7 @@ from baton.engine.core.faults import Fault, fault_of
 from baton.engine.core.kv_spec import INT8
 from baton.engine.core.runner import ComputedStep, Fence, LaunchedStep, OnLayerDone, StepInput, StepPart, ignore_layer
 from baton.engine.model import device_memory
+from baton.engine.model.batch_invariance import RowByRow, refuse_unkept
 from baton.engine.model.fp8_linear import refuse_fp8
 from baton.engine.model.last_tokens import DeviceStep, Filling
 from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
@@ -54,6 +55,9 @@ class TransformersRunner(LogitsRunner):
         config = load_config(model.path)
         if model.weights == "fp8":
             refuse_fp8(devices[0], arithmetic_dtype(config, model.dtype, devices[0].type == "cuda"), engine)
+        if engine.batch_invariant:
+            self.row_by_row = RowByRow
+            refuse_unkept(devices[0], model.weights)
         measures = len(devices) == 1 and devices[0].type in device_memory.MEASURED_DEVICES
         super().__init__(model, engine, config, devices, num_blocks=PROBE_BLOCKS * measures)
         self._others = OtherRanks(model, engine, self.caches) if len(self.caches) > 1 else None
@@ -121,7 +125,9 @@ class TransformersRunner(LogitsRunner):
         sampling = [row for row, part in enumerate(packed) if part.sample]
         parts = [packed[row] for row in sampling]
         logits = self.rank.compute(RankStep(packed, sampling, step.copies), on_layer_done, filling)
-        return DeviceStep.of(step, parts, self._sampler.tokens(logits[: len(parts)], rows_of(parts)))
+        with self.row_by_row():
+            tokens = self._sampler.tokens(logits[: len(parts)], rows_of(parts))
+        return DeviceStep.of(step, parts, tokens)
 
     def close(self) -> None:
         """See `Runner.close`."""

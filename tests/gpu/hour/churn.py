@@ -10,11 +10,10 @@ from typing import Any
 from baton.errors import TransferError
 from kvstore.transfer.transport import nccl
 from kvstore.transfer.transport.streams import num_shared_streams, own_stream
-from tests.gpu.hour.checks import Found, NotRun, is_rehearsal, judged
+from tests.gpu.hour.checks import Found, is_rehearsal, judged
 from tests.gpu.hour.ends import Side, two
 from tests.gpu.hour.models import Answer, answers, engine_of, make_folder, parting, prompts_of, runner_of
 from tests.gpu.hour.pairs import move
-from tests.gpu.hour.settings import defaults_of
 
 CHURN_S = 6.0 if is_rehearsal() else 240.0
 NOTICED_S = 0.3
@@ -74,28 +73,36 @@ def churn() -> Found:
     return judged(is_right, "wrong bytes, or something stalled", same=same, sender=sent, receiver=received)
 
 
-def _variants(dtype: str, **settings: Any) -> tuple[list[Answer], dict[str, list[Answer]]]:
-    """Answers alone; and beside others, in other chunks, and resumed in their middle."""
+def variants(dtype: str, temperature: float = 0.0, **settings: Any) -> tuple[list[Answer], dict[str, list[Answer]]]:
+    """Answers alone; and beside others, in other chunks, with guesses, and resumed in their middle."""
     runner = runner_of(make_folder(), dtype=dtype, **settings)
     prompts = prompts_of((20, 130, 333, 700) if is_rehearsal() else (20, 130, 333, 700, 1500, 2500))
     num_tokens = 8 if is_rehearsal() else 48
     half = num_tokens // 2
 
-    def run(batch: list[list[int]], length: int = num_tokens, step_tokens: int = 512) -> list[Answer]:
-        return answers(engine_of(runner, step_tokens=step_tokens), batch, length, scored=True)
+    def run(
+        batch: list[list[int]], length: int = num_tokens, *, step_tokens: int = 512, num_drafts: int = 0
+    ) -> list[Answer]:
+        engine = engine_of(runner, step_tokens=step_tokens, num_drafts=num_drafts)
+        return answers(engine, batch, length, scored=True, temperature=temperature)
 
     alone = [run([prompt])[0] for prompt in prompts]
     resumed = []
     for prompt, answer in zip(prompts, alone, strict=True):
         rest = run([prompt + answer.tokens[:half]], num_tokens - half)[0]
         resumed.append(Answer(answer.tokens[:half] + rest.tokens, [], answer.logprobs[:half] + rest.logprobs))
-    others = {"beside others": run(prompts), "other chunks": run(prompts, step_tokens=96), "resumed": resumed}
+    others = {
+        "beside others": run(prompts),
+        "other chunks": run(prompts, step_tokens=96),
+        "guesses": run(prompts, num_drafts=6),
+        "resumed": resumed,
+    }
     return alone, others
 
 
 def invariance(dtype: str) -> Found:
     """Whether batch, chunks and a resume change an answer; and if so, at near ties alone."""
-    alone, others = _variants(dtype)
+    alone, others = variants(dtype)
     parted = {
         name: [margin for one, reference in zip(found, alone, strict=True) for _, margin in parting(one, reference)]
         for name, found in others.items()
@@ -107,19 +114,3 @@ def invariance(dtype: str) -> Found:
     }
     figures = {"answers": len(alone), "parted_at_margins": parted, "other_log_probabilities": other_bits}
     return judged(worst <= NEAR_TIE[dtype], "answers part where no near tie is", **figures)
-
-
-def batch_invariant() -> Found:
-    """Nothing changes an answer or its log probabilities with `engine.batch_invariant`, in bfloat16."""
-    if "batch_invariant" not in {**defaults_of("engine", "EngineConfig"), **defaults_of("engine", "EveryEngineConfig")}:
-        raise NotRun("not built: this version has no engine.batch_invariant")
-    alone, others = _variants("bfloat16", batch_invariant=True)
-    parted = {
-        name: sum(one[::2] != reference[::2] for one, reference in zip(answers, alone, strict=True))
-        for name, answers in others.items()
-    }
-    return judged(
-        not any(parted.values()),
-        "a token or a log probability of an answer depends on what is beside it",
-        parted=parted,
-    )

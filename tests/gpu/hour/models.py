@@ -87,13 +87,24 @@ def runner_of(folder: Path, *, device: str = "", dtype: str = "float32", **engin
     return TransformersRunner(model_config(str(folder), dtype=dtype, device=device or device_name()), settings)
 
 
-def engine_of(runner: TransformersRunner, *, max_num_seqs: int = 64, step_tokens: int = 512) -> Engine:
-    limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=step_tokens, output_reservation=8)
+def engine_of(
+    runner: TransformersRunner, *, max_num_seqs: int = 64, step_tokens: int = 512, num_drafts: int = 0
+) -> Engine:
+    limits = SchedulerLimits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=step_tokens,
+        output_reservation=8,
+        max_draft_tokens=num_drafts,
+    )
     return Engine(runner, limits)
 
 
-def spec_of(name: str, prompt: Sequence[int], num_tokens: int, logprobs: int | None = None) -> SequenceSpec:
-    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, seed=0, ignore_eos=True, logprobs=logprobs)
+def spec_of(
+    name: str, prompt: Sequence[int], num_tokens: int, logprobs: int | None = None, temperature: float = 0.0
+) -> SequenceSpec:
+    sampling = SamplingParams(
+        max_tokens=num_tokens, temperature=temperature, seed=0, ignore_eos=True, logprobs=logprobs
+    )
     return SequenceSpec(
         request_id=name,
         choice_index=0,
@@ -117,12 +128,19 @@ class Answer(NamedTuple):
     logprobs: list[float]
 
 
-def answers(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int, *, scored: bool = False) -> list[Answer]:
-    """Runs prompts together, greedily, to the end."""
+def answers(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    *,
+    scored: bool = False,
+    temperature: float = 0.0,
+) -> list[Answer]:
+    """Runs prompts together, greedily if nothing else is asked for, to the end."""
     found = [Answer([], [], []) for _ in prompts]
     number_of: dict[int, int] = {}
     for number, prompt in enumerate(prompts):
-        spec = spec_of(f"{time.monotonic_ns()}-{number}", prompt, num_tokens, 2 if scored else None)
+        spec = spec_of(f"{time.monotonic_ns()}-{number}", prompt, num_tokens, 2 if scored else None, temperature)
         number_of[engine.add(spec, Purpose.GENERATE, now=0.0).key] = number
     while (batch := engine.schedule(0.0)[0]).parts:
         for output in engine.commit(batch, engine.runner.execute(batch), 0.0):

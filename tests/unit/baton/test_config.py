@@ -234,6 +234,10 @@ def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
             r"cluster.gpus_per_worker is 1 and engine.tensor_parallel 4: each rank has one GPU",
         ),
         ("engine: {runner: arithmetic, tensor_parallel: 2}", "engine.runner arithmetic has one rank"),
+        (
+            "engine: {batch_invariant: on, tensor_parallel: 2}",
+            "engine.batch_invariant cannot be kept with engine.tensor_parallel 2",
+        ),
         ("engine: {tensor_parallel: 0}", "engine.tensor_parallel must be at least 1, got 0"),
         ("engine: {rank_timeout_s: 0}", "engine.rank_timeout_s must be more than 0 seconds, got 0"),
         ("transfer: {window: 0}", "transfer.window must be at least 1, got 0"),

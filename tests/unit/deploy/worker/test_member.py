@@ -10,7 +10,7 @@ import pytest
 
 from baton.blocks import content_id
 from baton.cluster import Role, WorkerState
-from baton.config import Config, ModelConfig, TransferConfig
+from baton.config import Config, EngineConfig, ModelConfig, TransferConfig
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import DeviceLost, WorkerDraining
@@ -40,9 +40,9 @@ async def test_the_handlers_take_no_new_work_while_the_worker_drains() -> None:
         await member.kv.close()
 
 
-async def test_workers_share_no_kv_unless_their_weights_are_the_same() -> None:
-    async def identities(model: ModelConfig) -> tuple[str, str]:
-        config = Config(model=model, transfer=TransferConfig(links=("tcp",)))
+async def test_workers_share_no_kv_unless_they_compute_the_same() -> None:
+    async def identities(model: ModelConfig, **engine: bool) -> tuple[str, str]:
+        config = Config(model=model, engine=EngineConfig(**engine), transfer=TransferConfig(links=("tcp",)))
         member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, ArithmeticRunner(8, 16))
         await member.kv.close()
         return member.content_id, member.wire_compat
@@ -50,7 +50,8 @@ async def test_workers_share_no_kv_unless_their_weights_are_the_same() -> None:
     found = [await identities(ModelConfig(revision="r", weights=weights)) for weights in ("exact", "bf16", "int8g")]
     assert await identities(ModelConfig(revision="r")) == found[0]
     assert found[0][0] == content_id("r"), "exact weights keep the keys that they had"
-    assert len({one for both in found for one in both}) == 6
+    found.append(await identities(ModelConfig(revision="r"), batch_invariant=True))
+    assert len({one for both in found for one in both}) == 8, "also unless nothing beside an answer changes its bits"
 
 
 async def test_a_device_that_is_lost_in_a_transfer_alone_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

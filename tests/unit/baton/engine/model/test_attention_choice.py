@@ -20,6 +20,7 @@ from baton.engine.model.attention_step import AttentionStep
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.table_rows import TableRoom
 from baton.engine.uploads import StepNumbers
+from baton.errors import ModelLoadError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ROOM = TableRoom(num_sequences=2, num_tokens=64)
@@ -80,7 +81,9 @@ class Off(TorchAttention):
 
     factor = 1.0
 
-    def __init__(self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom) -> None:
+    def __init__(
+        self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom, *, is_invariant: bool
+    ) -> None:
         super().__init__(cache, num_sharing)
 
     def step(self, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers) -> AttentionStep:
@@ -125,3 +128,19 @@ def test_kernels_that_do_not_run_are_left(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)
     assert type(attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM)) is TorchAttention
     assert "the kernels do not run here: RuntimeError: no C compiler" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kernels_run", "words"), [(True, "the kernels' depends on what is beside a token"), (False, "no NVIDIA GPU")]
+)
+def test_what_must_not_depend_on_its_batch_is_not_torchs(
+    kernels_run: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's own stands in for kernels that do."""
+    kernels = ModuleType("kernels")
+    kernels.KernelAttention = Off  # type: ignore[attr-defined]
+    if kernels_run:
+        monkeypatch.setitem(sys.modules, "baton.engine.model.kernel_attention", kernels)
+        monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)
+    with pytest.raises(ModelLoadError, match=f"engine.batch_invariant cannot be kept by torch's attention: .*{words}"):
+        attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM, is_invariant=True)

@@ -70,3 +70,11 @@ def test_copies_of_chunks_spill_no_register(segment: int, arch: int, compiler: E
     for name, found in compiler.submit(compiled.copies, arch, segment).result().items():
         assert found.spilled_bytes == 0, name
         assert found.num_registers <= 64, f"{name}: eight programs a multiprocessor have room"
+
+
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_invariant_kernels_spill_no_register(dtype: str, arch: int, compiler: Executor) -> None:
+    for name, found in compiler.submit(compiled.invariant_spills, arch, dtype).result().items():
+        assert found.spilled_bytes == 0, name
+        assert found.shared_bytes < SHARED_BYTES[arch], name

@@ -1,0 +1,64 @@
+"""The same bits beside others, in chunks and after a resume: kernels and whole models, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from concurrent.futures import Executor
+
+import pytest
+
+from tests.support import interpreted, invariant
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which is for Linux")
+PRODUCTS = {
+    "few rows": ((40, 96, 48), "float32", False),
+    "many rows": ((150, 128, 40), "float32", True),
+    "odd numbers": ((70, 77, 33), "float32", True),
+    "halves": ((140, 256, 130), "float16", True),
+}
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Executor]:
+    with interpreted.process(TRITON_INTERPRET="1") as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_row_is_multiplied_as_if_alone(name: str, interpreter: Executor) -> None:
+    difference, others = interpreter.submit(invariant.product_differs_by, *PRODUCTS[name]).result()
+    assert others == []
+    assert difference <= (3e-2 if name == "halves" else 3e-5)
+
+
+@pytest.mark.parametrize("width", [8, 33, 1024, 2500])
+def test_a_mean_is_its_rows(width: int, interpreter: Executor) -> None:
+    difference, is_alone = interpreter.submit(invariant.means_are_those_of_rows, width).result()
+    assert difference <= 1e-6
+    assert is_alone
+
+
+def test_a_draw_and_its_scores_are_its_rows(interpreter: Executor) -> None:
+    assert interpreter.submit(invariant.samples_differ).result() == []
+
+
+@pytest.mark.parametrize("dims", [(64, 4), (80, 3)])
+def test_a_token_is_attended_as_if_alone(dims: tuple[int, int], interpreter: Executor) -> None:
+    """And the probe sees it where that is not asked for."""
+    assert interpreter.submit(invariant.attention_is_invariant, dims, asked=True).result()
+    assert not interpreter.submit(invariant.attention_is_invariant, dims, asked=False).result()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "cohere", "starcoder2"])
+def test_no_way_to_the_same_tokens_has_other_bits(kind: str, interpreter: Executor) -> None:
+    assert interpreter.submit(invariant.ways_differ, kind).result() == []
+
+
+def test_rows_of_a_graph_that_are_nobodys_change_nothing(interpreter: Executor) -> None:
+    assert not interpreter.submit(invariant.graphs_differ, "llama").result()
+
+
+def test_what_is_not_known_is_refused_by_name(interpreter: Executor) -> None:
+    words = interpreter.submit(invariant.refusal_of, "qwen3_moe").result()
+    assert "engine.batch_invariant cannot be kept with Qwen3MoeExperts, Qwen3MoeTopKRouter" in words
