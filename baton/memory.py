@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 GPU_SHARE = 0.85
-"""Share of a GPU's memory beside the weights; the rest is for activations, staging slots and NCCL."""
+"""Share of a GPU's memory beside the weights and what transfers may take; the rest is for activations."""
 MEASURED_SHARE = 0.9
-"""Share of what weights and the largest step leave of a GPU's memory; the rest is for staging slots and NCCL."""
+"""Largest share of what weights and the largest step leave of a GPU's memory. Transfers have what they may take."""
 CONTEXT_BYTES = 3 * GIB // 4
 """Memory of a process on a GPU beside what torch allocates: the context, its modules and libraries' workspaces."""
 CPU_SHARE = 0.5
@@ -52,6 +52,8 @@ class Room:
     others: int = 0
     """Need of other processes that are about to start."""
     on_gpu: bool = False
+    set_aside: int = 0
+    """What transfers may take beside each pool later."""
     is_measured: bool = False
     """Whether `needed` is what a GPU has said, and not an estimate."""
 
@@ -61,26 +63,32 @@ class Room:
         Raises:
             ConfigError: there is no room for it; the message says how much there would be.
         """
+        needed = self.needed + self.set_aside
         left_gib = ((self.free - self.others) / self.num_pools - self.needed) / GIB
-        if left_gib <= 0:
+        if (most_gib := left_gib - self.set_aside / GIB) <= 0:
             raise ConfigError(
                 f"there is no room for KV: of the {self.free / GIB:.1f} GiB that are free, weights and processes of "
-                f"{_pools(self.num_pools, 'rank')} want {(self.needed * self.num_pools + self.others) / GIB:.1f}; take "
-                "a smaller model, a narrower model.dtype or fewer workers"
+                f"{_pools(self.num_pools, 'rank')} want {(needed * self.num_pools + self.others) / GIB:.1f}"
+                f"{self._for}; take a smaller model, a narrower model.dtype or fewer workers"
             )
         if asked == "auto":
             if self.on_gpu:
-                return (MEASURED_SHARE if self.is_measured else GPU_SHARE) * left_gib
+                return min(MEASURED_SHARE * left_gib, most_gib) if self.is_measured else GPU_SHARE * most_gib
             return min(CPU_SHARE * left_gib, max(CPU_MOST_GIB, self.needed / GIB))
-        if asked > FITS * left_gib:
+        if asked > min(FITS * left_gib, most_gib):
             wanted = f"{_pools(self.num_pools, 'KV pool')} of {asked:,.7g} GiB"
-            most = math.floor(ADVISED * left_gib * 100) / 100
+            most = math.floor(min(ADVISED * left_gib, most_gib) * 100) / 100
             raise ConfigError(
                 f"{wanted} {'do' if self.num_pools > 1 else 'does'} not fit: {self.free / GIB:.1f} GiB are free, of "
-                f"which the model and its processes leave {left_gib * self.num_pools:.1f}; set engine.kv_cache_gib to "
-                f"auto or at most {most:g}"
+                f"which the model and its processes leave {left_gib * self.num_pools:.1f}{self._for}; set "
+                f"engine.kv_cache_gib to auto or at most {most:g}"
             )
         return asked
+
+    @property
+    def _for(self) -> str:
+        aside = f"{self.set_aside / GIB:.1f} for transfers (transfer.num_slots, gpu_slot_bytes, gpu_rings_mib, links)"
+        return f", of which {aside}" if self.set_aside else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +103,18 @@ class GpuMemory:
     peak: int
     """The most of it that was in use during the step."""
 
-    def room(self, share: float) -> Room:
+    def room(self, share: float, set_aside: int = 0) -> Room:
         """Returns the room for this process's pool.
 
         What neighbours on the GPU use of their shares does not reduce it: they may be about to load.
 
         Args:
             share: of the GPU's memory that this process may have.
+            set_aside: bytes of it that its transfers may take.
         """
         most = int(share * self.total) - CONTEXT_BYTES
         free = min(self.free + self.held, most)
-        return Room(free=free, num_pools=1, needed=self.peak, on_gpu=True, is_measured=True)
+        return Room(free=free, num_pools=1, needed=self.peak, on_gpu=True, set_aside=set_aside, is_measured=True)
 
 
 def _pools(number: int, what: str) -> str:

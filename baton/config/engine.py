@@ -84,9 +84,11 @@ class EveryEngineConfig:
     block_size: Int = 16
     """Tokens per KV block; a multiple of 16."""
     kv_cache_gib: GibOrAuto = "auto"
-    """Memory of the KV pool, in GiB, per rank. auto, or 0: a share of the memory that is free after the weights are
-    loaded. On a GPU the share is 85 %. On a CPU it is half of the machine's, divided among its workers, and at most
-    2 GiB or the size of weights and process, whichever is more. A value above the free memory is refused."""
+    """Memory of the KV pool, in GiB, per rank. auto, or 0: a share of the memory that is free. On a GPU it is 90 % of
+    what the weights and the largest step leave, or less where transfers may take more than the rest
+    (`transfer.gpu_rings_mib`); of several ranks, whose pools exist before they load, 85 % of what weights and transfers
+    leave by an estimate. On a CPU it is half of the machine's, divided among its workers, and at most 2 GiB or the size
+    of weights and process, whichever is more. A value above the free memory is refused."""
     memory_share: Share = 1.0
     """Share of the memory of its machine, or of its GPU, that a worker takes as its own where `kv_cache_gib` is auto;
     the rest is left to other programs. Workers of one Ray node divide the node's memory evenly by themselves; on GPUs

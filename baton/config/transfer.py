@@ -10,6 +10,8 @@ from baton.config.section import COMMA_SEPARATED, ON_OFF, WHOLE, AtLeastOne, Mus
 from baton.errors import ConfigError
 
 LINK_KINDS = ("ipc", "nccl", "shm", "tcp", "gloo")
+NCCL_PAIR_BYTES = 42 * 2**20
+"""Memory of a GPU that one end of an nccl transport takes at most (`pair-memory` in tests/gpu)."""
 NCCL_MODES = ("nonblocking-eager", "nonblocking-lazy", "blocking-eager", "blocking-lazy")
 NcclMode: TypeAlias = Annotated[str, OneOf(*NCCL_MODES)]
 LinkKind: TypeAlias = Annotated[str, OneOf(*LINK_KINDS)]
@@ -27,6 +29,9 @@ class TransferConfig:
     span_tokens: AtLeastOne = 512
     """Tokens whose KV travels together: a finished prefill chunk is sent while the next is computed. Must be equal on
     all workers; best equal to engine.max_num_batched_tokens."""
+    gpu_rings_mib: AtLeastOne = 1024
+    """Limit, in MiB, on a GPU's memory that a worker keeps for its ipc connections as a sender: window times
+    gpu_slot_bytes each. A connection beyond it is made over the next of the links."""
     num_slots: AtLeastOne = 16
     """Staging slots of a worker, per direction, shared by all its connections. Those over shared memory have their
     own."""
@@ -67,6 +72,14 @@ class TransferConfig:
     nccl_mode: NcclMode = "nonblocking-eager"
     """How nccl transports make and use their communicators, to find out about hangs; equal on all workers. Blocking: a
     call into NCCL returns only when it is through. Lazy: a communicator is made by its first message."""
+
+    def gpu_bytes(self, num_ranks: int) -> int:
+        """Returns how much memory of each GPU the transfers of a worker with so many ranks may take, in bytes."""
+        over_nccl = "nccl" in self.links and num_ranks == 1
+        over_ipc = "ipc" in self.links
+        slots = 2 * self.num_slots * self.gpu_slot_bytes if over_nccl or over_ipc else 0  # sent and received
+        pairs = (self.max_pairs or 32) * NCCL_PAIR_BYTES if over_nccl else 0
+        return slots + pairs + self.gpu_rings_mib * 2**20 * over_ipc
 
     def __post_init__(self) -> None:
         if not self.links:

@@ -21,7 +21,7 @@ ARITHMETIC_BLOCKS = 4096
 ARITHMETIC_MODEL_LEN = 8192
 
 
-def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path) -> Runner:
+def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside: int = 0) -> Runner:
     """Returns the runner that `engine.runner` names; of `auto` the native one, or transformers where it is none for it.
 
     The log says in one line which one it is, and why. It takes seconds. With `engine.draft_model` it is a
@@ -29,13 +29,14 @@ def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path) -> Runner
 
     Args:
         cache: folder in which the library of the native step is kept once it is built.
+        set_aside: bytes of each GPU that transfers may take beside it.
 
     Raises:
         ModelLoadError, ConfigError: it cannot run as configured, does not know a setting that is set, or the draft
             model does not suit the model.
     """
     if not engine.draft_model or engine.runner == "arithmetic":
-        return _make_one(model, engine, cache)
+        return _make_one(model, engine, cache, set_aside)
     if engine.tensor_parallel > 1:
         raise ConfigError("engine.draft_model needs engine.tensor_parallel 1: a draft model has one rank")
     if not Path(engine.draft_model).is_dir():
@@ -46,7 +47,7 @@ def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path) -> Runner
     except (ConfigError, ModelLoadError) as error:
         raise ModelLoadError(f"engine.draft_model {engine.draft_model}: {error}") from error
     try:
-        target = _make_one(model, replace(engine, draft_model=""), cache)
+        target = _make_one(model, replace(engine, draft_model=""), cache, set_aside)
     except BatonError:
         draft.close()
         raise
@@ -103,7 +104,7 @@ def _quoted(text: str | None) -> str:
     return "none" if text is None else repr(text)
 
 
-def _make_one(model: ModelConfig, engine: EngineConfig, cache: Path) -> Runner:
+def _make_one(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside: int = 0) -> Runner:
     if engine.runner == "arithmetic":
         return _arithmetic(model, engine)
     # Imported on use: torch and transformers take seconds, and a native start may do without the latter.
@@ -131,7 +132,7 @@ def _make_one(model: ModelConfig, engine: EngineConfig, cache: Path) -> Runner:
     from baton.engine.model.transformers_runner import TransformersRunner
 
     logger.info("the model runs on transformers: %s", why)
-    return TransformersRunner(model, engine)
+    return TransformersRunner(model, engine, set_aside)
 
 
 def _arithmetic(model: ModelConfig, engine: EngineConfig) -> Runner:

@@ -111,9 +111,11 @@ def with_kv_size(config: Config) -> Config:
             node = NodeGpus(num_gpus=len(gpus), num_workers=workers)
             desired = {Role.PREFILL: config.cluster.prefill, Role.DECODE: config.cluster.decode}
             part = memory_share(gpus_per_worker(config, [node], desired))
-            Room(free=int(min(gpus) * part), num_pools=1, needed=weights + drafting, on_gpu=True).pool_gib(
-                engine.kv_cache_gib
+            aside = config.transfer.gpu_bytes(ranks)
+            room = Room(
+                free=int(min(gpus) * part), num_pools=1, needed=weights + drafting, on_gpu=True, set_aside=aside
             )
+            room.pool_gib(engine.kv_cache_gib)
         return config
     weights = weights_bytes(Path(model.path), "float32" if model.dtype == "auto" else model.dtype) // ranks
     most = max(workers, config.autoscale.max_workers if config.autoscale.enabled else 0)

@@ -80,7 +80,8 @@ def build_runner(config: Config) -> Runner:
     Raises:
         ModelLoadError, ConfigError: it cannot run as configured, or does not know a setting that is set.
     """
-    return make_runner(config.model, config.engine, cache_dir(config.cluster))
+    aside = config.transfer.gpu_bytes(config.engine.tensor_parallel)
+    return make_runner(config.model, config.engine, cache_dir(config.cluster), aside)
 
 
 def _config_of(config: Config) -> Config:

@@ -74,6 +74,7 @@ def test_workers_of_one_gpu_share_it_whoever_comes_first() -> None:
         memory(free=45 * GIB + GIB // 4, held=4 * GIB, peak=4 * GIB),
     )
     each = 0.9 * (50 - CONTEXT_BYTES / GIB - 4)
+    assert first.room(0.5, 10 * GIB).pool_gib("auto") == pytest.approx(each / 0.9 - 10), "what transfers may take"
     assert first.room(0.5).pool_gib("auto") == pytest.approx(each)
     assert second.room(0.5).pool_gib("auto") == pytest.approx(each), "what the first one has is none of its share"
 
@@ -96,6 +97,13 @@ def test_the_pool_is_made_after_the_largest_step(model: Path, monkeypatch: pytes
     assert gpu.shapes == [(6, 40)], "a step as large as the settings allow"
     specs = [make_spec(f"{n}", list(range(n, 30 + 5 * n)), 8, ignore_eos=True) for n in range(5)]
     assert answers(engine, specs, 0)[0] == answers(plain, specs, 0)[0]
+
+
+def test_what_transfers_may_take_is_not_the_pools(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block_bytes = make_engine(model, replace(ENGINE, num_blocks=4)).runner.spec.block_bytes
+    Gpu(monkeypatch, memory(total=GIB, free=170 * block_bytes + 100, held=20 * MIB, peak=20 * MIB))
+    runner = TransformersRunner(ModelConfig(path=str(model), device="cpu"), ENGINE, 100 * block_bytes)
+    assert runner.num_blocks == (70,)
 
 
 def test_a_pool_in_blocks_is_not_measured_away(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,8 +218,7 @@ class Engine:
                 self.end(sequence.owner)
                 continue
             if (refusal := output.refusal(index)) is not None:
-                outputs.append(Refused(sequence.owner.key, refusal))
-                self.end(sequence.owner)  # not before the step that was planned ahead has left its blocks
+                outputs.append(self._refuse(sequence.owner, refusal))
                 continue
             num_known, finish_reason = len(sequence.token_ids), None
             for token_id in token_ids:
@@ -289,7 +288,7 @@ class Engine:
         return sequence
 
     def _refuse(self, sequence: Sequence, reason: BatonError) -> Refused:
-        self._finish(sequence)
+        self.end(sequence)  # whose blocks a step that was planned ahead may still write to
         return Refused(sequence.key, reason)
 
     def learn(self, size: StepSize, took_s: float, proposing_s: float = 0.0) -> None:

@@ -68,6 +68,8 @@ class LogitsRunner(ABC):
     runs_ahead = False
     row_by_row: Callable[[], AbstractContextManager[object]] = staticmethod(contextlib.nullcontext)
     """Makes what a step's tokens and scores are found in."""
+    _set_aside = 0
+    """Bytes of each GPU that are not for the pool, since transfers may take them."""
     unknown_settings = frozenset({"arithmetic_step_ms", "arithmetic_token_ms"})
     """Settings that its engine does not know."""
 
@@ -85,7 +87,7 @@ class LogitsRunner(ABC):
         self.spec = cache_spec(config, engine.block_size, kv_dtype, len(devices))
         self._model_len = longest_sequence(config, engine.max_model_len)
         if not engine.num_blocks:  # refused before minutes are spent on loading
-            estimated = self._num_blocks_of(_pool_gib(model, engine, self.dtype, devices))
+            estimated = self._num_blocks_of(_pool_gib(model, engine, self.dtype, devices, self._set_aside))
         self._make_caches(engine, num_blocks or engine.num_blocks or estimated, devices)
         self.sampler = SAMPLER
         self.vocab_size: int = config.vocab_size  # loading refuses an embedding of another size
@@ -241,14 +243,17 @@ class LogitsRunner(ABC):
             torch.cuda.current_stream(self.cache.device).synchronize()
 
 
-def _pool_gib(model: ModelConfig, engine: EngineConfig, dtype: str, devices: Sequence[torch.device]) -> float:
+def _pool_gib(
+    model: ModelConfig, engine: EngineConfig, dtype: str, devices: Sequence[torch.device], set_aside: int
+) -> float:
     """Returns the size of each rank's pool beside weights of a type. Raises ConfigError: there is no room for it."""
     share = engine.memory_share if engine.kv_cache_gib == "auto" else 1.0
     kept = "fp8" if model.weights == "fp8" else dtype
     weights = weights_bytes(Path(model.path), kept) // len(devices)
     if devices[0].type == "cuda":
         free, total = torch.cuda.mem_get_info(devices[0])
-        room = Room(free=min(free, int(share * total)), num_pools=1, needed=weights, on_gpu=True)
+        free = min(free, int(share * total))
+        room = Room(free=free, num_pools=1, needed=weights, on_gpu=True, set_aside=set_aside)
     else:
         room = Room(free=available_memory(share), num_pools=len(devices), needed=weights + PROCESS_BYTES)
     return room.pool_gib(engine.kv_cache_gib)

@@ -38,6 +38,9 @@ LARGEST_SAMPLING = SamplingParams(
 class TransformersRunner(LogitsRunner):
     """A model that transformers computes. This process is rank 0, which samples; it starts the others.
 
+    Args:
+        set_aside: bytes of each GPU that are not for the KV pool, since transfers may take them.
+
     Raises:
         ModelLoadError: the folder is not a model this engine runs, the KV pool is too small, the ranks do not suit
             model or machine, or the model cannot compute a first step; the message says why.
@@ -46,11 +49,12 @@ class TransformersRunner(LogitsRunner):
 
     name = "transformers"
 
-    def __init__(self, model: ModelConfig, engine: EngineConfig) -> None:
+    def __init__(self, model: ModelConfig, engine: EngineConfig, set_aside: int = 0) -> None:
         if engine.kv_dtype == INT8:
             raise ConfigError(
                 "engine.kv_dtype int8 is known to the native step alone; set float32, bfloat16, fp8 or auto"
             )
+        self._set_aside = set_aside
         devices = _devices(model.device, engine.tensor_parallel)
         config = load_config(model.path)
         if model.weights == "fp8":
@@ -93,7 +97,8 @@ class TransformersRunner(LogitsRunner):
                 "engine.max_num_batched_tokens, engine.max_num_seqs or engine.max_model_len, or put fewer workers on a "
                 f"GPU ({in_one_line(error)})"
             ) from error
-        pool_gib = memory.room(engine.memory_share).pool_gib(engine.kv_cache_gib) if not engine.num_blocks else 0.0
+        room = memory.room(engine.memory_share, self._set_aside)
+        pool_gib = room.pool_gib(engine.kv_cache_gib) if not engine.num_blocks else 0.0
         self._make_caches(engine, engine.num_blocks or self._num_blocks_of(pool_gib), devices)
         self.rank.use(self.cache)
 

@@ -114,6 +114,8 @@ class TransportEnd:
     """Slots on the kind's staging device. A sender over shm takes only their size from it and has memory of its own."""
     max_slots: int
     """Slots that this side may hold at a time."""
+    max_ring_bytes: int
+    """The most that the rings of all ipc transports may take of this side's GPU."""
     open_timeout_s: float
     op_timeout_s: float
     nccl_mode: str = "nonblocking-eager"

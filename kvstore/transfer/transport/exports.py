@@ -13,6 +13,7 @@ import select
 import threading
 from typing import TYPE_CHECKING
 
+from baton.errors import TransferError
 from kvstore.transfer.device import gpu_of
 
 if TYPE_CHECKING:
@@ -55,20 +56,29 @@ class GpuRings:
     def __init__(self, gpu: GpuDevice) -> None:
         self._gpu = gpu
         self._lock = threading.Lock()
+        self._num_bytes = 0
+        """Memory of all rings, lent or not."""
         self._free: list[GpuExport] = []
         self._read_still: list[LentRing] = []
         """Rings of transports that have ended, and whose peers have not let go of them."""
 
-    def lend(self, num_bytes: int) -> LentRing:
+    def lend(self, num_bytes: int, most_bytes: int) -> LentRing:
         """Lends a ring of this size.
 
         Raises:
+            TransferError: it would make the rings of this GPU, which are never freed, larger than `most_bytes`.
             RuntimeError: the GPU has no room for it.
         """
         with self._lock:
             self._take_back()
             fitting = [export for export in self._free if len(export.memory) == num_bytes]
+            if not fitting and self._num_bytes + num_bytes > most_bytes:
+                raise TransferError(
+                    f"{self._num_bytes / 2**20:.0f} MiB of this GPU are rings of ipc transports, of which one more "
+                    f"would take {num_bytes / 2**20:.0f}: transfer.gpu_rings_mib allows {most_bytes / 2**20:.0f}"
+                )
             export = fitting[0] if fitting else self._gpu.export_buffer(num_bytes)
+            self._num_bytes += 0 if fitting else num_bytes
             ring = LentRing(self, export)
             if fitting:
                 self._free.remove(export)

@@ -61,7 +61,7 @@ class IpcSender(RingSender):
     def __init__(self, end: TransportEnd) -> None:
         stride = -(-end.staging.slot_bytes // _ALIGNED) * _ALIGNED
         with contextlib.ExitStack() as undo:
-            ring = rings_of(end.staging.device).lend(end.max_slots * stride)
+            ring = rings_of(end.staging.device).lend(end.max_slots * stride, end.max_ring_bytes)
             undo.callback(ring.give_back)
             secret = secrets.token_bytes(_SECRET_BYTES)
             ring.memory[:_SECRET_BYTES].copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))

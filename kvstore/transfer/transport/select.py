@@ -150,6 +150,7 @@ class LocalRank:
             host=self.host,
             staging=self.staging.pool(kind, self.device),
             max_slots=config.window,
+            max_ring_bytes=config.gpu_rings_mib * 2**20,
             open_timeout_s=config.nccl_open_timeout_s if KINDS[kind].opens_slowly else config.open_timeout_s,
             op_timeout_s=config.op_timeout_s,
             nccl_mode=config.nccl_mode,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,19 @@ def test_more_than_there_is_room_for_is_refused_with_the_size_that_fits() -> Non
         room.pool_gib(4.4)
     with pytest.raises(ConfigError, match="1 KV pool of 3 GiB does not fit"):
         Room(free=3 * GIB, num_pools=1, needed=GIB).pool_gib(3.0)
+
+
+def test_a_pool_leaves_what_transfers_may_take() -> None:
+    estimated = Room(free=50 * GIB, num_pools=1, needed=10 * GIB, on_gpu=True, set_aside=3 * GIB)
+    assert estimated.pool_gib("auto") == pytest.approx(0.85 * 37), "the rest is for steps"
+    assert replace(estimated, is_measured=True).pool_gib("auto") == pytest.approx(36), "the rest is more than they take"
+    small = replace(estimated, free=15 * GIB, is_measured=True)
+    assert small.pool_gib("auto") == 2.0
+    assert small.pool_gib(2.0) == 2.0
+    with pytest.raises(ConfigError, match=r"leave 5\.0, of which 3\.0 for transfers .* auto or at most 2$"):
+        small.pool_gib(2.1)
+    with pytest.raises(ConfigError, match=r"want 13\.0, of which 3\.0 for transfers \(transfer\.num_slots, "):
+        Room(free=13 * GIB, num_pools=1, needed=10 * GIB, on_gpu=True, set_aside=3 * GIB).pool_gib("auto")
 
 
 @pytest.mark.parametrize("asked", ["auto", 0.001])

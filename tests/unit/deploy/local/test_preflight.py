@@ -12,7 +12,7 @@ import grpc
 import pytest
 import torch
 
-from baton.config import AutoscaleConfig, ClusterConfig, Config, EngineConfig, ModelConfig
+from baton.config import AutoscaleConfig, ClusterConfig, Config, EngineConfig, ModelConfig, TransferConfig
 from baton.errors import ConfigError
 from baton.memory import GIB, weights_bytes
 from baton.rpc import RpcServer
@@ -125,7 +125,10 @@ def test_what_is_not_known_here_is_left_to_the_workers(tmp_path: Path, monkeypat
 def test_pools_on_gpus_are_checked_and_sized_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine_with(monkeypatch, gpus_gib=[23.0, 24.0])
     assert preflight.with_kv_size(a_config(tmp_path)).engine.kv_cache_gib == "auto"
-    preflight.with_kv_size(a_config(tmp_path, {"kv_cache_gib": 20.0}))
+    tight = a_config(tmp_path, {"kv_cache_gib": 20.0})
+    preflight.with_kv_size(replace(tight, transfer=TransferConfig(links=("tcp",))))
+    with pytest.raises(ConfigError, match=r"1 KV pool of 20 GiB does not fit: .* of which 3\.3 for transfers"):
+        preflight.with_kv_size(tight)
     with pytest.raises(ConfigError, match=r"1 KV pool of 22 GiB does not fit: 23\.0 GiB are free"):
         preflight.with_kv_size(a_config(tmp_path, {"kv_cache_gib": 22.0}))
     with pytest.raises(ConfigError, match=r"1 KV pool of 20 GiB does not fit: 11\.5 GiB are free"):

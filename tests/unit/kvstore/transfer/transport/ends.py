@@ -21,12 +21,14 @@ def transport_end(
     open_timeout_s: float = 5.0,
     op_timeout_s: float = 5.0,
     nccl_mode: str = "nonblocking-eager",
+    max_ring_bytes: int = 2**30,
 ) -> TransportEnd:
     return TransportEnd(
         rendezvous=rendezvous,
         host="127.0.0.1",
         staging=staging,
         max_slots=max_slots,
+        max_ring_bytes=max_ring_bytes,
         open_timeout_s=open_timeout_s,
         op_timeout_s=op_timeout_s,
         nccl_mode=nccl_mode,

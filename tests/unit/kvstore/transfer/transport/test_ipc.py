@@ -122,6 +122,19 @@ def test_no_byte_beyond_the_ring_is_read(number: int, num_bytes: int, gpus: list
     assert "no such slot" in str(failure)
 
 
+def test_rings_beyond_their_limit_are_refused_and_those_that_are_free_lent_again(gpus: list[FakeGpu]) -> None:
+    limit = {"max_ring_bytes": 2 * WINDOW * 1024}
+    pairs = [opened_on(gpus, **limit) for _ in range(2)]
+    with pytest.raises(TransferError, match=r"transfer\.gpu_rings_mib allows"):
+        opened_on(gpus, **limit)
+    pairs.pop().close()
+    wait_until(lambda: num_read_still(gpus[0]) == 0, LONG_S)
+    pairs.append(opened_on(gpus, **limit))
+    assert len(gpus[0].exports) == 2
+    for pair in pairs:
+        pair.close()
+
+
 # -- whose memory is read, and how long ------------------------------------------------------------------------------
 
 
