@@ -12,7 +12,7 @@ from torch import nn
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.runner import ignore_layer
 from baton.engine.model.attention_choice import TOLERANCE, TorchAttention, why_not_kernels
-from baton.engine.model.attention_probe import largest_difference, probe_cache
+from baton.engine.model.attention_probe import PROBE_ROOM, largest_difference, probe_cache
 from baton.engine.model.fp8_linear import Fp8Linear, quantized_rows
 from baton.engine.model.rank_step import RankStep
 from baton.engine.model.transformers_runner import TransformersRunner
@@ -36,7 +36,7 @@ def test_attention_over_8_bit_floats_is_torchs(dim: int, num_sharing: int, dtype
     spec = spec_of(dim, torch.float8_e4m3fn)
     assert why_not_kernels(spec, num_sharing, dtype, CUDA) is None
     cache = probe_cache(spec, CUDA)
-    ways = (TorchAttention(cache, num_sharing), KernelAttention(cache, num_sharing, dtype))
+    ways = (TorchAttention(cache, num_sharing), KernelAttention(cache, num_sharing, dtype, PROBE_ROOM))
     assert largest_difference(cache, num_sharing, dtype, ways) <= TOLERANCE[dtype]
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -114,6 +115,7 @@ def _in_thread(side: Side, job: Callable[[], Any], errors: list[BaseException]) 
             with own_stream(side.device):
                 job()
         except BaseException as error:
+            traceback.print_exc()  # the other side's error alone says little
             errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
