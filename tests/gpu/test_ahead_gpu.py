@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +47,9 @@ class Strict(TransformersRunner):
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

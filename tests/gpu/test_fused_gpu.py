@@ -66,7 +66,7 @@ def test_a_step_has_few_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -
             logits[name, batch] = rank.compute(step, ignore_layer).float()
             activities = [torch.profiler.ProfilerActivity.CUDA]
             torch.cuda.synchronize()
-            with torch.profiler.profile(activities=activities) as profile:
+            with torch.profiler.profile(activities=activities, acc_events=True) as profile:
                 rank.compute(step, ignore_layer)
                 torch.cuda.synchronize()
             num_kernels[name, batch] = sum(event.device_type.name == "CUDA" for event in profile.events())

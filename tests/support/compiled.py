@@ -165,6 +165,10 @@ def _type_of(name: str, dtype: str, constants: dict[str, int]) -> str:
         return "*fp32"
     if name in WHOLE:
         return "*i64"
-    if name in ("query", "key", "value", "out", "pages", "inputs", "codes") or name in FUSED | {"given", "weights", "bias"}:
+    if name in ("query", "key", "value", "out", "pages", "inputs", "codes") or name in FUSED | {
+        "given",
+        "weights",
+        "bias",
+    }:
         return f"*{dtype}"
     return "fp32" if name in ("scale", "eps") else "i32"

@@ -33,6 +33,7 @@ from tests.gpu.hour.models import (
 
 MODEL = Path(tempfile.gettempdir()) / "baton-first-hour-8b"
 NUM_WARM, NUM_STEPS = 4, 24
+STEP_TOKENS = 2048
 ATTENTION = ("attend", "combine", "flash", "fmha", "attention", "cutlassF")
 """Parts of the names of kernels that attend."""
 MARK = "spin_kernel"
@@ -165,8 +166,9 @@ def decode(case: str) -> Found:
     batch, length = (int(part) for part in case.split("x"))
     if is_rehearsal():
         batch, length = min(batch, 4), 32
-    num_tokens = NUM_WARM + 2 * NUM_STEPS + 2
-    engine = _engine(batch * (length + num_tokens + 16), 2048)
+    num_prompt_steps = 2 + batch * length // (STEP_TOKENS - batch)  # in which those that have begun go on
+    num_tokens = num_prompt_steps + NUM_WARM + 2 * NUM_STEPS + 2
+    engine = _engine(batch * (length + num_tokens + 16), STEP_TOKENS)
     for number, prompt in enumerate(prompts_of([length] * batch)):
         engine.add(spec_of(f"s{number}", prompt, num_tokens), Purpose.GENERATE, now=0.0)
     while any(sequence.num_computed_tokens < length for sequence in engine.sequences.values()):
@@ -184,6 +186,8 @@ def decode(case: str) -> Found:
     figures: dict[str, Any] = {"step_ms": round(step_s * 1e3, 3), "tokens_s": round(batch / step_s)}
     figures |= {"roofline_share": round(share, 3), "ahead": f"{steps.num_ahead} of {NUM_WARM + NUM_STEPS}"}
     figures["host_us"] = {name: round(us / NUM_STEPS) for name, us in steps.host.items()}
+    if len(engine.sequences) < batch:
+        return judged(False, f"{len(engine.sequences)} of {batch} sequences were left when steps were measured")
     if is_rehearsal():
         return judged(steps.num_ahead == NUM_WARM + NUM_STEPS, "steps were not planned ahead", **figures)
     figures |= _breakdown(steps, kv_bytes)
@@ -246,7 +250,7 @@ class Span(NamedTuple):
 
 def _breakdown(steps: StepsAhead, kv_bytes: int) -> dict[str, Any]:
     """Kernels of some steps, and the time in which none ran."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         for _ in range(NUM_STEPS // 2):
             steps.next(is_marked=True)
         synchronize()
