@@ -27,7 +27,7 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None,
     "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
-ALL = {"FusedNorm": 5, "FusedAttention": 2, "FusedPerceptron": 2, "FusedLayer": 2}
+ALL = {"FusedNorm": 5, "FusedAttention": 2, "FusedPerceptron": 2, "FusedLayer": 2, "FusedStack": 1}
 KINDS = {"llama": ALL, "qwen2": ALL, "qwen3": ALL | {"FusedNorm": 9}, "phi3": ALL, "gemma": {"FusedAttention": 2}}
 NUM_LAYERS = 4
 pytestmark = [

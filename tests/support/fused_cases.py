@@ -151,7 +151,7 @@ def weights_have_moved() -> dict[str, Any]:
     fuse_here(model)
     storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in model.parameters()}
     return {
-        "bias": model.model.layers[0].self_attn.qkv_proj.bias.equal(expected),
+        "bias": model.model.layers[0].layers[0].self_attn.qkv_proj.bias.equal(expected),
         "bytes": (num_bytes, sum(weight.nbytes for weight in model.parameters()), sum(storages.values())),
-        "names": sorted(name for name, _ in model.model.layers[1].named_parameters()),
+        "names": sorted(name for name, _ in model.model.layers[0].layers[1].named_parameters()),
     }

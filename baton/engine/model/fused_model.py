@@ -96,6 +96,9 @@ class _Fusing:
             self._put(name, module, parts.perceptron_of(module, self._draw))
         for name, module in self._of_kind("DecoderLayer"):
             self._put(name, module, parts.layer_of(module, self._draw))
+        for name, module in self._of_kind("ModuleList"):
+            if isinstance(module, nn.ModuleList) and (stack := parts.stack_of(module)) is not None:
+                self._put(name, module, stack)
 
     def _of_kind(self, kind: str) -> Iterator[tuple[str, nn.Module]]:
         for name in [name for name, module in self._model.named_modules() if type(module).__name__.endswith(kind)]:
@@ -108,7 +111,8 @@ class _Fusing:
             self.kept.setdefault(type(module).__name__, []).append(found)
             return
         parent, _, child = name.rpartition(".")
-        setattr(self._model.get_submodule(parent), child, found.eval())
+        in_place = nn.ModuleList([found]) if isinstance(module, nn.ModuleList) else found
+        setattr(self._model.get_submodule(parent), child, in_place.eval())
         self.fused[type(found).__name__] += 1
 
 

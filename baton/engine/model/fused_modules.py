@@ -149,8 +149,43 @@ class FusedLayer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Returns `[1, T, hidden]`; all but the hidden states is the attention's."""
-        found, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        total, deeper = self.parts(hidden_states, self.input_layernorm(hidden_states), **kwargs)
+        return total + deeper
+
+    def parts(
+        self, hidden_states: torch.Tensor, scaled: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the two tensors whose sum is what comes out.
+
+        Args:
+            hidden_states: `[1, T, hidden]`.
+            scaled: the norm of it.
+            **kwargs: the attention's.
+        """
+        found, _ = self.self_attn(hidden_states=scaled, **kwargs)
         norm = self.post_attention_layernorm
         total, scaled = sum_and_norm(hidden_states, found, norm.weight, norm.eps)
-        deeper: torch.Tensor = self.mlp(scaled)
+        return total, self.mlp(scaled)
+
+
+class FusedStack(nn.Module):
+    """Layers one after the other, as if they were one: the last sum of each is computed with the norm of the next.
+
+    Args:
+        layers: at least one.
+    """
+
+    def __init__(self, layers: Sequence[FusedLayer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self._in_order = tuple(layers)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Returns `[1, T, hidden]`; all but the hidden states is each attention's."""
+        first, *others = self._in_order
+        total, deeper = first.parts(hidden_states, first.input_layernorm(hidden_states), **kwargs)
+        for layer in others:
+            norm = layer.input_layernorm
+            total, scaled = sum_and_norm(total, deeper, norm.weight, norm.eps)
+            total, deeper = layer.parts(total, scaled, **kwargs)
         return total + deeper

@@ -20,6 +20,7 @@ from baton.engine.model.fused_modules import (
     FusedLayer,
     FusedNorm,
     FusedPerceptron,
+    FusedStack,
 )
 from baton.engine.model.fused_probe import SIZES, Draw, heard, largest_ratio, other_weight, through
 
@@ -114,6 +115,12 @@ def layer_of(module: nn.Module, draw: Draw) -> FusedLayer | str:
         for one, other in zip(through(found, *given), through(module, *given), strict=True):
             most = max(most, largest_ratio(one, other))
     return _unless_it_differs(found, most, draw)
+
+
+def stack_of(layers: nn.ModuleList) -> FusedStack | None:
+    """Returns all layers of a model as one, if each has been replaced and its attention looks at no mask."""
+    fused = [layer for layer in layers if isinstance(layer, FusedLayer) and isinstance(layer.self_attn, FusedAttention)]
+    return FusedStack(fused) if fused and len(fused) == len(layers) else None
 
 
 def _unless_it_differs(found: _Part, difference: float, draw: Draw) -> _Part | str:

@@ -31,7 +31,7 @@ CASES: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 TOLERANCE = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 2e-2}
 """The interpreter cuts numbers of bfloat16 off."""
-ALL = {"FusedNorm": 5, "FusedAttention": 2, "FusedPerceptron": 2, "FusedLayer": 2}
+ALL = {"FusedNorm": 5, "FusedAttention": 2, "FusedPerceptron": 2, "FusedLayer": 2, "FusedStack": 1}
 BY_HEAD = ALL | {"FusedNorm": 9}
 CLIPPED: dict[str, Any] = {"clip_qkv": 3.0}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
@@ -47,11 +47,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     ),
     "no rotation": ("smollm3", {"no_rope_layers": [1, 0]}, ALL),
     "experts": ("mixtral", {"num_local_experts": 4}, ALL | {"FusedPerceptron": 0}),
-    "other sums": ("granite", {"residual_multiplier": 0.7}, ALL | {"FusedLayer": 0}),
-    "norms behind": ("exaone4", {}, BY_HEAD | {"FusedLayer": 0}),
+    "other sums": ("granite", {"residual_multiplier": 0.7}, ALL | {"FusedLayer": 0, "FusedStack": 0}),
+    "norms behind": ("exaone4", {}, BY_HEAD | {"FusedLayer": 0, "FusedStack": 0}),
     "norms of all heads": ("olmo2", {}, {"FusedNorm": 9, "FusedPerceptron": 2}),
     "norms about 1, another gate": ("gemma", {"head_dim": 16}, {"FusedAttention": 2}),
-    "pairs of neighbours": ("glm", {"head_dim": 16}, ALL | {"FusedAttention": 0}),
+    "pairs of neighbours": ("glm", {"head_dim": 16}, ALL | {"FusedAttention": 0, "FusedStack": 0}),
     "clipped": ("olmo", CLIPPED, {"FusedPerceptron": 2}),
     "norms with biases": ("stablelm", {"use_qkv_bias": True}, {"FusedAttention": 2, "FusedPerceptron": 2}),
     "norms without a mean": ("cohere", {}, {"FusedPerceptron": 2}),
