@@ -19,6 +19,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -64,8 +65,11 @@ class TableRows:
         shapes = [(room.num_sequences, num_blocks_for(room.num_tokens, group.block_size)) for group in spec.groups]
         self.num_rows = room.num_sequences
         self._all = torch.zeros(sum(map(math.prod, shapes)), dtype=torch.int64, device=device)
-        pieces = self._all.split([math.prod(shape) for shape in shapes])
-        self.tables = tuple(piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+        begins = accumulate(map(math.prod, shapes), initial=0)
+        self.tables = tuple(
+            self._all[begin : begin + math.prod(shape)].view(shape)
+            for begin, shape in zip(begins, shapes, strict=False)
+        )
         self._places = [(table.storage_offset(), table.shape[1]) for table in self.tables]
         """Where each table begins in all of them, and the length of its rows."""
         self._rows: OrderedDict[int, _Row] = OrderedDict()

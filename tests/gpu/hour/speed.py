@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 import shutil
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -277,7 +279,7 @@ def figures_of(spans: Sequence[Span], reading_s: float) -> dict[str, Any]:
         if 0 < mark < len(spans) - 1
     ]
     busy_us, idle_us, attending_us = 0.0, 0.0, 0.0
-    by_name: Counter[str] = Counter()
+    by_name: defaultdict[str, float] = defaultdict(float)
     for step in by_step:
         last = step[0].start
         for start, end, name in step:
@@ -288,6 +290,7 @@ def figures_of(spans: Sequence[Span], reading_s: float) -> dict[str, Any]:
             last = max(last, end)
     number = len(by_step)
     attention_s = max(attending_us, 1e-3) / number / 1e6
+    longest = heapq.nlargest(8, by_name.items(), key=itemgetter(1))
     return {
         "kernels_a_step": sum(map(len, by_step)) // number,
         "kernels_ms": round(busy_us / number / 1e3, 3),
@@ -296,7 +299,7 @@ def figures_of(spans: Sequence[Span], reading_s: float) -> dict[str, Any]:
         "idle_in_step_us": round(idle_us / number, 1),
         "attention_ms": round(attention_s * 1e3, 3),
         "attention_share": round(reading_s / attention_s, 3),
-        "longest_ms": {name: round(us / number / 1e3, 3) for name, us in by_name.most_common(8)},
+        "longest_ms": {name: round(us / number / 1e3, 3) for name, us in longest},
     }
 
 

@@ -57,6 +57,24 @@ def test_numbers_stand_where_they_were_put(monkeypatch: pytest.MonkeyPatch) -> N
     numbers.send()
 
 
+def test_numbers_that_stay_are_replaced_once_and_when_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "_pinned", lambda size, dtype: torch.full((size,), -1, dtype=dtype))
+    numbers, there = StepNumbers(CPU), torch.zeros(5, dtype=torch.int64)
+    numbers.replace(there, torch.tensor([[4, 0], [8, 9]]))
+    assert there.tolist() == [9, 0, 0, 0, 8], "on a CPU at once"
+    monkeypatch.setattr(uploads, "_is_host", lambda device: False)
+    numbers.replace(there, torch.tensor([[1, 4], [6, 7]]))
+    numbers.put(torch.arange(2000))  # for which there is no room beside it
+    numbers.replace(there, torch.tensor([[4], [5]]))
+    assert there[1] in (0, 6)
+    numbers.send()
+    assert there.tolist() == [9, 6, 0, 0, 5]
+    numbers.send()
+    there.zero_()
+    numbers.send()
+    assert not there.any()
+
+
 @pytest.mark.parametrize("is_inference", [False, True])
 def test_a_wait_is_seen(is_inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     there, number = torch.zeros(3, 4, device=DEVICE), torch.tensor(1.0)

@@ -68,6 +68,7 @@ def put(numbers: StepNumbers, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def require_there(rows: TableRows, found: Sequence[int], parts: Sequence[StepPart]) -> None:
     assert len(set(found)) == len(found), "two sequences have one row"
+    assert all((there >= 0).all() for there in rows.tables), "no block, which a kernel must not look for"
     for row, part in zip(found, parts, strict=True):
         for there, table in zip(rows.tables, part.block_ids, strict=True):
             stands = there[row, : len(table)].tolist()
@@ -211,6 +212,14 @@ def test_what_could_not_be_put_is_put_by_the_next_step(numbers: StepNumbers, mon
         with pytest.raises(TypeError):
             rows.of(parts, numbers)
     found = rows.of(parts, numbers)
+    numbers.send()
+    require_there(rows, found, parts)
+
+
+def test_what_a_failed_step_has_put_stands_there_with_the_next(numbers: StepNumbers) -> None:
+    rows, parts = TableRows(SPEC, CPU, ROOM), [part_of(key, ((1, 2 + key), (3 + key,))) for key in range(2)]
+    found = rows.of(parts[:1], numbers)  # it fails before its numbers are sent
+    found += rows.of(parts[1:], numbers)
     numbers.send()
     require_there(rows, found, parts)
 
