@@ -238,7 +238,7 @@ class Engine:
             sequence.num_computed_tokens = num_computed_tokens
             if num_computed_tokens // key_tokens > sequence.num_registered_keys:
                 if sequence.in_flight:  # its table may change, and the step planned ahead reads blocks of the old one
-                    self._read_by_next.append(self.pin(sequence))
+                    self._read_by_next.append(self._pins.take(self.scheduler.blocks.unregistered(sequence)))
                 self.scheduler.blocks.register_computed(sequence)
             if not token_ids:
                 continue

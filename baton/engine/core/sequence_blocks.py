@@ -61,6 +61,16 @@ class SequenceBlocks:
             self.pool.release_sources(sequence.copies)
             sequence.copies = ()
 
+    def unregistered(self, sequence: Sequence) -> BlockTables:
+        """Returns the blocks that `register_computed` will name, or have others in place of, of each table."""
+        pool = self.pool
+        if not pool.caches_prefixes:
+            return ()
+        begin, end = sequence.num_registered_keys * pool.key_tokens, sequence.num_computed_tokens
+        end -= end % pool.key_tokens
+        sizes = zip(sequence.block_ids, pool.block_sizes, strict=False)
+        return tuple(table[begin // size : end // size] for table, size in sizes)
+
     def register_computed(self, sequence: Sequence) -> None:
         """Names the blocks that have become full, so that other sequences can share them."""
         pool = self.pool

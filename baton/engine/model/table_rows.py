@@ -70,7 +70,7 @@ class TableRows:
             self._all[begin : begin + math.prod(shape)].view(shape)
             for begin, shape in zip(begins, shapes, strict=False)
         )
-        self._places = [(table.storage_offset(), table.shape[1]) for table in self.tables]
+        self._places = [(int(table.storage_offset()), table.shape[1]) for table in self.tables]
         """Where each table begins in all of them, and the length of its rows."""
         self._rows: OrderedDict[int, _Row] = OrderedDict()
         """By sequence key; who was in a step last comes last."""

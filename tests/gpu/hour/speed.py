@@ -224,7 +224,7 @@ class StepsAhead:
             self.num_ahead += 1
             following = scheduled[0], self._launch(scheduled[0], is_marked)
         output = self._timed("wait", self._launched.collect)
-        self._timed("commit", engine.commit, self._step, output, 0.0)
+        self._timed("commit", engine.commit, self._step, output, 1.0)
         if scheduled is None:
             step = engine.schedule(0.0)[0]
             following = step, self._launch(step, is_marked)
