@@ -376,9 +376,8 @@ class OutgoingConnection:
 
     def _open_transport(self, kind: str) -> SendingTransport:
         transport = open_sender(kind, self._local.end(kind, self._stream.rendezvous, self._config))
-        if not self._faults.on_transport:
-            return transport
-        return FaultyTransport(transport, self._faults, device=self._local.device)
+        is_faulty, device = self._faults.on_transport, self._local.device
+        return FaultyTransport(transport, self._faults, device=device) if is_faulty else transport
 
     def _on_transport(self, error: TransferError | None) -> None:
         if error is None:

@@ -214,7 +214,7 @@ class BlockCopier:
         span = kernels.Span(
             pages=pages,
             run_bytes=runs.numel * pages.itemsize,
-            index=self._gpu_indices[chunk.part].until(self._tables[chunk.part], chunk.unit_hi),
+            places=self._gpu_indices[chunk.part].until(self._tables[chunk.part], chunk.unit_hi),
             first=chunk.unit_lo * runs_a_unit,
             num_runs=(chunk.unit_hi - chunk.unit_lo) * runs_a_unit,
             layer_lo=chunk.layer_lo,
@@ -320,8 +320,8 @@ class BlockCopier:
         key = part, unit_lo, unit_hi
         if key not in self._indices:
             first = self._first_units[part]
-            index = runs.of_units(self._tables[part], first + unit_lo, first + unit_hi)
-            self._indices[key] = torch.from_numpy(index)
+            found = runs.of_units(self._tables[part], first + unit_lo, first + unit_hi)
+            self._indices[key] = torch.from_numpy(found)
         return self._indices[key]
 
     def _layers(self, chunk: Chunk) -> torch.Tensor:

@@ -39,11 +39,11 @@ class Span(NamedTuple):
     pages: torch.Tensor
     """The group, `[layers, blocks, row_numel]`, contiguous."""
     run_bytes: int
-    index: torch.Tensor
+    places: torch.Tensor
     """The runs of the sequence, counted from the start of a layer, `int64`."""
     first: int
     num_runs: int
-    """Runs of the chunk in each layer: `index[first : first + num_runs]`."""
+    """Runs of the chunk in each layer: `places[first : first + num_runs]`."""
     layer_lo: int
 
 
@@ -125,7 +125,7 @@ def launch(kernel: Any, span: Span, payload: torch.Tensor, sums: torch.Tensor) -
     num_programs = min(NUM_SUMS, -(-num_segments // rows))
     layer_segments = span.pages.stride(0) * span.pages.itemsize // WORD_BYTES // segment
     kernel[(num_programs,)](
-        span.pages.view(-1).view(payload.dtype), payload, span.index, sums, span.first, span.layer_lo, layer_segments,
+        span.pages.view(-1).view(payload.dtype), payload, span.places, sums, span.first, span.layer_lo, layer_segments,
         span.num_runs, run_words // segment, num_segments, SEGMENT=segment, ROWS=rows, num_warps=4,
     )  # fmt: skip
     return num_programs
