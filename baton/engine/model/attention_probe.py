@@ -20,7 +20,12 @@ from baton.sampling import SamplingParams
 PROBES = (((9, 0, 0), (70, 0, 130), (1, 0, 0), (1, 0, 300)), ((1, 3, 40), (1, 5, 250)))
 """Known tokens, drafts and computed tokens of the parts of each step: a prompt, a prefix hit, decodes of short and long
 contexts; drafts."""
-CUTS = (((130, 0, 0),), ((70, 0, 201), (5, 0, 95)), ((1, 0, 300), (1, 0, 127), (1, 0, 77), (1, 0, 0)), ((1, 3, 250), (1, 5, 128)))
+CUTS = (
+    ((130, 0, 0),),
+    ((70, 0, 201), (5, 0, 95)),
+    ((1, 0, 300), (1, 0, 127), (1, 0, 77), (1, 0, 0)),
+    ((1, 3, 250), (1, 5, 128)),
+)
 """Cuts of one sequence into parts that are attended beside others of it: chunks, decodes, and drafts."""
 PROBE_ROOM, WINDOW = TableRoom(num_sequences=4, num_tokens=301), 37
 _GREEDY = SamplingParams(temperature=0.0)
@@ -86,7 +91,9 @@ def is_batch_invariant(cache: KVCache, num_sharing: int, dtype: torch.dtype, way
         heads = (num_sharing * group.num_kv_heads, group.num_kv_heads, group.num_kv_heads)
         dims = (group.k_dim, group.k_dim, group.v_dim)
         new = [
-            torch.randn(PROBE_ROOM.num_tokens, *size, generator=generator, dtype=dtype, device=cache.device).transpose(0, 1)
+            torch.randn(PROBE_ROOM.num_tokens, *size, generator=generator, dtype=dtype, device=cache.device).transpose(
+                0, 1
+            )
             for size in zip(heads, dims, strict=True)
         ]
         for window in (None, WINDOW):
