@@ -115,7 +115,8 @@ def model_of(kind: str, **values: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **SHAPE, bos_token_id=1, eos_token_id=2, pad_token_id=2, **values)
+    shape = {**SHAPE, "num_hidden_layers": 1} | values
+    config = AutoConfig.for_model(kind, **shape, bos_token_id=1, eos_token_id=2, pad_token_id=2)
     config._attn_implementation = ATTENTION_NAME
     return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
 

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from concurrent.futures import Executor
 
 import pytest
+import torch
 
+from baton.engine.model.batch_invariance import RowByRow, refuse_unkept
+from baton.errors import ConfigError
 from tests.support import interpreted, invariant
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which is for Linux")
@@ -43,11 +46,12 @@ def test_a_draw_and_its_scores_are_its_rows(interpreter: Executor) -> None:
     assert interpreter.submit(invariant.samples_differ).result() == []
 
 
-@pytest.mark.parametrize("dims", [(64, 4), (80, 3)])
-def test_a_token_is_attended_as_if_alone(dims: tuple[int, int], interpreter: Executor) -> None:
-    """And the probe sees it where that is not asked for."""
-    assert interpreter.submit(invariant.attention_is_invariant, dims, asked=True).result()
-    assert not interpreter.submit(invariant.attention_is_invariant, dims, asked=False).result()
+@pytest.mark.parametrize("dims", [(64, 1), (80, 3)])
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_token_is_attended_as_if_alone_where_that_is_asked_for(
+    dims: tuple[int, int], asked: bool, interpreter: Executor
+) -> None:
+    assert interpreter.submit(invariant.attention_is_invariant, dims, asked=asked).result() == asked
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "cohere", "starcoder2"])
@@ -62,3 +66,21 @@ def test_rows_of_a_graph_that_are_nobodys_change_nothing(interpreter: Executor) 
 def test_what_is_not_known_is_refused_by_name(interpreter: Executor) -> None:
     words = interpreter.submit(invariant.refusal_of, "qwen3_moe").result()
     assert "engine.batch_invariant cannot be kept with Qwen3MoeExperts, Qwen3MoeTopKRouter" in words
+
+
+@pytest.mark.parametrize(
+    ("device", "weights", "words"),
+    [("cpu", "exact", "on a CPU by the native step alone"), ("cuda", "fp8", "with model.weights fp8")],
+)
+def test_devices_and_weights_that_cannot_keep_it_are_refused(device: str, weights: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        refuse_unkept(torch.device(device), weights)
+    refuse_unkept(torch.device("cuda"), "exact")
+
+
+def test_sums_that_nobody_has_asked_for_yet_are_not_left_to_torch() -> None:
+    numbers = torch.ones(2, 3)
+    with RowByRow():
+        assert (numbers > 0).sum(0).tolist() == [2, 2, 2], "those of whole numbers are exact"
+        with pytest.raises(NotImplementedError, match=r"torch's sum with \(0,\)"):
+            numbers.sum(0)
