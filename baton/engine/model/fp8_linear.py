@@ -32,6 +32,8 @@ MULTIPLE = 16
 ROUTERS = ("gate", "router")
 """Names of modules that choose experts, which they would choose otherwise."""
 LARGEST = 448.0
+ROWS_AT_A_TIME = 1024
+"""Rows of a matrix that are made smaller together: what that takes of the device's memory beside the model."""
 
 
 class Fp8Linear(nn.Module):
@@ -63,9 +65,11 @@ class Fp8Linear(nn.Module):
     @classmethod
     def of(cls, linear: nn.Linear) -> Fp8Linear:
         """Returns what takes the place of a module, in the host's memory."""
-        weight, scale = quantized_rows(linear.weight.detach())
+        parts = torch.split(linear.weight.detach(), ROWS_AT_A_TIME)
+        pieces = [[each.cpu() for each in quantized_rows(rows)] for rows in parts]
+        weight, scale = (torch.cat(each) for each in zip(*pieces, strict=True))
         bias = None if linear.bias is None else linear.bias.detach().cpu()
-        return cls(weight.cpu(), scale.view(1, -1).cpu(), bias)
+        return cls(weight, scale.view(1, -1), bias)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Returns `[..., out_features]` in the inputs' data type, which on a GPU is bfloat16."""

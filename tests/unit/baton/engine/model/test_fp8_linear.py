@@ -38,6 +38,14 @@ def test_a_product_is_that_of_what_was_rounded(bias: bool) -> None:
     assert 0 < (found - module(inputs)).abs().max() < 0.1
 
 
+def test_a_large_matrix_is_made_smaller_piece_by_piece() -> None:
+    module = linear(16, 2500, bias=False)
+    found = Fp8Linear.of(module)
+    weight, scale = quantized_rows(module.weight)
+    assert found.weight.view(torch.uint8).equal(weight.view(torch.uint8))
+    assert found.scale.equal(scale.view(1, -1))
+
+
 def test_every_row_has_a_scale_of_its_own() -> None:
     """A large one spoils no other, and one of zeros is zeros."""
     sizes = torch.tensor([1e-20, 1.0, 1e20, 0.0])[:, None]
