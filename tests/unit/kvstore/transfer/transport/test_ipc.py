@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -124,15 +125,15 @@ def test_no_byte_beyond_the_ring_is_read(number: int, num_bytes: int, gpus: list
 
 def test_rings_beyond_their_limit_are_refused_and_those_that_are_free_lent_again(gpus: list[FakeGpu]) -> None:
     limit = {"max_ring_bytes": 2 * WINDOW * 1024}
-    pairs = [opened_on(gpus, **limit) for _ in range(2)]
-    with pytest.raises(TransferError, match=r"transfer\.gpu_rings_mib allows"):
-        opened_on(gpus, **limit)
-    pairs.pop().close()
-    wait_until(lambda: num_read_still(gpus[0]) == 0, LONG_S)
-    pairs.append(opened_on(gpus, **limit))
-    assert len(gpus[0].exports) == 2
-    for pair in pairs:
-        pair.close()
+    with contextlib.ExitStack() as open_pairs:
+        first, second = (opened_on(gpus, **limit) for _ in range(2))
+        open_pairs.callback(first.close)
+        with pytest.raises(TransferError, match=r"transfer\.gpu_rings_mib allows"):
+            open_pairs.callback(opened_on(gpus, **limit).close)
+        second.close()
+        wait_until(lambda: num_read_still(gpus[0]) == 0, LONG_S)
+        open_pairs.callback(opened_on(gpus, **limit).close)
+        assert len(gpus[0].exports) == 2
 
 
 # -- whose memory is read, and how long ------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ def test_the_rings_start_is_written_before_the_receiver_reads_it(gpus: list[Fake
     before.close()
     races = gpus[0].races = gpus[1].races = Races()
     races.watch("the ring", gpus[0].exports[0].memory)
-    pair = opened_on(gpus)
+    pair = opened_on(gpus, open_timeout_s=60.0)
     assert len(gpus[0].exports) == 1
     assert races.found == []
     pair.close()
