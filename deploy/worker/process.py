@@ -45,6 +45,7 @@ from deploy.processes import FENCED, tell_parent
 from deploy.worker.calls import CallServicer, max_message_bytes
 from deploy.worker.control import WorkerControl
 from deploy.worker.member import Member
+from kvstore.transfer.transport.nccl_log import private_log
 from prefill_worker.service import PrefillService
 
 LAST_WORDS_S = 0.2
@@ -166,10 +167,12 @@ def main() -> None:
     args = parser.parse_args()
     config = process_config()
     logs.configure(config.telemetry.log_level, config.telemetry.log_format, f"baton-{args.role}")
-    try:
-        uvloop.run(serve(config, Role(args.role), args.id, args.host, ready_fd=args.ready_fd))
-    except* Fenced as fenced:
-        print(fenced.exceptions[0], file=sys.stderr)  # noqa: T201
-        sys.exit(FENCED)
-    except* BatonError as errors:
-        sys.exit(str(errors.exceptions[0]))
+    with private_log() as environment:
+        os.environ.update(environment)
+        try:
+            uvloop.run(serve(config, Role(args.role), args.id, args.host, ready_fd=args.ready_fd))
+        except* Fenced as fenced:
+            print(fenced.exceptions[0], file=sys.stderr)  # noqa: T201
+            sys.exit(FENCED)
+        except* BatonError as errors:
+            sys.exit(str(errors.exceptions[0]))

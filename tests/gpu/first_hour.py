@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from kvstore.transfer.transport.nccl_log import private_log
 from tests.gpu.hour.checks import REHEARSAL, run_here
 from tests.gpu.hour.running import run_all
 from tests.gpu.hour.settings import child_environment
@@ -45,7 +46,8 @@ def main() -> int:
     chosen = [check for check in CHECKS.values() if check.slot in args.slot]
     if args.only:
         chosen = [check for check in chosen if check.name in args.only]
-    num_failed = run_all(chosen, child_environment())
+    with private_log() as log:
+        num_failed = run_all(chosen, child_environment() | log)
     return 1 if num_failed else 0
 
 

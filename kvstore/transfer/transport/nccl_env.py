@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import TransferError
@@ -43,19 +41,10 @@ def nccl_environment(config: TransferConfig) -> dict[str, str]:
     """
     is_nonblocking = config.nccl_mode.startswith("nonblocking")
     return {
-        **_log(),
         **PINNED,
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(config.op_timeout_s)),
         "TORCH_NCCL_USE_COMM_NONBLOCKING": str(int(is_nonblocking)),
     }
-
-
-def _log() -> dict[str, str]:
-    """Asks NCCL for the log that `nccl_log` reads, unless the user has asked for another one."""
-    if "NCCL_DEBUG" in os.environ or "NCCL_DEBUG_FILE" in os.environ:
-        return {}
-    file = Path(tempfile.gettempdir()) / "baton-nccl-%p.log"
-    return {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,P2P,SHM,NET", "NCCL_DEBUG_FILE": str(file)}
 
 
 def require_environment() -> None:

@@ -5,13 +5,30 @@ A pair whose bytes go over sockets works, and is a tenth as fast: it shows nowhe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 UNKNOWN = "unknown"
 _CARRIER = re.compile(r"\bvia (P2P|SHM|NET/\w+)")
 _MAX_BYTES = 2**20
+
+
+@contextlib.contextmanager
+def private_log() -> Iterator[dict[str, str]]:
+    """Yields the environment in which NCCL logs into a new folder, which nobody else may read and which is removed.
+
+    It has to be set before NCCL's first call. It is empty where the user has asked for a log already.
+    """
+    if "NCCL_DEBUG" in os.environ or "NCCL_DEBUG_FILE" in os.environ:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="baton-nccl-", ignore_cleanup_errors=True) as folder:
+        file = Path(folder) / "%p.log"
+        yield {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,P2P,SHM,NET", "NCCL_DEBUG_FILE": str(file)}
 
 
 def nccl_log() -> Path | None:

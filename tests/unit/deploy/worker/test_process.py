@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator
+import os
+from collections.abc import AsyncGenerator, Coroutine
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,7 @@ from baton.cluster import Role
 from baton.config import OWN_SETTINGS, Config, EngineConfig, EveryEngineConfig, ModelConfig
 from baton.engine.core.runner import Runner
 from baton.errors import BatonError, ConfigError
-from deploy.worker.process import build_runner, serve
+from deploy.worker.process import build_runner, main, serve
 from tests.unit.baton.engine.scripted import ScriptedEngine
 
 
@@ -107,6 +109,27 @@ async def test_a_worker_whose_pairs_cannot_be_ended_drains_and_ends(monkeypatch:
     stuck.set()
     await asyncio.wait_for(serving, 10)
     assert drained.is_set()
+
+
+def test_nccl_logs_into_a_folder_of_the_worker_that_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = list[Path]()
+
+    def run(serving: Coroutine[Any, Any, None]) -> None:
+        serving.close()
+        folders.append(Path(os.environ["NCCL_DEBUG_FILE"]).parent)
+        assert folders[0].is_dir()
+        raise ExceptionGroup("", [BatonError("it ends")])
+
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
+        monkeypatch.setenv(name, "")  # so that what `main` sets goes again
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("BATON_CONFIG_JSON", Config().to_json())
+    monkeypatch.setattr("sys.argv", ["worker", "decode", "d", "127.0.0.1"])
+    monkeypatch.setattr("uvloop.run", run)
+    monkeypatch.setattr("baton.telemetry.logs.configure", lambda *_: None)
+    with pytest.raises(SystemExit, match="it ends"):
+        main()
+    assert not folders[0].exists()
 
 
 @pytest.mark.parametrize(

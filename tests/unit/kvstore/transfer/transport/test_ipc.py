@@ -128,6 +128,7 @@ def test_rings_beyond_their_limit_are_refused_and_those_that_are_free_lent_again
     with contextlib.ExitStack() as open_pairs:
         first, second = (opened_on(gpus, **limit) for _ in range(2))
         open_pairs.callback(first.close)
+        open_pairs.callback(second.close)
         with pytest.raises(TransferError, match=r"transfer\.gpu_rings_mib allows"):
             open_pairs.callback(opened_on(gpus, **limit).close)
         second.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from baton.config import Config, TransferConfig
 from baton.errors import TransferError
 from deploy.ray_pools.actor import worker_environment
 from kvstore.transfer.transport.nccl_env import PINNED, nccl_environment, require_environment
-from kvstore.transfer.transport.nccl_log import carrier_since, length_of, nccl_log
+from kvstore.transfer.transport.nccl_log import carrier_since, length_of, nccl_log, private_log
 
 
 def test_a_broken_pair_ends_no_process_and_no_watchdog_sleeps() -> None:
@@ -38,9 +39,16 @@ def test_what_depends_on_the_settings_is_of_the_settings() -> None:
 def test_nccl_logs_what_moves_the_bytes_unless_its_user_wants_another_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_DEBUG", raising=False)
     monkeypatch.delenv("NCCL_DEBUG_FILE", raising=False)
-    assert nccl_environment(TransferConfig())["NCCL_DEBUG"] == "INFO"
+    with private_log() as asked, private_log() as by_another:
+        assert asked["NCCL_DEBUG"] == "INFO"
+        folder = Path(asked["NCCL_DEBUG_FILE"]).parent
+        assert folder != Path(by_another["NCCL_DEBUG_FILE"]).parent, "nobody knows the name before"
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        (folder / f"{os.getpid()}.log").write_text("NCCL's")
+    assert not folder.exists()
     monkeypatch.setenv("NCCL_DEBUG", "TRACE")
-    assert not {"NCCL_DEBUG", "NCCL_DEBUG_FILE"} & nccl_environment(TransferConfig()).keys()
+    with private_log() as asked:
+        assert asked == {}
 
 
 def test_what_moves_the_bytes_is_read_from_what_was_logged_since(
