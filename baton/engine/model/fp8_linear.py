@@ -82,7 +82,9 @@ class Fp8Linear(nn.Module):
 
 def quantized_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns rows, `[rows, columns]`, as 8-bit floats, and the scale of each, `[rows, 1]` in float32."""
-    scale = (rows.abs().amax(1, keepdim=True).float() / LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
+    scale = rows.abs().amax(1, keepdim=True).float()
+    scale /= torch.full_like(scale, LARGEST)  # by a plain number torch divides otherwise on a GPU than on a CPU
+    scale.clamp_min_(torch.finfo(torch.float32).tiny)
     return rounded(rows / scale, torch_dtype(FP8)), scale
 
 
