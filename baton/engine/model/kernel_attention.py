@@ -17,7 +17,6 @@ from baton.engine.core.kv_spec import LayerGroup
 from baton.engine.core.runner import OnLayerDone, StepPart
 from baton.engine.model.attention import report_written
 from baton.engine.model.kernels import (
-    WGMMA_CAPABILITY,
     HeadShape,
     Tiles,
     WrittenTokens,
@@ -27,6 +26,7 @@ from baton.engine.model.kernels import (
 )
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.table_rows import TableRoom, TableRows
+from baton.engine.model.tilings import WGMMA_CAPABILITY
 from baton.engine.uploads import StepNumbers
 
 

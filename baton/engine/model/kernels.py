@@ -26,6 +26,8 @@ import torch
 import triton
 import triton.language as tl
 
+from baton.engine.model.tilings import Tiling, tilings_of
+
 NUM_SHARES = 16
 """Shares that the keys of a tile are divided into, at most."""
 SHARE_KEYS = 128
@@ -105,34 +107,80 @@ def _weighed(scores, peak, scale):
 
 @triton.jit
 def _look(
-    asked, peak, total, found, pages, block, start, end, at, window, scale,
+    asked, peak, total, found, pages, block, start, oldest, end, at, window, scale,
     PAGES: tl.constexpr, BLOCK: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, KEYS: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
     """Adds some keys to the highest score of each row, to the sum of its weights, and to what it has found. Unless it
-    `IS_EDGE`, each row sees all of them.
+    `IS_EDGE`, each row sees all of them. What is before the oldest key that any row sees may be another sequence's.
     """
     place = start + tl.arange(0, KEYS)
+    is_key = (place >= oldest) & (place < end)
     page = block * PAGES
     k_dim = tl.arange(0, K_WIDTH)
     mask = (k_dim < K_DIM)[None, :]
     if IS_EDGE:
-        mask = mask & (place < end)[:, None]
+        mask = mask & is_key[:, None]
     there = page + (place % BLOCK) * K_DIM
     keys = tl.load(pages + there[:, None] + k_dim[None, :], mask=mask, other=0.0).to(asked.dtype)
     scores = tl.dot(asked, tl.trans(keys), input_precision="ieee")
     if IS_EDGE:
-        is_seen = (place < end)[None, :] & (place[None, :] <= at[:, None]) & (place[None, :] > at[:, None] - window)
+        is_seen = is_key[None, :] & (place[None, :] <= at[:, None]) & (place[None, :] > at[:, None] - window)
         scores = tl.where(is_seen, scores, float("-inf"))
     weights, faded, peak = _weighed(scores, peak, scale)
     v_dim = tl.arange(0, V_WIDTH)
     mask = (v_dim < V_DIM)[None, :]
     if IS_EDGE:
-        mask = mask & (place < end)[:, None]
+        mask = mask & is_key[:, None]
     there = page + (place % BLOCK) * V_DIM
     values = tl.load(pages + there[:, None] + v_dim[None, :] + BLOCK * K_DIM, mask=mask, other=0.0).to(asked.dtype)
     found = tl.dot(weights.to(asked.dtype), values, found * faded[:, None], input_precision="ieee")
     return peak, total * faded + tl.sum(weights, 1), found
+
+
+@triton.jit
+def _look_over(
+    asked, pages, table, first, end, position, at, window, scale,
+    PAGES: tl.constexpr, BLOCK: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr, KEYS: tl.constexpr, IS_WHOLE: tl.constexpr, IN_ORDER: tl.constexpr,
+):  # fmt: skip
+    """Looks at the keys from `first` to `end`, which are all of a tile's where it `IS_WHOLE`: then there are many that
+    all rows see, and they come first. Pages cannot be asked for before it is known which, so that is read a turn ahead.
+    """
+    peak = tl.full((asked.shape[0],), float("-inf"), tl.float32)
+    total = tl.full((asked.shape[0],), 0.0, tl.float32)
+    found = tl.full((asked.shape[0], V_WIDTH), 0.0, tl.float32)
+    oldest = position - window + 1
+    inner = end
+    num_inner = 0
+    if IS_WHOLE:
+        inner = first + tl.cdiv(tl.maximum(end - window - first, 0), KEYS) * KEYS
+        num_inner = tl.maximum(position + 1 - inner, 0) // KEYS * KEYS
+        if IN_ORDER:  # in a window what comes first would depend on the tile
+            num_inner = tl.where(inner > first, 0, num_inner)
+        block = _blocks_of(table, inner, end, KEYS, BLOCK)
+        for start in range(inner, inner + num_inner, KEYS):
+            next_block = _blocks_of(table, start + KEYS, end, KEYS, BLOCK)
+            peak, total, found = _look(
+                asked, peak, total, found, pages, block, start, oldest, end, at, window, scale,
+                PAGES, BLOCK, K_DIM, V_DIM, K_WIDTH, V_WIDTH, KEYS, False,
+            )  # fmt: skip
+            block = next_block
+    block = _blocks_of(table, first, end, KEYS, BLOCK)
+    for step in range(first, end - num_inner, KEYS):
+        start = step
+        if IS_WHOLE:  # few turns: reading ahead would only cost registers
+            start = tl.where(step < inner, step, step + num_inner)
+            block = _blocks_of(table, start, end, KEYS, BLOCK)
+            next_block = block
+        else:
+            next_block = _blocks_of(table, start + KEYS, end, KEYS, BLOCK)
+        peak, total, found = _look(
+            asked, peak, total, found, pages, block, start, oldest, end, at, window, scale,
+            PAGES, BLOCK, K_DIM, V_DIM, K_WIDTH, V_WIDTH, KEYS, True,
+        )  # fmt: skip
+        block = next_block
+    return peak, total, found
 
 
 @triton.jit(do_not_specialize=("table_stride", "window", "num_shares"), do_not_specialize_on_alignment=_VARIED)
@@ -145,8 +193,7 @@ def attend(
     """Attends the rows of a tile over its keys: `out` is `[T, heads, V_DIM]`, or with several shares `[T, heads,
     num_shares, V_DIM]`, not yet divided by `sums`; `peaks` and `sums` are `[T, heads, num_shares]`.
 
-    Programs take the shares of a tile in turn. The last tiles go first: those of a prompt have the most keys. The next
-    keys' blocks are read a turn ahead: the pages cannot be asked for before they are there.
+    Programs take the shares of a tile in turn. The last tiles go first: those of a prompt have the most keys.
     """
     tile = tiles + (tl.num_programs(0) - 1 - tl.program_id(0)) * 4
     head = tl.program_id(1).to(tl.int64)
@@ -154,9 +201,9 @@ def attend(
     count = tl.load(tile + 2).to(tl.int32)
     position = tl.load(tile + 3).to(tl.int32)
     begin, end, keys_each, num_filled = _shares_of(position, count, window, KEYS, SHARES, SHARE)
-    share, num_programs = tl.program_id(2), tl.num_programs(2)
+    first_share, num_programs = tl.program_id(2), tl.num_programs(2)
     if SHARES == 1:
-        share, num_programs, keys_each, num_filled = 0, 1, end - begin, 1
+        first_share, num_programs, keys_each, num_filled = 0, 1, end - begin, 1
     line = tl.arange(0, ROWS)
     token = line // SHARING
     is_line = token < count
@@ -170,42 +217,12 @@ def attend(
     line = token * (KV_HEADS * SHARING) + shared
     mask = is_line[:, None] & (v_dim < V_DIM)[None, :]
     pages += head * (BLOCK * (K_DIM + V_DIM))
-    PAGES: tl.constexpr = KV_HEADS * BLOCK * (K_DIM + V_DIM)
-    for share in range(share, num_filled, num_programs):
+    for share in range(first_share, num_filled, num_programs):
         first = begin + share * keys_each
-        behind = tl.minimum(end, first + keys_each)
-        peak = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.full((ROWS,), 0.0, tl.float32)
-        found = tl.full((ROWS, V_WIDTH), 0.0, tl.float32)
-        inner = behind
-        num_inner = 0
-        if SHARES == 1:
-            inner = first + tl.cdiv(tl.maximum(end - window - first, 0), KEYS) * KEYS
-            num_inner = tl.maximum(position + 1 - inner, 0) // KEYS * KEYS
-            if IN_ORDER:  # in a window what comes first would depend on the tile
-                num_inner = tl.where(inner > first, 0, num_inner)
-            block = _blocks_of(table, inner, behind, KEYS, BLOCK)
-            for start in range(inner, inner + num_inner, KEYS):
-                next_block = _blocks_of(table, start + KEYS, behind, KEYS, BLOCK)
-                peak, total, found = _look(
-                    asked, peak, total, found, pages, block, start, behind, at, window, scale,
-                    PAGES, BLOCK, K_DIM, V_DIM, K_WIDTH, V_WIDTH, KEYS, False,
-                )  # fmt: skip
-                block = next_block
-        block = _blocks_of(table, first, behind, KEYS, BLOCK)
-        for step in range(first, behind - num_inner, KEYS):
-            start = step
-            if SHARES == 1:
-                start = tl.where(step < inner, step, step + num_inner)
-                block = _blocks_of(table, start, behind, KEYS, BLOCK)
-            next_block = block
-            if SHARES > 1:
-                next_block = _blocks_of(table, start + KEYS, behind, KEYS, BLOCK)
-            peak, total, found = _look(
-                asked, peak, total, found, pages, block, start, behind, at, window, scale,
-                PAGES, BLOCK, K_DIM, V_DIM, K_WIDTH, V_WIDTH, KEYS, True,
-            )  # fmt: skip
-            block = next_block
+        peak, total, found = _look_over(
+            asked, pages, table, first, tl.minimum(end, first + keys_each), position, at, window, scale,
+            KV_HEADS * BLOCK * (K_DIM + V_DIM), BLOCK, K_DIM, V_DIM, K_WIDTH, V_WIDTH, KEYS, SHARES == 1, IN_ORDER,
+        )  # fmt: skip
         there = line
         if SHARES == 1:
             found = found / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -223,7 +240,8 @@ def combine(
     SHARES: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Adds up the shares of the tokens of a tile and one head. A token that has seen no key, as padding, comes out as
-    zeros."""
+    zeros.
+    """
     tile = tiles + tl.program_id(0) * 4
     first = tl.load(tile + 1).to(tl.int64)
     count = tl.load(tile + 2).to(tl.int32)
@@ -243,39 +261,6 @@ def combine(
         total = tl.sum(total * faded, 0)
         found = tl.sum(found * faded[:, None], 0) / tl.where(total > 0.0, total, 1.0)
         tl.store(out + line * V_DIM + v_dim, found.to(out.dtype.element_ty), mask=v_dim < V_DIM)
-
-
-class Tiling(NamedTuple):
-    """How `attend` is compiled for a kind of tile: no spilled registers from sm_80 on, up to 256 dimensions."""
-
-    rows: int
-    """Rows of queries, of which each token takes as many as heads share its K and V."""
-    keys: int
-    """Keys that are looked at together."""
-    num_warps: int
-    num_stages: int
-
-
-class Tilings(NamedTuple):
-    """How the kinds of tiles are compiled."""
-
-    one_token: Tiling
-    drafts: Tiling
-    """Few tokens, in shares of their keys."""
-    many_tokens: Tiling
-
-
-TILINGS = {
-    (2, 64): Tilings(Tiling(16, 128, 4, 3), Tiling(64, 64, 8, 2), Tiling(128, 64, 8, 3)),
-    (2, 128): Tilings(Tiling(16, 64, 4, 3), Tiling(64, 64, 8, 2), Tiling(128, 64, 8, 3)),
-    (2, 256): Tilings(Tiling(16, 32, 4, 2), Tiling(32, 32, 8, 2), Tiling(64, 32, 8, 2)),
-    (4, 256): Tilings(Tiling(16, 16, 8, 3), Tiling(16, 16, 8, 3), Tiling(16, 16, 8, 3)),
-}
-"""By the bytes of a number that a model computes in, and the dimensions of a head, up to so many."""
-WGMMA_CAPABILITY = 90
-"""Compute capability from which on products of 64 rows and more read both factors from shared memory."""
-MANY_TOKENS_BEFORE = Tiling(64, 64, 4, 2)
-"""How tiles of many tokens are compiled for older GPUs, whose products take their factors from registers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,12 +294,10 @@ class HeadShape:
 
     def tiling(self, *, of_one_token: bool, is_shared: bool) -> Tiling:
         """Returns how tiles of one token each are compiled, or such of many, whose keys are divided or not."""
-        dims = max(self.k_dim, self.v_dim)
-        tilings = next(found for (size, most), found in TILINGS.items() if self.itemsize <= size and dims <= most)
-        if not self.is_invariant and (of_one_token or is_shared):
-            return tilings.one_token if of_one_token else tilings.drafts
-        is_small = self.is_invariant or self.capability < WGMMA_CAPABILITY
-        return min(tilings.many_tokens, MANY_TOKENS_BEFORE) if is_small else tilings.many_tokens
+        tilings = tilings_of(self.itemsize, max(self.k_dim, self.v_dim), 0 if self.is_invariant else self.capability)
+        if self.is_invariant or not (of_one_token or is_shared):
+            return tilings.many_tokens
+        return tilings.one_token if of_one_token else tilings.drafts
 
 
 class WrittenTokens(NamedTuple):

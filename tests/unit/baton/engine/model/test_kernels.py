@@ -52,9 +52,19 @@ def test_attention_is_torchs(name: str, interpreter: Executor) -> None:
     assert interpreter.submit(interpreted.difference, CASES[name]).result() <= 2e-6
 
 
-def test_halves_come_out_as_near_as_halves_are(interpreter: Executor) -> None:
-    case = Case(MIXED, 64, 2, pool="float16", dtype="float16")
-    assert interpreter.submit(interpreted.difference, case).result() <= 4e-3
+HALVES = {
+    "mixed": Case(MIXED, 64, 2, pool="float16", dtype="float16"),
+    "more keys at once than a block has": Case(
+        ((1, 0, 9), (1, 0, 60)), 64, 2, window=16, empty=2, pool="float16", dtype="float16"
+    ),
+    "drafts in a window": Case(((1, 0, 9), (1, 3, 90)), 64, 2, window=16, empty=4, pool="float16", dtype="float16"),
+    "a prompt in a window": Case(((100, 0, 90),), 64, 2, 1, window=70, empty=1, pool="float16", dtype="float16"),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_halves_come_out_as_near_as_halves_are(name: str, interpreter: Executor) -> None:
+    assert interpreter.submit(interpreted.difference, HALVES[name]).result() <= 4e-3
 
 
 def test_offsets_are_wide_enough_for_large_pools(interpreter: Executor) -> None:
