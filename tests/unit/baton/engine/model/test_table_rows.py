@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from baton.blocks import num_blocks_for
 from baton.engine import uploads
+from baton.engine.core.engine import Engine
 from baton.engine.core.kv_spec import EMPTY_PLACE, BlockTables, KVSpec, LayerGroup
-from baton.engine.core.runner import StepPart
+from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
+from baton.engine.core.scheduler import SchedulerLimits
+from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.engine.model.table_rows import TableRoom, TableRows
 from baton.engine.uploads import StepNumbers
 from baton.sampling import SamplingParams
+from tests.support.builders import sequence_spec
 from tests.support.device_waits import DEVICE, Waits
+from tests.support.guessing import run
 
 CPU = torch.device("cpu")
 SIZES = (16, 48)
@@ -164,6 +170,46 @@ def test_whatever_happens_to_sequences_their_tables_stand_in_their_rows(seed: in
         require_there(rows, found, parts)
         before = found, parts
     assert [table.data_ptr() for table in rows.tables] == places
+
+
+class Watched(ArithmeticRunner):
+    """Sees before each step that its rows hold the blocks which the step needs."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks, max_num_seqs=8)
+        self.rows = TableRows(self.spec, CPU, TableRoom(8, self.max_model_len))
+        self.num_copies = 0
+
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        (table,) = self.rows.tables
+        for row, part in zip(self.rows.of(step.parts, StepNumbers(CPU)), step.parts, strict=True):
+            number = num_blocks_for(part.num_kv_tokens[0], self.spec.block_size)
+            assert table[row, :number].tolist() == list(part.block_ids[0][:number])
+        self.num_copies += len(step.copies)
+        return super().execute(step, on_layer_done)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_tables_of_an_engines_steps_stand_there(seed: int) -> None:
+    """In a pool that is too small: with prefixes that are shared, choices that fork, preemptions, and steps planned
+    ahead; in one of the cases with beams.
+    """
+    draw = random.Random(seed)
+    prompt = [draw.randrange(1, 49152) for _ in range(90)]
+    ways: list[dict[str, Any]] = [{}, {"temperature": 1.0, "top_k": 50}]
+    ways += [{"use_beam_search": True, "beam_width": 3}] * (seed % 2)
+    specs = []
+    for request in range(9):
+        prompt_ids = prompt[: draw.randrange(1, 90)] + [request] * draw.randrange(1, 20)
+        way, num_choices = ways[request % len(ways)], 3 if request % 4 == 1 else 1
+        for choice in range(num_choices):
+            asked = way | {"choice_index": choice, "max_tokens": draw.randrange(40, 90)}
+            specs.append(sequence_spec(prompt_ids, str(request), **asked))
+    runner = Watched(16)
+    engine = Engine(runner, SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, output_reservation=8))
+    run(engine, specs, ahead=random.Random(seed))
+    assert runner.num_copies > 0
+    assert engine.load().preemptions > 0
 
 
 def test_what_stands_there_is_not_sent_again(numbers: StepNumbers, put: list[int]) -> None:
