@@ -124,6 +124,15 @@ def difference(case: Case) -> float:
     return float((found[0] - found[1]).abs().max().nan_to_num(torch.inf)) / largest
 
 
+def difference_by(num_programs: int, case: Case) -> float:
+    """Returns the `difference` where so many programs are enough: each computes several shares of a tile."""
+    from baton.engine.model import kernels
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "ENOUGH_PROGRAMS", num_programs)
+        return difference(case)
+
+
 def _spoil(cache: KVCache, parts: list[StepPart], unused: list[int]) -> None:
     """Writes no numbers where nobody may look: into unused blocks, and behind the last token."""
     group = cache.spec.groups[0]

@@ -52,6 +52,12 @@ def test_attention_is_torchs(name: str, interpreter: Executor) -> None:
     assert interpreter.submit(interpreted.difference, CASES[name]).result() <= 2e-6
 
 
+@pytest.mark.parametrize("num_programs", [1, 9])
+@pytest.mark.parametrize("name", ["shares of keys", "most shares", "shares of keys in a window"])
+def test_few_programs_compute_all_shares(name: str, num_programs: int, interpreter: Executor) -> None:
+    assert interpreter.submit(interpreted.difference_by, num_programs, CASES[name]).result() <= 2e-6
+
+
 HALVES = {
     "mixed": Case(MIXED, 64, 2, pool="float16", dtype="float16"),
     "more keys at once than a block has": Case(
