@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from baton.engine.core.engine import Engine
@@ -20,7 +21,7 @@ from baton.engine.core.runner import Fence
 from baton.engine.core.sequence import Purpose
 from baton.engine.model import transformers_model
 from baton.messages import Ticket
-from kvstore.transfer.copy.blocks import BlockCopier
+from kvstore.transfer.copy.blocks import BlockCopier, RankCache
 from kvstore.transfer.pipeline.receive_loop import ChunkWriter, ReceiveLoop
 from kvstore.transfer.pipeline.send_loop import ChunkQueue, SendLoop
 from kvstore.transfer.protocol.layout import layout_of
@@ -118,16 +119,18 @@ def _in_thread(side: Side, job: Callable[[], Any], errors: list[BaseException]) 
         except BaseException as error:
             traceback.print_exc()  # the other side's error alone says little
             errors.append(error)
+            raise
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
 
 
-def _prefill(engine: Engine, setting: Setting, prompt: list[int], number: int, loop: SendLoop) -> tuple[int, float]:
+def _prefill(
+    engine: Engine, cache: RankCache, setting: Setting, prompt: list[int], number: int, loop: SendLoop
+) -> tuple[int, float]:
     """Computes a prompt while its KV leaves. Returns the first token, and when the last layer was computed."""
     sequence = engine.add(spec_of(f"p{number}", prompt, NUM_ANSWER), Purpose.PREFILL, now=0.0)
-    (cache,) = engine.runner.caches
     queue: ChunkQueue | None = None
     first_token = -1
     while (batch := engine.schedule(0.0)[0]).parts:
@@ -157,6 +160,7 @@ def _send(side: Side, kind: str, folder: str, num_tokens: int, slot_bytes: int) 
     engine = engine_of(runner_of(Path(folder), dtype=dtype(), num_blocks=blocks(num_tokens)), step_tokens=step_tokens())
     setting = Setting(engine, slot_bytes, num_tokens)
     machine = Always()
+    cache = _cache_of(engine, side)
     loop = SendLoop(EPOCH, machine, 2.0)  # type: ignore[arg-type]
     errors: list[BaseException] = []
     opened: list[Any] = []
@@ -170,7 +174,7 @@ def _send(side: Side, kind: str, folder: str, num_tokens: int, slot_bytes: int) 
     for number, prompt in enumerate(prompts_of([num_tokens] * NUM_ROUNDS)):
         machine.first_s = 0.0
         side.meet(f"round-{number}")
-        first_token, computed_s = _prefill(engine, setting, prompt, number, loop)
+        first_token, computed_s = _prefill(engine, cache, setting, prompt, number, loop)
         machine.until((number + 1) * len(setting.plan.chunks), 60.0)
         side.put(f"round/token-{number}", str(first_token).encode())
         times.append((machine.first_s, computed_s))
@@ -193,7 +197,7 @@ def _receive(side: Side, kind: str, folder: str, num_tokens: int, slot_bytes: in
     errors: list[BaseException] = []
     _in_thread(side, lambda: loop.run(side.open(kind, slot_bytes=slot_bytes, op_timeout_s=20.0)), errors)
     times, found = [], []
-    (cache,) = engine.runner.caches
+    cache = _cache_of(engine, side)
     for number, prompt in enumerate(prompts_of([num_tokens] * NUM_ROUNDS)):
         sequence = engine.add(spec_of(f"d{number}", prompt, NUM_ANSWER), Purpose.RECEIVE, now=0.0)
         (reserved,) = (output for output in engine.schedule(0.0)[1] if isinstance(output, Reserved))
@@ -221,6 +225,16 @@ def _both(kind: str, folder: str, num_tokens: int, slot_bytes: int, side: Side) 
     if "TORCH_CUDA_SANITIZER" in os.environ:  # it sees what a graph launches once, while that is captured
         transformers_model.decode_graphs = lambda *_: None  # type: ignore[assignment]
     return (_send if side.sends else _receive)(side, kind, folder, num_tokens, slot_bytes)
+
+
+def _cache_of(engine: Engine, side: Side) -> RankCache:
+    """The cache. In a rehearsal it says that it is on the GPU that is none, where the slots are."""
+    (cache,) = engine.runner.caches
+    if not is_rehearsal():
+        return cache
+    names = ("spec", "groups", "states", "table_sizes")
+    there: Any = SimpleNamespace(device=side.device, **{name: getattr(cache, name) for name in names})
+    return there  # type: ignore[no-any-return]
 
 
 def dtype() -> str:
