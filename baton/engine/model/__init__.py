@@ -32,6 +32,8 @@ __all__ = [
     "rows",
     "shapes",
     "smaller_steps",
+    "table_rows",
+    "tilings",
     "transformers_model",
     "transformers_runner",
 ]

@@ -120,8 +120,8 @@ def refuse_unkept(device: torch.device, weights: str) -> None:
         )
     if weights != "exact":
         raise ConfigError(
-            f"engine.batch_invariant cannot be kept with model.weights {weights} on transformers, whose products depend "
-            "on how many rows there are; unset one of them"
+            f"engine.batch_invariant cannot be kept with model.weights {weights} on transformers, whose products "
+            "depend on how many rows there are; unset one of them"
         )
 
 

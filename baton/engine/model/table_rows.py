@@ -40,7 +40,7 @@ class TableRoom(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Row:
+class _TableRow:
     number: int
     held: BlockTables
     """What stands in it, but for the empty places, and what is longer than any sequence may be."""
@@ -72,8 +72,8 @@ class TableRows:
         )
         self._places = [(int(table.storage_offset()), table.shape[1]) for table in self.tables]
         """Where each table begins in all of them, and the length of its rows."""
-        self._rows: OrderedDict[int, _Row] = OrderedDict()
-        """By sequence key; who was in a step last comes last."""
+        self._rows: OrderedDict[int, _TableRow] = OrderedDict()
+        """The rows by sequence key; who was in a step last comes last."""
         self._num_steps = 0
 
     def of(self, parts: Sequence[StepPart], numbers: StepNumbers) -> list[int]:
@@ -83,7 +83,7 @@ class TableRows:
             parts: of no more sequences than there is room for, one each.
             numbers: the step's.
         """
-        rows, changed, found = self._rows, list[tuple[_Row, BlockTables]](), list[int]()
+        rows, changed, found = self._rows, list[tuple[_TableRow, BlockTables]](), list[int]()
         self._num_steps += 1
         for part in parts:  # before anybody gives its row away
             if part.sequence_key in rows:
@@ -98,15 +98,15 @@ class TableRows:
         self._change(changed, numbers)
         return found
 
-    def _new(self, sequence_key: int) -> _Row:
+    def _new(self, sequence_key: int) -> _TableRow:
         if len(self._rows) < self.num_rows:
-            row = _Row(len(self._rows), ((),) * len(self.tables))
+            row = _TableRow(len(self._rows), ((),) * len(self.tables))
         else:
             _, row = self._rows.popitem(last=False)
         self._rows[sequence_key] = row
         return row
 
-    def _change(self, changed: Sequence[tuple[_Row, BlockTables]], numbers: StepNumbers) -> None:
+    def _change(self, changed: Sequence[tuple[_TableRow, BlockTables]], numbers: StepNumbers) -> None:
         places, blocks = array("q"), array("q")
         for row, tables in changed:
             for group, (begin, width) in enumerate(self._places):
