@@ -115,3 +115,16 @@ def test_a_place_may_be_empty() -> None:
     compute(scheduler, sequence)
     scheduler.remove(sequence, sequence.status.FINISHED)
     scheduler.check()
+
+
+def test_a_table_is_another_one_only_where_a_block_is() -> None:
+    """The second sequence computes what the first one has, and takes the first one's blocks."""
+    pool = GroupPool(SPEC, (12, 4))
+    keys = block_keys(b"tenant", numbers(1, 48), 16)
+    tables = [pool.allocate((4, 1)) for _ in range(2)]
+    assert tables[0] is not None
+    assert tables[1] is not None
+    first, second = tables[0][0], tables[1][0]
+    assert pool.register(first, 0, 0, keys[:2]) is first
+    assert pool.register(first, 0, 2, keys) is first
+    assert pool.register(second, 0, 0, keys) == (*first[:3], second[3])
