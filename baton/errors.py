@@ -12,6 +12,7 @@
     ├── NoWorker                   UNAVAILABLE          503   no worker of the needed pool is ready
     ├── WorkerFailed               UNAVAILABLE          503   a worker died or broke its stream; another may serve
     │   └── DeviceLost             UNAVAILABLE          503   its device computes nothing more: the process has to end
+    │       └── LostInStep         UNAVAILABLE          503   so it is since a step in which this request was
     ├── WorkerDraining             UNAVAILABLE          503   a worker takes no new work; another may serve
     ├── NoController               UNAVAILABLE          503   nobody is there who could change the pools
     ├── Conflict                   FAILED_PRECONDITION  503   an order does not fit what runs; the message says why
@@ -130,6 +131,10 @@ class WorkerFailed(BatonError):
 
 class DeviceLost(WorkerFailed):
     """A worker's device is beyond help for its process. What a request asked for may be done elsewhere."""
+
+
+class LostInStep(DeviceLost):
+    """A worker's device was lost in a step that computed this request, which may be what broke it."""
 
 
 class WorkerDraining(BatonError):

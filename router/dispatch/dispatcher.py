@@ -42,7 +42,7 @@ from router.dispatch.decisions import DecisionLog
 from router.dispatch.exchange import FINISHED, Exchange, Patience
 from router.dispatch.migration import Migration
 from router.dispatch.reports import Reports
-from router.dispatch.retry import Failure, consecutive, given_up, to_avoid
+from router.dispatch.retry import Failure, consecutive, given_up, is_used_up, to_avoid
 from router.dispatch.selector import WorkerSelector
 from router.dispatch.worker_client import WorkerCallError, WorkerClient
 from router.placement import Job, Placement, Prediction, Prompt
@@ -283,7 +283,7 @@ class Dispatcher:
             num_emitted=len(choice.emitted),
         )
         choice.failures = consecutive(choice.failures, failed)
-        if len(choice.failures) == self._config.max_attempts:
+        if is_used_up(choice.failures, self._config.max_attempts):
             raise given_up(choice.failures) from failure
         choice.avoid = to_avoid(choice.failures)
         choice.retries += 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from baton.errors import (
     BatonError,
+    LostInStep,
     Overloaded,
     TransferCorrupted,
     TransferError,
@@ -17,6 +18,8 @@ from router.placement import Placement
 
 MAX_FAILED_TRANSFERS = 2
 """Failed hand-overs of a choice before the decode worker computes the prompt itself."""
+MAX_LOST_DEVICES = 2
+"""Devices that are lost in steps of a choice before it is taken for the cause, and breaks no third one."""
 PROGRESS_TOKENS = 16
 """The failure count resets after this many tokens. A long answer may outlive several workers; a request that crashes
 every worker never gets this far."""
@@ -62,6 +65,12 @@ def consecutive(failures: Sequence[Failure], latest: Failure) -> tuple[Failure, 
     if latest.num_emitted - num_emitted >= PROGRESS_TOKENS:
         return (latest,)
     return (*failures, latest)
+
+
+def is_used_up(failures: Sequence[Failure], max_attempts: int) -> bool:
+    """Returns whether no further attempt is made after these consecutive failures."""
+    num_lost = sum(isinstance(failure.error, LostInStep) for failure in failures)
+    return len(failures) >= max_attempts or num_lost >= MAX_LOST_DEVICES
 
 
 def to_avoid(failures: Sequence[Failure]) -> Avoidance:

@@ -22,7 +22,7 @@ from baton.engine.core.runner import Fence, OnLayerDone, StepInput
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.core.step_fit import StepSize
 from baton.engine.core.step_threads import FORGETTING, RunningStep, StepThreads
-from baton.errors import BatonError, DeviceLost, Overloaded, WorkerFailed
+from baton.errors import BatonError, DeviceLost, LostInStep, Overloaded, WorkerFailed
 from baton.hypotheses import Hypotheses
 from baton.messages import SequenceSpec
 
@@ -228,7 +228,7 @@ class EngineLoop:
                 following.output.exception()  # it is the same one, or comes of it
                 steps.append(following.step)
             if await self._has_lost_device(threads, error):
-                self.lose(error)
+                self.lose(error, *steps)
             failure = WorkerFailed(f"the engine could not compute a step: {error}")
             for sequence in self.engine.abandon(*steps):
                 self._outputs[sequence.key].put_nowait(failure)
@@ -256,16 +256,21 @@ class EngineLoop:
             return True
         return False
 
-    def lose(self, reason: Exception | str) -> NoReturn:
+    def lose(self, reason: Exception | str, *steps: StepInput) -> NoReturn:
         """Gives every sequence the reason why it has to go on elsewhere, and raises it. Others end `run`.
+
+        Args:
+            steps: those in which it was lost: their sequences get LostInStep.
 
         Raises:
             DeviceLost: always.
         """
         self._lost = DeviceLost(f"the device of the engine has failed: {reason}")
+        in_step = LostInStep(f"the device of the engine has failed in a step of this request: {reason}")
         logger.critical("%s", self._lost)
-        for queue in self._outputs.values():
-            queue.put_nowait(self._lost)
+        suspects = {sequence.key for sequence in self.engine.abandon(*steps)}
+        for key, queue in self._outputs.items():
+            queue.put_nowait(in_step if key in suspects else self._lost)
         raise self._lost from (reason if isinstance(reason, Exception) else None)
 
     def _layer_reporter(self, step: StepInput) -> OnLayerDone:

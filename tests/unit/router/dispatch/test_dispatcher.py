@@ -16,7 +16,9 @@ from baton.cluster import BlockCounts, Role, Worker, WorkerState
 from baton.costs import PRIOR
 from baton.errors import (
     BatonError,
+    DeviceLost,
     InvalidRequest,
+    LostInStep,
     NoWorker,
     Overloaded,
     TransferCancelled,
@@ -136,6 +138,29 @@ async def test_who_did_not_answer_in_a_hand_over_is_left_at_once(
     async with bench_of(workers, roles, "split", {"d0": 4}) as bench:
         assert await collected(bench.tokens(record)) == [5]
     assert (record.retries, record.decode_worker == "d0") == (1, stays)
+
+
+@pytest.mark.parametrize(
+    ("failures", "num_calls"),
+    [
+        ([LostInStep("first"), LostInStep("second")], 2),
+        ([LostInStep("first"), WorkerFailed("gone"), LostInStep("second")], 3),
+        ([DeviceLost("waited"), DeviceLost("waited"), LostInStep("first")], 4),
+    ],
+)
+async def test_a_choice_in_whose_steps_two_devices_were_lost_breaks_no_third(
+    failures: list[BatonError], num_calls: int
+) -> None:
+    """One that only waited where another one broke the device goes on."""
+    workers = ScriptedWorkers(decode=[*([failure] for failure in failures), [LAST]])
+    roles = {f"d{number}": Role.DECODE for number in range(5)}
+    async with bench_of(workers, roles, "aggregated", {}) as bench:
+        if num_calls > len(failures):
+            assert await collected(bench.tokens()) == [5]
+        else:
+            with pytest.raises(LostInStep, match=r"placements failed: .*first.*second"):
+                await collected(bench.tokens())
+    assert len(workers.requests) == num_calls
 
 
 async def test_of_two_that_do_not_fit_each_other_neither_is_asked_again() -> None:

@@ -21,7 +21,7 @@ from baton.engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, 
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
-from baton.errors import DeviceLost, InvalidRequest, Overloaded, WorkerFailed
+from baton.errors import DeviceLost, InvalidRequest, LostInStep, Overloaded, WorkerFailed
 from baton.sampling import FinishReason, SamplingParams
 from baton.structure import StructuredOutputs
 from baton.tasks import cancel_and_wait
@@ -585,10 +585,11 @@ async def test_a_lost_device_ends_the_engine_and_what_it_was_asked_for(message: 
         loop.sequence(make_spec(numbers(2, 20), name="out"), Purpose.GENERATE) as waits,
         loop.sequence(make_spec(numbers(3, 20), name="last"), Purpose.GENERATE) as waits_too,
     ):
-        for handle in (runs, waits, waits_too):
+        for handle, kind in ((runs, LostInStep), (waits, DeviceLost), (waits_too, DeviceLost)):
             async with asyncio.timeout(10):
-                with pytest.raises(DeviceLost, match=message):
+                with pytest.raises(DeviceLost, match=message) as failure:
                     await read_all(handle)
+            assert type(failure.value) is kind, "who was in no step is not suspected"
         with pytest.raises(DeviceLost, match=message):
             await running
         assert len(runner.freed) == num_asked
