@@ -4,6 +4,8 @@ What is taken spills no registers from sm_80 on. On an H100, by the code that th
 dimensions): a tile of one token leaves room for three programs on a multiprocessor, each with two turns of K and V on
 their way, about 190 KiB in all, where 25 to 40 suffice for its bandwidth. A tile of many tokens reads 32 KiB of K and V
 for 128 rows and 64 keys, for which the tensor cores need 1,024 cycles: with half the rows the cache would be too slow.
+Measured there (Triton 3.6, an 8B Llama, profiled steps): 64 sequences of 512 tokens 59 us a layer and 8 us to combine
+the shares, one sequence 5.9 and 2.5 us.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Tilings(NamedTuple):
 
 
 TILINGS = {
-    (2, 64): Tilings(Tiling(16, 128, 4, 3), Tiling(64, 64, 8, 2), Tiling(128, 64, 8, 3)),
+    (2, 64): Tilings(Tiling(16, 128, 4, 3), Tiling(64, 64, 8, 2), Tiling(128, 64, 8, 2)),
     (2, 128): Tilings(Tiling(16, 64, 4, 3), Tiling(64, 64, 8, 2), Tiling(128, 64, 8, 3)),
     (2, 256): Tilings(Tiling(16, 32, 4, 2), Tiling(32, 32, 8, 2), Tiling(64, 32, 8, 2)),
     (4, 256): Tilings(Tiling(16, 16, 8, 3), Tiling(16, 16, 8, 3), Tiling(16, 16, 8, 3)),
