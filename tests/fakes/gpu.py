@@ -9,6 +9,7 @@ waits is NCCL's (`tests.fakes.nccl`): a receive that spins keeps its stream, and
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import queue
 import tempfile
@@ -304,6 +305,8 @@ def current_gpu() -> FakeGpu:
 @contextlib.contextmanager
 def fake_gpus(num_gpus: int, *, same: bool = False, late: bool = False) -> Iterator[list[FakeGpu]]:
     """GPUs of this process, from `cuda:0` on. The same one several times: as two processes on one GPU see it."""
+    if late:
+        importlib.import_module("torch._dynamo")  # its first use, in a thread, would take seconds
     gpus = [FakeGpu(index, "the only one" if same else "", is_late=late) for index in range(num_gpus)]
     before = dict(device.GPUS)
     device.GPUS.update({gpu.device: gpu for gpu in gpus})

@@ -73,20 +73,33 @@ def same_moves(case: CopyCase) -> tuple[int, bool]:
         found = []
         for chosen in (Counted, None):
             kernel_choice.CHOSEN[gpu.device] = chosen  # type: ignore[assignment]
-            found.append(_moved(case, gpu.device))
+            found.append(_moved(case, gpu.device, torch.device("cpu")))
     return len(launches), all(ours.equal(theirs) for ours, theirs in zip(*found, strict=True))
 
 
-def _moved(case: CopyCase, device: torch.device) -> list[torch.Tensor]:
+def same_on(device: torch.device, case: CopyCase) -> bool:
+    """The same on a GPU that is one, with what was chosen for it and by torch."""
+    chosen = kernel_choice.kernels_of(device)
+    found = [_moved(case, device, device)]
+    try:
+        kernel_choice.CHOSEN[device] = None
+        found.append(_moved(case, device, device))
+    finally:
+        kernel_choice.CHOSEN[device] = chosen
+    return all(ours.equal(theirs) for ours, theirs in zip(*found, strict=True))
+
+
+def _moved(case: CopyCase, device: torch.device, memory: torch.device) -> list[torch.Tensor]:
     draw, generator = random.Random(5), torch.Generator().manual_seed(5)
     layouts = [model_of(case, side) for side in (0, 1)]
     ranks = (case.tp[0] - 1, case.tp[1] - 1)
     caches, tables = [], []
     for layout, rank in zip(layouts, ranks, strict=True):
-        cache = KVCache(rank_spec(layout, rank), NUM_BLOCKS, 3)
+        cache = KVCache(rank_spec(layout, rank), NUM_BLOCKS, 3, memory)
         cache.device = device
         for tensor in (*cache.groups, *cache.states.values()):
-            tensor.view(torch.uint8).random_(generator=generator)
+            there = tensor.view(torch.uint8)
+            there.copy_(torch.empty(there.shape, dtype=torch.uint8).random_(generator=generator))
         used = draw.sample(range(NUM_BLOCKS), -(-case.num_tokens // layout.block_size))
         states = ((draw.randrange(3),),) if layout.states else ()
         caches.append(cache)
@@ -99,14 +112,14 @@ def _moved(case: CopyCase, device: torch.device) -> list[torch.Tensor]:
         BlockCopier(cache, planned, layout, rank, table)
         for cache, layout, rank, table in zip(caches, layouts, ranks, tables, strict=True)
     )
-    payload, moved = torch.zeros(case.chunk_bytes, dtype=torch.uint8), []
+    payload, moved = torch.zeros(case.chunk_bytes, dtype=torch.uint8, device=memory), []
     for chunk in planned.chunks:
         there = payload[: chunk.num_bytes]
         sums = [
             ours.begin_gather(chunk, there, None, checked=True).end(),
             theirs.begin_scatter(chunk, there, checked=True).end(),
         ]
-        assert sums == [digest_of(word_sum(there)[None].numpy())] * 2
+        assert sums == [digest_of(word_sum(there)[None].cpu().numpy())] * 2
         moved.append(there.clone())
     moved += [tensor.view(torch.uint8) for tensor in (*caches[1].groups, *caches[1].states.values())]
     return moved

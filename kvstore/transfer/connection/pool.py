@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING
 from baton.errors import BatonError, TransferError, TransferRefused, WorkerFailed
 from kvstore.transfer.connection.outgoing import OutgoingConnection, Peer
 from kvstore.transfer.connection.pauses import Pauses
-from kvstore.transfer.transport.select import LocalRank, StagingPools, gpu_names, num_connections_kept, quick_and_slow
+from kvstore.transfer.transport.select import (
+    LocalRank,
+    StagingPools,
+    gpu_names,
+    like_all,
+    num_connections_kept,
+    quick_and_slow,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -168,10 +175,10 @@ class ConnectionPool:
             await asyncio.wait([route.improving])
 
     def transport_kind(self, rank: int, peer: Peer) -> str:
-        """Returns the kind of the open connection with a peer; "" if there is none."""
+        """Returns the kind of the open connection with a peer; if there is none, one like all that it may have, or ""."""
         route = self._routes.get((rank, peer))
         connection = route.connection if route is not None and not route.is_over else None
-        return connection.transport_kind if connection is not None else ""
+        return connection.transport_kind if connection is not None else like_all(self._hello.links)
 
     def make_room(self) -> None:
         """Closes the connections that were replaced and are idle, and those that were idle longest, if too many."""

@@ -76,6 +76,14 @@ def quick_and_slow(kinds: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
     return tuple(kind for kind in kinds if kind not in slow), slow
 
 
+def like_all(kinds: Sequence[str]) -> str:
+    """Returns the first of these kinds if all have their slots on a GPU, so that chunks are as large whichever it is.
+
+    Returns "" otherwise: it is not known how large a slot will be.
+    """
+    return kinds[0] if all(KINDS[kind].stages_on_gpu for kind in kinds) else ""
+
+
 def gpu_names(device: torch.device) -> tuple[str, str]:
     """Returns the `GpuDevice.id` and the `GpuDevice.uuid` of a cache's device; empty for a CPU."""
     gpu = gpu_of(device)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from baton.engine.core.engine import Engine
 from baton.engine.core.outputs import Generated, Reserved
@@ -233,8 +233,8 @@ def _cache_of(engine: Engine, side: Side) -> RankCache:
     if not is_rehearsal():
         return cache
     names = ("spec", "groups", "states", "table_sizes")
-    there: Any = SimpleNamespace(device=side.device, **{name: getattr(cache, name) for name in names})
-    return there  # type: ignore[no-any-return]
+    there = SimpleNamespace(device=side.device, **{name: getattr(cache, name) for name in names})
+    return cast("RankCache", there)
 
 
 def dtype() -> str:

@@ -82,6 +82,18 @@ async def test_on_one_host_kv_goes_over_ipc(same: bool, knobs: Knobs) -> None:
         assert not knobs.groups
 
 
+async def test_a_first_transfer_has_large_chunks_where_every_kind_has(knobs: Knobs) -> None:
+    config = dataclasses.replace(LINKS, links=("ipc", "nccl"))
+    with fake_gpus(2) as (here, there):
+        async with (
+            decode_side(config, caches=[empty(there)]) as decode,
+            prefill_side(config, caches=[on_gpu(filled_cache(1), here)]) as prefill,
+        ):
+            first = await hand_over(prefill, decode, SOURCE, TARGET, name="first")
+            second = await hand_over(prefill, decode, SOURCE, TARGET, name="second")
+            assert first.num_chunks == second.num_chunks
+
+
 async def test_several_ranks_use_it_too(knobs: Knobs) -> None:
     """Nothing of it waits on a GPU, so it needs no order beside the sums of the ranks."""
     both = layout_of(dataclasses.replace(SPEC, groups=SPEC.groups[:1], states=()), 2)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from baton.engine.model.kv_cache import KVCache
+from baton.errors import TransferCorrupted
 from kvstore.transfer.connection.reservations import Arrival
 from kvstore.transfer.sender import OutgoingTransfer
 from kvstore.transfer.transport.streams import own_stream
@@ -136,3 +137,21 @@ async def test_whole_transfers_over_both_kinds_one_after_the_other(gpus: list[Fa
                 prefill.cache.groups[0].mul_(-2.0)
                 here.current_stream().synchronize()
         assert prefill.sender.stats.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("link", "fault"),
+    [
+        *((link, fault) for link in ("ipc", "nccl") for fault in ("corrupt_chunk", "drop_chunk", "swap_blocks")),
+        ("ipc", "link_truncate"),
+    ],
+)
+async def test_a_chunk_that_is_spoiled_on_its_way_is_found(link: str, fault: str, gpus: list[FakeGpu]) -> None:
+    config = dataclasses.replace(CONFIG, links=(link,), nccl_open_timeout_s=10.0)
+    here, there = gpus
+    async with (
+        decode_side(config, caches=[on_gpu(KVCache(SPEC, NUM_BLOCKS, 8), there)]) as decode,
+        prefill_side(config, f"{fault}=2", caches=[on_gpu(filled_cache(1), here)]) as prefill,
+    ):
+        with pytest.raises(TransferCorrupted, match="its checksum"):
+            await hand_over(prefill, decode, SOURCE, TARGET, name="spoiled")

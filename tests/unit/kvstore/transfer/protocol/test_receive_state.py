@@ -154,6 +154,21 @@ def test_a_failure_while_scatters_run_drains_first() -> None:
     ledger.check()
 
 
+def test_several_chunks_of_a_source_are_written_at_once_and_end_in_the_order_in_which_they_began() -> None:
+    ledger = receiving(3)
+    assert ledger.scatter_begins(A, 1, 2)
+    assert not ledger.scatter_begins(A, 1, 2), "it is being written"
+    assert ledger.scatter_begins(A, 1, 0)
+    assert ledger.commit(A, "t", 1, 9) == []
+    assert ledger.scatter_ends(A, 1) == []
+    assert not ledger.scatter_begins(A, 1, 2), "it is in"
+    assert ledger.fail("t", 1, ERROR) == [TransferFailed(1, ERROR), Send(NACK, A)]
+    assert ledger.release(1) == [], "the other one still writes to the blocks"
+    ledger.check()
+    assert ledger.scatter_ends(A, 1) == [Free(1, (4, 5))]
+    ledger.check()
+
+
 def test_a_drained_failure_waits_for_its_request() -> None:
     ledger = receiving(1)
     assert ledger.scatter_begins(A, 1, 0)

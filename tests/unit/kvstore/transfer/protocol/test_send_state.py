@@ -112,6 +112,17 @@ def test_giving_up_unpins_at_once_and_is_remembered_until_it_is_heard() -> None:
     assert len(offers) == 0
 
 
+def test_blocks_are_unpinned_when_the_last_of_several_gathers_ends() -> None:
+    offers = granted()
+    assert offers.gather_begins(1)
+    assert offers.gather_begins(1)
+    offers.abort(1, ERROR, 0.0)
+    assert offers.gather_ends(1, 0.0) == []
+    offers.check()
+    assert offers.gather_ends(1, 0.0) == [Unpin(1)]
+    offers.check()
+
+
 @pytest.mark.parametrize("acknowledged", [False, True])
 def test_giving_up_while_a_gather_runs_unpins_when_it_ends(acknowledged: bool) -> None:
     offers = granted()

@@ -23,10 +23,10 @@ from kvstore.transfer.transport.packets import accept
 from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.select import open_receiver, open_sender
 from kvstore.transfer.transport.staging import StagingPool
-from tests.fakes.gpu import FakeGpu, fake_gpus
+from tests.fakes.gpu import FakeEvent, FakeGpu, fake_gpus
 from tests.fakes.races import Races
 from tests.support.waiting import wait_until
-from tests.unit.kvstore.transfer.transport.ends import transport_end
+from tests.unit.kvstore.transfer.transport.ends import header_of, transport_end
 from tests.unit.kvstore.transfer.transport.test_nccl import Pair, cross, opened, send, taken
 
 SLOT_BYTES = 1000
@@ -151,6 +151,52 @@ def test_slots_of_the_two_sides_are_not_the_same_memory(gpus: list[FakeGpu]) -> 
     gpus[0].exports[0].memory.fill_(9)
     assert set(inbox.payload(SLOT_BYTES).tolist()) == {7}
     pair.close()
+
+
+@pytest.fixture
+def late_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeGpu]]:
+    with tempfile.TemporaryDirectory() as directory, fake_gpus(2, late=True) as gpus:
+        monkeypatch.setenv("TMPDIR", directory)
+        yield gpus
+
+
+def test_a_slot_is_given_back_once_it_is_copied_and_not_before(
+    late_gpus: list[FakeGpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver goes on before that."""
+    pair = opened_on(late_gpus, window=1)
+    (outbox,) = pair.sender.slots._slots
+    sent = taken(pair.sender.slots.acquire(0.0))
+    sent.payload(SLOT_BYTES).fill_(7)
+    sent.write_header(header_of(SLOT_BYTES))
+    pair.sender.send_chunk(sent, SLOT_BYTES).wait()
+    pair.sender.slots.release(sent)
+    inbox = taken(pair.receiver.slots.acquire(0.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEvent, "query", lambda event: False)
+        pair.receiver.recv_chunk(inbox, SLOT_BYTES).wait()
+    assert pair.sender.slots.acquire(0.05) is None
+    assert set(inbox.payload(SLOT_BYTES).tolist()) == {0}
+    pair.receiver.settle()
+    assert set(inbox.payload(SLOT_BYTES).tolist()) == {7}
+    assert pair.sender.slots.acquire(LONG_S) is outbox
+    pair.sender.slots.release(outbox)
+    pair.close()
+
+
+def test_what_is_copied_when_a_receiver_closes_is_waited_for(
+    late_gpus: list[FakeGpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = opened_on(late_gpus)
+    sent, inbox = taken(pair.sender.slots.acquire(0.0)), taken(pair.receiver.slots.acquire(0.0))
+    sent.payload(SLOT_BYTES).fill_(7)
+    sent.write_header(header_of(SLOT_BYTES))
+    pair.sender.send_chunk(sent, SLOT_BYTES).wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEvent, "query", lambda event: False)
+        pair.receiver.recv_chunk(inbox, SLOT_BYTES).wait()
+    pair.close()
+    assert set(inbox.payload(SLOT_BYTES).tolist()) == {7}
 
 
 def test_a_ring_is_lent_again_only_once_its_peer_has_closed_it(gpus: list[FakeGpu]) -> None:
