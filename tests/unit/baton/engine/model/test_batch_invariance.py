@@ -54,7 +54,7 @@ def test_a_token_is_attended_as_if_alone_where_that_is_asked_for(
     assert interpreter.submit(invariant.attention_is_invariant, dims, asked=asked).result() == asked
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "cohere", "starcoder2"])
+@pytest.mark.parametrize("kind", ["llama", "cohere"])
 def test_no_way_to_the_same_tokens_has_other_bits(kind: str, interpreter: Executor) -> None:
     assert interpreter.submit(invariant.ways_differ, kind).result() == []
 
