@@ -9,7 +9,8 @@
                              sum is added to the output. All is as TDPBF16PS has it: floats below 2 to the -126 are 0
        a score q.k           the same as a product's, from the first dimension to the last
        an attended value     the same, from the first token that is seen to the last; at each 64th position (0, 64, ...)
-                             it is scaled by e to the (largest score before - largest score with the next 64 tokens)
+                             it is scaled by 2 to the (most before - most with the next 64 tokens), where `most` is the
+                             largest score in scaled units of 2: a token weighs 2 to the one fused (score * scale - most)
        a softmax's sum       16 chains (lane j: tokens j, j + 16, ...), scaled at the same places, then halves are added
                              until one is left
        a norm's sum          16 chains, then the same
@@ -55,7 +56,7 @@
 
    A layer whose queries come of such a product attends by pairs, too: queries, K, weights of tokens and V are rounded, scores
    are products of pairs over the dimensions, and an attended value is one over the tokens, of which each 32 from a multiple of
-   64 on are a block; the rest is as above, but with powers of 2 for those of e.
+   64 on are a block; the rest is as above, but with powers of 2 that are less exact.
 
    KV. A layer's pages are those of `KVCache`: page(block, head) = [K of token 0, 1, ... | V of token 0, 1, ...], where the K or
    V of a token is
@@ -343,6 +344,7 @@ INLINE float sum_of_lanes(const float *lane) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
+static const float LOG2_E = 1.44269504088896341f;
 static const float WHOLE = 12582912.0f; /* what is added to it keeps no bits behind the point */
 
 /* The nearest whole number, of two as near the even one; of numbers that are smaller than 2 to the 22. */
@@ -352,7 +354,7 @@ INLINE Vector rounded(Vector x) { return subtracted(added(x, splat(WHOLE)), spla
 INLINE Vector exponential(Vector x) {
     const Vector whole = splat(WHOLE);
     x = larger(x, splat(-87.0f));
-    Vector power = multiply_add(x, splat(1.44269504088896341f), whole), n = subtracted(power, whole);
+    Vector power = multiply_add(x, splat(LOG2_E), whole), n = subtracted(power, whole);
     Vector r = multiply_add(n, splat(2.12194440e-4f), multiply_add(n, splat(-0.693359375f), x));
     Vector p = multiply_add(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
     p = multiply_add(p, r, splat(8.3334519073e-3f));
@@ -362,14 +364,22 @@ INLINE Vector exponential(Vector x) {
     return times_power(multiply_add(p, multiplied(r, r), added(r, splat(1.0f))), power);
 }
 
-/* 2 to the x, which is at most 127, within a share of 3e-6 of it; not below 2 to the -126. */
-INLINE Vector power_of_two(Vector x) {
+/* 2 to the x, which is at most 127; not below 2 to the -126. What is `rough` is within a share of 3e-6 of it, else 2e-7. */
+INLINE Vector power_of_two(int rough, Vector x) {
     const Vector whole = splat(WHOLE);
     x = larger(x, splat(-126.0f));
     const Vector power = added(x, whole), r = subtracted(x, subtracted(power, whole));
-    Vector p = multiply_add(splat(9.5828524568e-3f), r, splat(5.5906426414e-2f));
-    p = multiply_add(p, r, splat(2.4024098638e-1f));
-    p = multiply_add(p, r, splat(6.9312419322e-1f));
+    Vector p;
+    if (rough) {
+        p = multiply_add(splat(9.5828524568e-3f), r, splat(5.5906426414e-2f));
+        p = multiply_add(p, r, splat(2.4024098638e-1f));
+        p = multiply_add(p, r, splat(6.9312419322e-1f));
+    } else {
+        p = multiply_add(splat(1.3264727253e-3f), r, splat(9.6715127858e-3f));
+        p = multiply_add(p, r, splat(5.5507337445e-2f));
+        p = multiply_add(p, r, splat(2.4022242083e-1f));
+        p = multiply_add(p, r, splat(6.9314697760e-1f));
+    }
     return times_power(multiply_add(p, r, splat(1.0f)), power);
 }
 
@@ -1550,13 +1560,13 @@ static void mix(Step *step, const Experts *experts, const float *x, int tokens) 
    and summed while block and tile are in the first cache. Where a query's largest score so far grows, what was summed
    before is scaled down. A block begins at a multiple of 64, whoever asks, and tokens that a query does not see weigh 0:
    so one query, as in decoding, and many give the same bits. */
-enum { SPAN_ROWS = 192, SPAN_ROWS_OF_PAIRS = 384, ATTENTION_ROWS = 6, KEYS = 64, NO_SCORE = -0x7000000 };
+enum { SPAN_ROWS = 384, ATTENTION_ROWS = 6, KEYS = 64, NO_SCORE = -0x7000000 };
 
 typedef struct { /* a query: one token, one head */
     const float *query;
     float *out;       /* its values, summed so far */
     int from, to;     /* tokens that it sees */
-    float most;       /* its largest score so far */
+    float most;       /* its largest score so far, as the exponent of 2 that it gives */
     float sum[GROUP]; /* of its weights so far, in chains */
 } Row;
 
@@ -1610,7 +1620,7 @@ static void turn(int form, const Block *block, int dim, float *turned) {
 }
 
 /* Scores of a block's tokens, whether they are there or not. */
-INLINE void score(int rows, const Row *row, const float *turned, int dim, float scale, float (*scores)[KEYS]) {
+INLINE void score(int rows, const Row *row, const float *turned, int dim, float (*scores)[KEYS]) {
     for (int at = 0; at < KEYS; at += ATTENTION_PARTS * LANES) {
         Vector sum[ATTENTION_ROWS][ATTENTION_PARTS], key[ATTENTION_PARTS];
         UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < ATTENTION_PARTS; v++) sum[r][v] = splat(0.0f);
@@ -1622,38 +1632,46 @@ INLINE void score(int rows, const Row *row, const float *turned, int dim, float 
             }
         }
         UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < ATTENTION_PARTS; v++)
-            store(scores[r] + at + v * LANES, multiplied(sum[r][v], splat(scale)));
+            store(scores[r] + at + v * LANES, sum[r][v]);
     }
 }
 
-/* Overwrites what a query does not see. */
-static void hide(const Row *row, int begin, float *scores, float with) {
-    for (int t = 0; t < row->from - begin && t < KEYS; t++) scores[t] = with;
-    for (int t = row->to > begin ? row->to - begin : 0; t < KEYS; t++) scores[t] = with;
+/* The most that a score or a weight of a block's tokens may be, of which a query sees those in the middle. */
+static const float MOST_OF_SCORE[3 * KEYS] = {
+    [0 ... KEYS - 1] = NO_SCORE, [KEYS ... 2 * KEYS - 1] = INFINITY, [2 * KEYS ... 3 * KEYS - 1] = NO_SCORE};
+static const float MOST_OF_WEIGHT[3 * KEYS] = {[KEYS ... 2 * KEYS - 1] = INFINITY};
+
+/* Overwrites what a query does not see of a block. */
+INLINE void hide(const Row *row, int begin, float *scores, const float *most) {
+    const int before = row->from - begin, seen = row->to - begin;
+    if (before <= 0 && seen >= KEYS) return;
+    const float *from = most + KEYS - (before < 0 ? 0 : before < KEYS ? before : KEYS);
+    const float *to = most + 2 * KEYS - (seen < 0 ? 0 : seen < KEYS ? seen : KEYS);
+    for (int t = 0; t < KEYS; t += LANES) /* also of what is not a number the second one is taken */
+        store(scores + t, smaller(smaller(load(scores + t), load(from + t)), load(to + t)));
 }
 
-/* The largest of a query's scores so far, with those of a block. */
-INLINE float most_of(const Row *row, const float *scores) {
-    Vector largest = splat(row->most);
-    UNROLL for (int t = 0; t < KEYS; t += LANES) largest = larger(largest, load(scores + t));
+INLINE float largest_of(const float *scores) {
+    Vector largest = load(scores);
+    UNROLL for (int t = LANES; t < KEYS; t += LANES) largest = larger(largest, load(scores + t));
     return largest_lane(largest);
 }
 
-/* Turns a tile's scores of a block's tokens into weights, and says by what the sums so far are scaled. */
-INLINE void weights_of(int rows, Row *row, int begin, float (*scores)[KEYS], float *factor) {
+/* Turns a tile's scores of a block's tokens into weights, which are 2 to the one fused (score * scale - most), and says by
+   what the sums so far are scaled. */
+INLINE void weights_of(int rows, Row *row, int begin, float scale, float (*scores)[KEYS], float *factor) {
     float change[GROUP] = {0.0f};
-    int grows = 0;
     UNROLL for (int r = 0; r < rows; r++) {
-        if (row[r].from > begin || row[r].to < begin + KEYS) hide(row + r, begin, scores[r], NO_SCORE);
-        const float most = most_of(row + r, scores[r]);
-        change[r] = row[r].most - most, grows |= most > row[r].most;
-        row[r].most = most;
+        hide(row + r, begin, scores[r], MOST_OF_SCORE);
+        const float most = largest_of(scores[r]) * scale, before = row[r].most;
+        row[r].most = most > before ? most : before;
+        change[r] = before - row[r].most;
     }
-    UNROLL for (int v = 0; v < GROUP; v += LANES) store(factor + v, grows ? exponential(load(change + v)) : splat(1.0f));
+    UNROLL for (int v = 0; v < GROUP; v += LANES) store(factor + v, power_of_two(0, load(change + v)));
     UNROLL for (int r = 0; r < rows; r++) {
         UNROLL for (int t = 0; t < KEYS; t += LANES)
-            store(scores[r] + t, exponential(subtracted(load(scores[r] + t), splat(row[r].most))));
-        if (row[r].from > begin || row[r].to < begin + KEYS) hide(row + r, begin, scores[r], 0.0f);
+            store(scores[r] + t, power_of_two(0, multiply_add(load(scores[r] + t), splat(scale), splat(-row[r].most))));
+        hide(row + r, begin, scores[r], MOST_OF_WEIGHT);
         UNROLL for (int v = 0; v < GROUP_PARTS; v++) {
             Vector sum = multiplied(load(row[r].sum + v * LANES), splat(factor[r]));
             UNROLL for (int t = 0; t < KEYS; t += GROUP) sum = added(sum, load(scores[r] + t + v * LANES));
@@ -1692,9 +1710,9 @@ INLINE void weigh(int form, int rows, int parts, const Row *row, const Block *bl
 /* A tile of queries and a block of tokens. */
 INLINE void attend_tile(int form, int rows, Row *row, const Block *block, const float *turned, int dim, float scale) {
     float scores[ATTENTION_ROWS][KEYS], factor[GROUP];
-    if (dim == 64) score(rows, row, turned, 64, scale, scores);
-    else score(rows, row, turned, dim, scale, scores);
-    weights_of(rows, row, block->begin, scores, factor);
+    if (dim == 64) score(rows, row, turned, 64, scores);
+    else score(rows, row, turned, dim, scores);
+    weights_of(rows, row, block->begin, scale, scores, factor);
     if (form == KV_INT8) /* a weight times (scale times c) */
         for (int r = 0; r < rows; r++)
             UNROLL for (int t = 0; t < KEYS; t += LANES)
@@ -1718,11 +1736,11 @@ INLINE void attend_as(int form, int rows, Row *row, const Block *block, const fl
 }
 
 static void attend_rows(const Model *model, int rows, Row *row, const Block *block, const float *turned) {
-    const int dim = model->head_dim;
+    const float scale = model->attention_scale * LOG2_E;
     switch (model->kv_form) {
-    case KV_F32: attend_as(KV_F32, rows, row, block, turned, dim, model->attention_scale); return;
-    case KV_BF16: attend_as(KV_BF16, rows, row, block, turned, dim, model->attention_scale); return;
-    default: attend_as(KV_INT8, rows, row, block, turned, dim, model->attention_scale); return;
+    case KV_F32: attend_as(KV_F32, rows, row, block, turned, model->head_dim, scale); return;
+    case KV_BF16: attend_as(KV_BF16, rows, row, block, turned, model->head_dim, scale); return;
+    default: attend_as(KV_INT8, rows, row, block, turned, model->head_dim, scale); return;
     }
 }
 
@@ -1870,27 +1888,24 @@ static void add_pairs(const Step *step, int adds, int rows, int width, const voi
     pair_rows(rows, width, x, weights, blocks, sums);
 }
 
-/* Turns a tile's scores of a block's tokens into weights, which are 2 to the one fused (score * scale - most), and scales
-   the sums so far. Here a row's `most` is the exponent that its largest score so far gives. */
+/* Turns a tile's scores of a block's tokens into weights, and scales the sums so far. */
 static void weigh_pairs(const Step *step, int rows, Row *row, int begin, float (*scores)[KEYS], void *weights, float *sums) {
     const int dim = step->model->head_dim;
-    const Vector scale = splat(step->model->attention_scale * 1.44269504088896341f);
+    const Vector scale = splat(step->model->attention_scale * LOG2_E);
     float most[PAIR_ROWS] = {0.0f}, before[PAIR_ROWS] = {0.0f}, factor[PAIR_ROWS];
     for (int r = 0; r < rows; r++) {
-        if (row[r].from > begin || row[r].to < begin + KEYS) hide(&row[r], begin, scores[r], NO_SCORE);
-        Vector largest = load(scores[r]);
-        UNROLL for (int t = LANES; t < KEYS; t += LANES) largest = larger(largest, load(scores[r] + t));
-        most[r] = largest_lane(largest), before[r] = row[r].most;
+        hide(&row[r], begin, scores[r], MOST_OF_SCORE);
+        most[r] = largest_of(scores[r]), before[r] = row[r].most;
     }
     for (int v = 0; v < PAIR_ROWS; v += LANES) {
         const Vector now = larger(multiplied(load(most + v), scale), load(before + v));
-        store(factor + v, power_of_two(subtracted(load(before + v), now))), store(most + v, now);
+        store(factor + v, power_of_two(1, subtracted(load(before + v), now))), store(most + v, now);
     }
     for (int r = 0; r < rows; r++) {
         const Vector shift = splat(-most[r]), by = splat(factor[r]);
         UNROLL for (int t = 0; t < KEYS; t += LANES)
-            store(scores[r] + t, power_of_two(multiply_add(load(scores[r] + t), scale, shift)));
-        if (row[r].from > begin || row[r].to < begin + KEYS) hide(&row[r], begin, scores[r], 0.0f);
+            store(scores[r] + t, power_of_two(1, multiply_add(load(scores[r] + t), scale, shift)));
+        hide(&row[r], begin, scores[r], MOST_OF_WEIGHT);
         UNROLL for (int v = 0; v < GROUP_PARTS; v++) {
             Vector sum = multiplied(load(row[r].sum + v * LANES), by);
             UNROLL for (int t = 0; t < KEYS; t += GROUP) sum = added(sum, load(scores[r] + t + v * LANES));
@@ -2000,8 +2015,7 @@ static int check(const Step *step, const Batch *batch) {
 }
 
 static int span_tokens(const Model *model) {
-    const int rows = is_pairs(&model->layer[0].qkv) ? SPAN_ROWS_OF_PAIRS : SPAN_ROWS;
-    const int tokens = rows / (model->heads / model->kv_heads);
+    const int tokens = SPAN_ROWS / (model->heads / model->kv_heads);
     return tokens ? tokens : 1;
 }
 
@@ -2110,7 +2124,7 @@ static Widths widest(const Model *model) {
 
 static PairRoom pair_room(const Model *model, int most_inputs) {
     const int64_t dim = (model->head_dim + 31) / 32 * 32, shared = model->heads / model->kv_heads;
-    const int64_t rows = (larger_of(SPAN_ROWS_OF_PAIRS, (int)shared) + PAIR_ROWS - 1) / PAIR_ROWS * PAIR_ROWS;
+    const int64_t rows = (larger_of(SPAN_ROWS, (int)shared) + PAIR_ROWS - 1) / PAIR_ROWS * PAIR_ROWS;
     const PairRoom made = {
         .made = room((most_inputs + 31) / 32 * 2 * PAIR_WEIGHTS, sizeof(uint16_t)),
         .products = room(2 * ROWS_OF_PAIRS * PANEL, sizeof(float)),
