@@ -175,7 +175,7 @@ class ConnectionPool:
             await asyncio.wait([route.improving])
 
     def transport_kind(self, rank: int, peer: Peer) -> str:
-        """Returns the kind of the open connection with a peer; if there is none, one like all that it may have, or ""."""
+        """Returns the kind of a peer's open connection; if there is none, one like all that it may have, or ""."""
         route = self._routes.get((rank, peer))
         connection = route.connection if route is not None and not route.is_over else None
         return connection.transport_kind if connection is not None else like_all(self._hello.links)
