@@ -41,8 +41,9 @@ async def test_the_handlers_take_no_new_work_while_the_worker_drains() -> None:
 
 
 async def test_workers_share_no_kv_unless_they_compute_the_same() -> None:
-    async def identities(model: ModelConfig, **engine: bool) -> tuple[str, str]:
-        config = Config(model=model, engine=EngineConfig(**engine), transfer=TransferConfig(links=("tcp",)))
+    async def identities(model: ModelConfig, *, batch_invariant: bool = False) -> tuple[str, str]:
+        engine = EngineConfig(batch_invariant=batch_invariant)
+        config = Config(model=model, engine=engine, transfer=TransferConfig(links=("tcp",)))
         member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, ArithmeticRunner(8, 16))
         await member.kv.close()
         return member.content_id, member.wire_compat
