@@ -114,6 +114,11 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return rows
 
 
+class _LimitedSiLU(nn.Module):
+    def forward(self, opening: torch.Tensor) -> torch.Tensor:
+        return F.silu(opening.clamp(max=7.0))
+
+
 def left_alone(case: str) -> tuple[list[str], bool]:
     """What the log says of a model one part of which is not what it seems, and whether all else is fused."""
     model = model_of(LlamaConfig(**SHAPE | {"rms_norm_eps": EPS}))
@@ -124,6 +129,9 @@ def left_alone(case: str) -> tuple[list[str], bool]:
         layer.self_attn.k_proj = type("Quantized", (nn.Linear,), {})(32, 16, bias=False)
     elif case == "one bias":
         layer.self_attn.v_proj = nn.Linear(32, 16)
+    elif case == "limited gate":
+        layer.mlp.act_fn = _LimitedSiLU()
+        layer.mlp.gate_proj.weight.data *= 1e-3  # so that no probe reaches the limit
     elif case == "other type":
         model.model.norm.to(torch.bfloat16)
     else:
