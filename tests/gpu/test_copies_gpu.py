@@ -36,7 +36,7 @@ def test_a_chunk_moves_at_the_rate_of_the_memory() -> None:
     index = torch.randperm(128, device=device())[:32]
     payload = torch.zeros(16 * 32 * 8192, dtype=torch.int64, device=device())
     sums = torch.zeros(kernels.NUM_SUMS, dtype=torch.int64, pin_memory=True)
-    span = kernels.Span(pages, 65536, index, 0, 32, 0)
+    span = kernels.ChunkRuns(pages, 65536, index, 0, 32, 0)
     for name in ("gather", "scatter"):
         kernels.launch(getattr(kernels, name), span, payload, sums)
         torch.cuda.synchronize()

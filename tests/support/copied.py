@@ -62,7 +62,7 @@ def same_moves(case: CopyCase) -> tuple[int, bool]:
     class Counted:
         """The module with its launches counted."""
 
-        Span, gather, scatter = kernels.Span, "gather", "scatter"
+        ChunkRuns, gather, scatter = kernels.ChunkRuns, "gather", "scatter"
 
         @staticmethod
         def launch(kernel: str, *args: Any) -> int:
@@ -131,7 +131,8 @@ def are_right() -> bool:
 
     def broken(what: str) -> Any:
         class Broken:
-            Span, TILE, NUM_SUMS, gather, scatter = kernels.Span, kernels.TILE, kernels.NUM_SUMS, "gather", "scatter"
+            ChunkRuns, TILE, NUM_SUMS = kernels.ChunkRuns, kernels.TILE, kernels.NUM_SUMS
+            gather, scatter = "gather", "scatter"
 
             @staticmethod
             def launch(kernel: str, span: Any, payload: torch.Tensor, sums: torch.Tensor) -> int:

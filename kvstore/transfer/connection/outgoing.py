@@ -363,7 +363,7 @@ class OutgoingConnection:
             chosen, offered = f"a {welcome.link!r} transport", ", ".join(self._hello.links)
             raise TransferRefused(f"worker {peer.worker_id} chose {chosen}, this worker offered {offered}")
         self.transport_kind = welcome.link
-        spoiler = FaultInjector(self._faults, self._local.device) if self._faults.on_payload else None
+        spoiler = FaultInjector(self._faults, self._local.gpu) if self._faults.on_payload else None
         heartbeat_s = self._config.op_timeout_s / 4
         self._send_loop = SendLoop(welcome.pair_epoch, self._machine, heartbeat_s, spoiler)
         self._thread = TransportThread(
@@ -376,8 +376,8 @@ class OutgoingConnection:
 
     def _open_transport(self, kind: str) -> SendingTransport:
         transport = open_sender(kind, self._local.end(kind, self._stream.rendezvous, self._config))
-        is_faulty, device = self._faults.on_transport, self._local.device
-        return FaultyTransport(transport, self._faults, device=device) if is_faulty else transport
+        is_faulty, gpu = self._faults.on_transport, self._local.gpu
+        return FaultyTransport(transport, self._faults, gpu=gpu) if is_faulty else transport
 
     def _on_transport(self, error: TransferError | None) -> None:
         if error is None:

@@ -211,7 +211,7 @@ class BlockCopier:
     def _launch(self, kernels: Any, name: str, chunk: Chunk, payload: torch.Tensor, sums: torch.Tensor) -> int:
         runs, pages = self._runs[chunk.part], self._cache.groups[chunk.part]
         runs_a_unit = runs.of_unit.shape[1]
-        span = kernels.Span(
+        span = kernels.ChunkRuns(
             pages=pages,
             run_bytes=runs.numel * pages.itemsize,
             places=self._gpu_indices[chunk.part].until(self._tables[chunk.part], chunk.unit_hi),

@@ -76,7 +76,7 @@ def are_right(kernels: Any, device: torch.device) -> bool:
     index = torch.tensor([9, 5, 0, 3, 8], device=device)
     payload = torch.empty(2 * num_runs * row_words // 2, dtype=torch.int64, device=device)
     sums = [torch.zeros(kernels.NUM_SUMS, dtype=torch.int64, pin_memory=is_on_gpu) for _ in range(2)]
-    span = kernels.Span(pages, 4 * row_words, index, 1, num_runs, 1)
+    span = kernels.ChunkRuns(pages, 4 * row_words, index, 1, num_runs, 1)
     num_sums = kernels.launch(kernels.gather, span, payload, sums[0])
     wanted = pages.view(num_layers, -1, row_words // 2)[1:, index[1:]]
     back = torch.zeros_like(pages)

@@ -33,7 +33,7 @@ _VARIED = ("first", "layer_lo", "layer_segments", "num_runs", "run_segments", "n
 _PLACES = ("index", "sums")
 
 
-class Span(NamedTuple):
+class ChunkRuns(NamedTuple):
     """Which runs of a layer group a chunk has, for both kernels."""
 
     pages: torch.Tensor
@@ -107,7 +107,7 @@ def scatter(
     tl.store(sums + tl.program_id(0), tl.sum(tl.sum(total, 1), 0))
 
 
-def launch(kernel: Any, span: Span, payload: torch.Tensor, sums: torch.Tensor) -> int:
+def launch(kernel: Any, span: ChunkRuns, payload: torch.Tensor, sums: torch.Tensor) -> int:
     """Puts a kernel into the calling thread's stream.
 
     Args:

@@ -29,7 +29,7 @@ class Move(Protocol):
         """Waits until the bytes have moved, and returns the checksum of the payload; 0 if none was asked for."""
 
 
-class Moved:
+class DoneMove:
     """A copy that was done when it was asked for."""
 
     def __init__(self, checksum: int) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from baton.errors import TransferCorrupted, TransferError, TransferTimeout
 from kvstore.transfer.copy.checksum import Xxh3
-from kvstore.transfer.copy.moves import Moved
+from kvstore.transfer.copy.moves import DoneMove
 from kvstore.transfer.protocol import chunk_header as h
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class ChunkWriter:
             return self._copier.begin_scatter(chunk, payload, self._checked)
         checksum = Xxh3() if self._checked else None
         self._copier.scatter(chunk, payload, checksum)
-        return Moved(checksum.digest() if checksum else 0)
+        return DoneMove(checksum.digest() if checksum else 0)
 
     def _scatter_ended(self) -> None:
         self._machine.apply_in_thread(lambda state: state.scatter_ends(self._connection, self._generation))

@@ -7,9 +7,8 @@
 A place that was announced is always filled: with a VOID chunk if its transfer has been given up meanwhile. So giving up
 leaves nothing behind on the transport. An idle transport carries a signal every `heartbeat_s`.
 
-On a GPU the copy of a chunk into its slot begins when it is announced, so it goes on while those before it leave; the
-host waits for it, and learns its checksum, when its place has come. In main memory a chunk is copied then, and leaves
-out of the processor's cache.
+On a GPU a chunk's copy into its slot begins when it is announced, and its checksum is read when its place has come. In
+main memory it is copied then, and leaves out of the processor's cache.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.transfer.copy.checksum import Xxh3
-from kvstore.transfer.copy.moves import Moved
+from kvstore.transfer.copy.moves import DoneMove
+from kvstore.transfer.pipeline.under_way import UnderWay
 from kvstore.transfer.protocol import chunk_header as h
 from kvstore.transfer.protocol.plan import EVERY_LAYER
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvstore.transfer.pipeline.driven import DrivenMachine
     from kvstore.transfer.protocol.plan import Chunk, TransferPlan
     from kvstore.transfer.protocol.send_state import SendInstruction, SendState
-    from kvstore.transfer.transport.base import Operation, SendingTransport
+    from kvstore.transfer.transport.base import SendingTransport
     from kvstore.transfer.transport.faults import FaultInjector
     from kvstore.transfer.transport.staging import Slot
 
@@ -127,7 +127,7 @@ class ChunkQueue:
             return self._copier.begin_gather(ready.chunk, payload, ready.fence, self._checked)
         checksum = Xxh3() if self._checked else None
         self._copier.gather(ready.chunk, payload, ready.fence, checksum)
-        return Moved(checksum.digest() if checksum else 0)
+        return DoneMove(checksum.digest() if checksum else 0)
 
     def header(self, seq: int, chunk: Chunk, checksum: int, at: Place) -> h.Header:
         """Returns the header of a gathered chunk."""
@@ -211,39 +211,7 @@ class _Announced:
     queue: ChunkQueue
     ready: ReadyChunk
     slot: Slot
-    move: Move | None = None
-    """The copy into the slot, from its begin to its end."""
-
-
-class _UnderWay:
-    """The operations that have begun, in order, and the slots that they hold."""
-
-    def __init__(self, transport: SendingTransport) -> None:
-        self._transport = transport
-        self._operations: deque[tuple[Operation, Slot | None]] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._operations)
-
-    def add(self, operation: Operation, slot: Slot | None) -> None:
-        self._operations.append((operation, slot))
-
-    def complete_one(self) -> None:
-        operation, slot = self._operations[0]
-        operation.wait()
-        self._operations.popleft()
-        if slot is not None:
-            self._transport.slots.release(slot)
-
-    def complete_all(self) -> None:
-        while self._operations:
-            self.complete_one()
-
-    def give_up(self) -> None:
-        """Discards the slots of operations under way: the transport has failed, or is about to be closed."""
-        for _, slot in self._operations:
-            if slot is not None:
-                self._transport.slots.discard(slot)
+    move: Move | None = None  # the copy into the slot, from its begin to its end
 
 
 class SendLoop:
@@ -302,13 +270,13 @@ class SendLoop:
 
     def run(self, transport: SendingTransport) -> None:
         """Sends until `stop`, or until the transport fails with TransferError."""
-        under_way = _UnderWay(transport)
+        under_way = UnderWay(transport)
         try:
             self._run(transport, under_way)
         finally:
             under_way.give_up()
 
-    def _run(self, transport: SendingTransport, under_way: _UnderWay) -> None:
+    def _run(self, transport: SendingTransport, under_way: UnderWay) -> None:
         places: deque[_Announced | None] = deque([None] * h.LOOKAHEAD)
         place = 0
         try:
@@ -332,7 +300,7 @@ class SendLoop:
                     stack.callback(transport.slots.release, unsent.slot)
                     stack.callback(self._end_gather, unsent)
 
-    def _decide(self, transport: SendingTransport, under_way: _UnderWay, is_idle: bool) -> _Announced | None:
+    def _decide(self, transport: SendingTransport, under_way: UnderWay, is_idle: bool) -> _Announced | None:
         """Returns the chunk to announce next, or None to announce a signal.
 
         Only a chunk that has its slot is announced. The receiver takes a slot of its own for it, which must not wait
@@ -362,7 +330,7 @@ class SendLoop:
                 raise
         return announced
 
-    def _send(self, transport: SendingTransport, under_way: _UnderWay, due: _Announced, at: Place) -> None:
+    def _send(self, transport: SendingTransport, under_way: UnderWay, due: _Announced, at: Place) -> None:
         queue, chunk, slot = due.queue, due.ready.chunk, due.slot
         if not slot.is_on_gpu:
             self._begin_gather(due)

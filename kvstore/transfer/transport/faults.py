@@ -14,18 +14,16 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from baton.errors import ConfigError, TransferError
-from kvstore.transfer.device import gpu_of
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 
 if TYPE_CHECKING:
+    import torch
+
+    from kvstore.transfer.device import GpuDevice
     from kvstore.transfer.protocol.plan import Chunk
     from kvstore.transfer.transport.base import Operation, SendingTransport
     from kvstore.transfer.transport.staging import Slot
-
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +99,12 @@ class FaultInjector:
     """Spoils the payloads of one connection.
 
     Args:
-        device: that of the cache, on which payloads may be.
+        gpu: has the payloads, if one has.
     """
 
-    def __init__(self, faults: Faults, device: torch.device = _CPU) -> None:
+    def __init__(self, faults: Faults, gpu: GpuDevice | None = None) -> None:
         self._faults = faults
-        self._gpu = gpu_of(device)
+        self._gpu = gpu
         self._num_chunks = 0
         self._num_swappable = 0
 
@@ -139,8 +137,10 @@ class FaultyTransport:
         injected: how often each fault has happened, by its name.
     """
 
-    def __init__(self, transport: SendingTransport, faults: Faults, seed: int = 0, device: torch.device = _CPU) -> None:
-        self._gpu = gpu_of(device)
+    def __init__(
+        self, transport: SendingTransport, faults: Faults, seed: int = 0, gpu: GpuDevice | None = None
+    ) -> None:
+        self._gpu = gpu
         self.slots = transport.slots
         self.injected: Counter[str] = Counter()
         self._transport = transport

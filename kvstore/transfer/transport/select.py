@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from baton.config import TransferConfig
+    from kvstore.transfer.device import GpuDevice
 
 KINDS: dict[str, TransportKind] = {
     "ipc": ipc.KIND,
@@ -150,6 +151,11 @@ class LocalRank:
     device: torch.device
     """The device of the rank's cache."""
     staging: StagingPools
+
+    @property
+    def gpu(self) -> GpuDevice | None:
+        """The GPU of the rank's cache; None for a CPU."""
+        return gpu_of(self.device)
 
     def end(self, kind: str, rendezvous: RendezvousStore, config: TransferConfig) -> TransportEnd:
         """Returns what this rank's side of a transport of a kind is opened with."""

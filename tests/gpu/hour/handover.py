@@ -229,7 +229,7 @@ def _both(kind: str, folder: str, num_tokens: int, slot_bytes: int, side: Side) 
 
 def _cache_of(engine: Engine, side: Side) -> RankCache:
     """The cache. In a rehearsal it says that it is on the GPU that is none, where the slots are."""
-    (cache,) = engine.runner.caches
+    cache: RankCache = engine.runner.caches[0]
     if not is_rehearsal():
         return cache
     names = ("spec", "groups", "states", "table_sizes")
