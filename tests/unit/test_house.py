@@ -101,6 +101,10 @@ MANY_ARGUMENTS = {
     "norm",
     "add_norm",
     "rotate",
+    "multiply",
+    "gather",
+    "scatter",
+    "_segments_of",
 }
 """Functions that transformers calls; kernels; the two ends of a plan; commands, to which typer gives their
 options by name."""

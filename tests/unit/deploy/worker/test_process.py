@@ -65,10 +65,14 @@ def test_weights_that_a_runner_does_not_make_are_refused_by_name() -> None:
         build_runner(config)
 
 
+OTHER_VALUES = {"speculation": "off", "kv_dtype": "int8", "plan_ahead": True, "batch_invariant": True}
+"""Values that are no numbers, of settings that take none."""
+
+
 @pytest.mark.parametrize("name", sorted(OWN_SETTINGS | {"kv_cache_gib"}))
 def test_an_engine_of_another_make_says_what_it_does_not_know(name: str) -> None:
     EngineConfig(block_size=32, num_blocks=8).refuse_unknown(ScriptedEngine.unknown_settings)
-    setting: dict[str, Any] = {name: {"speculation": "off", "kv_dtype": "int8", "plan_ahead": True}.get(name, 7)}
+    setting: dict[str, Any] = {name: OTHER_VALUES.get(name, 7)}
     with pytest.raises(ConfigError, match=rf"does not know engine\.{name}; unset it"):
         EngineConfig(**setting).refuse_unknown(ScriptedEngine.unknown_settings)
 

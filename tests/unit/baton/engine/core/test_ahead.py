@@ -228,7 +228,7 @@ PLAIN = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     asked=st.lists(PLAIN | drafting.SAMPLING, min_size=1, max_size=4),
     n=st.sampled_from([1, 1, 2]),

@@ -168,7 +168,7 @@ def specs_of(asked: Sequence[dict[str, Any]], n: int, seed: int, num_answered: i
 # -- the same tokens ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     asked=st.lists(SAMPLING, min_size=1, max_size=4),
     n=st.integers(1, 3),

@@ -120,7 +120,7 @@ def specs_of(asked: Sequence[dict[str, Any]], n: int, seed: int, num_answered: i
     return specs
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     asked=st.lists(SAMPLING, min_size=1, max_size=4),
     n=st.integers(1, 3),
