@@ -28,7 +28,7 @@ from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.last_tokens import LastTokens
 from baton.engine.model.rank_step import RankStep, order_for_packing
 from baton.engine.model.rows import drawn, rows_of
-from baton.engine.model.shapes import arithmetic_dtype, cache_spec, longest_sequence
+from baton.engine.model.shapes import arithmetic_dtype, cache_spec, longest_sequence, report_longest
 from baton.engine.model.smaller_steps import SmallerSteps
 from baton.engine.sampling.pipeline import SAMPLER, Sampler
 from baton.engine.sampling.row import Row
@@ -86,6 +86,7 @@ class LogitsRunner(ABC):
         kv_dtype = {"auto": self.dtype, "fp8": FP8}.get(engine.kv_dtype, engine.kv_dtype)
         self.spec = cache_spec(config, engine.block_size, kv_dtype, len(devices))
         self._model_len = longest_sequence(config, engine.max_model_len)
+        report_longest(config, engine.max_model_len, self._model_len)
         if not engine.num_blocks:  # refused before minutes are spent on loading
             estimated = self._num_blocks_of(_pool_gib(model, engine, self.dtype, devices, self._set_aside))
         self._make_caches(engine, num_blocks or engine.num_blocks or estimated, devices)

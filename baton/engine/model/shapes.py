@@ -33,15 +33,24 @@ def longest_sequence(config: Any, asked: int) -> int:
             f"engine.max_model_len is {asked}, but with RoPE of type dynamic this model is computed up to its "
             f"max_position_embeddings only; set it to {config.max_position_embeddings} at most"
         )
-    if kind == "longrope" and num_tokens > (trained := int(rope["original_max_position_embeddings"])):
+    return min(num_tokens, int(rope["original_max_position_embeddings"])) if kind == "longrope" else num_tokens
+
+
+def report_longest(config: Any, asked: int, found: int) -> None:
+    """Logs that sequences are shorter than asked for, or than the model says, and why.
+
+    Args:
+        config: see `longest_sequence`, as for `asked`.
+        asked: tokens of a sequence; 0: what the model says.
+        found: what it has returned.
+    """
+    if found < (wanted := asked or config.max_position_embeddings):
         logger.warning(
             "max_model_len is %d, the model's original_max_position_embeddings, not %d: with RoPE of type longrope "
             "longer sequences would take other frequencies, and so would those that are computed beside them",
-            trained,
-            num_tokens,
+            found,
+            wanted,
         )
-        return trained
-    return num_tokens
 
 
 def arithmetic_dtype(config: Any, asked: str, on_gpu: bool) -> str:

@@ -26,6 +26,7 @@ from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError, TransferCancelled, TransferCorrupted
 from baton.messages import Ticket
 from kvstore.transfer.connection.reservations import Arrival
+from kvstore.transfer.device import GpuDevice
 from kvstore.transfer.protocol.chunk_header import VOID
 from kvstore.transfer.protocol.plan import Chunk
 from kvstore.transfer.receiver import KvReceiver
@@ -119,8 +120,8 @@ class NotedLink(FaultyTransport):
     injected_into: Injected
     seeds: Iterator[int]
 
-    def __init__(self, link: SendingTransport, faults: Faults) -> None:
-        super().__init__(link, faults, next(self.seeds))
+    def __init__(self, link: SendingTransport, faults: Faults, *, gpu: GpuDevice | None) -> None:
+        super().__init__(link, faults, next(self.seeds), gpu)
         self.is_broken_on_purpose = False
         self.is_closed = False
         self.spoiled: set[int] = set()
