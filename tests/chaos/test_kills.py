@@ -192,7 +192,7 @@ def test_the_decode_worker_dies_at_any_token(fleets: Fleets, mode: str) -> None:
             assert num_retried >= len(killed) - math.ceil(5 / stride)
 
 
-@pytest.mark.parametrize(("after_tokens", "link_delay_ms"), [(0, 0), (1, 100)])
+@pytest.mark.parametrize(("after_tokens", "link_delay_ms"), [(0, 0), pytest.param(1, 100, marks=pytest.mark.chaos)])
 def test_the_prefill_worker_dies(fleets: Fleets, after_tokens: int, link_delay_ms: int) -> None:
     """Before the first token, at every stage of the prompt; and after it, while the last of its KV is on the way."""
     faults = f"link_delay_ms={link_delay_ms}" if link_delay_ms else ""

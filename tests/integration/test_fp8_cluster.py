@@ -19,7 +19,7 @@ from tests.integration.test_engine_models import answers, engine_of
 from tests.support.asking import prompt_of, sampling
 from tests.support.builders import sequence_spec
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 NUM_TOKENS = 8
 LENGTHS = (16, 33, 150)
 """Tokens of the prompts: one block, not whole ones, many."""

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.engine import Engine
@@ -21,6 +22,7 @@ VOCAB_SIZE, NUM_TOKENS = 150_000, 8_000
 GIB = 2**30
 
 
+@pytest.mark.chaos
 def test_memory_rises_by_less_than_a_gib(tmp_path: Path) -> None:
     """All logits would be 4.5 GiB. In a process of its own, whose peak nothing before has raised."""
     save_tiny("llama", {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 2 * NUM_TOKENS}, tmp_path)

@@ -236,7 +236,10 @@ def num_computed(fleet: Fleet) -> int:
     return sum(worker["computed_tokens"] for worker in fleet.client.status()["workers"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["drained", "killed"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGTERM, id="drained", marks=pytest.mark.chaos), pytest.param(signal.SIGKILL, id="killed")],
+)
 def test_decode_workers_leave_in_the_middle(
     split_fleet: Fleet, all_answers: list[Listening | ApiAnswer], number: signal.Signals
 ) -> None:
