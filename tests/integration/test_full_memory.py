@@ -159,7 +159,7 @@ def test_the_step_that_was_planned_behind_one_with_a_too_large_part_gives_the_ot
     model: Path, runs_ahead: bool
 ) -> None:
     def tokens(asked: list[SequenceSpec], most_tokens: int) -> tuple[list[int], list[type[BatonError]]]:
-        """Of the first sequence, of two steps, and the errors of all."""
+        """Returns the tokens of the first sequence, of two steps, and the errors of all."""
         runner = runner_of(model)
         runner.runs_ahead = runs_ahead
         Memory(runner, 100, most_tokens=most_tokens)

@@ -41,7 +41,7 @@ class Fused(NamedTuple):
     """What has become of a model."""
 
     difference: float
-    """By how much its logits differ at most, over their largest."""
+    """The greatest difference of its logits, over their largest."""
     modules: dict[str, int]
     """The modules that were replaced, by what they are now."""
     words: list[str]

@@ -20,7 +20,7 @@ EPS = 1e-5
 
 
 def kernel_difference(name: str, size: tuple[int, ...], dtype: str) -> float:
-    """By how much what a kernel computes differs from torch's, over the largest number of that."""
+    """Returns by how much a kernel's result differs from torch's, over the largest number of that."""
     torch.manual_seed(0)
     found, expected = globals()[f"_{name}"](size, torch_dtype(dtype))
     worst = 0.0

@@ -94,17 +94,18 @@ def samples_differ() -> list[str]:
     return wrong
 
 
-def attention_is_invariant(dims: tuple[int, int], *, asked: bool) -> bool:
+def attention_is_invariant(dims: tuple[int, int], *, asked: bool, pages: str = "float32") -> bool:
     """Returns whether attention is found to depend on nothing beside a token.
 
     Args:
         dims: dimensions of a head, and query heads that share a KV head.
         asked: whether the kernels are to see to it.
+        pages: the data type of the pages.
     """
     from baton.engine.model.kernel_attention import KernelAttention
 
     dim, sharing = dims
-    group = LayerGroup(name="all", layers=(0,), block_size=BLOCK, num_kv_heads=1, k_dim=dim, v_dim=dim, dtype="float32")
+    group = LayerGroup(name="all", layers=(0,), block_size=BLOCK, num_kv_heads=1, k_dim=dim, v_dim=dim, dtype=pages)
     cache = probe_cache(KVSpec((group,)), CPU)
     way = KernelAttention(cache, sharing, torch.float32, PROBE_ROOM, is_invariant=asked)
     return is_batch_invariant(cache, sharing, torch.float32, way)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from baton.blocks import num_blocks_for
-from baton.engine.core.kv_spec import KVSpec
+from baton.engine.core.kv_spec import KVSpec, LayerGroup
 from baton.engine.core.runner import StepPart, ignore_layer
 from baton.engine.model.attention_step import Attention
 from baton.engine.model.kv_cache import KVCache
@@ -60,13 +60,8 @@ def largest_difference(
         parts = [_part(cache, number, *shape) for number, shape in enumerate(shapes)]
         num_tokens = sum(len(part.token_ids) for part in parts)
         for layer, group in enumerate(cache.spec.groups):
-            pages = cache.groups[layer]
-            pages.copy_(torch.randn(pages.shape, generator=generator, device=cache.device))
-            heads = ((num_sharing * group.num_kv_heads, group.k_dim), (group.num_kv_heads, group.k_dim))
-            new = [
-                torch.randn(num_tokens, *size, generator=generator, dtype=dtype, device=cache.device).transpose(0, 1)
-                for size in (*heads, (group.num_kv_heads, group.v_dim))
-            ]
+            _fill(cache.groups[layer], generator)
+            new = _drawn(group, num_sharing, num_tokens, dtype, generator)
             for window in (None, WINDOW):
                 one, other = (_attended(cache, way, parts, layer, (new, window)) for way in ways)
                 difference = (one - other).abs().amax().item()
@@ -87,15 +82,8 @@ def is_batch_invariant(cache: KVCache, num_sharing: int, dtype: torch.dtype, way
     """
     generator = torch.Generator(cache.device).manual_seed(0)
     for layer, group in enumerate(cache.spec.groups):
-        cache.groups[layer].normal_(generator=generator)
-        heads = (num_sharing * group.num_kv_heads, group.num_kv_heads, group.num_kv_heads)
-        dims = (group.k_dim, group.k_dim, group.v_dim)
-        new = [
-            torch.randn(PROBE_ROOM.num_tokens, *size, generator=generator, dtype=dtype, device=cache.device).transpose(
-                0, 1
-            )
-            for size in zip(heads, dims, strict=True)
-        ]
+        _fill(cache.groups[layer], generator)
+        new = _drawn(group, num_sharing, PROBE_ROOM.num_tokens, dtype, generator)
         for window in (None, WINDOW):
             whole = _attended(cache, way, [_part(cache, 0, PROBE_ROOM.num_tokens, 0, 0)], layer, (new, window))
             for shapes in CUTS:
@@ -105,6 +93,22 @@ def is_batch_invariant(cache: KVCache, num_sharing: int, dtype: torch.dtype, way
                 if not _attended(cache, way, parts, layer, (cut, window)).equal(whole[tokens.to(cache.device)]):
                     return False
     return True
+
+
+def _fill(pages: torch.Tensor, generator: torch.Generator) -> None:
+    """Fills pages with random numbers; torch draws none of 8 bits."""
+    pages.copy_(torch.randn(pages.shape, generator=generator, device=pages.device))
+
+
+def _drawn(
+    group: LayerGroup, num_sharing: int, num_tokens: int, dtype: torch.dtype, generator: torch.Generator
+) -> list[torch.Tensor]:
+    """Returns random queries, keys and values of some tokens, `[heads, T, dim]` each."""
+    heads = (num_sharing * group.num_kv_heads, group.num_kv_heads, group.num_kv_heads)
+    return [
+        torch.randn(num_tokens, *size, generator=generator, dtype=dtype, device=generator.device).transpose(0, 1)
+        for size in zip(heads, (group.k_dim, group.k_dim, group.v_dim), strict=True)
+    ]
 
 
 def _attended(

@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 import pytest
 import torch
 
+from baton.engine.core.kv_spec import FP8
 from baton.engine.model.batch_invariance import RowByRow, refuse_unkept
 from baton.errors import ConfigError
 from tests.support import interpreted, invariant
@@ -52,6 +53,10 @@ def test_a_token_is_attended_as_if_alone_where_that_is_asked_for(
     dims: tuple[int, int], asked: bool, interpreter: Executor
 ) -> None:
     assert interpreter.submit(invariant.attention_is_invariant, dims, asked=asked).result() == asked
+
+
+def test_over_pages_of_8_bit_floats_too(interpreter: Executor) -> None:
+    assert interpreter.submit(invariant.attention_is_invariant, (64, 1), asked=True, pages=FP8).result()
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("cohere", marks=pytest.mark.chaos)])

@@ -51,7 +51,7 @@ def part_of(key: int, tables: BlockTables) -> StepPart:
 
 @pytest.fixture
 def numbers(monkeypatch: pytest.MonkeyPatch) -> StepNumbers:
-    """Of a device that is a CPU which passes for none: what is sent arrives when it is sent, and can be looked at."""
+    """Numbers for a CPU that passes for none: what is sent arrives when it is sent, and can be looked at."""
     monkeypatch.setattr(uploads, "_pinned", lambda size, dtype: torch.full((size,), -1, dtype=dtype))
     numbers = StepNumbers(CPU)
     monkeypatch.setattr(uploads, "_is_host", lambda device: False)
