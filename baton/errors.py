@@ -11,6 +11,7 @@
     │   └── QuotaExceeded          RESOURCE_EXHAUSTED   429   the tenant has used up a limit of its own
     ├── NoWorker                   UNAVAILABLE          503   no worker of the needed pool is ready
     ├── WorkerFailed               UNAVAILABLE          503   a worker died or broke its stream; another may serve
+    │   ├── NotAMember             UNAUTHENTICATED      503   a call between parts without the cluster's proof
     │   └── DeviceLost             UNAVAILABLE          503   its device computes nothing more: the process has to end
     │       └── LostInStep         UNAVAILABLE          503   so it is since a step in which this request was
     ├── WorkerDraining             UNAVAILABLE          503   a worker takes no new work; another may serve
@@ -127,6 +128,12 @@ class NoWorker(BatonError):
 class WorkerFailed(BatonError):
     status = "UNAVAILABLE"
     http = 503
+
+
+class NotAMember(WorkerFailed):
+    """A call from one part of a cluster to another came without a proof that it is one, or with a wrong one."""
+
+    status = "UNAUTHENTICATED"
 
 
 class DeviceLost(WorkerFailed):

@@ -48,6 +48,10 @@ class ClusterConfig:
     """Port of the controller's gRPC service; 0: any free one."""
     name: String = ""
     """Name of this cluster, unique in its Ray cluster. Empty: `baton up` draws one; `baton run` needs one."""
+    secret: String = ""
+    """File with the cluster's secret, or with the keys that `baton keys` derived from it for this process; it is read
+    again when it changes. Members of the cluster prove by it who they are. Each machine has it at the same path. Empty:
+    `baton up` draws a secret; other processes take calls without proofs, and listen on loopback addresses only."""
     cache_dir: String = ""
     """Folder of the converted models. Empty: the user's cache folder, `baton/`."""
     routers: AtLeastOne = 1

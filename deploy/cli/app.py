@@ -19,6 +19,7 @@ app = typer.Typer(
 app.command()(serve.up)
 app.command()(serve.run)
 app.command()(serve.leave)
+app.command()(serve.keys)
 app.command()(generate.generate)
 app.command(name="scale")(operate.scale_pool)
 app.command()(operate.drain)

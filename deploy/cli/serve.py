@@ -1,4 +1,4 @@
-"""Commands that start and end parts of a cluster: up, run, leave."""
+"""Commands that start and end parts of a cluster, and give them their keys: up, run, leave, keys."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from baton.api import GenerateRequest, Text
 from baton.config import Config
 from baton.errors import BatonError, Conflict
 from baton.telemetry import logs
+from baton.trust import Principal
 from deploy.cli.generate import print_answer
 from deploy.cli.options import ApiKey, ConfigFile, console, options_from_fields, print_error
 from deploy.local.part import ClusterPart
@@ -104,6 +105,23 @@ def leave(
     left = asyncio.run(leave_cluster(with_model(settings, console), own_hosts(), timeout_s))
     if left:
         raise Conflict(f"these workers are still on this machine after {timeout_s:g} s: {', '.join(left)}")
+
+
+def keys(
+    role: Annotated[Principal, typer.Option(help="The member whose keys to write.")],
+    secret: Annotated[Path, typer.Option(help="File with the cluster's secret; several lines: several are valid.")],
+    out: Annotated[Path, typer.Option(help="File to write, for cluster.secret of that member's processes.")],
+    follow: Annotated[bool, typer.Option(help="Stay, and write it again whenever the secret changes.")] = False,
+) -> None:
+    """Write the keys that one member of a cluster needs, so that its processes never see the cluster's secret.
+
+    A new secret: python -c 'import secrets; print(secrets.token_hex(32))'
+    """
+    from deploy.local.keys import follow_secret, write_keys
+
+    write_keys(secret, out, role)
+    if follow:
+        follow_secret(secret, out, role)
 
 
 def _loaded(config: Path | None) -> Config:

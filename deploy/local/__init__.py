@@ -4,7 +4,8 @@ up          starts the parts in order, restarts those that die, ends them
 child       one child process: start, readiness, restart
 preflight   checks before `up` starts anything
 parts       one part in the foreground, as containers run it
+keys        files of keys for the members of a cluster
 leave       the workers of this machine leave the cluster
 """
 
-__all__ = ["child", "leave", "part", "parts", "preflight", "up"]
+__all__ = ["child", "keys", "leave", "part", "parts", "preflight", "up"]

@@ -1,0 +1,26 @@
+"""Who the members of a cluster are, and how one proves it to another.
+
+    secret (a file) ──> a key pair for each member: router, worker, controller, operator
+                          │  keys.py      derives them, signs and verifies
+                          │  key_file.py  reads them from a file, again when it changes
+                          └─ proofs.py    a call's proof: who calls, whom, which method, when, and once only
+
+What checks a proof cannot make one: a process has the private key of its own member, and the public keys of all.
+"""
+
+from baton.trust.key_file import KeyFile, read_private, write_private
+from baton.trust.keys import KeyRing, Principal, draw_secret, load_keys, member_file
+from baton.trust.proofs import ProofBook, prove
+
+__all__ = [
+    "KeyFile",
+    "KeyRing",
+    "Principal",
+    "ProofBook",
+    "draw_secret",
+    "load_keys",
+    "member_file",
+    "prove",
+    "read_private",
+    "write_private",
+]

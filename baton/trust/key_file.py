@@ -1,0 +1,103 @@
+"""A file of keys on this machine, read again when it changes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import time
+from pathlib import Path
+
+from baton.errors import ConfigError
+from baton.trust.keys import MAX_FILE_BYTES, KeyRing, Principal, load_keys
+
+CHECK_S = 1.0
+"""How often the file is looked at, in seconds."""
+logger = logging.getLogger(__name__)
+
+
+class KeyFile:
+    """The keys of one member, as the file at `path` has them now.
+
+    A file that cannot be read any more, or has become wrong, changes nothing: the last good keys stay, and the log says
+    so once.
+
+    Raises:
+        ConfigError: the file cannot be read at first, everybody may read it, or it is wrong.
+    """
+
+    def __init__(self, path: str | Path, member: Principal) -> None:
+        self.member = member
+        self._path = Path(path)
+        self._seen = self._signature()
+        self._keys = self._load()
+        self._checked_s = time.monotonic()
+
+    @property
+    def keys(self) -> KeyRing:
+        """The keys of now. Looks at the file every `CHECK_S` seconds at most."""
+        if (now := time.monotonic()) - self._checked_s >= CHECK_S:
+            self._checked_s = now
+            self._read_again()
+        return self._keys
+
+    def _read_again(self) -> None:
+        seen = self._signature()
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._keys = self._load()
+            logger.info("the keys in %s have changed; the new ones count", self._path)
+        except ConfigError as error:
+            logger.error("%s; the last good keys stay", error)
+
+    def _signature(self) -> tuple[int, ...]:
+        """What changes with the file: Kubernetes replaces a link above it, editors the file itself."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            return ()
+        return found.st_ino, found.st_dev, found.st_mtime_ns, found.st_size
+
+    def _load(self) -> KeyRing:
+        return load_keys(read_private(self._path), self.member, str(self._path))
+
+
+def read_private(path: Path) -> str:
+    """Returns the text of a file of keys.
+
+    Raises:
+        ConfigError: it cannot be read, everybody may read or its group write it, or it is far too long.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the keys in {path}: {error.strerror}") from error
+    if mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise ConfigError(f"others than its owner may read or write {path}; make it private: chmod 600 {path}")
+    try:
+        text = data.decode("ascii")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is no file of keys: it is not ASCII text") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is no file of keys: it has more than {MAX_FILE_BYTES} bytes")
+    return text
+
+
+def write_private(path: Path, text: str) -> None:
+    """Writes a file that only its owner may read, in one step: a reader sees the old text or the new one.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+            file.write(text)
+        new.replace(path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write the keys to {path}: {error.strerror}") from error

@@ -1,0 +1,103 @@
+"""The proof that comes with a call from one member to another, in its metadata.
+
+    time (8 bytes, ms since 1970) | nonce (16) | caller (1) | signature (72)
+
+The signature covers all of that, the method, and the incarnation of the process that is called, so a proof is of use
+to no other process, not for another method, not later, and not twice.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from baton.errors import NotAMember
+from baton.trust.keys import SIGNATURE_BYTES, Principal
+
+if TYPE_CHECKING:
+    from baton.trust.key_file import KeyFile
+    from baton.trust.keys import KeyRing
+
+PROOF_KEY = "baton-proof-bin"
+"""Name of the metadata entry that holds the proof."""
+MAX_SKEW_S = 60.0
+"""Longest time between making a proof and checking it, by the two processes' clocks."""
+_HEAD = struct.Struct("<Q16sB")
+_PRINCIPALS: tuple[Principal, ...] = tuple(Principal)
+_PURPOSE = "call"
+
+
+def prove(keys: KeyRing, method: str, callee: str) -> bytes:
+    """Returns a new proof that the caller is the member whose keys these are.
+
+    Args:
+        method: the full name, as gRPC has it: `/package.Service/Method`.
+        callee: the incarnation of the process that is called.
+    """
+    head = _HEAD.pack(time.time_ns() // 1_000_000, os.urandom(16), _PRINCIPALS.index(keys.member))
+    return head + keys.sign(_PURPOSE, _message(head, method, callee))
+
+
+class ProofBook:
+    """Checks the proofs of calls to this process, and remembers those of the last two minutes, to refuse them again.
+
+    Args:
+        callee: this process' incarnation: random, and new with each start, as the book's memory is.
+    """
+
+    def __init__(self, key_file: KeyFile, callee: str) -> None:
+        self._key_file = key_file
+        self._callee = callee
+        self._young: set[bytes] = set()
+        """Nonces of the period that began at `_turned_s`."""
+        self._old: set[bytes] = set()
+        """Nonces of the period before."""
+        self._turned_s = 0.0
+
+    def check(self, proof: bytes, method: str, allowed: Collection[Principal]) -> Principal:
+        """Returns the member that calls.
+
+        Raises:
+            NotAMember: the proof is no member's, or is for another process, method or time, or came before, or
+                the member may not call this method.
+        """
+        if len(proof) != _HEAD.size + SIGNATURE_BYTES:
+            raise NotAMember(f"{method} takes calls of {_names(allowed)} alone, and this one has no proof")
+        made_ms, nonce, index = _HEAD.unpack_from(proof)
+        head, signature = proof[: _HEAD.size], proof[_HEAD.size :]
+        member: Principal | None = _PRINCIPALS[index] if index < len(_PRINCIPALS) else None
+        if member not in allowed or member is None:
+            raise NotAMember(f"{method} takes calls of {_names(allowed)} alone")
+        if not self._key_file.keys.verify(_PURPOSE, member, _message(head, method, self._callee), signature):
+            raise NotAMember(
+                f"the proof of this call of {method} is not of this cluster, or was made for another process; "
+                "compare the files that cluster.secret names"
+            )
+        now = time.time()
+        if abs(now - made_ms / 1e3) > MAX_SKEW_S:
+            raise NotAMember(
+                f"the proof of this call of {method} is {now - made_ms / 1e3:+.0f} s old; the clocks of a cluster's "
+                f"machines may differ by {MAX_SKEW_S:g} s"
+            )
+        self._take(nonce, now)
+        return member
+
+    def _take(self, nonce: bytes, now: float) -> None:
+        """Notes a nonce. Raises NotAMember: it is noted already."""
+        if abs(now - self._turned_s) > 2 * MAX_SKEW_S:  # a proof is good for so long, counted from its own time
+            self._old, self._young = self._young, set()
+            self._turned_s = now
+        if nonce in self._young or nonce in self._old:
+            raise NotAMember("the proof of this call was used before")
+        self._young.add(nonce)
+
+
+def _message(head: bytes, method: str, callee: str) -> bytes:
+    return b"\0".join((method.encode(), callee.encode(), head))
+
+
+def _names(members: Collection[Principal]) -> str:
+    return ", ".join(sorted(members))
