@@ -8,7 +8,7 @@
 What checks a proof cannot make one: a process has the private key of its own member, and the public keys of all.
 """
 
-from baton.trust.key_file import KeyFile, read_private, write_private
+from baton.trust.key_file import KeyFile, open_keys, read_private, write_private
 from baton.trust.keys import KeyRing, Principal, draw_secret, load_keys, member_file
 from baton.trust.proofs import ProofBook, prove
 
@@ -20,6 +20,7 @@ __all__ = [
     "draw_secret",
     "load_keys",
     "member_file",
+    "open_keys",
     "prove",
     "read_private",
     "write_private",

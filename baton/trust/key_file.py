@@ -27,7 +27,7 @@ class KeyFile:
     """
 
     def __init__(self, path: str | Path, member: Principal) -> None:
-        self.member = member
+        self.principal = member
         self._path = Path(path)
         self._seen = self._signature()
         self._keys = self._load()
@@ -61,7 +61,16 @@ class KeyFile:
         return found.st_ino, found.st_dev, found.st_mtime_ns, found.st_size
 
     def _load(self) -> KeyRing:
-        return load_keys(read_private(self._path), self.member, str(self._path))
+        return load_keys(read_private(self._path), self.principal, str(self._path))
+
+
+def open_keys(path: str, principal: Principal) -> KeyFile | None:
+    """Returns the keys in the file that `cluster.secret` names; None where it names none.
+
+    Raises:
+        ConfigError: as `KeyFile` raises it.
+    """
+    return KeyFile(path, principal) if path else None
 
 
 def read_private(path: Path) -> str:

@@ -57,7 +57,7 @@ PublicKeys: TypeAlias = Mapping[bytes, Ed25519PublicKey]
 class KeyRing:
     """One member's private key, and every member's public keys by their id, in the order of their secrets."""
 
-    member: Principal
+    principal: Principal
     private: Ed25519PrivateKey
     public: Mapping[Principal, PublicKeys]
 

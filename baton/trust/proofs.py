@@ -37,7 +37,7 @@ def prove(keys: KeyRing, method: str, callee: str) -> bytes:
         method: the full name, as gRPC has it: `/package.Service/Method`.
         callee: the incarnation of the process that is called.
     """
-    head = _HEAD.pack(time.time_ns() // 1_000_000, os.urandom(16), _PRINCIPALS.index(keys.member))
+    head = _HEAD.pack(time.time_ns() // 1_000_000, os.urandom(16), _PRINCIPALS.index(keys.principal))
     return head + keys.sign(_PURPOSE, _message(head, method, callee))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from baton.trust import KeyFile, Principal, draw_secret, load_keys, member_file, write_private
+from baton.trust import KeyFile, Principal, draw_secret, load_keys, member_file, open_keys, write_private
 from baton.trust import key_file as key_files
 
 ONE, OTHER = draw_secret(), draw_secret()
@@ -127,6 +127,14 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
         else:
             with pytest.raises(ConfigError, match="chmod 600"):
                 KeyFile(path, Principal.ROUTER)
+
+
+def test_without_a_secret_there_are_no_keys(tmp_path: Path) -> None:
+    write_private(tmp_path / "keys", ONE)
+    assert open_keys("", Principal.ROUTER) is None
+    opened = open_keys(str(tmp_path / "keys"), Principal.ROUTER)
+    assert opened is not None
+    assert opened.keys.principal is Principal.ROUTER
 
 
 def test_what_is_no_file_of_keys_is_refused(tmp_path: Path) -> None:
