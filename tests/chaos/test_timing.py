@@ -62,7 +62,8 @@ def measured(
 ) -> tuple[list[float], list[float]]:
     """TTFTs of prompts that the owner has sent before, and of new ones, by turns in a random order."""
     order, first = random.Random(7), random.randrange(2**30)
-    seen, new = [], []
+    seen: list[float] = []
+    new: list[float] = []
     for pair in range(PAIRS):
         known, unknown = first + 2 * pair, first + 2 * pair + 1
         ttft_s(router, "owner", prompt_of(known))
