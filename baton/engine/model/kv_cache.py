@@ -11,15 +11,18 @@ Blocks are head-major, so that a tensor-parallel slice of a block is one contigu
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 from typing import TYPE_CHECKING
 
 import torch
 
 from baton.engine.core.kv_spec import FP8, KVSpec, PageOrder
+from baton.errors import ModelLoadError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from baton.engine.core.runner import BlockCopy
 
@@ -64,6 +67,7 @@ class KVCache:
 
     Raises:
         ValueError: the spec has another page order than this cache, or gaps.
+        ModelLoadError: there is not that much memory.
     """
 
     def __init__(
@@ -81,7 +85,9 @@ class KVCache:
         self.num_blocks = num_blocks
         self.num_states = max_num_seqs if spec.states else 0
         self.device = device or torch.device("cpu")
-        zeros = _shared_zeros if shared and self.device.type == "cpu" else torch.zeros
+        zeros: Callable[..., torch.Tensor] = torch.zeros
+        if self.device.type == "cpu":
+            zeros = _shared_zeros if shared else _lazy_zeros
         self.groups = [
             zeros(len(g.layers), num_blocks, g.row_numel, dtype=torch_dtype(g.dtype), device=self.device)
             for g in spec.groups
@@ -130,7 +136,23 @@ class KVCache:
             state[list(blocks)] = 0
 
 
+def _lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros on a CPU, page-aligned. Unlike that of `torch.zeros`, its memory is taken when it is used."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:
+        return torch.zeros(*shape, dtype=dtype)
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise ModelLoadError(
+            f"this machine has no {num_bytes / 2**30:.1f} GiB for KV ({error}); lower engine.kv_cache_gib"
+        ) from error
+    with contextlib.suppress(AttributeError, OSError):  # not on this system, or not in this kernel
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
+
+
 def _shared_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros on a CPU that processes may share. Unlike `zeros`, it takes all of its memory at once."""
+    """A tensor of zeros on a CPU that processes may share. Unlike the other, it takes all of its memory at once."""
     storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=dtype).set_(storage).view(shape)

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import psutil
+import pytest
 import torch
 
 from baton.engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
 from baton.engine.core.runner import BlockCopy
 from baton.engine.model.kv_cache import KVCache, rounded
+from baton.errors import ModelLoadError
 
 FULL = LayerGroup(name="full", layers=(0, 2), block_size=16, num_kv_heads=2, k_dim=4, v_dim=4, dtype="float32")
 LATENT = LayerGroup(name="latent", layers=(1, 3, 4), block_size=16, num_kv_heads=1, k_dim=8, v_dim=2, dtype="bfloat16")
@@ -33,6 +36,25 @@ def test_tensors_have_the_shapes_of_the_spec_and_start_at_zero() -> None:
     assert {name: tuple(state.shape) for name, state in cache.states.items()} == {"conv": (3, 3, 5), "sum": (3, 1)}
     assert not any(tensor.any() for tensor in (*cache.groups, *cache.states.values()))
     assert sum(group.numel() * group.element_size() for group in cache.groups) == 7 * SPEC.block_bytes
+
+
+def test_memory_is_taken_as_it_is_used() -> None:
+    """A new cluster on a laptop would otherwise hold the gigabytes of both pools before anybody asks for anything."""
+    process, before = psutil.Process(), psutil.Process().memory_info().rss
+    cache = KVCache(KVSpec((FULL,)), (512 << 20) // (2 * FULL.row_bytes), 3)
+    (group,) = cache.groups
+    assert group.data_ptr() % 4096 == 0
+    assert process.memory_info().rss - before < 64 << 20
+    group[1, 100] = 7.0
+    assert group[1, 100].eq(7).all()
+    assert not group[1, 99].any()
+    assert process.memory_info().rss - before < 64 << 20
+
+
+def test_more_than_there_is_is_refused_in_a_sentence() -> None:
+    for num_blocks in (2**40, 2**60):
+        with pytest.raises(ModelLoadError, match=r"no \d+\.\d GiB for KV .*; lower engine\.kv_cache_gib"):
+            KVCache(KVSpec((FULL,)), num_blocks, 3)
 
 
 def test_a_layers_pages_are_its_rows_of_the_group() -> None:
