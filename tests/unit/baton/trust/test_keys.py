@@ -10,7 +10,7 @@ from baton.errors import ConfigError
 from baton.trust import KeyFile, Principal, draw_secret, load_keys, member_file, open_keys, write_private
 from baton.trust import key_file as key_files
 
-ONE, OTHER = draw_secret(), draw_secret()
+ONE, OTHER = "5eC2e7" * 8, "0743r5" * 8
 
 
 @pytest.mark.parametrize(("signer", "claimed"), list(itertools.product(Principal, Principal)))
@@ -30,6 +30,12 @@ def test_another_clusters_signature_counts_for_nothing() -> None:
     assert keys.verify("lease", Principal.WORKER, b"text", own)
     for forged in (b"", own[:8], own[:-1], own + b"\0", own[:8] + signature[8:], signature[:8] + own[8:]):
         assert not keys.verify("lease", Principal.WORKER, b"text", forged)
+
+
+def test_a_drawn_secret_is_a_new_one() -> None:
+    drawn = {draw_secret() for _ in range(10)}
+    assert len(drawn) == 10
+    assert len({load_keys(secret, Principal.WORKER, "").fingerprint for secret in drawn}) == 10
 
 
 def test_the_first_secret_signs_and_all_count() -> None:
@@ -67,7 +73,7 @@ def test_a_members_file_has_the_same_keys_and_no_secret(member: Principal) -> No
         (f"{ONE}\npublic nobody QQ==\n", "line 2 of FILE .* another form"),
         (f"{ONE}\none two\n", "line 2 of FILE .* another form"),
         (f"{ONE}\nprivate router {'A' * 43}=\n", "line 2 of FILE .* no worker's key"),
-        ("\n".join(draw_secret() for _ in range(17)), "more than 16 secrets"),
+        ("\n".join(f"{number:040}" for number in range(17)), "more than 16 secrets"),
         ("private worker " + "A" * 43 + "=", "neither a secret nor the keys"),
     ],
 )
