@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 # What is used is compiled when it is first imported. Most of what these bring never is, so compiling it all only costs.
 PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --progress-bar on
 STAMP := $(VENV)/.installed
+# What only `make lock` and `make audit` need stands in an environment of its own.
+TOOLS := $(VENV)/tools
+LOCK_TOOLS := uv==0.13.9 pip-audit==2.10.1
 TORCH := 2.13.0
 # Asked beside pip's own indexes where there is no NVIDIA driver: PyPI has only the build that brings CUDA, gigabytes of it.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -90,6 +93,20 @@ proto-is-current: $(STAMP)
 	@$(call PROTOC,$(VENV)/proto)
 	@diff -r --exclude=__init__.py --exclude=__pycache__ $(VENV)/proto/baton/v1 baton/v1 \
 		|| (echo "baton/v1 differs from proto/: run 'make proto' and commit the result"; exit 1)
+
+$(TOOLS)/.installed: Makefile
+	@$(PYTHON) -m venv $(TOOLS)
+	@$(TOOLS)/bin/python -m pip install --no-compile --disable-pip-version-check --quiet $(LOCK_TOOLS)
+	@touch $@
+
+# What the images install, from the pins in pyproject.toml, with the hash of each file: asks the package index.
+.PHONY: lock audit
+lock: $(STAMP) $(TOOLS)/.installed
+	$(BIN)/python -m tools.lock --uv $(TOOLS)/bin/uv
+
+# Known vulnerabilities and licences of what the locks name, and dist/sbom/. Status 3: no database could be asked.
+audit: $(STAMP) $(TOOLS)/.installed
+	$(BIN)/python -m tools.audit --pip-audit $(TOOLS)/bin/pip-audit
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench

@@ -2,6 +2,7 @@
 # The router, and what gets the model: neither torch nor Ray.
 #   docker build -f deploy/docker/router.Dockerfile -t baton-router:0.1.0 .
 
+# A release adds the digest: --build-arg PYTHON=3.11.11-slim-bookworm@sha256:...
 ARG PYTHON=3.11.11-slim-bookworm
 
 FROM python:${PYTHON} AS build
@@ -9,12 +10,15 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /build
 RUN python -m venv /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
-COPY pyproject.toml deploy/docker/requirements.py ./
-# First what changes seldom. The extras' packages are those that download and convert a model.
-RUN python requirements.py local:gguf worker:huggingface-hub worker:numpy worker:safetensors > requirements.txt \
-    && pip install --only-binary=:all: -r requirements.txt
+COPY deploy/docker/locks/ locks/
+# First what changes seldom; `make lock` says what that is, file by file.
+RUN pip install --only-binary=:all: --no-deps --require-hashes -r locks/router.txt \
+    && python -m venv /opt/build \
+    && /opt/build/bin/pip install --only-binary=:all: --no-deps --require-hashes -r locks/build.txt
 COPY . .
-RUN pip install --no-deps .
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir wheels . \
+    && pip install --no-deps wheels/*.whl \
+    && pip check
 
 FROM python:${PYTHON}
 ARG VERSION=0.1.0

