@@ -21,7 +21,7 @@ load        all sections together, from file and environment
 from baton.config.cluster import AutoscaleConfig, ClusterConfig, KubernetesConfig
 from baton.config.engine import OWN_SETTINGS, EngineConfig, EveryEngineConfig, GibOrAuto, ModelConfig
 from baton.config.load import SHORT_NAMES, Config, load, process_config
-from baton.config.section import MAX_TIMEOUT_S
+from baton.config.section import MAX_PORT, MAX_TIMEOUT_S, has_no_port
 from baton.config.serving import DEFAULT_CLASS, IndexConfig, RouterConfig, SloClassConfig
 from baton.config.telemetry import TelemetryConfig
 from baton.config.transfer import FaultsConfig, TransferConfig
@@ -32,6 +32,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 __all__ = [
     "DEFAULT_ADDRESS",
     "DEFAULT_CLASS",
+    "MAX_PORT",
     "MAX_TIMEOUT_S",
     "OWN_SETTINGS",
     "SHORT_NAMES",
@@ -49,6 +50,7 @@ __all__ = [
     "SloClassConfig",
     "TelemetryConfig",
     "TransferConfig",
+    "has_no_port",
     "load",
     "process_config",
 ]

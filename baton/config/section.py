@@ -8,6 +8,7 @@ Checks that need more than one field stand in `__post_init__` and raise ConfigEr
 from __future__ import annotations
 
 import json
+import re
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
@@ -92,6 +93,18 @@ def _from_json(value: Any) -> Any:
         raise PydanticCustomError("json", "{error}", {"error": str(error)}) from error
 
 
+def has_no_port(address: str) -> bool:
+    """Whether the address ends with a number that is no port. The system would count it modulo 65536 and connect."""
+    number = re.search(r":(-?\d+)(/\d*)?$", address)
+    return number is not None and not 0 <= int(number[1]) <= MAX_PORT
+
+
+def _address(value: Any) -> Any:
+    if isinstance(value, str) and has_no_port(value):
+        raise PydanticCustomError("address", "must have a port")
+    return value
+
+
 NUMBER = BeforeValidator(_no_switch)
 WHOLE = BeforeValidator(_whole)
 COMMA_SEPARATED = BeforeValidator(_listed)
@@ -106,6 +119,10 @@ String: TypeAlias = Annotated[str, ON_OFF]
 AtLeastOne: TypeAlias = Annotated[int, Field(ge=1), WHOLE, Must.be("at least 1")]
 NotNegative: TypeAlias = Annotated[int, Field(ge=0), WHOLE, Must.be("at least 0")]
 Port: TypeAlias = Annotated[int, Field(ge=0, le=MAX_PORT), WHOLE, Must.be(f"a port, 0 to {MAX_PORT}")]
+Address: TypeAlias = Annotated[
+    str, ON_OFF, BeforeValidator(_address), Must(f"the port of {{name}} must be a number of 0 to {MAX_PORT}")
+]
+"""An address, or a URL, whose port is checked; a refusal does not show it, since a URL may hold a password."""
 Share: TypeAlias = Annotated[float, Field(gt=0, le=1), NUMBER, Must.be("more than 0 and at most 1")]
 Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER, Must.be("more than 0 seconds")]
 Wait: TypeAlias = Annotated[
@@ -113,7 +130,7 @@ Wait: TypeAlias = Annotated[
 ]
 """A time that an operator may have to wait for."""
 
-_RULES = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"}
+_RULES = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number", "address"}
 _UNKNOWN = {"unexpected_keyword_argument", "invalid_key"}
 
 
@@ -208,7 +225,8 @@ def _refusal(detail: ErrorDetails, field: Any, name: str, key: str, kind: Any) -
         return f"{name} must be one of {', '.join(_choices(Annotated[kind, *field.metadata]))}; got {value!r}"
     must = next((each for each in field.metadata if isinstance(each, Must)), None)
     if must is not None and detail["type"] in _RULES:
-        return must.text.format(name=name, field=key, value=int(value) if kind is int else float(value))
+        number = value if kind is str else int(value) if kind is int else float(value)
+        return must.text.format(name=name, field=key, value=number)
     return f"{name} must be {_kind_in_words(kind)}, got {value!r}"
 
 

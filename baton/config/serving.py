@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from baton.config.section import JSON, NUMBER, AtLeastOne, Float, Int, Must, OneOf, String, section
+from baton.config.section import JSON, NUMBER, Address, AtLeastOne, Float, Int, Must, OneOf, String, section
 from baton.errors import ConfigError
 
 POSITIVE = Must("an objective must be more than 0, got {field} {value}")
@@ -22,7 +22,7 @@ DEFAULT_CLASS = "default"
 class IndexConfig:
     """The index of cached prefixes and the leases of the processes, both kept in Redis."""
 
-    redis_url: String = ""
+    redis_url: Address = ""
     """redis://HOST:PORT/DB or unix://PATH. Empty: `baton up` starts an embedded one."""
     lease_s: Float = 10.0
     """Duration of a lease. A process that has not renewed its lease for this long counts as gone."""

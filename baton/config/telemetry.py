@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from baton.config.section import Float, OneOf, String, Switch, section
+from baton.config.section import Address, Float, OneOf, Switch, section
 
 
 @section("telemetry")
 class TelemetryConfig:
     """Traces, logs and metrics of every process."""
 
-    otlp_endpoint: String = ""
+    otlp_endpoint: Address = ""
     """host:port of an OTLP gRPC receiver for traces; empty: spans are not exported."""
     sample_ratio: Float = 1.0
     """Share of the traces begun by Baton that are exported."""

@@ -24,6 +24,7 @@ from deploy.doctor.checks import Check, judged, names
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import CATALOGUE, cache_dir
 from deploy.models.folder import check_folder
+from deploy.models.seal import damage, is_sealed
 from deploy.operator.scrape import NOWHERE
 from deploy.processes import why_taken
 from router.admission.tenants import TenantBook
@@ -173,6 +174,9 @@ def model(config: Config, is_needed: bool) -> Iterator[Check]:
     if not config.model.path and name in CATALOGUE:
         folder = cache_dir(config.cluster) / "models" / CATALOGUE[name].folder_name
         is_there = (folder / "model.safetensors").is_file()
+        if is_sealed(folder) and (problem := damage(folder)):
+            yield Check("model", "fail", f"{name} in {folder} is damaged: {problem}", f"{fetch} again, and converts it")
+            return
         found = f"{name}, converted in {folder}" if is_there else f"{name} is not converted yet in {folder.parent}"
         yield judged("model", is_there, found, f"{fetch} and converts it (90 MB)", lacking)  # type: ignore[arg-type]
     elif Path(name).expanduser().is_dir() or name.startswith(("/", "./", "../", "~")):

@@ -11,6 +11,7 @@ from deploy.models.progress import Progress
 
 TITLES = {
     "wait": "Waiting for another process that prepares this model",
+    "mend": "Making anew, as it is damaged:",
     "download": "Downloading",
     "verify": "Verifying",
     "dequantise": "Dequantising",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from pathlib import Path
 
 from baton.errors import ModelLoadError
@@ -14,8 +15,15 @@ NUM_SAMPLES = 64
 SAMPLE_BYTES = 64 * 1024
 
 
-def check_folder(folder: Path) -> None:
-    """Checks a model's folder. Raises ModelLoadError with the first problem, and what to do."""
+def check_folder(folder: Path, advice: str = "") -> None:
+    """Checks a model's folder, and whether its weights are whole, but not each of their bytes.
+
+    Args:
+        advice: what to do about damaged weights; empty: what suits a folder of the user's.
+
+    Raises:
+        ModelLoadError: the first problem, and what to do.
+    """
     if not folder.is_dir():
         raise ModelLoadError(f"The model folder {folder} does not exist.")
     if not (folder / "config.json").is_file():
@@ -24,7 +32,9 @@ def check_folder(folder: Path) -> None:
             "give the folder that holds config.json, the .safetensors files and tokenizer.json."
         )
     require_runnable(folder)
-    weights_files(folder)
+    for path in weights_files(folder):
+        if problem := _damage(path):
+            raise ModelLoadError(f"{path} is damaged: {problem}; {advice or 'copy or download it again'}.")
     if not (folder / "tokenizer.json").is_file():
         raise ModelLoadError(
             f"The model folder {folder} has no tokenizer.json; write one with "
@@ -52,6 +62,20 @@ def weights_files(folder: Path) -> list[Path]:
                 "all); the download was probably interrupted, so fetch the model again."
             )
     return files
+
+
+def _damage(path: Path) -> str:
+    """Why the file is not what its header describes; empty: it is. A file that was cut short is the usual damage."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, size)))
+        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        described = 8 + length + max(ends, default=0)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error):
+        return "it has no header of safetensors"
+    return "" if size == described else f"it has {size:,} bytes, and its header describes {described:,}"
 
 
 def folder_revision(folder: Path) -> str:

@@ -18,6 +18,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 from gguf.quants import dequantize
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from baton.errors import ModelLoadError
@@ -55,6 +56,7 @@ def write_folder(gguf_file: Path, folder: Path, sampling: dict[str, float], prog
     Raises:
         ModelLoadError: not a GGUF file, not of the llama architecture, with scaled rotary embeddings, or with a
             tokenizer that is not known.
+        OSError: a file cannot be written, as where the disk is full.
     """
     try:
         reader = gguf.GGUFReader(gguf_file)
@@ -79,7 +81,10 @@ def write_folder(gguf_file: Path, folder: Path, sampling: dict[str, float], prog
     write_tokenizer(metadata, folder)
     num_bytes = sum(array.nbytes for array in weights.values())
     progress(Progress(stage="write", done=0, total=num_bytes, detail="model.safetensors"))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:  # it has no errno; a full disk is one
+        raise OSError(f"model.safetensors: {error}") from error
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes it 0600; a cache may be shared
     progress(Progress(stage="write", done=num_bytes, total=num_bytes, detail="model.safetensors"))
 

@@ -26,8 +26,9 @@ SPECIAL_NAMES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 
 
 def write_tokenizer(metadata: Metadata, folder: Path) -> None:
-    """Writes tokenizer.json. Raises ModelLoadError for a tokenizer other than SmolLM's byte-level BPE."""
-    build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
+    """Writes tokenizer.json. Raises ModelLoadError for a tokenizer other than SmolLM's byte-level BPE, and OSError."""
+    text = build_tokenizer(metadata).to_str(pretty=True)
+    (folder / "tokenizer.json").write_text(text, "utf-8")  # an error of the library's own `save` has no class
     config = tokenizer_config(metadata)
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
 

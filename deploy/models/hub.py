@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils.tqdm import tqdm
 
 from baton.errors import ModelLoadError
 from deploy.models.progress import OnModelProgress, Progress
+from deploy.models.space import is_full
 
 WANTED = ["*.safetensors", "*.json", "*.jinja"]
 UNWANTED = ["*/*.safetensors", "*/*.json"]
@@ -22,7 +24,7 @@ def hub_folder(model_id: str, revision: str, progress: OnModelProgress) -> Path:
     """The snapshot folder; its name is the commit. An empty `revision` is the main branch.
 
     Raises:
-        ModelLoadError: no such model, no permission, or the hub cannot be reached and the model is not cached.
+        ModelLoadError: no such model, no permission, no space; or no hub in reach, and the model is not cached.
     """
     progress(Progress(stage="download", done=0, total=0, detail=model_id))
     try:
@@ -45,7 +47,12 @@ def hub_folder(model_id: str, revision: str, progress: OnModelProgress) -> Path:
             f"The hub has no model {model_id}, or it is private (then run `hf auth login`); and there is no local "
             "folder of that name."
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
+        if is_full(str(error)):
+            raise ModelLoadError(
+                f"There is no space for {model_id} in {constants.HF_HUB_CACHE}: {_first_line(error)}. "
+                "HF_HOME names another place."
+            ) from error
         raise ModelLoadError(
             f"Cannot get {model_id} from the Hugging Face hub: {_first_line(error)}. Check the network and "
             "HF_ENDPOINT, or give the path of a local folder."

@@ -53,7 +53,7 @@ def resolve(model: ModelConfig, cache_dir: Path, progress: OnModelProgress = ign
         from deploy.models.hub import hub_folder
 
         path = hub_folder(model.id, model.revision, progress)
-        check_folder(path)
+        check_folder(path, "delete what it links to in the hub's cache, and the next start downloads it again")
         revision = path.name
     else:
         raise ModelLoadError(

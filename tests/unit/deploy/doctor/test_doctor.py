@@ -33,6 +33,7 @@ from deploy.doctor.checks import guarded, names
 from deploy.doctor.reach import Target, knock, reachability, wrongly_announced
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import CATALOGUE
+from deploy.models.seal import seal
 from kvstore.index import without_password
 from tests.support import builders
 
@@ -224,8 +225,15 @@ def test_a_model_has_to_be_there_before_a_container_starts(tmp_path: Path) -> No
     assert look(is_needed=False).state == "warn"
     folder = tmp_path / "models" / CATALOGUE["smollm2-135m-instruct"].folder_name
     folder.mkdir(parents=True)
-    (folder / "model.safetensors").touch()
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert look(is_needed=True).state == "ok"
+    seal(folder)
+    (folder / "tokenizer.json").touch()
+    assert look(is_needed=True).state == "ok"
+    seal(folder)
+    (folder / "tokenizer.json").unlink()
+    check = look(is_needed=False)
+    assert (check.state, check.found.endswith("is damaged: tokenizer.json is missing")) == ("fail", True)
     assert "has no config.json" in look(is_needed=True, path=str(folder)).found
     assert "does not exist" in look(is_needed=True, id="/nowhere/model").found
     (folder / "config.json").write_text("{}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
+import re
+import resource
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,7 @@ from baton.errors import ModelLoadError
 from deploy.models import CATALOGUE, Progress, ignore_progress
 from deploy.models.catalogue import CatalogueModel
 from deploy.models.gguf_folder import undo_permutation, write_folder
+from deploy.models.seal import SEAL_FILE, damage, seal
 from deploy.models.wheel import catalogue_folder
 from router.prompt import Tokenizer
 
@@ -193,6 +198,7 @@ CONVERT = """
 import sys
 from pathlib import Path
 from deploy.models.catalogue import CatalogueModel
+from deploy.models.seal import SEAL_FILE, damage, seal
 from deploy.models.wheel import catalogue_folder
 cache, *fields = sys.argv[1:]
 stages = []
@@ -244,6 +250,142 @@ def test_a_cache_that_cannot_be_written(tiny: CatalogueModel, tmp_path: Path) ->
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(ModelLoadError, match=r"Cannot write the model into .+BATON_CACHE names another place"):
         catalogue_folder(tiny, tmp_path / "cache", ignore_progress)
+
+
+@contextlib.contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """As on a disk that becomes full, for this process and pip: C code, too, gets an error where it writes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def disk_of(num_bytes: int, folder: Path) -> Iterator[None]:
+    """A file system of that size at the folder. Skips where this user may not mount one."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "none", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+WHEEL_FULL = r"There is no space for .+tiny_model-1\.0-py3-none-any\.whl, the wheel that holds tiny: .+ \(TMPDIR\)"
+CONVERSION_FULL = r"Cannot write the model into \S+/models: {}.+BATON_CACHE names another place\."
+
+
+@pytest.mark.parametrize(
+    ("most", "sentence"),
+    [
+        (4096, WHEEL_FULL),
+        (100_000, CONVERSION_FULL.format(r"model\.safetensors: .+File too large")),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
+    tiny: CatalogueModel, tmp_path: Path, most: int, sentence: str
+) -> None:
+    with files_of_at_most(most), pytest.raises(ModelLoadError, match=sentence) as caught:
+        catalogue_folder(tiny, tmp_path / "cache", ignore_progress)
+    assert "\n" not in str(caught.value)
+    assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize(
+    ("size", "sentence"), [(40_960, WHEEL_FULL), (262_144, CONVERSION_FULL.format(".*No space left on device"))]
+)
+def test_a_full_disk_is_a_sentence_and_is_empty_again(
+    tiny: CatalogueModel, tmp_path: Path, size: int, sentence: str
+) -> None:
+    with disk_of(size, tmp_path / "cache"):
+        with pytest.raises(ModelLoadError, match=sentence):
+            catalogue_folder(tiny, tmp_path / "cache", ignore_progress)
+        assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
+
+
+def cut_short(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(5000)
+
+
+def flip_a_byte(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-5000, 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def empty(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("")
+
+
+def remove(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def spoil_the_seal(folder: Path) -> None:
+    (folder / SEAL_FILE).write_text("[")
+
+
+@pytest.mark.parametrize("harm", [cut_short, flip_a_byte, empty, remove, spoil_the_seal])
+def test_damage_is_found(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    write_folder(tmp_path / "tiny.gguf", tmp_path / "out", {}, ignore_progress)
+    seal(tmp_path / "out")
+    assert damage(tmp_path / "out") == ""
+    harm(tmp_path / "out")
+    assert re.fullmatch(
+        r"(model\.safetensors|tokenizer\.json) is not as it was written|config\.json is missing|it cannot be read: .+",
+        damage(tmp_path / "out"),
+    )
+
+
+def test_a_damaged_folder_is_made_anew(tiny: CatalogueModel, tmp_path: Path) -> None:
+    folder = catalogue_folder(tiny, tmp_path / "cache", ignore_progress)
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", SEAL_FILE} <= whole.keys()
+    flip_a_byte(folder)
+    seen: list[Progress] = []
+    assert catalogue_folder(tiny, tmp_path / "cache", seen.append) == folder
+    mend = Progress(stage="mend", done=0, total=0, detail=f"{folder} (model.safetensors is not as it was written)")
+    assert seen[0] == mend
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+    assert {path.name for path in folder.parent.iterdir()} == {tiny.folder_name, f"{tiny.folder_name}.lock"}
+
+
+def test_a_damaged_folder_that_cannot_be_made_anew_stays_and_is_named(
+    tiny: CatalogueModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = catalogue_folder(tiny, tmp_path / "cache", ignore_progress)
+    cut_short(folder)
+    Path(tiny.requirement).unlink()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    sentence = (
+        rf"{folder} is damaged \(model\.safetensors is not as it was written\), and cannot be made anew\. pip could "
+    )
+    with pytest.raises(ModelLoadError, match=sentence):
+        catalogue_folder(tiny, tmp_path / "cache", ignore_progress)
+    assert folder.is_dir()
+
+
+def test_a_folder_without_a_seal_gets_one_if_it_is_whole(tiny: CatalogueModel, tmp_path: Path) -> None:
+    folder = catalogue_folder(tiny, tmp_path / "cache", ignore_progress)
+    (folder / SEAL_FILE).unlink()
+    seen: list[Progress] = []
+    catalogue_folder(tiny, tmp_path / "cache", seen.append)
+    assert not seen
+    assert (folder / SEAL_FILE).is_file()
+    (folder / SEAL_FILE).unlink()
+    cut_short(folder)
+    catalogue_folder(tiny, tmp_path / "cache", seen.append)
+    assert "model.safetensors is damaged: it has 5,000 bytes, and its header describes " in seen[0].detail
+    assert (folder / "model.safetensors").stat().st_size > 5000
 
 
 @pytest.mark.parametrize(

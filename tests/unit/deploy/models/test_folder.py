@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import pytest
 from rich.console import Console
+from safetensors.numpy import save_file
 
 from baton.config import ClusterConfig, ModelConfig
 from baton.errors import ModelLoadError
@@ -22,8 +26,8 @@ def folder(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer.json").write_text("{}")
-    (folder / "model-1.safetensors").write_bytes(bytes(1000))
-    (folder / "model-2.safetensors").write_bytes(bytes(NUM_SAMPLES * SAMPLE_BYTES * 2))
+    save_file({"a": np.zeros(1000, dtype=np.uint8)}, folder / "model-1.safetensors")
+    save_file({"b": np.zeros(NUM_SAMPLES * SAMPLE_BYTES * 2, dtype=np.uint8)}, folder / "model-2.safetensors")
     return folder
 
 
@@ -102,6 +106,36 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("{")
     with pytest.raises(ModelLoadError, match="not valid JSON"):
         resolve(ModelConfig(id=str(folder)), folder)
+
+
+def test_weights_that_are_cut_short_are_named_with_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "model-1.safetensors"
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.truncate(size - 1)
+    sentence = rf"{path} is damaged: it has {size - 1:,} bytes, and its header describes {size:,}; {{}}\."
+    with pytest.raises(ModelLoadError, match=sentence.format("copy or download it again")):
+        resolve(ModelConfig(id=str(folder)), folder)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(folder))
+    with pytest.raises(ModelLoadError, match=sentence.format("delete what it links to in the hub's cache, and .*")):
+        resolve(ModelConfig(id="org/Model"), folder)
+    for content in (b"", b"no weights at all", bytes(100)):
+        path.write_bytes(content)
+        with pytest.raises(ModelLoadError, match="is damaged: it has no header of safetensors; copy or download"):
+            resolve(ModelConfig(id=str(folder)), folder)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "blobs/x"), RuntimeError("Data: No space left on device")],
+)
+def test_the_hubs_cache_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ModelLoadError, match=r"There is no space for org/model in \S+: .*No space left.+HF_HOME names"):
+        resolve(ModelConfig(id="org/model"), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ import grpc
 import pytest
 
 from baton.api import GenerateRequest, TokenIds
-from baton.errors import NoWorker
+from baton.errors import InvalidRequest, NoWorker
 from baton.v1 import inference_pb2
+from deploy.lab.bench.connection import BenchConnection
 from deploy.operator.client import Client
 from tests.integration.cluster import free_port
 from tests.support.proxy import Proxy
@@ -79,3 +80,15 @@ def test_an_address_where_nobody_answers_is_given_up_with_the_reason() -> None:
     sentence = rf"no router answers at {address} \(Connection refused\); start one with `baton up`"
     with contextlib.closing(Client(address)) as client, pytest.raises(NoWorker, match=sentence):
         list(client.generate(REQUEST))
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:70000", "127.0.0.1:50051,127.0.0.1:65536", "[::1]:99999", "localhost:-1"]
+)
+def test_a_number_that_is_no_port_is_not_counted_around(address: str) -> None:
+    """gRPC takes the rest of a division by 65536, and would connect to whoever listens there."""
+    for client in (Client, BenchConnection):
+        with pytest.raises(InvalidRequest, match=r": a port is a number of 0 to 65535$"):
+            client(address)
+    for good in ("127.0.0.1:65535", "localhost", "[::1]:1", "unix:/tmp/x", "dns:///host:443"):
+        Client(good).close()
