@@ -17,9 +17,9 @@ from pathlib import Path
 from baton.config import Config
 from baton.errors import BatonError, ConfigError
 from deploy.controller.state import load as load_state
-from deploy.doctor import cluster, machine, redis, transports
+from deploy.doctor import cluster, doors, machine, redis, transports
 from deploy.doctor.checks import Check, guarded, judged, show
-from deploy.doctor.reach import Target, reachability
+from deploy.doctor.reach import Target, reachability, takes_anybody
 from kvstore.index import without_password
 
 __all__ = ["Check", "DoctorPart", "diagnose", "not_configured", "show"]
@@ -49,9 +49,10 @@ def diagnose(
         return _laptop(config, address, api_key, environ)
     if part is DoctorPart.CLUSTER:
         missing = Check("router", "fail", f"none answers at {address}", "name another one with --address")
-        return cluster.diagnose(config, address, api_key, _is_inside(environ)) or [missing]
+        return cluster.diagnose(config, address, api_key, environ) or [missing]
     checks = [Check("configuration", "ok", "valid")]
     checks += _configured_redis(config)
+    checks += doors.checks(doors.configured(config, environ, takes_anybody(config.index.redis_url)))
     if part is DoctorPart.ROUTER:
         checks += guarded("tenants", lambda: machine.tenants(config))
         checks += machine.cache_secret(config)
@@ -91,7 +92,7 @@ def not_configured(error: ConfigError) -> list[Check]:
 
 
 def _laptop(config: Config, address: str, api_key: str, environ: Mapping[str, str]) -> list[Check]:
-    running = cluster.diagnose(config, address, api_key, _is_inside(environ))
+    running = cluster.diagnose(config, address, api_key, environ)
     checks: list[Check] = []
     checks += machine.python()
     checks += guarded("packages", lambda: machine.packages({"worker", "local"}))
@@ -110,13 +111,9 @@ def _laptop(config: Config, address: str, api_key: str, environ: Mapping[str, st
         if url := config.index.redis_url:
             checks += redis.server(url, _seen(url))
         checks += guarded("ports", lambda: machine.ports(config))
+        checks += doors.checks(doors.configured(config, environ, takes_anybody(config.index.redis_url)))
         checks.append(Check("cluster", "ok", f"none runs at {address}", ""))
     return checks + running
-
-
-def _is_inside(environ: Mapping[str, str]) -> bool:
-    """Whether this is a pod, from which every other one should be reached."""
-    return "KUBERNETES_SERVICE_HOST" in environ
 
 
 def _configured_redis(config: Config) -> Iterator[Check]:

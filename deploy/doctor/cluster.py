@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 from baton.config import Config
 from baton.errors import BatonError, InvalidRequest, NoWorker
-from deploy.doctor import redis
+from deploy.doctor import doors, redis
 from deploy.doctor.checks import Check, guarded, judged, names
 from deploy.doctor.machine import DISTRIBUTION, hostname
-from deploy.doctor.reach import Target, reachability, wrongly_announced
+from deploy.doctor.reach import Target, reachability, takes_anybody, wrongly_announced
 from deploy.operator.client import Client, StatusJson, metadata_of
 from deploy.operator.scrape import Samples, Scraper, seen_from, split
 from kvstore.index import without_password
@@ -23,14 +23,11 @@ LAG_S = 2.0
 DRAIN_LOOK_S = 2.0
 """Time between two looks at a worker that drains."""
 HTTP_TIMEOUT_S = 2.0
+NO_KEY = "none is needed"
 
 
-def diagnose(config: Config, address: str, api_key: str, is_inside: bool) -> list[Check]:
-    """Empty when no router answers.
-
-    Args:
-        is_inside: this runs in the cluster's own network.
-    """
+def diagnose(config: Config, address: str, api_key: str, environ: Mapping[str, str]) -> list[Check]:
+    """Empty when no router answers."""
     client = Client(address)
     try:
         status = client.status()
@@ -53,8 +50,14 @@ def diagnose(config: Config, address: str, api_key: str, is_inside: bool) -> lis
     targets = _targets(status)
     nodes = {worker["node"] for worker in status["workers"]}
     checks += wrongly_announced(targets, is_one_machine=nodes <= {hostname()})
-    checks += reachability([each for each in targets if not _is_nowhere(each)], is_inside)
-    checks += guarded("api key", lambda: _key(status, address, api_key), "")
+    # In a pod every other one should be reached.
+    checks += reachability([each for each in targets if not _is_nowhere(each)], "KUBERNETES_SERVICE_HOST" in environ)
+    key = guarded("api key", lambda: _key(status, address, api_key), "")
+    checks += key
+    # With a key it cannot be seen whether one is needed.
+    asks_key = None if api_key or not key else key[0].found != NO_KEY
+    is_open = takes_anybody(config.index.redis_url or status["redis"]["address"])
+    checks += doors.checks(doors.announced(doors.configured(config, environ, is_open), status, asks_key))
     return checks
 
 
@@ -250,7 +253,7 @@ def _key(status: StatusJson, asked: str, api_key: str) -> Iterator[Check]:
 def key_check(http_status: int, body: bytes, has_key: bool) -> Check:
     """The check of the API key, from a router's answer to the question for its models."""
     if http_status == 200:
-        return Check("api key", "ok", "yours is accepted" if has_key else "none is needed")
+        return Check("api key", "ok", "yours is accepted" if has_key else NO_KEY)
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import socket
@@ -9,9 +10,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
+from urllib.parse import urlsplit, urlunsplit
 
+from baton.errors import ConfigError, StoreUnavailable
 from deploy.doctor.checks import Check, State, names
 from deploy.operator.scrape import NOWHERE, split
+from kvstore.index import RedisConnection
 
 TIMEOUT_S = 2.0
 AT_ONCE = 64
@@ -102,3 +106,29 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def takes_anybody(url: str) -> bool:
+    """Whether a Redis whose URL has a password answers without one, too; False where that cannot be tried."""
+    try:
+        parts = urlsplit(url)
+        return bool(parts.password) and asyncio.run(
+            _answers(urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])))
+        )
+    except ValueError:  # it is no URL
+        return False
+
+
+async def _answers(url: str) -> bool:
+    try:
+        connection = RedisConnection(url)
+    except ConfigError:
+        return False
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            await connection.call("PING")
+            return True
+    except (TimeoutError, StoreUnavailable):
+        return False
+    finally:
+        await connection.close()

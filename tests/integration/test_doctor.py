@@ -51,6 +51,8 @@ def test_a_cluster_that_is_well_has_nothing_that_fails(arithmetic_cluster: Clust
     assert {name: checks[name]["state"] for name in well} == dict.fromkeys(well, "ok")
     # Four workers, the router's two ports, the controller.
     assert checks["reachable"]["found"] == "7 of 7 addresses of the cluster, from here"
+    doors = {name: check["state"] for name, check in checks.items() if name.startswith("door: ")}
+    assert doors == dict.fromkeys(("door: clients", "door: controller", "door: workers", "door: redis"), "ok")
     assert f"port {arithmetic_cluster.grpc.rpartition(':')[2]}" not in checks, "the cluster itself has it"
 
 

@@ -1,0 +1,206 @@
+"""Which doors of a cluster are open to others, and what to do about each.
+
+    configuration, or status of a running cluster ──> Doors: where each listens, what it asks for ──> a check for each
+
+SECURITY.md lists the doors with what is promised about each. A door that only this machine reaches counts as shut: its
+users are trusted. Nothing is tried out here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
+
+from baton.config import Config
+from deploy.doctor.checks import Check, names
+from deploy.doctor.reach import is_loopback
+from deploy.operator.client import StatusJson
+
+LOCAL = "127.0.0.1"
+TOKEN = "token"
+"""What RAY_AUTH_MODE is where Ray asks for a token."""
+OWN_NETWORK = "keep it on a network that only the cluster shares (the chart's networkPolicy)"
+ENCRYPTED_NETWORK = "use a network that encrypts, such as WireGuard of the CNI"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doors:
+    """Where a cluster's processes listen, and what they ask of those who come."""
+
+    clients: tuple[str, ...]
+    """Hosts of the routers' ports."""
+    asks_key: bool
+    """Whether a client needs a tenant's key."""
+    clients_encrypted: bool = False
+    controller: str = LOCAL
+    workers: tuple[str, ...] = (LOCAL,)
+    """Hosts of the workers' ports, of which KV is read."""
+    asks_proof: bool = False
+    """Whether members of the cluster prove who they are."""
+    members_encrypted: bool = False
+    redis_url: str = ""
+    """The URL of Redis; empty: `baton up` starts one that only its own user reaches."""
+    redis_takes_anybody: bool = False
+    """Whether Redis took us without a password, as far as it was tried."""
+    ray: str = ""
+    """The host of a Ray cluster that is joined; empty: `baton up` starts one on loopback, with a token."""
+    ray_asks_token: bool = False
+    traces: str = ""
+    """The host that gets the traces; empty: none does."""
+
+
+def configured(config: Config, environ: Mapping[str, str], redis_takes_anybody: bool = False) -> Doors:
+    """The doors of a cluster with this configuration."""
+    cluster = config.cluster
+    ray = _host(cluster.ray_address)
+    ray_asks_token = environ.get("RAY_AUTH_MODE") == TOKEN
+    return Doors(
+        clients=(cluster.host,),
+        asks_key=bool(config.router.tenants_file),
+        controller=cluster.controller_host,
+        workers=(ray or LOCAL,),  # they listen at the address of their Ray node
+        asks_proof=bool(cluster.secret),
+        redis_url=config.index.redis_url,
+        redis_takes_anybody=redis_takes_anybody,
+        ray=ray,
+        ray_asks_token=ray_asks_token,
+        traces=_host(config.telemetry.otlp_endpoint),
+    )
+
+
+def announced(doors: Doors, status: StatusJson, asks_key: bool | None) -> Doors:
+    """The doors where a running cluster has them.
+
+    Args:
+        doors: as configured here.
+        asks_key: whether a router asked us for a key; None: none was tried.
+    """
+    controller = status.get("controller")
+    return replace(
+        doors,
+        clients=tuple(_host(router[kind]) for router in status["routers"] for kind in ("grpc", "http")),
+        asks_key=doors.asks_key if asks_key is None else asks_key,
+        controller=_host(controller["address"]) if controller else doors.controller,
+        workers=tuple(_host(worker["address"]) for worker in status["workers"]) or doors.workers,
+    )
+
+
+def checks(doors: Doors) -> Iterator[Check]:
+    """A check for each door. None fails: a network may stand before it, which cannot be seen from here."""
+    yield from _clients(doors)
+    yield from _members(doors)
+    yield from _redis(doors)
+    if doors.ray:
+        yield _door(
+            "ray",
+            [] if doors.ray_asks_token else _others([doors.ray]),
+            "asks for a token, or is this machine's",
+            "runs code of anybody who reaches it",
+            "start every Ray node with RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN",
+        )
+    if doors.traces:
+        yield _door(
+            "traces",
+            _others([doors.traces]),
+            "stay on this machine",
+            "gets traces in plain text: ids of requests, names of workers",
+            ENCRYPTED_NETWORK,
+        )
+
+
+def _clients(doors: Doors) -> Iterator[Check]:
+    others = _others(doors.clients)
+    yield _door(
+        "clients",
+        [] if doors.asks_key else others,
+        "a tenant's key is asked for" if others else "only this machine reaches the routers",
+        "serves anybody who reaches it, and takes orders (scale, drain, role) from them",
+        f"name tenants (router.tenants_file), or {OWN_NETWORK}",
+    )
+    if others:
+        yield _door(
+            "clients' network",
+            [] if doors.clients_encrypted else others,
+            "is encrypted",
+            "takes keys and prompts, and gives answers, in plain text",
+            "let a proxy or an Ingress end TLS before it",
+        )
+        yield _door(
+            "metrics",
+            others,
+            "",
+            "shows /metrics to anybody who reaches its HTTP port: names of tenants, and how much they use",
+            "keep /metrics from clients at the proxy or Ingress",
+        )
+
+
+def _members(doors: Doors) -> Iterator[Check]:
+    prove = "set cluster.secret to a file that every member has"
+    yield _door(
+        "controller",
+        [] if doors.asks_proof else _others([doors.controller]),
+        "members prove who they are" if doors.asks_proof else "only this machine reaches it",
+        "scales, drains and changes roles for anybody who reaches it",
+        f"{prove}, or {OWN_NETWORK}",
+    )
+    others = _others(doors.workers)
+    yield _door(
+        "workers",
+        [] if doors.asks_proof else others,
+        "members prove who they are" if doors.asks_proof else "only this machine reaches them",
+        "gives KV, and so prompts, to anybody who reaches it",
+        f"{prove}, or {OWN_NETWORK}",
+    )
+    if others:
+        yield _door(
+            "members' network",
+            [] if doors.members_encrypted else others,
+            "is encrypted",
+            "carries prompts and KV in plain text",
+            ENCRYPTED_NETWORK,
+        )
+
+
+def _redis(doors: Doors) -> Iterator[Check]:
+    host = _host(doors.redis_url)
+    others = _others([host]) if host else []
+    has_password = bool(host and urlsplit(doors.redis_url).password)
+    yield _door(
+        "redis",
+        others if doors.redis_takes_anybody or not has_password else [],
+        "asks for a password" if others else "only this machine reaches it",
+        "lets anybody who reaches it write leases, and so become a worker",
+        f"give it a password (in index.redis_url), or {OWN_NETWORK}",
+    )
+    if others and not doors.redis_url.startswith("rediss:"):
+        mend = f"use rediss://, or {ENCRYPTED_NETWORK}"
+        yield _door("redis' network", others, "", "takes its password, and shows leases, in plain text", mend)
+
+
+def _door(name: str, open_at: list[str], shut: str, gives: str, mend: str) -> Check:
+    """The check of one door.
+
+    Args:
+        name: of the door.
+        open_at: hosts at which it is open to others.
+        shut: why it is not, where there are none.
+        gives: what an open one does for those who reach it.
+        mend: how to shut it.
+    """
+    if open_at:
+        return Check(f"door: {name}", "warn", f"{names(open_at)} {gives}", mend)
+    return Check(f"door: {name}", "ok", shut)
+
+
+def _others(hosts: list[str] | tuple[str, ...]) -> list[str]:
+    """The hosts that other machines reach."""
+    return sorted({host for host in hosts if not is_loopback(host)})
+
+
+def _host(address: str) -> str:
+    """The host of host:port or of a URL, without brackets; empty for no address, or none that can be read."""
+    try:
+        return urlsplit(address if "://" in address else f"//{address}").hostname or ""
+    except ValueError:
+        return ""

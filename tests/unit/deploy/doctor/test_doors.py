@@ -1,0 +1,161 @@
+"""Which doors `baton doctor` names as open to others."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton.config import ClusterConfig, Config, IndexConfig, RouterConfig, TelemetryConfig
+from deploy.doctor import Check, DoctorPart, diagnose, doors
+from deploy.doctor.doors import Doors, announced, configured
+from deploy.doctor.reach import takes_anybody
+from deploy.embedded_redis import EmbeddedRedis
+from kvstore.index import RedisConnection
+from tests.integration.cluster import free_port
+
+TOKEN = {"RAY_AUTH_MODE": "token"}
+WIDE = Doors(
+    clients=("0.0.0.0",),
+    asks_key=False,
+    controller="10.0.0.2",
+    workers=("127.0.0.1", "10.0.0.3"),
+    redis_url="redis://redis:6379/0",
+    ray="10.0.0.4",
+    traces="collector",
+)
+"""All is open to others."""
+GUARDED = replace(
+    WIDE,
+    asks_key=True,
+    clients_encrypted=True,
+    asks_proof=True,
+    members_encrypted=True,
+    redis_url="rediss://:secret@redis:6379/0",
+    ray_asks_token=True,
+    traces="localhost",
+)
+
+
+def found(given: Doors) -> dict[str, Check]:
+    return {check.name.removeprefix("door: "): check for check in doors.checks(given)}
+
+
+def is_open(given: Doors) -> set[str]:
+    return {name for name, check in found(given).items() if check.state != "ok"}
+
+
+def test_one_machine_has_no_open_door() -> None:
+    """`baton up` without a setting, and with everything else on this machine."""
+    assert is_open(configured(Config(), {})) == set()
+    local = Config(
+        cluster=ClusterConfig(host="::1", controller_host="localhost", ray_address="127.0.0.1:6379"),
+        index=IndexConfig(redis_url="redis://127.0.0.1:6379/0"),
+        telemetry=TelemetryConfig(otlp_endpoint="http://localhost:4317"),
+    )
+    assert is_open(configured(local, {})) == set()
+    assert is_open(configured(Config(index=IndexConfig(redis_url="unix:///run/redis.sock")), {})) == set()
+
+
+def test_every_door_that_is_open_to_others_is_named_with_what_it_gives_and_what_to_do() -> None:
+    checks = found(WIDE)
+    assert (
+        is_open(WIDE)
+        == checks.keys()
+        == {
+            *("clients", "clients' network", "metrics", "controller", "workers", "members' network", "redis"),
+            *("redis' network", "ray", "traces"),
+        }
+    )
+    assert all(check.state == "warn" and check.mend for check in checks.values()), "a network may stand before it"
+    assert checks["workers"].found == "10.0.0.3 gives KV, and so prompts, to anybody who reaches it"
+    assert "router.tenants_file" in checks["clients"].mend
+    assert "cluster.secret" in checks["controller"].mend
+
+
+def test_what_is_guarded_is_shut() -> None:
+    assert is_open(GUARDED) == {"metrics"}, "nothing guards /metrics on the clients' port"
+    assert all(check.mend == "" for name, check in found(GUARDED).items() if name != "metrics")
+
+
+@pytest.mark.parametrize(
+    ("changed", "opened"),
+    [
+        ({"asks_key": False}, "clients"),
+        ({"clients_encrypted": False}, "clients' network"),
+        ({"asks_proof": False, "workers": ("127.0.0.1",)}, "controller"),
+        ({"asks_proof": False, "controller": "127.0.0.1"}, "workers"),
+        ({"members_encrypted": False}, "members' network"),
+        ({"redis_url": "rediss://redis:6379/0"}, "redis"),
+        ({"redis_takes_anybody": True}, "redis"),
+        ({"redis_url": "redis://:secret@redis:6379/0"}, "redis' network"),
+        ({"ray_asks_token": False}, "ray"),
+        ({"traces": "collector"}, "traces"),
+    ],
+)
+def test_each_guard_shuts_a_door_of_its_own(changed: dict[str, Any], opened: str) -> None:
+    assert is_open(replace(GUARDED, **changed)) == {"metrics", opened}
+
+
+def test_a_configuration_says_where_the_doors_are() -> None:
+    config = Config(
+        cluster=ClusterConfig(host="0.0.0.0", controller_host="0.0.0.0", ray_address="head:6379", secret="/s"),
+        index=IndexConfig(redis_url="redis://:pw@r:1/0"),
+        router=RouterConfig(tenants_file="/tenants"),
+        telemetry=TelemetryConfig(otlp_endpoint="collector:4317"),
+    )
+    assert configured(config, TOKEN, redis_takes_anybody=True) == Doors(
+        clients=("0.0.0.0",),
+        asks_key=True,
+        controller="0.0.0.0",
+        workers=("head",),
+        asks_proof=True,
+        redis_url="redis://:pw@r:1/0",
+        redis_takes_anybody=True,
+        ray="head",
+        ray_asks_token=True,
+        traces="collector",
+    )
+    assert not any("pw" in check.found + check.mend for check in doors.checks(configured(config, {})))
+
+
+def test_a_running_cluster_says_where_it_listens() -> None:
+    status = {
+        "routers": [{"grpc": "10.0.0.1:50051", "http": "[fd00::1]:8000"}],
+        "workers": [{"address": "10.0.0.3:4000"}, {"address": "[::1"}],
+        "controller": {"address": "10.0.0.2:50052"},
+    }
+    quiet = configured(Config(), {})
+    seen = announced(quiet, status, asks_key=True)
+    assert (seen.clients, seen.controller, seen.workers) == (("10.0.0.1", "fd00::1"), "10.0.0.2", ("10.0.0.3", ""))
+    assert seen.asks_key
+    assert not announced(quiet, status, asks_key=None).asks_key
+    alone = announced(quiet, {"routers": [], "workers": [], "controller": None}, asks_key=False)
+    assert (alone.controller, alone.workers) == ("127.0.0.1", ("127.0.0.1",))
+
+
+def test_a_password_that_redis_does_not_ask_for_is_none() -> None:
+    async def protect(url: str) -> None:
+        connection = RedisConnection(url)
+        try:
+            await connection.call("CONFIG", "SET", "requirepass", "secret")
+        finally:
+            await connection.close()
+
+    with EmbeddedRedis(port=free_port()) as server:
+        url = server.url.replace("redis://", "redis://:secret@")
+        assert takes_anybody(url)
+        assert not takes_anybody(server.url), "no password is given that could be left out"
+        asyncio.run(protect(server.url))
+        assert not takes_anybody(url)
+    assert not takes_anybody(url), "nobody answers"
+    assert not takes_anybody("redis://:x@[::1")
+
+
+@pytest.mark.parametrize("part", [DoctorPart.ROUTER, DoctorPart.CONTROLLER])
+def test_a_container_names_them_before_it_starts(part: DoctorPart) -> None:
+    config = Config(cluster=ClusterConfig(host="0.0.0.0", controller_host="0.0.0.0"))
+    states = {check.name: check.state for check in diagnose(config, "", part, environ={})}
+    assert (states["door: clients"], states["door: controller"], states["door: redis"]) == ("warn", "warn", "ok")
