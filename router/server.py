@@ -188,7 +188,7 @@ def build(config: Config) -> Router:
         raise ConfigError("the router needs index.redis_url (BATON_INDEX_REDIS_URL)")
     tenants = TenantsFile.load(config.router)
     usage_file = UsageFile(config.router.usage_log) if config.router.usage_log else None
-    tracer = tracing.configure("baton-router", config.router.id, config.telemetry)
+    tracer = tracing.configure("baton-router", config.router.id, config.telemetry, faces_clients=True)
     model = _load_model(config)
     store = _Store.connect(config.index, model.content_id)
     pools = PoolView(store.mirror.lookup, time.monotonic, model.facts.max_model_len, config.index.lease_s)

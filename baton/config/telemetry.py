@@ -14,7 +14,8 @@ class TelemetryConfig:
     otlp_endpoint: Address = ""
     """host:port of an OTLP gRPC receiver for traces; empty: spans are not exported."""
     sample_ratio: Float = 1.0
-    """Share of the traces begun by Baton that are exported."""
+    """Share of the requests whose traces are exported. A client that brings a trace of its own does not raise it; one that
+    asks for none gets none."""
     log_level: Annotated[str, OneOf("debug", "info", "warning", "error", "critical")] = "info"
     """debug, info, warning, error or critical."""
     log_format: Annotated[str, OneOf("text", "json")] = "text"

@@ -5,6 +5,7 @@ Spans are exported over OTLP when `telemetry.otlp_endpoint` is set; otherwise th
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler, SamplingResult
 from opentelemetry.trace import Span, SpanContext, SpanKind
 
 from baton.config import TelemetryConfig
@@ -24,12 +25,44 @@ Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
 _tracer = trace.get_tracer("baton")
 
 
-def configure(service_name: str, instance_id: str, config: TelemetryConfig) -> TracerProvider | None:
-    """Starts exporting this process's spans; `shutdown()` of what it returns flushes them. None: nothing to export."""
+class _Share(Sampler):
+    """Samples a share of the traces, drawn here: clients choose the ids of theirs."""
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+
+    def should_sample(self, *given: Any, **named: Any) -> SamplingResult:
+        chosen = ALWAYS_ON if random.random() < self._ratio else ALWAYS_OFF
+        return chosen.should_sample(*given, **named)
+
+    def get_description(self) -> str:
+        return f"Share({self._ratio:g})"
+
+
+def sampler(ratio: float, *, faces_clients: bool) -> Sampler:
+    """What decides which traces are exported.
+
+    Args:
+        ratio: share of the traces that begin here.
+        faces_clients: callers are clients, whose wish to be sampled counts for no more than having a trace at all; one
+            that is not sampled stays so. Other callers have decided for us.
+    """
+    share = _Share(ratio)
+    return ParentBased(share, remote_parent_sampled=share) if faces_clients else ParentBased(share)
+
+
+def configure(
+    service_name: str, instance_id: str, config: TelemetryConfig, *, faces_clients: bool = False
+) -> TracerProvider | None:
+    """Starts exporting this process's spans; `shutdown()` of what it returns flushes them. None: nothing to export.
+
+    Args:
+        faces_clients: see `sampler`.
+    """
     if not config.otlp_endpoint:
         return None
     resource = Resource.create({"service.name": service_name, "service.instance.id": instance_id})
-    provider = TracerProvider(resource=resource, sampler=ParentBasedTraceIdRatio(config.sample_ratio))
+    provider = TracerProvider(resource=resource, sampler=sampler(config.sample_ratio, faces_clients=faces_clients))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=True)))
     trace.set_tracer_provider(provider)
     return provider
