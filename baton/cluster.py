@@ -201,6 +201,8 @@ class RouterInfo:
     """Admitted requests that missed an objective or failed."""
     rejected: int = 0
     version: str = ""
+    ready_workers: int = 0
+    """Workers that it knows to be ready."""
 
 
 @dataclass(frozen=True, slots=True)

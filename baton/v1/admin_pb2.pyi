@@ -743,6 +743,7 @@ class Router(_message.Message):
     MISSED_FIELD_NUMBER: _builtins.int
     REJECTED_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    READY_WORKERS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     pid: _builtins.int
     grpc: _builtins.str
@@ -753,6 +754,8 @@ class Router(_message.Message):
     missed: _builtins.int
     rejected: _builtins.int
     version: _builtins.str
+    ready_workers: _builtins.int
+    """Workers that it knows to be ready."""
     def __init__(
         self,
         *,
@@ -765,10 +768,11 @@ class Router(_message.Message):
         missed: _builtins.int = ...,
         rejected: _builtins.int = ...,
         version: _builtins.str = ...,
+        ready_workers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpc", b"grpc", "http", b"http", "id", b"id", "met", b"met", "mirror_lag_s", b"mirror_lag_s", "missed", b"missed", "pid", b"pid", "rejected", b"rejected", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpc", b"grpc", "http", b"http", "id", b"id", "met", b"met", "mirror_lag_s", b"mirror_lag_s", "missed", b"missed", "pid", b"pid", "ready_workers", b"ready_workers", "rejected", b"rejected", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

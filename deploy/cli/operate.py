@@ -66,6 +66,7 @@ def role(
 
 def status(
     address: Address = baton_config.DEFAULT_ADDRESS,
+    api_key: ApiKey = "",
     explain: Annotated[
         str, typer.Option(metavar="REQUEST", help="Explain how the request with this id was placed.")
     ] = "",
@@ -80,9 +81,9 @@ def status(
 
         if explain or as_json:
             raise InvalidRequest("--watch shows a picture that changes; leave out --explain and --json")
-        watch(address, Console())
+        watch(address, Console(), api_key)
         return
-    with contextlib.closing(Client(address)) as client:
+    with contextlib.closing(Client(address, api_key)) as client:
         if explain:
             print_explanations(client.explain(explain), explain, as_json)
             return
@@ -98,6 +99,7 @@ def autoscale(
         bool, typer.Option("--dry-run", help="Print the decision and its reasons; there is no other mode.")
     ] = False,
     address: Address = baton_config.DEFAULT_ADDRESS,
+    api_key: ApiKey = "",
     seconds: Annotated[
         float | None, typer.Option(help="Duration of the measurement.", show_default="autoscale.window_s", min=0.1)
     ] = None,
@@ -120,7 +122,7 @@ def autoscale(
             "the controller changes the pools: start the cluster with BATON_AUTOSCALE_ENABLED=true, or give --dry-run"
         )
     settings = baton_config.load(config)
-    with contextlib.closing(Client(address)) as client:
+    with contextlib.closing(Client(address, api_key)) as client:
         run(client, settings, seconds or settings.autoscale.window_s, watch, as_json)
 
 

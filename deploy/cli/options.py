@@ -20,7 +20,12 @@ console = Console(stderr=True, soft_wrap=True, highlight=False)
 """Standard error, for progress and errors; results go to standard output."""
 
 ApiKey = Annotated[
-    str, typer.Option(help="A tenant's key, if the cluster has tenants.", envvar="BATON_API_KEY", show_default=False)
+    str,
+    typer.Option(
+        help="A tenant's key, if the cluster has tenants; an operator's for all but `generate`.",
+        envvar="BATON_API_KEY",
+        show_default=False,
+    ),
 ]
 Address = Annotated[str, typer.Option(help="The router, host:port.", envvar="BATON_ADDRESS")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from baton.config import Config
-from baton.errors import BatonError, InvalidRequest, NoWorker
+from baton.errors import BatonError, Forbidden, InvalidRequest, NoWorker, Unauthenticated
 from deploy.doctor import doors, redis
 from deploy.doctor.checks import Check, guarded, judged, names
 from deploy.doctor.machine import DISTRIBUTION, hostname
@@ -28,18 +28,24 @@ NO_KEY = "none is needed"
 
 def diagnose(config: Config, address: str, api_key: str, environ: Mapping[str, str]) -> list[Check]:
     """Empty when no router answers."""
-    client = Client(address)
+    client = Client(address, api_key)
     try:
         status = client.status()
         checks = [Check("router", "ok", f"answers at {address}")]
         checks += guarded("drains", lambda: drains(status, client.status), "")
     except NoWorker:
         return []
+    except (Unauthenticated, Forbidden) as error:
+        answers = Check("router", "ok", f"answers at {address}")
+        mend = "give an operator's key (--api-key or BATON_API_KEY), and the rest is checked"
+        # An unknown key is a mistake; a tenant's, or none, shows as much as it should.
+        is_unknown = bool(api_key) and isinstance(error, Unauthenticated)
+        return [answers, Check("api key", "fail" if is_unknown else "warn", str(error), mend)]
     except BatonError as error:
         return [Check("router", "fail", str(error), f"is {address} the gRPC port of a Baton router?")]
     finally:
         client.close()
-    scraped = {router["id"]: _scraped(router["http"], address) for router in status["routers"]}
+    scraped = {router["id"]: _scraped(router["http"], address, api_key) for router in status["routers"]}
     metrics = next((samples for samples in scraped.values() if samples is not None), None)
     checks += metrics_seen(scraped)
     checks += versions(_versions(status, scraped), importlib.metadata.version(DISTRIBUTION))
@@ -67,7 +73,7 @@ def metrics_seen(scraped: Mapping[str, Samples | None]) -> Iterator[Check]:
         "metrics",
         not lost,
         f"of {len(scraped)} routers" if not lost else f"cannot be read from {names(lost)}",
-        "Prometheus cannot read them either, unless it runs elsewhere: is the HTTP port open to it?",
+        "is the HTTP port open to this machine?",
         "warn",
     )
 
@@ -187,8 +193,8 @@ def _versions(status: StatusJson, scraped: Mapping[str, Samples | None]) -> dict
     return found
 
 
-def _scraped(announced: str, asked: str) -> Samples | None:
-    scraper = Scraper(seen_from(announced, asked), HTTP_TIMEOUT_S)
+def _scraped(announced: str, asked: str, api_key: str) -> Samples | None:
+    scraper = Scraper(seen_from(announced, asked), api_key, HTTP_TIMEOUT_S)
     try:
         return scraper.read()
     except NoWorker:

@@ -19,19 +19,17 @@ import re
 import secrets
 import signal
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-import grpc
 from rich.console import Console
 
-from baton.cluster import Role
-from baton.config import Config
-from baton.errors import ConfigError
-from baton.rpc import channel
+from baton.blocks import content_id
+from baton.cluster import Role, RouterInfo
+from baton.config import ClusterConfig, Config
+from baton.errors import ConfigError, StoreUnavailable
 from baton.tasks import cancel_and_wait
-from baton.v1 import admin_pb2, admin_pb2_grpc
 from deploy.controller.state import load, sizes_problem
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.local import preflight
@@ -39,7 +37,8 @@ from deploy.local.child import Child
 from deploy.local.parts import with_model
 from deploy.models import cache_dir
 from deploy.processes import UNJOINED, why_taken
-from kvstore.index import without_password
+from kvstore.index import RedisConnection, without_password
+from kvstore.leases import RedisLeases
 from kvstore.transfer.transport.faults import parse_faults
 from router.admission.tenants import TenantBook
 from router.request.moderation import load_judge
@@ -333,18 +332,24 @@ async def _started(ray: RayCluster, config: Config) -> None:
     Raises:
         TimeoutError: it took longer than `cluster.start_timeout_s`.
     """
-    cluster = config.cluster
-    async with asyncio.timeout(cluster.start_timeout_s):
+    async with asyncio.timeout(config.cluster.start_timeout_s):
         await ray.start()
-        async with channel(f"{cluster.host}:{cluster.grpc_port}") as router:
-            stub = admin_pb2_grpc.AdminStub(router)
+        leases = RedisLeases(RedisConnection(config.index.redis_url), content_id(config.kv_identity))
+        try:
             while True:
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    status = await stub.GetStatus(admin_pb2.GetStatusRequest(), wait_for_ready=True)
-                    num_ready = sum(worker.state == "ready" for worker in status.workers)
-                    # Orders are taken by now, so there may have to be fewer than at first.
-                    desired = sum(pool.desired for pool in status.pools.values())
-                    expected = min(cluster.prefill + cluster.decode, desired)
-                    if 0 < expected <= num_ready and len(status.routers) >= cluster.routers:
+                with contextlib.suppress(StoreUnavailable):
+                    if is_whole(await leases.list_routers(), await leases.get_desired(), config.cluster):
                         return
                 await asyncio.sleep(0.1)
+        finally:
+            await leases.close()
+
+
+def is_whole(routers: Collection[RouterInfo], desired: Mapping[str, int], cluster: ClusterConfig) -> bool:
+    """Returns whether every router knows as many ready workers as there are to be.
+
+    Args:
+        desired: the pools' sizes. Orders are taken by now, so they may be smaller than at first.
+    """
+    expected = min(cluster.prefill + cluster.decode, sum(desired.values()))
+    return sum(router.ready_workers >= expected > 0 for router in routers) >= cluster.routers

@@ -68,7 +68,8 @@ class Client:
 
         Args:
             address: host:port of one or several routers; several addresses are separated by commas.
-            api_key: the tenant's key; empty: none is sent, which suffices where no tenants are configured.
+            api_key: the tenant's key, an operator's for all but `generate`; empty: none is sent, which suffices where
+                no tenants are configured.
 
         Raises:
             InvalidRequest: an address has a number for a port that is none.
@@ -135,14 +136,15 @@ class Client:
 
     def status(self) -> dict[str, Any]:
         """`baton status --json`."""
+        message = admin_pb2.GetStatusRequest()
         with self._admin() as admin:
-            return wire.status_as_json(admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S))
+            return wire.status_as_json(admin.GetStatus(message, timeout=STATUS_TIMEOUT_S, metadata=self._metadata))
 
     def explain(self, request_id: str) -> list[Explanation]:
         """How a request's choices were placed; none: the router does not know it, or not any more."""
         message = admin_pb2.ExplainRequest(request_id=request_id)
         with self._admin() as admin:
-            return wire.explanations(admin.Explain(message, timeout=STATUS_TIMEOUT_S))
+            return wire.explanations(admin.Explain(message, timeout=STATUS_TIMEOUT_S, metadata=self._metadata))
 
     def scale(self, pool: str, num_workers: int) -> None:
         """Orders a pool's size; `status` shows when the pool has it."""

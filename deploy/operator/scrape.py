@@ -10,7 +10,10 @@ from typing import NamedTuple
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.errors import NoWorker
+from deploy.operator.client import metadata_of
 
+METRICS = "/api/metrics"
+"""Path of the HTTP port at which an operator reads what Prometheus reads at /metrics."""
 NOWHERE = ("0.0.0.0", "[::]", "::", "")
 """Hosts to listen on, which are no address to connect to."""
 
@@ -22,7 +25,7 @@ class Sample(NamedTuple):
 
 
 class Samples:
-    """One answer of /metrics. A metric that is missing sums to 0: nothing of its kind has happened yet."""
+    """One answer. A metric that is missing sums to 0: nothing of its kind has happened yet."""
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._by_name: dict[str, list[Sample]] = {}
@@ -66,10 +69,12 @@ class Scraper:
 
     Args:
         addresses: host:port, the likeliest first; the first that answers is kept.
+        api_key: an operator's; empty: none is sent.
     """
 
-    def __init__(self, addresses: Iterable[str], timeout_s: float = 2.0) -> None:
+    def __init__(self, addresses: Iterable[str], api_key: str = "", timeout_s: float = 2.0) -> None:
         self._addresses = list(addresses)
+        self._headers = dict(metadata_of(api_key))
         self._timeout_s = timeout_s
         self._connection: http.client.HTTPConnection | None = None
 
@@ -78,7 +83,7 @@ class Scraper:
         reasons = []
         for address in self._addresses:
             try:
-                samples = parse(self._get(address, "/metrics"))
+                samples = parse(self._get(address, METRICS))
             except (OSError, ValueError, http.client.HTTPException) as error:
                 self.close()
                 reasons.append(f"{address}: {error or type(error).__name__}")
@@ -96,7 +101,7 @@ class Scraper:
         if self._connection is None:
             host, port = split(address)
             self._connection = http.client.HTTPConnection(host, port, timeout=self._timeout_s)
-        self._connection.request("GET", path)
+        self._connection.request("GET", path, headers=self._headers)
         answer = self._connection.getresponse()
         body = answer.read()
         if answer.status != 200:

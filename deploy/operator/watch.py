@@ -41,7 +41,7 @@ class Snapshot:
     """Monotonic."""
     status: StatusJson
     metrics: Samples | None
-    """None: /metrics did not answer."""
+    """None: they cannot be read."""
 
 
 class Quantile(NamedTuple):
@@ -191,7 +191,7 @@ def quantile(q: float, counts: Mapping[float, float]) -> Quantile | None:
     return Quantile(bound_below, is_above=True)
 
 
-def watch(address: str, console: Console, seconds: float = math.inf) -> None:
+def watch(address: str, console: Console, api_key: str = "", seconds: float = math.inf) -> None:
     """Shows the cluster every second until Ctrl-C, or for the given time.
 
     Raises:
@@ -200,13 +200,13 @@ def watch(address: str, console: Console, seconds: float = math.inf) -> None:
     """
     if not console.is_terminal:
         raise InvalidRequest("--watch needs a terminal; --json prints the status once")
-    client = Client(address)
+    client = Client(address, api_key)
     snapshots: deque[Snapshot] = deque()
     scraper: Scraper | None = None
     end_s = time.monotonic() + seconds
     try:
         status: StatusJson = client.status()
-        scraper = Scraper(seen_from(status["routers"][0]["http"], address), timeout_s=REFRESH_S)
+        scraper = Scraper(seen_from(status["routers"][0]["http"], address), api_key, REFRESH_S)
         with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
             while time.monotonic() < end_s:
                 begin_s = time.monotonic()
@@ -263,7 +263,7 @@ def _heading(status: StatusJson, address: str, has_metrics: bool, lost: str) -> 
     if lost:
         text.append(f"\nlost: {lost}; last known state", style="bold red")
     if not has_metrics:
-        text.append("\nno /metrics from here: goodput only", style="yellow")
+        text.append("\nno metrics from here: goodput only", style="yellow")
     elif num_routers > 1:
         text.append(f"\nclasses, latencies and cache: of one router of {num_routers}", style="dim")
     return text

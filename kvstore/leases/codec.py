@@ -38,7 +38,10 @@ LABELS = {"engine", "sampler", "link", "transport"}
 LEAST = {"block_size": GRANULE, "max_model_len": GRANULE, "chunk_tokens": 1}
 """Lower bounds of numbers, if not 0."""
 MOST: dict[str, float] = {
-    **dict.fromkeys(("pid", "block_size", "max_model_len", "chunk_tokens", "running", "waiting", "wanted"), MAX_INT32),
+    **dict.fromkeys(
+        ("pid", "block_size", "max_model_len", "chunk_tokens", "running", "waiting", "wanted", "ready_workers"),
+        MAX_INT32,
+    ),
     **dict.fromkeys(("total", "free", "cached", "in_use", "open_pairs", "slots_in_use"), MAX_INT32),
     **dict.fromkeys(("s_overhead", "s_per_token", "s_per_pair"), MAX_COST_S),
     **dict.fromkeys(("s_weights", "s_per_sequence", "s_per_kv_token"), MAX_COST_S),

@@ -21,7 +21,7 @@ The tenants stand in one YAML file (`router.tenants_file`), which is read again 
       parse_special: true              # may write special tokens in its prompts
     operations:
       key_sha256: [HASH]
-      operator: true                   # may change the pools
+      operator: true                   # may see and change the cluster
 
 A HASH is the SHA-256 of a key, as `printf %s KEY | sha256sum` prints it. Nothing else of the key is stored, so a
 reader of the file cannot ask in a tenant's name. Draw keys at random (`openssl rand -hex 32`): a short or guessable one
@@ -39,7 +39,7 @@ from pathlib import Path
 
 import yaml
 
-from baton.errors import ConfigError, Unauthenticated
+from baton.errors import ConfigError, Forbidden, Unauthenticated
 
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 MAX_LIMIT = 10**12
@@ -61,7 +61,7 @@ class Tenant:
     """Tenants of the same scope hit each other's cached prefixes. Empty: the tenant's own id, so that another one's
     scope can also name this tenant."""
     operator: bool = False
-    """Whether it may change the pools: `baton scale`, `drain` and `role`."""
+    """Whether it may see and change the cluster: `Admin`, and what the page shows."""
     parse_special: bool = False
     """Whether its requests may write special tokens (`parse_special`): it can forge messages of any role."""
     requests_per_minute: int | None = None
@@ -138,6 +138,11 @@ class TenantBook:
                     raise ConfigError(f"{path}: tenants {owner.id!r} and {tenant.id!r} have a key in common")
         return TenantBook(by_digest, version_of(text))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether no tenants are configured, so that everybody is let in."""
+        return self._by_digest is None
+
     def adopt(self, other: TenantBook) -> None:
         """Takes over what another book knows, for all requests that arrive from now on."""
         self._by_digest, self.version = other._by_digest, other.version
@@ -164,6 +169,12 @@ class TenantBook:
         if tenant is None:
             raise Unauthenticated("the API key is not one of this cluster's tenants; check it, or ask the operator")
         return tenant
+
+
+def require_operator(tenant: Tenant) -> None:
+    """Raises Forbidden for a tenant that is no operator."""
+    if not tenant.operator:
+        raise Forbidden(f"tenant {tenant.id!r} may not see or change the cluster; it takes an operator's API key")
 
 
 def version_of(text: bytes) -> bytes:

@@ -18,23 +18,23 @@ from baton.tasks import seen_through
 from baton.telemetry import tracing
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission import check_model
-from router.admission.tenants import Tenant, TenantBook, api_key_of
+from router.admission.tenants import Tenant, TenantBook, api_key_of, require_operator
 from router.api.controller_client import ControllerClient
 from router.dispatch.decisions import PlacementDecision, explained
 from router.request.model import UNKNOWN_INGRESS, Ingress
 from router.service import RouterService
 
 SERVICE_NAMES = ("baton.v1.Inference", "baton.v1.Admin")
-ORDERS = tuple(f"/baton.v1.Admin/{name}" for name in ("ScalePool", "DrainWorker", "SetWorkerRole"))
+INFERENCE, ADMIN = (f"/{name}/" for name in SERVICE_NAMES)
 CALLER: ContextVar[Tenant] = ContextVar("caller")
 """The tenant of the current call. Every call has a task of its own, and so a context."""
 
 
 class Authentication(grpc.aio.ServerInterceptor):
-    """Identifies the tenant of a call of `Inference`, or refuses the call before its message is parsed; so too an order
-    of `Admin`, for which it takes an operator's key.
+    """Identifies the tenant of a call, or refuses the call before its message is parsed. `Admin` takes an operator's
+    key.
 
-    Health, reflection and the status of `Admin` need no key: nothing of it is a tenant's.
+    Health and reflection need no key: they say nothing of this cluster.
     """
 
     def __init__(self, tenants: TenantBook) -> None:
@@ -43,12 +43,11 @@ class Authentication(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        is_order = details.method in ORDERS
-        if is_order or details.method.startswith("/baton.v1.Inference/"):
+        if details.method.startswith((INFERENCE, ADMIN)):
             try:
                 caller = self._tenants.identify(api_key_of(details.invocation_metadata))
-                if is_order and not caller.operator:
-                    raise Forbidden(f"tenant {caller.id!r} may not change the pools; it takes an operator's API key")
+                if details.method.startswith(ADMIN):
+                    require_operator(caller)
                 CALLER.set(caller)
             except (Unauthenticated, Forbidden) as error:
                 return _refusal(error)

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 import time
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 
 from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Role, RouterInfo, ServedModel, Worker, WorkerState
@@ -64,18 +66,18 @@ class Registry:
         """Polls until cancelled. While Redis is away, the last picture stays."""
         while True:
             try:
-                await self._leases.announce_router(self._myself())
-                self._routers = tuple(await self._leases.list_routers())
                 self._desired = await self._leases.get_desired()
                 self._controller = await self._leases.get_controller()
                 workers = await self._listed_workers()
+                await self._leases.announce_router(self._myself(workers))
+                await self._pools.update(workers)
+                self._routers = tuple(await self._leases.list_routers())
             except StoreUnavailable as error:
                 if self._redis_ok:
                     logger.warning("Redis is away; serving from what is known: %s", error)
                 self._redis_ok = False
             else:
                 self._redis_ok = True
-                await self._pools.update(workers)
                 await self._client.forget_past_incarnations(workers)
             await asyncio.sleep(self._poll_s)
 
@@ -96,11 +98,11 @@ class Registry:
 
     def status(self) -> ClusterStatus:
         workers = self._pools.workers
-        ready = {role: sum(w.info.role is role and w.load.state is WorkerState.READY for w in workers) for role in Role}
+        ready = _ready(workers)
         return ClusterStatus(
             pools={role.value: PoolStatus(self._desired.get(role.value, ready[role]), ready[role]) for role in Role},
             workers=workers,
-            routers=self._routers or (self._myself(),),
+            routers=self._routers or (self._myself(workers),),
             redis_address=without_password(self._redis.url),
             redis_ok=self._redis_ok,
             models=self._models,
@@ -117,8 +119,13 @@ class Registry:
         """The one that Redis named last; None: it names none."""
         return self._controller
 
-    def _myself(self) -> RouterInfo:
+    def _myself(self, workers: Collection[Worker]) -> RouterInfo:
         me, counts = self._me, self._slo_counts
         lag_s = round(self._follower.lag_s, 6)
         counted = replace(me, met=counts.met, missed=counts.missed, rejected=counts.rejected)
-        return replace(counted, pid=os.getpid(), mirror_lag_s=lag_s)
+        num_ready = _ready(workers).total()
+        return replace(counted, pid=os.getpid(), mirror_lag_s=lag_s, ready_workers=num_ready)
+
+
+def _ready(workers: Collection[Worker]) -> Counter[Role]:
+    return Counter(worker.info.role for worker in workers if worker.load.state is WorkerState.READY)

@@ -672,6 +672,7 @@ def status(num_workers: int) -> ClusterStatus:
                 missed=0,
                 rejected=1,
                 version="1.3",
+                ready_workers=2,
             ),
         ),
         redis_address="redis://x",
@@ -739,6 +740,7 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
                 "missed": 0,
                 "rejected": 1,
                 "version": "1.3",
+                "ready_workers": 2,
             }
         ],
         "redis": {

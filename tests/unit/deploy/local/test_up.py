@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster import Role
+from baton.cluster import Role, RouterInfo
 from baton.config import ClusterConfig, Config, IndexConfig
 from baton.errors import ConfigError, WorkerFailed
 from deploy.controller.state import ControllerState, save
@@ -117,3 +117,26 @@ def test_a_start_that_takes_too_long_does_not_show_redis_password() -> None:
     message = str(up._not_ready(config))
     assert "redis://me:***@10.0.0.9:6379/1" in message
     assert "planted" not in message
+
+
+@pytest.mark.parametrize(
+    ("known", "desired", "is_whole"),
+    [
+        ((), {"prefill": 1, "decode": 2}, False),
+        ((3,), {"prefill": 1, "decode": 2}, False),
+        ((3, 2), {"prefill": 1, "decode": 2}, False),
+        ((3, 3), {"prefill": 1, "decode": 2}, True),
+        ((3, 3), {"prefill": 1, "decode": 5}, True),
+        ((2, 2), {"prefill": 1, "decode": 1}, True),
+        ((0, 0), {}, False),
+    ],
+)
+def test_a_cluster_is_ready_once_every_router_knows_every_worker(
+    known: tuple[int, ...], desired: dict[str, int], is_whole: bool
+) -> None:
+    routers = [
+        RouterInfo(id=f"r{i}", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0, ready_workers=number)
+        for i, number in enumerate(known)
+    ]
+    cluster = ClusterConfig(prefill=1, decode=2, routers=2)
+    assert up.is_whole(routers, desired, cluster) is is_whole

@@ -280,27 +280,39 @@ async def test_a_call_without_a_tenants_key_ends_before_its_handler(
     assert SERVICER.num_calls == before
 
 
-async def test_health_and_what_admin_tells_need_no_key(connection: grpc.aio.Channel) -> None:
+async def test_health_needs_no_key(connection: grpc.aio.Channel) -> None:
     health = health_pb2_grpc.HealthStub(connection)
     answer = await health.Check(health_pb2.HealthCheckRequest(service="baton.v1.Inference"))
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    assert await admin_pb2_grpc.AdminStub(connection).ListPools(admin_pb2.ListPoolsRequest()) is not None
 
 
-@pytest.mark.parametrize(
-    ("key", "error"),
-    [("", Unauthenticated), ("nobody", Unauthenticated), ("key-a", Forbidden), ("key-o", NoController)],
-)
-async def test_orders_need_an_operators_key(connection: grpc.aio.Channel, key: str, error: type[BatonError]) -> None:
-    """With one they get as far as the controller, of which there is none here."""
-    stub = admin_pb2_grpc.AdminStub(connection)
-    metadata = (("authorization", f"Bearer {key}"),) if key else ()
-    orders = (
-        lambda: stub.ScalePool(admin_pb2.ScalePoolRequest(pool="decode", desired=2), metadata=metadata),
-        lambda: stub.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id="decode-0"), metadata=metadata),
-        lambda: stub.SetWorkerRole(admin_pb2.SetWorkerRoleRequest(worker_id="a", role="decode"), metadata=metadata),
-    )
-    for order in orders:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await order()
-        assert type(from_rpc_error(caught.value, "router")) is error
+ADMIN = {
+    "GetStatus": admin_pb2.GetStatusRequest(),
+    "ListPools": admin_pb2.ListPoolsRequest(),
+    "ListWorkers": admin_pb2.ListWorkersRequest(),
+    "Explain": admin_pb2.ExplainRequest(request_id="another's"),
+    "ScalePool": admin_pb2.ScalePoolRequest(pool="decode", desired=2),
+    "DrainWorker": admin_pb2.DrainWorkerRequest(worker_id="decode-0"),
+    "SetWorkerRole": admin_pb2.SetWorkerRoleRequest(worker_id="a", role="decode"),
+}
+
+
+def test_every_method_of_admin_is_tried() -> None:
+    assert set(ADMIN) == {method.name for method in admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods}
+
+
+@pytest.mark.parametrize("method", ADMIN)
+async def test_admin_takes_an_operators_key(connection: grpc.aio.Channel, method: str) -> None:
+    """With one, orders get as far as the controller, of which there is none here."""
+
+    async def outcome(key: str) -> type[BatonError] | None:
+        metadata = (("authorization", f"Bearer {key}"),) if key else ()
+        try:
+            await getattr(admin_pb2_grpc.AdminStub(connection), method)(ADMIN[method], metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            return type(from_rpc_error(error, "router"))
+        return None
+
+    is_order = method in ("ScalePool", "DrainWorker", "SetWorkerRole")
+    outcomes = [await outcome(key) for key in ("", "nobody", "key-a", "key-o")]
+    assert outcomes == [Unauthenticated, Unauthenticated, Forbidden, NoController if is_order else None]

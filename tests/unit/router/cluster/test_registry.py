@@ -111,3 +111,20 @@ async def test_who_is_listed_again_after_the_store_lost_its_state_can_leave() ->
         await asyncio.sleep(10 * POLL_S)
         await leases.release("leaves", again.epoch)
         await comes_to(pools, "silent")
+
+
+async def test_a_router_says_how_many_workers_it_knows_to_be_ready() -> None:
+    """`baton up` waits for it."""
+    store = MemoryStore()
+    leases = MemoryLeases(store)
+    async with followed(store, leases, lease_s=600) as pools, asyncio.timeout(10):
+        await joins(leases, "ready")
+        loading = worker_info("loading", epoch=await leases.acquire("loading"))
+        await leases.renew(loading, WorkerLoad(state=WorkerState.STARTING))
+        while True:
+            said = [router.ready_workers for router in await leases.list_routers()]
+            if said not in ([], [0]):
+                break
+            await asyncio.sleep(POLL_S)
+        assert said == [1]
+        assert {worker.info.id for worker in pools.workers} >= {"ready"}
