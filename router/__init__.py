@@ -17,6 +17,7 @@ __all__ = [
     "api",
     "cluster",
     "dispatch",
+    "http_server",
     "placement",
     "prompt",
     "request",

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import math
 import os
-import socket
 import time
-from collections.abc import Generator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import uvicorn
-from fastapi import FastAPI
 from opentelemetry.sdk.trace import TracerProvider
 
 from baton.api import ModelCard
@@ -35,16 +27,15 @@ from router.admission import Accounts, Ledger, Limiter, ModelFacts, RedisLedger,
 from router.admission.tenants import TenantBook
 from router.admission.tenants_file import TenantsFile
 from router.answer import AnswerFormat
-from router.api.connections import BoundedProtocol, ConnectionLimits, OpenConnections
 from router.api.controller_client import ControllerClient
 from router.api.exchange import MAX_BODY_BYTES
 from router.api.grpc_api import SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
-from router.api.http import create_app
 from router.cluster.readiness import Readiness
 from router.cluster.registry import Registry
 from router.dispatch.decisions import DecisionLog
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.worker_client import WorkerClient
+from router.http_server import HttpServer, http_servers
 from router.placement.pool_view import UNKNOWN_LENGTH, PoolView
 from router.placement.stale_hints import HintTracker
 from router.prompt import Tokenizer
@@ -55,14 +46,6 @@ from router.request.usage_marks import MarkStore, RedisMarks
 from router.service import RouterService
 
 logger = logging.getLogger(__name__)
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: the process has one owner of signals."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +114,7 @@ class Router:
     registry: Registry
     readiness: Readiness
     rpc: RpcServer
-    http: _HttpServer
-    http_sockets: list[socket.socket]
+    http: tuple[HttpServer, ...]
     service: RouterService
     tenants_file: TenantsFile
     accounts: Accounts
@@ -152,12 +134,13 @@ class Router:
                     tasks.create_task(self.usage_book.run(), name="usage"),
                     tasks.create_task(self._report_health(), name="health"),
                 ]
-                serving = tasks.create_task(self.http.serve(self.http_sockets), name="http")
+                serving = [tasks.create_task(each.serve_all(), name="http") for each in self.http]
                 await stop.wait()
                 logger.info("router %s stops", self.config.router.id)
                 self.readiness.stop()
-                self.http.should_exit = True  # gRPC and HTTP close at once, and give requests the same time
-                await asyncio.gather(self.rpc.stop(self.config.router.drain_timeout_s), serving)
+                for each in self.http:
+                    each.should_exit = True  # gRPC and HTTP close at once, and give requests the same time
+                await asyncio.gather(self.rpc.stop(self.config.router.drain_timeout_s), *serving)
                 for task in background:
                     task.cancel()
         finally:
@@ -193,7 +176,7 @@ def build(config: Config) -> Router:
     store = _Store.connect(config.index, model.content_id)
     pools = PoolView(store.mirror.lookup, time.monotonic, model.facts.max_model_len, config.index.lease_s)
     client, slo_counts, decisions = WorkerClient(), SloCounts(), DecisionLog()
-    rpc, grpc_port, http_sockets = _bind(config, tenants)
+    rpc, grpc_port = _bind(config, tenants)
     registry = _registry(config, model, store, pools, client=client, slo_counts=slo_counts, grpc_port=grpc_port)
     readiness = Readiness(pools, config.router.mode == "split", config.router.worker_wait_s, time.monotonic)
     aliases = model.facts.id if config.telemetry.vllm_aliases else ""
@@ -216,7 +199,6 @@ def build(config: Config) -> Router:
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, rpc.server)
     admin = AdminServicer(registry.status, decisions.explain, ControllerClient(registry.controller))
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
-    http = _http_server(config, create_app(service, tenants, readiness.why_not, instruments.exposition))
     return Router(
         config=config,
         tracer=tracer,
@@ -225,8 +207,7 @@ def build(config: Config) -> Router:
         registry=registry,
         readiness=readiness,
         rpc=rpc,
-        http=http,
-        http_sockets=http_sockets,
+        http=http_servers(config, service, tenants, readiness.why_not, instruments.exposition),
         service=service,
         tenants_file=TenantsFile(config.router, tenants, instruments),
         accounts=accounts,
@@ -284,24 +265,6 @@ def _registry(
     )
 
 
-def _http_server(config: Config, app: FastAPI) -> _HttpServer:
-    limits = ConnectionLimits(
-        max_connections=config.router.max_connections, max_per_client=config.router.max_connections_per_client
-    )
-    protocol: Any = partial(BoundedProtocol, OpenConnections(limits))
-    return _HttpServer(
-        uvicorn.Config(
-            app=app,
-            http=protocol,
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_graceful_shutdown=math.ceil(config.router.drain_timeout_s),
-        )
-    )
-
-
 def _dispatcher(
     config: Config,
     store: _Store,
@@ -321,19 +284,17 @@ def _dispatcher(
     )
 
 
-def _bind(config: Config, tenants: TenantBook) -> tuple[RpcServer, int, list[socket.socket]]:
-    """The gRPC server and its port, and the sockets of the HTTP server."""
-    shares_ports = config.cluster.routers > 1
+def _bind(config: Config, tenants: TenantBook) -> tuple[RpcServer, int]:
+    """The gRPC server and its port."""
     rpc = RpcServer(
         SERVICE_NAMES,
         [Authentication(tenants)],
-        shares_port=shares_ports,
+        shares_port=config.cluster.routers > 1,
         max_message_bytes=MAX_BODY_BYTES,
         max_connection_age_s=config.router.max_connection_age_s,
         ping_timeout_s=CLIENTS_PING_TIMEOUT_S,
     )
-    grpc_port = rpc.bind(config.cluster.host, config.cluster.grpc_port)
-    return rpc, grpc_port, bound(config.cluster.host, config.cluster.http_port, shares_ports)
+    return rpc, rpc.bind(config.cluster.host, config.cluster.grpc_port)
 
 
 def _announcement(config: Config, grpc_port: int) -> RouterInfo:
@@ -347,28 +308,3 @@ def _announcement(config: Config, grpc_port: int) -> RouterInfo:
         mirror_lag_s=0.0,
         version=VERSION,
     )
-
-
-def bound(host: str, port: int, shares_port: bool) -> list[socket.socket]:
-    """A socket for every address of `host`, not listening yet.
-
-    Raises:
-        ConfigError: the port is taken, or the host is not one of this machine's.
-    """
-    sockets: list[socket.socket] = []
-    try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
-            sockets.append(opened := socket.socket(family, kind, protocol))
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if shares_port:
-                opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            if family == socket.AF_INET6:
-                opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            opened.bind(address)
-    except OSError as error:
-        for opened in sockets:
-            opened.close()
-        raise ConfigError(f"cannot listen on {host}:{port}; is another program using the port?") from error
-    return sockets

@@ -8,7 +8,19 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from baton.config.section import JSON, NUMBER, Address, AtLeastOne, Float, Int, Must, OneOf, String, section
+from baton.config.section import (
+    COMMA_SEPARATED,
+    JSON,
+    NUMBER,
+    Address,
+    AtLeastOne,
+    Float,
+    Int,
+    Must,
+    OneOf,
+    String,
+    section,
+)
 from baton.errors import ConfigError
 
 POSITIVE = Must("an objective must be more than 0, got {field} {value}")
@@ -102,6 +114,11 @@ class RouterConfig:
     """YAML file of the tenants and the SHA-256 of their API keys (`printf %s KEY | sha256sum`);
     `router.admission.tenants` lists the fields. It is read again when it changes: a key that is added or withdrawn
     holds within 2 s. Empty: every request is accepted, whatever key it carries."""
+    allowed_hosts: Annotated[tuple[str, ...], COMMA_SEPARATED] = ()
+    """Names of hosts that HTTP requests may name, beside IP addresses, names of one word, `cluster.host`,
+    `cluster.advertise_host` and this machine's name; * stands for anything. Others are refused (421). Empty: all are
+    answered, but for requests over loopback where no tenants are configured: a website that has its name lead to a
+    laptop cannot ask the laptop's router in its visitor's name."""
     usage_log: String = ""
     """File to which a line of JSON is appended for each request that was answered: whose it was and how many tokens it
     used, never its text nor its key. Empty: none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from baton.config.section import Address, Float, OneOf, Switch, section
+from baton.config.section import Address, Float, OneOf, Port, String, Switch, section
 
 
 @section("telemetry")
@@ -14,8 +14,13 @@ class TelemetryConfig:
     otlp_endpoint: Address = ""
     """host:port of an OTLP gRPC receiver for traces; empty: spans are not exported."""
     sample_ratio: Float = 1.0
-    """Share of the requests whose traces are exported. A client that brings a trace of its own does not raise it; one that
-    asks for none gets none."""
+    """Share of the requests whose traces are exported. A client that brings a trace of its own does not raise it; one
+    that wants its trace unsampled gets that."""
+    host: String = "127.0.0.1"
+    """Address on which a router listens at `port`. Whoever reaches it reads the metrics without a key."""
+    port: Port = 0
+    """Port of a router's `/metrics` and probes. Where tenants are configured it is the only one with `/metrics`, which
+    name the tenants; without tenants the HTTP port has them, too. 0: none."""
     log_level: Annotated[str, OneOf("debug", "info", "warning", "error", "critical")] = "info"
     """debug, info, warning, error or critical."""
     log_format: Annotated[str, OneOf("text", "json")] = "text"

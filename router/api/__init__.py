@@ -15,6 +15,7 @@ __all__ = [
     "exchange",
     "fields",
     "grpc_api",
+    "hosts",
     "http",
     "openai",
     "page",

@@ -18,6 +18,7 @@ REFUSALS = {
     "404": "Another model is served.",
     "409": "Another call has taken the request over, to continue it.",
     "413": "The body is too long, or the prompt for a worker's memory.",
+    "421": "The request names a host that is not this router's.",
     "429": "The tenant or the router has as many requests as it takes; Retry-After says when to try again.",
     "503": "The cluster cannot serve it now; Retry-After says when to try again.",
 }

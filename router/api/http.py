@@ -1,13 +1,14 @@
 """The HTTP server: APIs over the router's service, thin clients of the same path that gRPC takes.
 
 `router.api.apis` has their endpoints. This file has what all share: authentication, limits, the answers to errors, the
-page and the probes.
+page, its data and the probes. Where tenants are configured, /metrics is on a port of its own alone, without a key.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from http import HTTPStatus
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -17,51 +18,93 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.errors import BatonError, InvalidRequest, Overloaded, QuotaExceeded, Unauthenticated, Unsupported
-from router.admission.tenants import TenantBook, api_key_of
+from baton.errors import BatonError, Forbidden, InvalidRequest, Overloaded, QuotaExceeded, Unauthenticated, Unsupported
+from router.admission.tenants import TenantBook, api_key_of, require_operator
 from router.api.apis import add_apis, error_body
 from router.api.document import OPENAPI_PATH
 from router.api.exchange import MAX_BODY_BYTES, REQUEST_ID, JsonAnswer, id_headers, limit_headers
 from router.api.fields import UNSUPPORTED
+from router.api.hosts import ANY, Hosts
 from router.api.page import HEADERS, PAGE
 from router.api.unserved import why_unserved
 from router.service import RouterService
 
 NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 """FastAPI's own telemetry, which would ask the environment with every request: the service has ours."""
-OPEN_PATHS = {"/", OPENAPI_PATH, "/health", "/healthz", "/readyz", "/metrics"}
-"""Paths that need no API key: probes and scrapers have none, the page at / shows only what /metrics shows, and the
-document of the API nothing of this cluster."""
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+PROBES = {"/health", "/healthz", "/readyz"}
+"""Paths that answer anybody, whatever host is named."""
+OPEN_PATHS = {"/", OPENAPI_PATH, *PROBES}
+"""Paths that need no API key: probes have none, and the page at / and the document of the API say nothing of this
+cluster."""
+FOR_OPERATORS = "/api/"
+"""Paths below it say something of the cluster."""
 
 
 def create_app(
-    service: RouterService, tenants: TenantBook, is_ready: Callable[[], str], metrics: Callable[[], bytes]
+    service: RouterService,
+    tenants: TenantBook,
+    is_ready: Callable[[], str],
+    metrics: Callable[[], bytes],
+    hosts: Hosts = ANY,
 ) -> FastAPI:
     """The HTTP application.
 
     Args:
         is_ready: "" when requests can be served, else the reason why not.
         metrics: the Prometheus text.
+        hosts: the hosts that requests may name.
     """
+    app = _app()
+    app.add_middleware(_BodyLimit)
+    app.add_middleware(_HttpAuthentication, tenants=tenants)
+    app.add_middleware(_HostCheck, hosts=hosts)  # the last is the first that a request meets
+
+    add_apis(app, service)
+    _add_page(app, metrics)
+    _add_probes(app, is_ready)
+    _add_metrics(app, metrics if tenants.is_open else None)
+    return app
+
+
+def create_scraped_app(is_ready: Callable[[], str], metrics: Callable[[], bytes], hosts: Hosts) -> FastAPI:
+    """The application of `telemetry.port`: metrics and probes. See `create_app`."""
+    app = _app()
+    app.add_middleware(_HostCheck, hosts=hosts)
+    _add_metrics(app, metrics)
+    _add_probes(app, is_ready)
+    return app
+
+
+def _app() -> FastAPI:
     app = FastAPI(title="Baton", openapi_url=None, telemetry=NO_TELEMETRY)
     app.add_exception_handler(BatonError, _on_baton_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_unexpected)
-    app.add_middleware(_BodyLimit)
-    app.add_middleware(_HttpAuthentication, tenants=tenants)  # the last is the first that a request meets
-
-    add_apis(app, service)
-    _add_page_and_probes(app, is_ready, metrics)
     return app
 
 
-def _add_page_and_probes(app: FastAPI, is_ready: Callable[[], str], metrics: Callable[[], bytes]) -> None:
+def _add_page(app: FastAPI, metrics: Callable[[], bytes]) -> None:
     @app.get("/")
     async def page() -> Response:
         return Response(PAGE, media_type="text/html; charset=utf-8", headers=HEADERS)
 
+    @app.get(f"{FOR_OPERATORS}metrics")
+    async def figures() -> Response:
+        return Response(metrics(), media_type=PROMETHEUS, headers={"Cache-Control": "no-store"})
+
+
+def _add_metrics(app: FastAPI, metrics: Callable[[], bytes] | None) -> None:
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        if metrics is None:
+            raise HTTPException(404, "there are tenants, so /metrics is on telemetry.port alone")
+        return Response(metrics(), media_type=PROMETHEUS)
+
+
+def _add_probes(app: FastAPI, is_ready: Callable[[], str]) -> None:
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
@@ -72,9 +115,24 @@ def _add_page_and_probes(app: FastAPI, is_ready: Callable[[], str], metrics: Cal
         reason = is_ready()
         return JSONResponse({"status": reason or "ok"}, status_code=503 if reason else 200)
 
-    @app.get("/metrics")
-    async def prometheus() -> Response:
-        return Response(metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+class _HostCheck:
+    """Refuses a request for a host that is not this router's, but for probes."""
+
+    def __init__(self, app: ASGIApp, hosts: Hosts) -> None:
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_checked = scope["type"] == "http" and scope["path"] not in PROBES
+        host = self._hosts.refused(scope) if is_checked else None
+        if host is None:
+            await self._app(scope, receive, send)
+            return
+        sentence = f"this router does not answer for the host {host!r:.100}; see router.allowed_hosts"
+        error = HTTPException(HTTPStatus.MISDIRECTED_REQUEST, sentence)
+        response = await _on_http_exception(Request(scope), error)
+        await response(scope, receive, send)
 
 
 class _HttpAuthentication:
@@ -87,8 +145,11 @@ class _HttpAuthentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             try:
-                scope.setdefault("state", {})["tenant"] = self._tenants.identify(api_key_of(scope["headers"]))
-            except Unauthenticated as error:
+                tenant = self._tenants.identify(api_key_of(scope["headers"]))
+                if scope["path"].startswith(FOR_OPERATORS):
+                    require_operator(tenant)
+                scope.setdefault("state", {})["tenant"] = tenant
+            except (Unauthenticated, Forbidden) as error:
                 response = await _on_baton_error(Request(scope), error)
                 await response(scope, receive, send)
                 return

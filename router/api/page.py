@@ -1,4 +1,7 @@
-"""The page at `/` of the HTTP port: one file that reads /metrics every two seconds, and draws goodput and pools."""
+"""The page at `/` of the HTTP port: one file that reads /api/metrics every two seconds, and draws goodput and pools.
+
+Where that needs an operator's key, the page asks for it, and keeps it as long as its tab is open.
+"""
 
 from __future__ import annotations
 

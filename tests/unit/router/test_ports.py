@@ -1,15 +1,25 @@
-"""Ports are exclusive, unless several routers are to stand behind one address."""
+"""Ports are exclusive, unless several routers are to stand behind one address; what each answers, and to whom."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import socket
 from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
 
+from baton.config import ClusterConfig, Config, TelemetryConfig
 from baton.errors import ConfigError
 from baton.rpc import RpcServer
-from router.server import bound
+from router.admission.tenants import TenantBook
+from router.http_server import bound, http_servers
+from tests.integration.cluster import free_port
+from tests.support.waiting import until
+from tests.unit.router.api.test_http import Service
 
 HOST = "127.0.0.1"
 
@@ -56,3 +66,56 @@ def test_a_program_that_shares_nothing_keeps_its_port() -> None:
             bound(HOST, taken.getsockname()[1], True)
         with pytest.raises(ConfigError):
             bound("host.invalid", 0, False)
+
+
+OPEN = {"", "acme", "operations"}
+"""Keys with which a path is answered, where everybody may."""
+WITH_TENANTS = {
+    "/metrics": (set[str](), OPEN),
+    "/api/metrics": ({"operations"}, set[str]()),
+    "/healthz": (OPEN, OPEN),
+    "/readyz": (OPEN, OPEN),
+    "/": (OPEN, set[str]()),
+}
+"""Path -> the keys with which the HTTP port answers it, and those with which the port of the metrics does."""
+
+
+@pytest.mark.parametrize("has_tenants", [True, False])
+async def test_metrics_are_on_their_own_port_alone_where_there_are_tenants(has_tenants: bool, tmp_path: Path) -> None:
+    path = tmp_path / "tenants.yaml"
+    hashes = [hashlib.sha256(key.encode()).hexdigest() for key in ("acme", "operations")]
+    path.write_text(f"acme: {{key_sha256: [{hashes[0]}]}}\noperations: {{key_sha256: [{hashes[1]}], operator: true}}\n")
+    book = TenantBook.configured(str(path) if has_tenants else "")
+    ports = free_port(), free_port()
+    config = Config(cluster=ClusterConfig(http_port=ports[0]), telemetry=TelemetryConfig(port=ports[1]))
+    service: Any = Service()
+    servers = http_servers(config, service, book, lambda: "", lambda: b"figures")
+    running = [asyncio.create_task(server.serve_all()) for server in servers]
+    try:
+        async with httpx2.AsyncClient() as client:
+
+            async def answered(port: int, path: str) -> set[str]:
+                found = set()
+                for key in OPEN:
+                    headers = {"Authorization": f"Bearer {key}"} if key else {}
+                    response = await client.get(f"http://{HOST}:{port}{path}", headers=headers)
+                    assert response.status_code == 200 or b"figures" not in response.content
+                    found |= {key} if response.status_code == 200 else set()
+                return found
+
+            await until(lambda: all(server.started for server in servers))
+            for path_, (on_http, on_own) in WITH_TENANTS.items():
+                assert await answered(ports[0], path_) == (on_http if has_tenants else OPEN), path_
+                assert await answered(ports[1], path_) == on_own, path_
+    finally:
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*running)
+
+
+def test_metrics_have_no_port_of_their_own_unless_it_is_named() -> None:
+    service: Any = Service()
+    config = Config(cluster=ClusterConfig(http_port=free_port()))
+    (server,) = http_servers(config, service, TenantBook.open_to_all(), lambda: "", lambda: b"")
+    for opened in server._sockets:
+        opened.close()

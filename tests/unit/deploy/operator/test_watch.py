@@ -187,7 +187,7 @@ def test_what_is_skipped_in_redis_is_shown(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_is_not_known_is_said_and_not_shown_as_nothing() -> None:
-    assert "no /metrics from here" in shown(View(), has_metrics=False)
+    assert "no metrics from here" in shown(View(), has_metrics=False)
     assert "lost: gone; last known state" in shown(View(), lost="gone")
     assert "goodput          - requests/s" in shown(View())
 

@@ -33,7 +33,7 @@ def refusing(key: str | None) -> Any:
 
 async def get(path: str) -> httpx2.Response:
     service: Any = SimpleNamespace()
-    tenants: Any = SimpleNamespace(identify=refusing)
+    tenants: Any = SimpleNamespace(is_open=False, identify=refusing)
     app = create_app(service, tenants, lambda: "", lambda: b"")
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://baton") as client:
         return await client.get(path)
@@ -53,7 +53,7 @@ def test_nothing_comes_from_elsewhere() -> None:
     assert not re.search(r"(?:https?:)?//[a-z0-9]", re.sub(r"^\s*//.*$|[^:]// .*$", "", TEXT, flags=re.MULTILINE))
     assert not re.search(r"\b(?:src|href|action)\s*=\s*[\"'](?!data:,)", TEXT)
     assert not re.search(r"@import|url\(|import\s*\(|\bimport\s", TEXT)
-    assert re.findall(r"fetch\(([^,)]*)", TEXT) == ['"metrics"']
+    assert re.findall(r"fetch\(([^,)]*)", TEXT) == ['"api/metrics"']
 
 
 class Outline(HTMLParser):

@@ -50,7 +50,7 @@ async def answer(error: Exception, path: str = "/v1/messages", body: bytes | Non
             raise error
         return Tenant(id="t")
 
-    tenants: Any = SimpleNamespace(identify=identify)
+    tenants: Any = SimpleNamespace(is_open=False, identify=identify)
     app = create_app(service, tenants, lambda: "", lambda: b"")
     transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
     asked = {"model": "", "max_tokens": 3, "messages": [HI]}

@@ -1,0 +1,73 @@
+"""Which hosts an HTTP request may name, against a website that has its own name lead to this router (DNS rebinding).
+
+A browser lets the pages of a website ask that website's host, and the website says which address this is: perhaps a
+laptop's router, which asks nobody for a key. What tells such a request from others is its header Host. An IP address, a
+name of one word and the router's own names are no website's, so they are always answered.
+
+Other names are answered only if `router.allowed_hosts` lists them. If it lists none, all are, but for requests that
+need no key and come over loopback: there are no Ingresses and load balancers between, but there is a browser.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import ipaddress
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from starlette.types import Scope
+
+from baton.config import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """The hosts of one HTTP server."""
+
+    own: frozenset[str] = frozenset()
+    """Names of this router and its machine."""
+    allowed: tuple[str, ...] = ()
+    """`router.allowed_hosts`: further names, in which * stands for anything."""
+    needs_key: bool = False
+    """Whether what is told here needs a key, which a website has not."""
+
+    @staticmethod
+    def configured(config: Config, needs_key: bool) -> Hosts:
+        """The hosts that the settings name, and those that this machine has."""
+        own = {config.cluster.host, config.cluster.advertise_host, socket.gethostname()} - {""}
+        allowed = tuple(map(str.lower, config.router.allowed_hosts))
+        return Hosts(own=frozenset(map(str.lower, own)), allowed=allowed, needs_key=needs_key)
+
+    def refused(self, scope: Scope) -> str | None:
+        """Returns the host of a request that may not be answered; None: it may."""
+        is_strict = bool(self.allowed) or (not self.needs_key and _is_local(scope))
+        return next((name for name in _named(scope["headers"]) if is_strict and not self._knows(name)), None)
+
+    def _knows(self, name: str) -> bool:
+        is_nobodys = "." not in name or name.endswith(".localhost") or _is_address(name)
+        return is_nobodys or name in self.own or any(fnmatch.fnmatchcase(name, each) for each in self.allowed)
+
+
+ANY = Hosts(needs_key=True)
+"""Every host is answered."""
+
+
+def _named(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
+    """The names in the headers Host, without ports."""
+    found = [value.decode("latin-1").strip().lower() for name, value in headers if name == b"host"]
+    return [(host if host.endswith("]") else host.rpartition(":")[0] or host).removesuffix(".") for host in found]
+
+
+def _is_local(scope: Scope) -> bool:
+    """Whether a request came over loopback."""
+    host, _ = scope.get("server") or ("", None)
+    return _is_address(host) and ipaddress.ip_address(host).is_loopback
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True

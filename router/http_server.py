@@ -1,0 +1,106 @@
+"""The router's HTTP servers: uvicorn, within bounds, on sockets of our own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import socket
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from baton.config import Config
+from baton.errors import ConfigError
+from router.admission.tenants import TenantBook
+from router.api.connections import BoundedProtocol, ConnectionLimits, OpenConnections
+from router.api.hosts import Hosts
+from router.api.http import create_app, create_scraped_app
+from router.service import RouterService
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers, since the process has one owner of signals, and with its sockets."""
+
+    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket]) -> None:
+        super().__init__(config)
+        self._sockets = sockets
+
+    async def serve_all(self) -> None:
+        """Serves until `should_exit` is set."""
+        await self.serve(self._sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def http_servers(
+    config: Config,
+    service: RouterService,
+    tenants: TenantBook,
+    is_ready: Callable[[], str],
+    metrics: Callable[[], bytes],
+) -> tuple[HttpServer, ...]:
+    """The server of the APIs, and that of the metrics, if they have a port of their own.
+
+    Args:
+        is_ready, metrics: see `create_app`.
+
+    Raises:
+        ConfigError: a port is taken, or a host is not one of this machine's.
+    """
+    hosts = Hosts.configured(config, not tenants.is_open)
+    app = create_app(service, tenants, is_ready, metrics, hosts)
+    servers = (_server(config, app, config.cluster.host, config.cluster.http_port),)
+    if not config.telemetry.port:
+        return servers
+    scraped = create_scraped_app(is_ready, metrics, dataclasses.replace(hosts, needs_key=False))
+    return (*servers, _server(config, scraped, config.telemetry.host, config.telemetry.port))
+
+
+def _server(config: Config, app: FastAPI, host: str, port: int) -> HttpServer:
+    limits = ConnectionLimits(
+        max_connections=config.router.max_connections, max_per_client=config.router.max_connections_per_client
+    )
+    protocol: Any = partial(BoundedProtocol, OpenConnections(limits))
+    return HttpServer(
+        uvicorn.Config(
+            app=app,
+            http=protocol,
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=math.ceil(config.router.drain_timeout_s),
+        ),
+        bound(host, port, config.cluster.routers > 1),
+    )
+
+
+def bound(host: str, port: int, shares_port: bool) -> list[socket.socket]:
+    """A socket for every address of `host`, not listening yet.
+
+    Raises:
+        ConfigError: the port is taken, or the host is not one of this machine's.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            sockets.append(opened := socket.socket(family, kind, protocol))
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shares_port:
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            if family == socket.AF_INET6:
+                opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            opened.bind(address)
+    except OSError as error:
+        for opened in sockets:
+            opened.close()
+        raise ConfigError(f"cannot listen on {host}:{port}; is another program using the port?") from error
+    return sockets
