@@ -65,9 +65,9 @@ class _Store:
 
     @staticmethod
     def connect(config: IndexConfig, content: str) -> _Store:
-        garbage, mirror = GarbageBook(), Mirror()
-        redis = RedisConnection(config.redis_url, garbage)
-        index = RedisIndex(RedisConnection(config.redis_url, garbage), content)
+        garbage, mirror, url = GarbageBook(), Mirror(), config.url
+        redis = RedisConnection(url, garbage)
+        index = RedisIndex(RedisConnection(url, garbage), content)
         follower = MirrorFollower(
             index,
             mirror,
@@ -81,9 +81,9 @@ class _Store:
             index=index,
             mirror=mirror,
             follower=follower,
-            journal=Journal(RedisRecords(RedisConnection(config.redis_url, garbage), content)),
-            ledger=RedisLedger(RedisConnection(config.redis_url, garbage), content),
-            marks=RedisMarks(RedisConnection(config.redis_url, garbage), content),
+            journal=Journal(RedisRecords(RedisConnection(url, garbage), content)),
+            ledger=RedisLedger(RedisConnection(url, garbage), content),
+            marks=RedisMarks(RedisConnection(url, garbage), content),
         )
 
     async def close(self) -> None:

@@ -14,13 +14,15 @@ transfer    transfer, faults
 serving     index, router and its SLO classes
 cluster     cluster, kubernetes, autoscale
 telemetry   telemetry
+secrets     what of them is secret, and is shown nowhere
 section     how a field is parsed, checked and refused
 load        all sections together, from file and environment
 """
 
 from baton.config.cluster import AutoscaleConfig, ClusterConfig, KubernetesConfig
 from baton.config.engine import OWN_SETTINGS, EngineConfig, EveryEngineConfig, GibOrAuto, ModelConfig
-from baton.config.load import SHORT_NAMES, Config, load, process_config
+from baton.config.load import REDIS_URL, SHORT_NAMES, Config, child_environment, load, process_config
+from baton.config.secrets import HIDDEN, password_of, why_unreadable, with_password, without_password
 from baton.config.section import MAX_PORT, MAX_TIMEOUT_S, has_no_port
 from baton.config.serving import DEFAULT_CLASS, IndexConfig, RouterConfig, SloClassConfig
 from baton.config.telemetry import TelemetryConfig
@@ -32,9 +34,11 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 __all__ = [
     "DEFAULT_ADDRESS",
     "DEFAULT_CLASS",
+    "HIDDEN",
     "MAX_PORT",
     "MAX_TIMEOUT_S",
     "OWN_SETTINGS",
+    "REDIS_URL",
     "SHORT_NAMES",
     "AutoscaleConfig",
     "ClusterConfig",
@@ -50,7 +54,12 @@ __all__ = [
     "SloClassConfig",
     "TelemetryConfig",
     "TransferConfig",
+    "child_environment",
     "has_no_port",
     "load",
+    "password_of",
     "process_config",
+    "why_unreadable",
+    "with_password",
+    "without_password",
 ]

@@ -13,6 +13,7 @@ import yaml
 
 from baton.config.cluster import AutoscaleConfig, ClusterConfig, KubernetesConfig
 from baton.config.engine import EngineConfig, ModelConfig
+from baton.config.secrets import why_unreadable, without_password
 from baton.config.section import build, section
 from baton.config.serving import IndexConfig, RouterConfig
 from baton.config.telemetry import TelemetryConfig
@@ -28,6 +29,8 @@ SHORT_NAMES = {
     "BATON_CACHE": ("cluster", "cache_dir"),
     "BATON_FAULTS": ("faults", "spec"),
 }
+REDIS_URL = "BATON_INDEX_REDIS_URL"
+HUB_TOKENS = {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
 NOT_SETTINGS = {"BATON_ADDRESS", "BATON_API_KEY", "BATON_CONFIG_JSON"}
 
 
@@ -66,6 +69,14 @@ class Config:
         """
         return f"{self.model.identity}\0batch_invariant" if self.engine.batch_invariant else self.model.identity
 
+    def for_controller(self) -> Config:
+        """What the controller needs: no secret of the routers."""
+        return dataclasses.replace(self, router=dataclasses.replace(self.router, cache_secret=""))
+
+    def for_workers(self) -> Config:
+        """What workers need. Ray passes it on and keeps it, so it has no secret."""
+        return dataclasses.replace(self, router=RouterConfig(), index=self.index.for_workers())
+
     def to_json(self) -> str:
         """The settings that differ from their defaults: a process of the previous release refuses names it does not
         know.
@@ -100,7 +111,7 @@ def load(path: Path | None = None, environ: Mapping[str, str] | None = None) -> 
     try:
         values: dict[str, Any] = (yaml.safe_load(path.read_text()) or {}) if path else {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+        raise ConfigError(f"cannot read the configuration {path}: {why_unreadable(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold sections such as 'engine:' and 'cluster:'")
     values = {name: {} if section is None else section for name, section in values.items()}
@@ -114,9 +125,31 @@ def load(path: Path | None = None, environ: Mapping[str, str] | None = None) -> 
 
 
 def process_config() -> Config:
-    """The configuration that a parent process passed to this one, whole, in BATON_CONFIG_JSON."""
+    """The configuration that a parent process passed to this one, whole, in BATON_CONFIG_JSON.
+
+    A worker's lacks the password of Redis: the URL of this process's own environment is the same one with it.
+    """
     text = os.environ.get("BATON_CONFIG_JSON")
-    return Config.from_json(text) if text else load()
+    if not text:
+        return load()
+    config, own = Config.from_json(text), os.environ.get(REDIS_URL, "")
+    if own and without_password(own) == config.index.redis_url:
+        config = dataclasses.replace(config, index=dataclasses.replace(config.index, redis_url=own))
+    return config
+
+
+def child_environment(environ: Mapping[str, str], *kept: str) -> dict[str, str]:
+    """Returns the environment for a process that gets its settings in BATON_CONFIG_JSON: without this one's own, and
+    without tokens of a model hub, because children find the model in a folder.
+
+    Args:
+        kept: variables that it needs all the same.
+    """
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in kept or not (name.startswith("BATON_") or name in HUB_TOKENS)
+    }
 
 
 def _split(variable: str) -> tuple[str, str]:

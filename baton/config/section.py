@@ -19,6 +19,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, V
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
+from baton.config.secrets import HIDDEN
 from baton.errors import ConfigError
 
 T = TypeVar("T")
@@ -36,6 +37,10 @@ class Must:
     @staticmethod
     def be(rule: str) -> Must:
         return Must(f"{{name}} must be {rule}, got {{value}}")
+
+
+SECRET = "secret"
+"""Annotates a setting whose value is shown nowhere."""
 
 
 class OneOf:
@@ -115,6 +120,7 @@ Switch: TypeAlias = Annotated[bool, BeforeValidator(_switch)]
 Int: TypeAlias = Annotated[int, WHOLE]
 Float: TypeAlias = Annotated[float, NUMBER]
 String: TypeAlias = Annotated[str, ON_OFF]
+Secret: TypeAlias = Annotated[str, ON_OFF, SECRET]
 
 AtLeastOne: TypeAlias = Annotated[int, Field(ge=1), WHOLE, Must.be("at least 1")]
 NotNegative: TypeAlias = Annotated[int, Field(ge=0), WHOLE, Must.be("at least 0")]
@@ -218,7 +224,7 @@ def _place(cls: type[Any], loc: tuple[int | str, ...]) -> tuple[Any, Any, tuple[
 
 
 def _refusal(detail: ErrorDetails, field: Any, name: str, key: str, kind: Any) -> str:
-    value = detail["input"]
+    value = HIDDEN if SECRET in field.metadata else detail["input"]
     if detail["type"] == "json":
         return f"{name} must be JSON in the environment: {detail['msg']}"
     if detail["type"] == "literal_error":

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
+from baton.config.secrets import HIDDEN, password_of, read_password, with_password, without_password
 from baton.config.section import (
     COMMA_SEPARATED,
     JSON,
     NUMBER,
-    Address,
+    SECRET,
     AtLeastOne,
     Float,
     Int,
     Must,
     OneOf,
+    Secret,
     String,
     section,
 )
@@ -34,8 +36,13 @@ DEFAULT_CLASS = "default"
 class IndexConfig:
     """The index of cached prefixes and the leases of the processes, both kept in Redis."""
 
-    redis_url: Address = ""
-    """redis://HOST:PORT/DB or unix://PATH. Empty: `baton up` starts an embedded one."""
+    redis_url: Annotated[Address, SECRET] = field(default="", repr=False)
+    """redis://[USER:PASSWORD@]HOST:PORT/DB or unix://PATH. Empty: `baton up` starts an embedded one. A password in it
+    does not go to workers through Ray: they have it from `redis_password_file`, or from BATON_INDEX_REDIS_URL in the
+    environment of their Ray node. For workers of this machine `baton up` writes the file by itself."""
+    redis_password_file: String = ""
+    """File that holds Redis's password, instead of the one in `redis_url`. Every process reads it when it starts, so it
+    has the same path on every machine."""
     lease_s: Float = 10.0
     """Duration of a lease. A process that has not renewed its lease for this long counts as gone."""
     renew_s: Float = 1.0
@@ -46,6 +53,26 @@ class IndexConfig:
     """Events in the stream of index changes that Redis keeps; a router that falls behind catches up from them."""
     poll_s: Float = 1.0
     """Interval at which a router reads the leases."""
+
+    @property
+    def url(self) -> str:
+        """The URL of Redis with its password, to be connected to and not to be shown.
+
+        Raises:
+            ConfigError: the password's file cannot be read, or the password is not known here.
+        """
+        if self.redis_password_file:
+            return with_password(self.redis_url, read_password(self.redis_password_file))
+        if password_of(self.redis_url) == HIDDEN:
+            raise ConfigError(
+                f"the password of Redis at {self.redis_url} is not known on this Ray node: set "
+                "index.redis_password_file, or BATON_INDEX_REDIS_URL in the environment of `ray start`"
+            )
+        return self.redis_url
+
+    def for_workers(self) -> IndexConfig:
+        """What Ray may hold of it."""
+        return replace(self, redis_url=without_password(self.redis_url))
 
 
 @section()
@@ -108,7 +135,7 @@ class RouterConfig:
     """Answer tokens that are assumed before a tenant's first answer."""
     default_max_tokens: Int = 0
     """Answer length when a client gives none; 0: up to the context window."""
-    cache_secret: String = ""
+    cache_secret: Secret = field(default="", repr=False)
     """Secret that keys the tenants' cache scopes; equal on all routers. `baton up` draws one."""
     tenants_file: String = ""
     """YAML file of the tenants and the SHA-256 of their API keys (`printf %s KEY | sha256sum`);

@@ -103,9 +103,9 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         host = config.cluster.controller_host
         port = rpc.bind(host, config.cluster.controller_port)
         me = ControllerInfo(os.getpid(), f"{config.cluster.advertise_host or host}:{port}", version=VERSION)
-        leases = RedisLeases(RedisConnection(config.index.redis_url), content, lease_s=config.index.lease_s)
+        leases = RedisLeases(RedisConnection(config.index.url), content, lease_s=config.index.lease_s)
         stack.push_async_callback(leases.close)
-        index = RedisIndex(RedisConnection(config.index.redis_url), content)
+        index = RedisIndex(RedisConnection(config.index.url), content)
         stack.push_async_callback(index.close)
         mirror = Mirror()
         follower = MirrorFollower(

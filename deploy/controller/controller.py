@@ -30,7 +30,7 @@ from baton.cluster import (
     WorkerState,
     pool_of,
 )
-from baton.config import Config
+from baton.config import Config, without_password
 from baton.errors import StoreUnavailable
 from deploy.controller.lease_watch import LeaseWatch
 from deploy.controller.reconcile import (
@@ -50,7 +50,7 @@ from deploy.kubernetes.node_plan import PlacedWorker
 from deploy.kubernetes.serving_pool import PoolReport, PoolSpec
 from deploy.ray_pools.actors import RayActors
 from deploy.scaling.values import ScalingDecision
-from kvstore.index import Mirror, without_password
+from kvstore.index import Mirror
 from kvstore.leases import LeaseStore
 
 logger = logging.getLogger(__name__)

@@ -14,13 +14,12 @@ from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 
-from baton.config import Config
+from baton.config import Config, without_password
 from baton.errors import BatonError, ConfigError
 from deploy.controller.state import load as load_state
 from deploy.doctor import cluster, doors, machine, redis, transports
 from deploy.doctor.checks import Check, guarded, judged, show
 from deploy.doctor.reach import Target, reachability, takes_anybody
-from kvstore.index import without_password
 
 __all__ = ["Check", "DoctorPart", "diagnose", "not_configured", "show"]
 
@@ -109,7 +108,7 @@ def _laptop(config: Config, address: str, api_key: str, environ: Mapping[str, st
     checks += machine.files(config)
     if not running:
         if url := config.index.redis_url:
-            checks += redis.server(url, _seen(url))
+            checks += redis.server(url, _seen(config))
         checks += guarded("ports", lambda: machine.ports(config))
         checks += doors.checks(doors.configured(config, environ, takes_anybody(config.index.redis_url)))
         checks.append(Check("cluster", "ok", f"none runs at {address}", ""))
@@ -121,7 +120,7 @@ def _configured_redis(config: Config) -> Iterator[Check]:
     if not url:
         yield Check("redis", "fail", "index.redis_url is empty", "set it (BATON_INDEX_REDIS_URL)")
         return
-    shown, seen = without_password(url), _seen(url)
+    shown, seen = without_password(url), _seen(config)
     if isinstance(seen, BatonError):
         yield Check(
             "redis", "fail", f"{shown}: {seen}", "does it run, and may this container reach it (NetworkPolicy)?"
@@ -131,9 +130,9 @@ def _configured_redis(config: Config) -> Iterator[Check]:
     yield from redis.server(url, seen)
 
 
-def _seen(url: str) -> redis.Look | BatonError:
+def _seen(config: Config) -> redis.Look | BatonError:
     try:
-        return redis.look(url)
+        return redis.look(config.index.url)
     except BatonError as error:
         return error
 

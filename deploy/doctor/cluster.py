@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from baton.config import Config
+from baton.config import Config, without_password
 from baton.errors import BatonError, Forbidden, InvalidRequest, NoWorker, Unauthenticated
 from deploy.doctor import doors, redis
 from deploy.doctor.checks import Check, guarded, judged, names
@@ -16,7 +16,6 @@ from deploy.doctor.machine import DISTRIBUTION, hostname
 from deploy.doctor.reach import Target, reachability, takes_anybody, wrongly_announced
 from deploy.operator.client import Client, StatusJson, metadata_of
 from deploy.operator.scrape import Samples, Scraper, seen_from, split
-from kvstore.index import without_password
 
 LAG_S = 2.0
 """More, and a router places by what has long changed."""
@@ -210,7 +209,7 @@ def _redis(config: Config, status: StatusJson, metrics: Samples | None) -> Itera
     url = config.index.redis_url or address
     seen: redis.Look | BatonError
     try:
-        seen = redis.look(url)
+        seen = redis.look(config.index.url or address)
     except BatonError as error:
         seen = error
     if is_ok or not isinstance(seen, BatonError):

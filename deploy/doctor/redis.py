@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.cluster import StoreGarbage, Worker
+from baton.config import without_password
 from baton.errors import BatonError, StoreUnavailable
 from deploy.doctor.checks import Check, judged, names
-from kvstore.index import RedisConnection, without_password
+from kvstore.index import RedisConnection
 from kvstore.index.connection import WrongType
 from kvstore.index.keys import Keys
 from kvstore.leases.codec import decode_worker

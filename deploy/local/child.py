@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from baton.config import child_environment
 from baton.errors import ConfigError
 from baton.messages import Failed
 from baton.rpc.errors import from_failed
@@ -31,6 +32,7 @@ class Child:
 
     Args:
         name: its name in messages.
+        environment: beside our own, of which it does not get what `child_environment` keeps back.
         on_orphaned: the signal that it gets when this process has ended.
     """
 
@@ -44,7 +46,7 @@ class Child:
     ) -> None:
         self.name = name
         self._command = module_command(module, *arguments)
-        self._environment = {**os.environ, **environment}
+        self._environment = {**child_environment(os.environ), **environment}
         self._on_orphaned = on_orphaned
         self._process: asyncio.subprocess.Process | None = None
         self._began_s = 0.0

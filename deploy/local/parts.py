@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from baton.config import Config, ModelConfig
+from baton.config import Config, ModelConfig, child_environment
 from baton.errors import ConfigError, ModelLoadError
 from deploy.local.part import ClusterPart
 from deploy.models import ProgressDisplay, cache_dir, resolve
@@ -47,7 +47,8 @@ def run(part: ClusterPart, config: Config, console: Console) -> None:
         _require(cluster.state_file, "cluster.state_file", "a file that outlives the controller's process")
         _require(cluster.ray_address, "cluster.ray_address", "host:port of the Ray cluster; a node has to be here")
         await_port(cluster.ray_address, cluster.start_timeout_s)
-        _become("deploy.controller", ("--cluster", cluster.name, "--state-file", cluster.state_file), config)
+        arguments = ("--cluster", cluster.name, "--state-file", cluster.state_file)
+        _become("deploy.controller", arguments, config.for_controller())
 
 
 def with_model(config: Config, console: Console) -> Config:
@@ -98,5 +99,5 @@ def _become(module: str, arguments: tuple[str, ...], config: Config) -> NoReturn
     """Replaces this process by the module's, so that it gets signals and has its own exit status."""
     sys.stdout.flush()
     sys.stderr.flush()
-    environment = {**os.environ, "BATON_CONFIG_JSON": config.to_json()}
+    environment = {**child_environment(os.environ), "BATON_CONFIG_JSON": config.to_json()}
     os.execve(sys.executable, module_command(module, *arguments), environment)

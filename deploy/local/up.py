@@ -27,7 +27,7 @@ from rich.console import Console
 
 from baton.blocks import content_id
 from baton.cluster import Role, RouterInfo
-from baton.config import ClusterConfig, Config
+from baton.config import ClusterConfig, Config, password_of, with_password, without_password
 from baton.errors import ConfigError, StoreUnavailable
 from baton.tasks import cancel_and_wait
 from deploy.controller.state import load, sizes_problem
@@ -37,7 +37,7 @@ from deploy.local.child import Child
 from deploy.local.parts import with_model
 from deploy.models import cache_dir
 from deploy.processes import UNJOINED, why_taken
-from kvstore.index import RedisConnection, without_password
+from kvstore.index import RedisConnection
 from kvstore.leases import RedisLeases
 from kvstore.transfer.transport.faults import parse_faults
 from router.admission.tenants import TenantBook
@@ -139,14 +139,14 @@ class RayCluster:
 
     def _controller_at(self, ray_address: str) -> Child:
         cluster = dataclasses.replace(self._config.cluster, ray_address=ray_address)
-        environment = {"BATON_CONFIG_JSON": dataclasses.replace(self._config, cluster=cluster).to_json()}
+        config = dataclasses.replace(self._config.for_controller(), cluster=cluster)
         # Ray of our own shows all logs itself. In another one workers outlive us, unless the controller ends them.
         arguments = ("--shows-logs",) if self._joins else ("--worker-host", LOOPBACK)
         return Child(
             "the controller",
             "deploy.controller",
             (*self._arguments, *arguments),
-            self._environment | environment,
+            {**self._environment, "BATON_CONFIG_JSON": config.to_json()},
             on_orphaned=signal.SIGINT if self._joins else signal.SIGKILL,
         )
 
@@ -295,7 +295,7 @@ def _sized(config: Config, console: Console) -> Config:
 def _with_redis(config: Config, folder: Path, stack: contextlib.AsyncExitStack, console: Console) -> Config:
     """The configuration with a Redis that runs: the one it names, or an embedded one."""
     if config.index.redis_url:
-        return config
+        return config if config.cluster.ray_address else with_password_file(config, folder)
     redis = EmbeddedRedis(socket_path=folder / "redis.sock", parent=folder)
     redis.start()
     stack.callback(redis.stop)
@@ -303,6 +303,20 @@ def _with_redis(config: Config, folder: Path, stack: contextlib.AsyncExitStack, 
     stack.callback(keeping.cancel)
     console.print(f"==> Redis at {redis.url}", style="dim", soft_wrap=True)
     return dataclasses.replace(config, index=dataclasses.replace(config.index, redis_url=redis.url))
+
+
+def with_password_file(config: Config, folder: Path) -> Config:
+    """The configuration with Redis's password in a file, where it was in the URL: our own processes read it there."""
+    password = password_of(config.index.redis_url)
+    if password is None or config.index.redis_password_file:
+        return config
+    path = folder / "redis-password"
+    path.touch(mode=0o600)
+    path.write_text(password)
+    index = dataclasses.replace(
+        config.index, redis_url=with_password(config.index.redis_url, ""), redis_password_file=str(path)
+    )
+    return dataclasses.replace(config, index=index)
 
 
 async def _keep_redis(redis: EmbeddedRedis) -> None:
@@ -334,7 +348,7 @@ async def _started(ray: RayCluster, config: Config) -> None:
     """
     async with asyncio.timeout(config.cluster.start_timeout_s):
         await ray.start()
-        leases = RedisLeases(RedisConnection(config.index.redis_url), content_id(config.kv_identity))
+        leases = RedisLeases(RedisConnection(config.index.url), content_id(config.kv_identity))
         try:
             while True:
                 with contextlib.suppress(StoreUnavailable):

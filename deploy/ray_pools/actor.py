@@ -13,7 +13,7 @@ import os
 import subprocess
 from typing import Any
 
-from baton.config import Config
+from baton.config import REDIS_URL, Config, child_environment
 from baton.errors import WorkerFailed
 from baton.messages import Failed
 from baton.rpc.errors import from_failed
@@ -97,7 +97,11 @@ class WorkerActor:
         arguments = (self._role, self._worker_id, self._host or _node_address(), "--ready-fd", str(ready_fd))
         return subprocess.Popen(
             tied(module_command("deploy.worker", *arguments)),
-            env={**os.environ, **worker_environment(config), "BATON_CONFIG_JSON": config.to_json()},
+            env={
+                **child_environment(os.environ, REDIS_URL),
+                **worker_environment(config),
+                "BATON_CONFIG_JSON": config.to_json(),
+            },
             pass_fds=[ready_fd],
         )
 

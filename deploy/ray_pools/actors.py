@@ -118,7 +118,7 @@ class RayActors:
     """
 
     def __init__(self, config: Config, host: str, gpus_per_worker: float) -> None:
-        self._arguments = (host, config.to_json())
+        self._arguments = (host, config.for_workers().to_json())
         self._options: dict[str, Any] = {
             "lifetime": "detached",
             "num_cpus": 0,  # an actor that asks for a CPU nobody has stays pending for ever, without an error

@@ -114,14 +114,14 @@ class Member:
         settings = self.config.index
         async with contextlib.AsyncExitStack() as stack:
             index = RedisIndex(
-                RedisConnection(settings.redis_url),
+                RedisConnection(settings.url),
                 self.content_id,
                 blocks_ttl_s=settings.blocks_ttl_s,
                 stream_max_events=settings.stream_max_events,
             )
             stack.push_async_callback(index.close)
             leases = RedisLeases(
-                RedisConnection(settings.redis_url),
+                RedisConnection(settings.url),
                 self.content_id,
                 lease_s=settings.lease_s,
                 blocks_ttl_s=settings.blocks_ttl_s,

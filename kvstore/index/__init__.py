@@ -4,7 +4,7 @@ Workers publish the changes of their caches (`publisher`), routers follow them (
 (`mirror`). Redis holds the index (`redis`, `keys`, `connection`); tests hold it in memory (`memory`).
 """
 
-from kvstore.index.connection import RedisConnection, without_password
+from kvstore.index.connection import RedisConnection
 from kvstore.index.events import ORIGIN, BlockEvent, Cursor, IndexAnswer, IndexOutcome, IndexState, Op, Position, Tier
 from kvstore.index.follower import MirrorFollower
 from kvstore.index.garbage import GarbageBook
@@ -34,5 +34,4 @@ __all__ = [
     "RedisConnection",
     "RedisIndex",
     "Tier",
-    "without_password",
 ]

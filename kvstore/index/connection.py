@@ -9,7 +9,6 @@ import uuid
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit, urlunsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -35,15 +34,6 @@ class WrongType:
     reason: str
 
 
-def without_password(url: str) -> str:
-    """Returns the URL with its password hidden."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
-
-
 class RedisConnection:
     """A pool of connections to the Redis at `redis://HOST:PORT/DB` or `unix://PATH`; connects on first use.
 
@@ -67,8 +57,11 @@ class RedisConnection:
                 socket_connect_timeout=None,
                 retry=Retry(NoBackoff(), 0),
             )
-        except ValueError as error:
-            raise ConfigError(f"index.redis_url is not a URL of Redis: {error}") from error
+        except ValueError:  # whose words may be a part of the password
+            raise ConfigError(
+                "index.redis_url is not a URL of Redis, such as redis://HOST:PORT/DB or unix://PATH; in a password, "
+                "characters such as / and # are written %2F and %23"
+            ) from None
         self.url = url
         self.garbage = garbage or GarbageBook()
 

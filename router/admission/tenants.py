@@ -39,6 +39,7 @@ from pathlib import Path
 
 import yaml
 
+from baton.config import why_unreadable
 from baton.errors import ConfigError, Forbidden, Unauthenticated
 
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
@@ -123,7 +124,7 @@ class TenantBook:
             root = yaml.compose(text, yaml.SafeLoader)
             entries = yaml.safe_load(text)
         except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ConfigError(f"cannot read the tenants' file {path}: {error}") from error
+            raise ConfigError(f"cannot read the tenants' file {path}: {why_unreadable(error)}") from None
         if not isinstance(entries, dict) or not entries:
             raise ConfigError(f"{path} must hold tenants, such as 'acme: {{key_sha256: [...]}}'")
         assert isinstance(root, yaml.MappingNode)

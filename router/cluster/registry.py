@@ -11,8 +11,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Role, RouterInfo, ServedModel, Worker, WorkerState
+from baton.config import without_password
 from baton.errors import StoreUnavailable
-from kvstore.index import MirrorFollower, RedisConnection, without_password
+from kvstore.index import MirrorFollower, RedisConnection
 from kvstore.leases import LeaseStore
 from router.admission import SloCounts
 from router.dispatch.worker_client import WorkerClient

@@ -34,7 +34,6 @@ from deploy.doctor.reach import Target, knock, reachability, wrongly_announced
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import CATALOGUE
 from deploy.models.seal import seal
-from kvstore.index import without_password
 from tests.support import builders
 
 # -- this machine ------------------------------------------------------------------------------------------------------
@@ -376,19 +375,6 @@ def test_workers_of_one_pool_that_differ_are_told_and_pools_may() -> None:
     assert not any("pool prefill" in name for name in found)
     lengths = lease_findings(worker("d0"), worker("p0", Role.PREFILL, max_model_len=50))
     assert lengths["context of the workers"].state == "warn"
-
-
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("redis://h:1/0", "redis://h:1/0"),
-        ("redis://:secret@h:1/0", "redis://:***@h:1/0"),
-        ("rediss://me:secret@h:1/0", "rediss://me:***@h:1/0"),
-        ("unix:///a/b", "unix:///a/b"),
-    ],
-)
-def test_no_password_is_shown(url: str, shown: str) -> None:
-    assert without_password(url) == shown
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------

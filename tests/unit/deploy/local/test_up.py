@@ -140,3 +140,13 @@ def test_a_cluster_is_ready_once_every_router_knows_every_worker(
     ]
     cluster = ClusterConfig(prefill=1, decode=2, routers=2)
     assert up.is_whole(routers, desired, cluster) is is_whole
+
+
+def test_redis_password_goes_from_its_url_into_a_file_of_ours(tmp_path: Path) -> None:
+    config = Config(index=IndexConfig(redis_url="redis://:planted%2F@10.0.0.9:6379/1"))
+    found = up.with_password_file(config, tmp_path)
+    assert (found.index.redis_url, found.index.url) == ("redis://10.0.0.9:6379/1", config.index.redis_url)
+    assert Path(found.index.redis_password_file).stat().st_mode & 0o777 == 0o600
+    assert up.with_password_file(found, tmp_path) == found
+    unlocked = Config(index=IndexConfig(redis_url="redis://10.0.0.9:6379/1"))
+    assert up.with_password_file(unlocked, tmp_path) == unlocked
