@@ -14,6 +14,7 @@ from baton.config.section import (
     JSON,
     NUMBER,
     SECRET,
+    Address,
     AtLeastOne,
     Float,
     Int,

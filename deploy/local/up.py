@@ -18,7 +18,6 @@ import logging
 import re
 import secrets
 import signal
-import tempfile
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from deploy.controller.state import load, sizes_problem
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.local import preflight
 from deploy.local.child import Child
+from deploy.local.folder import own_folder
 from deploy.local.parts import with_model
 from deploy.models import cache_dir
 from deploy.processes import UNJOINED, why_taken
@@ -184,7 +184,7 @@ async def _run(config: Config, console: Console, on_ready: OnReady) -> None:
         if reason := why_taken(config.cluster.host, port):
             raise ConfigError(f"cannot listen on {config.cluster.host}:{port} ({reason}); set {name} to another port")
     async with contextlib.AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
+        folder = stack.enter_context(own_folder())
         state_path = _state_path(config, folder)
         config = _with_sizes(config)
         if config.cluster.ray_address:
