@@ -37,7 +37,7 @@ IMAGES = {
 """Images, and the locks that each installs."""
 ALLOWED = {
     *("0BSD", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0"),
-    *("CNRI-Python", "ISC", "MIT", "MPL-2.0", "PSF-2.0", "Zlib"),
+    *("CNRI-Python", "ISC", "MIT", "MIT-0", "MPL-2.0", "PSF-2.0", "Zlib"),
 }
 """Licences whose terms an image keeps by carrying the packages' own notices, which pip installs with them."""
 NVIDIA = re.compile(r"nvidia-.*|cuda-(bindings|pathfinder|toolkit)")

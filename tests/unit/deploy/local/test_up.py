@@ -40,6 +40,15 @@ async def test_the_wait_before_a_restart_has_a_limit_however_many_there_were(mon
         await failing.pause("ended")
 
 
+def test_ray_of_our_own_asks_for_a_token_that_is_new(tmp_path: Path) -> None:
+    environments = [RayCluster(Config(), tmp_path / "state.json")._environment for _ in range(2)]
+    assert {each["RAY_AUTH_MODE"] for each in environments} == {"token"}
+    assert len({each["RAY_AUTH_TOKEN"] for each in environments}) == 2
+    assert all(len(each["RAY_AUTH_TOKEN"]) == 64 for each in environments)
+    assert environments[0]["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0", "it listens on loopback alone"
+    assert RayCluster(joining(), tmp_path / "state.json")._environment == {}, "another Ray has a token of its own"
+
+
 @pytest.mark.parametrize(("was_started", "num_ends"), [(True, 1), (False, 0)])
 async def test_workers_of_a_controller_that_could_not_come_back_are_ended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, was_started: bool, num_ends: int

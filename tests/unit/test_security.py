@@ -1,0 +1,86 @@
+"""SECURITY.md names every door, and for each promise a test that holds it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from deploy.embedded_redis import EmbeddedRedis
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "SECURITY.md").read_text()
+HELD = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
+PRODUCT = ("baton", "kvstore", "router", "prefill_worker", "decode_worker", "deploy")
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of every table row below the heading, without the tables' own heads."""
+    _, _, behind = TEXT.partition(f"\n## {heading}\n")
+    lines = [line for line in behind.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in cells if not set(row[0]) <= {"-"} and row[0] not in ("Door", "Promise")]
+
+
+def test_every_promise_names_tests_that_are_there() -> None:
+    promises = rows("Promises")
+    assert len(promises) >= 15
+    for promise, held_by in promises:
+        named = HELD.findall(held_by)
+        assert named, promise
+        assert HELD.sub("", held_by).strip(", ") == "", promise
+        for path, test in named:
+            tree = ast.parse((ROOT / path).read_text())
+            found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+            assert test in found, f"{promise} {path} has no {test}"
+
+
+def test_every_service_and_every_address_of_the_settings_is_a_door() -> None:
+    doors = " ".join(row[0] for row in rows("Doors"))
+    for path in (ROOT / "proto").rglob("*.proto"):
+        for service in re.findall(r"^service (\w+)", path.read_text(), re.MULTILINE):
+            assert f"`{service}`" in doors, service
+    assert {"/v1", "/metrics", "/healthz", "/readyz"} <= set(re.findall(r"/\w+", doors))
+    assert all(len(row) == 5 and row[0] and row[1] and row[4] for row in rows("Doors"))
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
+    """What is called, as written, and the arguments that are True."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            true = {word.arg for word in node.keywords if word.arg and ast.unparse(word.value) == "True"}
+            yield ast.unparse(node.func), true
+
+
+FORBIDDEN = re.compile(
+    r"eval|exec|compile|(pickle|marshal|shelve|dill|cloudpickle)\.\w+|torch\.load|yaml\.(load|unsafe_load|full_load)"
+    r"|os\.(system|popen)|jinja2\.(Environment|Template)|subprocess\.(getoutput|getstatusoutput)"
+)
+
+
+def test_nothing_that_is_received_is_run() -> None:
+    found, num_calls = [], 0
+    for package in PRODUCT:
+        for path in (ROOT / package).rglob("*.py"):
+            for called, true in calls(ast.parse(path.read_text())):
+                num_calls += 1
+                if FORBIDDEN.fullmatch(called) or true & {"shell", "trust_remote_code"}:
+                    found.append(f"{path.relative_to(ROOT)}: {called}")
+    assert num_calls > 10_000
+    assert found == []
+    bad = "eval(x); torch.load(f); pickle.loads(b); run(c, shell=True); model.eval(); re.compile(p); yaml.safe_load(f)"
+    seen = [called for called, true in calls(ast.parse(bad)) if FORBIDDEN.fullmatch(called) or true & {"shell"}]
+    assert seen == ["eval", "torch.load", "pickle.loads", "run"]
+
+
+def test_the_redis_of_baton_up_is_its_users_alone() -> None:
+    with EmbeddedRedis() as redis:
+        socket = Path(redis.url.removeprefix("unix://"))
+        assert stat.S_IMODE(socket.stat().st_mode) == 0o700
+        assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+        assert redis.pid
+        assert psutil.Process(redis.pid).net_connections("inet") == [], "it listens on no port"
