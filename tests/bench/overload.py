@@ -22,6 +22,7 @@ import yaml
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.bench.report import Report, Table
 from tests.integration.cluster import Cluster, running_cluster
+from tests.support.operator import OPERATOR_ENTRY
 
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 256, 24
 NUM_CLIENTS = (8, 16, 32)
@@ -91,7 +92,7 @@ def measure(
     with TemporaryDirectory() as folder:
         tenants = Path(folder) / "tenants.yaml"
         hashes = {name: {"key_sha256": [hashlib.sha256(name.encode()).hexdigest()]} for name in ("large", "small")}
-        tenants.write_text(yaml.safe_dump(hashes))
+        tenants.write_text(yaml.safe_dump(hashes) + OPERATOR_ENTRY)
         with running_cluster(
             "--prefill", "1", "--decode", "1", router_tenants_file=str(tenants), **settings
         ) as cluster:

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from ctypes import c_double
 from dataclasses import replace
@@ -52,6 +51,8 @@ from deploy.models import cache_dir, resolve
 from deploy.processes import FENCED, tied
 from deploy.worker.process import serve
 from tests.integration.cluster import Served, free_port
+from tests.support.asking import exposition
+from tests.support.operator import OPERATOR_KEY
 from tests.support.proxy import Proxy
 from tests.support.waiting import wait_until
 
@@ -65,6 +66,7 @@ class RouterProcess(Served):
 
     def __init__(self, config: Config) -> None:
         self.id = config.router.id
+        self.api_key = OPERATOR_KEY if config.router.tenants_file else ""
         self._log_file = tempfile.NamedTemporaryFile("w+", prefix=f"{self.id}-", suffix=".log")  # noqa: SIM115
         environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
         self.process = subprocess.Popen(
@@ -77,10 +79,8 @@ class RouterProcess(Served):
         self.http = f"127.0.0.1:{config.cluster.http_port}"
 
     def metrics(self) -> list[tuple[str, float]]:
-        """Every sample of /metrics: its name with the labels, and its value."""
-        with urllib.request.urlopen(f"http://{self.http}/metrics", timeout=30) as answer:
-            lines = answer.read().decode().splitlines()
-        samples = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+        """Every sample of the metrics: its name with the labels, and its value."""
+        samples = [line.rpartition(" ") for line in exposition(self).splitlines() if not line.startswith("#")]
         return [(name, float(value)) for name, _, value in samples]
 
     def stop(self) -> None:

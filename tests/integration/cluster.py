@@ -24,6 +24,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.operator.client import Client
 from deploy.processes import APART, tied
 from tests.support.logs import forget, show_on_failure
+from tests.support.operator import OPERATOR_KEY
 from tests.support.processes import command_line
 from tests.support.waiting import wait_until
 
@@ -42,14 +43,16 @@ class Served:
     Attributes:
         grpc, http: host:port.
         client, inference: once connected.
+        api_key: an operator's; empty: there are no tenants.
     """
 
+    api_key = ""
     grpc: str
     http: str
     _log_file: tempfile._TemporaryFileWrapper[str]
 
     def connect(self) -> None:
-        self.client = Client(self.grpc)
+        self.client = Client(self.grpc, self.api_key)
         self._channel = grpc.insecure_channel(self.grpc)
         self.inference = inference_pb2_grpc.InferenceStub(self._channel)
         show_on_failure(self.grpc, lambda: self.log)
@@ -97,6 +100,7 @@ class Cluster(Served):
             args: of `baton up`.
             settings: BATON_* environment variables without the prefix, in lower case.
         """
+        self.api_key = OPERATOR_KEY if "router_tenants_file" in settings else ""
         self._log_file = tempfile.NamedTemporaryFile("w+", prefix="baton-up-", suffix=".log")  # noqa: SIM115
         ports = {"grpc_port": str(free_port()), "http_port": str(free_port())}
         environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_") or k == "BATON_CACHE"}

@@ -24,6 +24,7 @@ from baton.config import RouterConfig, TransferConfig
 from tests.chaos.fleet import Fleet, RouterProcess, running_fleet
 from tests.integration.cluster import request
 from tests.support.asking import metric, prompt_of, sampling
+from tests.support.operator import OPERATOR_ENTRY
 from tests.support.waiting import wait_until
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "accounts.md"
@@ -100,7 +101,7 @@ class Billed:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Billed]:
     folder = tmp_path_factory.mktemp("accounts")
     tenants, log = folder / "tenants.yaml", folder / "usage.jsonl"
-    tenants.write_text("".join(map(entry, TENANTS)))
+    tenants.write_text(OPERATOR_ENTRY + "".join(map(entry, TENANTS)))
     config = RouterConfig(mode="split", tenants_file=str(tenants), usage_log=str(log))
     with running_fleet(TransferConfig(), config, num_routers=2, step_ms=10) as fleet:
         fleet.fill(*Role)
@@ -124,7 +125,7 @@ def test_the_steps_of_the_document_give_a_tenant_a_key_with_a_limit(cluster: Bil
     )  # fmt: skip
     assert "'newcomer' has used up its requests_per_minute of 3" in done.stderr, done
     assert done.stderr.count("used up") == 1, "of four"
-    cluster.tenants.write_text("".join(map(entry, TENANTS)))
+    cluster.tenants.write_text(OPERATOR_ENTRY + "".join(map(entry, TENANTS)))
 
 
 def test_requests_hold_over_two_routers(cluster: Billed) -> None:
@@ -213,7 +214,8 @@ def test_several_prompts_keep_within_what_the_tenant_may_have(cluster: Billed) -
 def test_a_key_that_is_withdrawn_or_added_holds_without_a_restart(cluster: Billed) -> None:
     stream = cluster.stream("withdrawn", token_ids=prompt_of(2, 30), sampling=sampling(600), request_id="goes-on")
     num_tokens = len(next(stream).token_ids)
-    cluster.tenants.write_text("".join(entry(tenant) for tenant in (*TENANTS, "added") if tenant != "withdrawn"))
+    entries = [entry(tenant) for tenant in (*TENANTS, "added") if tenant != "withdrawn"]
+    cluster.tenants.write_text(OPERATOR_ENTRY + "".join(entries))
 
     def holds(router: int) -> bool:
         return (cluster.ask("withdrawn", router), cluster.ask("added", router)) == ("UNAUTHENTICATED", "OK")
@@ -229,7 +231,7 @@ def test_a_key_that_is_withdrawn_or_added_holds_without_a_restart(cluster: Bille
     wait_until(lambda: all("the tenants' file is wrong" in router.log for router in cluster.routers))
     assert cluster.ask("added") == "OK"
     assert metric(cluster.routers[0], "baton_tenants_file_reads_total", 'outcome="refused"') >= 1
-    cluster.tenants.write_text("".join(map(entry, TENANTS)))
+    cluster.tenants.write_text(OPERATOR_ENTRY + "".join(map(entry, TENANTS)))
     wait_until(lambda: all(cluster.ask("withdrawn", router) == "OK" for router in (0, 1)), every_s=0.1)
 
 

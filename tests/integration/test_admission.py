@@ -31,6 +31,7 @@ from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.test_explain import explain
 from tests.support.asking import prompt_of
 from tests.support.load import Stream
+from tests.support.operator import OPERATOR_ENTRY
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.clock
@@ -87,6 +88,7 @@ class SlowCluster:
             process.start()
             fleet.workers[f"slow-{role}"] = process
         fleet.wait_for(*fleet.workers)
+        self.router = fleet.routers[0]
         self.grpc = fleet.routers[0].grpc
         self.http = fleet.routers[0].http
 
@@ -166,7 +168,8 @@ class Asked(Stream):
 @pytest.fixture(scope="module", params=["aggregated", "split"])
 def slow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlowCluster]:
     tenants = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
-    tenants.write_text(TENANTS.format(**{name: hashlib.sha256(key.encode()).hexdigest() for name, key in KEYS.items()}))
+    hashes = {name: hashlib.sha256(key.encode()).hexdigest() for name, key in KEYS.items()}
+    tenants.write_text(OPERATOR_ENTRY + TENANTS.format(**hashes))
     router = RouterConfig(
         mode=request.param,
         tenants_file=str(tenants),
@@ -256,7 +259,7 @@ def test_who_is_held_up_for_too_long_by_what_came_later_is_told(slow: SlowCluste
         assert not urgent[2].tokens, "three of these prompts take 3 s to compute, and longer on a busy machine"
         assert held_up.took_s >= 2.0, "the client has sent it before the router's clock began"
         assert "no first token within 2.0 s; try again later" in held_up.details
-        (told,) = explain(slow.grpc, "held-up")
+        (told,) = explain(slow.router, "held-up")
         assert told["outcome"] == "refused: no first token within 2.0 s"
         assert all(one.served() for one in urgent)
 
@@ -353,7 +356,7 @@ def test_predictions_are_near_the_truth_and_their_errors_are_counted(slow: SlowC
     asked = slow.ask(700, request_id="near-700").served()
     for of, before in errors.items():
         assert slow.metric("baton_placement_prediction_error_count", f'of="{of}"') == before + 1
-    (told,) = explain(slow.grpc, "near-700")
+    (told,) = explain(slow.router, "near-700")
     assert told["measured_ttft_s"] == pytest.approx(asked.first_s, abs=0.3)
     assert told["predicted_ttft_s"] == pytest.approx(0.7, rel=0.6)
 
@@ -366,7 +369,7 @@ def test_the_room_for_an_answer_is_what_answers_have_had(slow: SlowCluster) -> N
         stop = expected_tokens(prompt, 3)[-1]
         settings = {"temperature": 0, "max_tokens": 300, "stop_token_ids": [stop]}
         slow.ask_for(prompt, "brisk", 3, sampling=settings, request_id=f"history-{number}").served()
-    (first,), (last,) = explain(slow.grpc, "history-0"), explain(slow.grpc, "history-19")
+    (first,), (last,) = explain(slow.router, "history-0"), explain(slow.router, "history-19")
     assert last["num_expected_tokens"] == 64 <= first["num_expected_tokens"]
     assert (last["tenant"], last["slo_class"], last["ttft_objective_s"]) == ("brisk", "interactive", 2.0)
     slow.rest()
@@ -375,7 +378,7 @@ def test_the_room_for_an_answer_is_what_answers_have_had(slow: SlowCluster) -> N
 def test_a_refusal_is_explained(slow: SlowCluster) -> None:
     with queue(slow, 3, 800):
         slow.ask(200, slo={"ttft_ms": 1000}, request_id="late-1").refused()
-        (told,) = explain(slow.grpc, "late-1")
+        (told,) = explain(slow.router, "late-1")
         assert told["outcome"].startswith("refused: the first token would come ")
         assert (told["measured_ttft_s"], told["priority"], told["tenant"]) == (0.0, 0, "large")
         assert told["slo_class"] == "custom"
@@ -386,7 +389,7 @@ def test_who_had_to_make_way_is_explained_so_and_tenants_may_use_the_same_id(slo
     with queue(slow, 1, 800), queue_more(slow, 1, 3000, "large", request_id="mine") as (shed,):
         small = slow.ask(300, "small", request_id="mine", slo={"ttft_ms": 2800})
         shed.refused()
-        by_tenant = {told["tenant"]: told["outcome"] for told in explain(slow.grpc, "mine")}
+        by_tenant = {told["tenant"]: told["outcome"] for told in explain(slow.router, "mine")}
         assert by_tenant == {
             "large": "refused: the request had to make way for tenants with less in the queue",
             "small": "let in",

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from baton.engine.model.arithmetic import expected_tokens
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import Cluster, Served
 from tests.integration.conftest import TraceReceiver
 from tests.integration.test_operator_errors import baton
 from tests.support.asking import metric, prompt_of, sampling
@@ -20,8 +20,9 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.first
 
 
-def explain(address: str, request_id: str) -> list[dict[str, Any]]:
-    result = baton("status", "--explain", request_id, "--address", address, "--json")
+def explain(cluster: Served, request_id: str) -> list[dict[str, Any]]:
+    words = ("--address", cluster.grpc, "--api-key", cluster.api_key, "--json")
+    result = baton("status", "--explain", request_id, *words)
     assert result.returncode == 0, result.stderr
     explanations: list[dict[str, Any]] = json.loads(result.stdout)
     return explanations
@@ -32,7 +33,7 @@ def test_the_command_line_explains_where_a_request_went(arithmetic_cluster: Clus
     prompt = prompt_of(600, 300)
     answer = arithmetic_cluster.generate(request_id=name, token_ids=prompt, sampling=sampling(8))
     timing = answer.timing
-    (told,) = explain(arithmetic_cluster.grpc, name)
+    (told,) = explain(arithmetic_cluster, name)
     assert (told["request_id"], told["choice_index"], told["mode"], told["outcome"]) == (name, 0, "split", "let in")
     assert (told["prefill_worker"], told["decode_worker"]) == (timing.prefill_worker, timing.decode_worker)
     assert (told["tenant"], told["slo_class"], told["priority"]) == ("default", "default", 0)
@@ -57,7 +58,7 @@ def test_the_command_line_explains_where_a_request_went(arithmetic_cluster: Clus
 def test_every_choice_is_explained(arithmetic_cluster: Cluster) -> None:
     name = f"choices-{time.time_ns()}"
     arithmetic_cluster.generate(request_id=name, token_ids=prompt_of(601, 40), sampling=sampling(3, n=3))
-    assert sorted(told["choice_index"] for told in explain(arithmetic_cluster.grpc, name)) == [0, 1, 2]
+    assert sorted(told["choice_index"] for told in explain(arithmetic_cluster, name)) == [0, 1, 2]
 
 
 def test_an_unknown_request_is_told_in_a_sentence(arithmetic_cluster: Cluster) -> None:
@@ -74,7 +75,7 @@ def test_a_span_tells_what_was_predicted(
 ) -> None:
     name = f"predicted-{time.time_ns()}"
     arithmetic_cluster.generate(request_id=name, token_ids=prompt_of(602, 200), sampling=sampling(4))
-    (told,) = explain(arithmetic_cluster.grpc, name)
+    (told,) = explain(arithmetic_cluster, name)
     receiver = trace_receiver[0]
 
     def spans() -> list[dict[str, Any]]:
@@ -117,5 +118,5 @@ def test_the_room_for_an_answer_shrinks_to_what_answers_have_had_whatever_ended_
     for number in range(20):
         name = f"short-{number}-{time.time_ns()}"
         arithmetic_cluster.generate(request_id=name, token_ids=prompt, sampling=settings)
-    (told,) = explain(arithmetic_cluster.grpc, name)
+    (told,) = explain(arithmetic_cluster, name)
     assert 64 <= told["num_expected_tokens"] < 256

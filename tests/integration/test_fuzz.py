@@ -36,6 +36,7 @@ from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import Answer, request
 from tests.support.asking import prompt_of, sampling
 from tests.support.bodies import BODIES, MESSAGES
+from tests.support.operator import OPERATOR_ENTRY
 from tests.support.spoiling import spoiled, spoiled_json, spoiled_wire
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "12"))
@@ -67,7 +68,8 @@ pytestmark = [pytest.mark.first, pytest.mark.timeout(SECONDS + 600)]
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     path = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
-    path.write_text(f"fuzz: {{key_sha256: [{hashlib.sha256(b'key-of-fuzz').hexdigest()}], parse_special: true}}")
+    hashed = hashlib.sha256(b"key-of-fuzz").hexdigest()
+    path.write_text(f"{OPERATOR_ENTRY}fuzz: {{key_sha256: [{hashed}], parse_special: true, operator: true}}")
     router = RouterConfig(
         mode="split",
         tenants_file=str(path),

@@ -34,6 +34,7 @@ PLANTED = {
     "hub token": "planted-hub-5bb2",
 }
 CHUNK = 2**20
+pytestmark = pytest.mark.chaos
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

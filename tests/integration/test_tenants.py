@@ -28,6 +28,7 @@ from tests.integration.conftest import TraceReceiver
 from tests.integration.test_doctor import doctor
 from tests.integration.test_operator_errors import baton, refused
 from tests.support.asking import exposition, metric, prompt_of, sampling
+from tests.support.operator import OPERATOR_ENTRY, OPERATOR_KEY
 from tests.support.waiting import wait_until
 
 TENANTS = """
@@ -44,7 +45,8 @@ def cluster(
     tmp_path_factory: pytest.TempPathFactory, trace_receiver: tuple[TraceReceiver, str]
 ) -> Iterator[RouterProcess]:
     path = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
-    path.write_text(TENANTS.format(**{name: hashlib.sha256(key.encode()).hexdigest() for name, key in KEYS.items()}))
+    hashes = {name: hashlib.sha256(key.encode()).hexdigest() for name, key in KEYS.items()}
+    path.write_text(OPERATOR_ENTRY + TENANTS.format(**hashes))
     router, telemetry = (
         RouterConfig(mode="split", tenants_file=str(path)),
         TelemetryConfig(otlp_endpoint=trace_receiver[1]),
@@ -193,21 +195,34 @@ def test_tenants_caches_are_apart_over_http(cluster: Served) -> None:
     assert cached == [0, 0, 144, 144]
 
 
-def test_probes_scrapers_and_status_need_no_key(cluster: Served) -> None:
-    for path in ("/health", "/healthz", "/readyz", "/metrics"):
+def test_probes_need_no_key(cluster: Served) -> None:
+    for path in ("/health", "/healthz", "/readyz"):
         with urllib.request.urlopen(f"http://{cluster.http}{path}", timeout=30) as answer:
             assert answer.status == 200
     with grpc.insecure_channel(cluster.grpc) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         checked = health.Check(health_pb2.HealthCheckRequest(service="baton.v1.Inference"), timeout=30)
     assert checked.status == health_pb2.HealthCheckResponse.SERVING
-    assert cluster.client.status()["pools"]
     buf = Path(sys.executable).parent / "buf"
     listed = subprocess.run(
         [buf, "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--list-methods", f"http://{cluster.grpc}"],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert "baton.v1.Inference/Generate" in listed.stdout, listed.stderr
+
+
+def test_a_tenant_learns_nothing_of_the_cluster_or_of_another(cluster: Served) -> None:
+    message = request(token_ids=prompt_of(11, 64), sampling=sampling(2), request_id="known")
+    list(cluster.inference.Generate(message, timeout=120, metadata=(("x-api-key", KEYS["alone"]),)))
+    command = ("status", "--explain", "known", "--json")
+    told = baton(*command, BATON_ADDRESS=cluster.grpc, BATON_API_KEY=OPERATOR_KEY)
+    assert json.loads(told.stdout)[0]["tenant"] == "alone", told.stderr
+    key = {"BATON_ADDRESS": cluster.grpc, "BATON_API_KEY": KEYS["team"]}
+    for words in (command, ("status",), ("scale", "decode", "2"), ("autoscale", "--dry-run", "--seconds", "1")):
+        refused(baton(*words, **key), "takes an operator's API key")
+    for path, expected in (("/api/metrics", 403), ("/metrics", 404)):
+        status, answer, _ = ask_http(cluster, path, None, x_api_key=KEYS["team"])
+        assert (status, set(answer)) == (expected, {"error"})
 
 
 def test_baton_generate_sends_a_key(cluster: Served) -> None:
@@ -243,10 +258,11 @@ def test_the_doctor_asks_for_a_key_and_tries_it(cluster: Served) -> None:
 
         return wait_until(look, 120.0)
 
-    _, without = tried()
-    assert without["state"] == "warn"
-    assert "BATON_API_KEY" in without["mend"]
-    _, accepted = tried("--api-key", KEYS["alone"])
+    for words in ((), ("--api-key", KEYS["alone"])):
+        _, lesser = tried(*words)
+        assert lesser["state"] == "warn"
+        assert "BATON_API_KEY" in lesser["mend"]
+    _, accepted = tried("--api-key", OPERATOR_KEY)
     assert accepted["state"] == "ok"
     returncode, wrong = tried(BATON_API_KEY="another")
     assert (returncode, wrong["state"]) == (1, "fail")

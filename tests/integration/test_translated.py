@@ -16,6 +16,7 @@ from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
 from tests.chaos.fleet import RouterProcess, running_fleet
 from tests.integration.cluster import is_idle
+from tests.support.operator import OPERATOR_ENTRY
 from tests.support.reasoning import TEMPLATE, reasoning_model
 from tests.support.waiting import wait_until
 
@@ -39,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterat
     folder = tmp_path_factory.mktemp("model")
     model_path = reasoning_model(folder, model_dir, TEMPLATE.replace("opens", "enable_thinking"))
     tenants = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
-    tenants.write_text(f"acme:\n  key_sha256: [{hashlib.sha256(KEY.encode()).hexdigest()}]\n")
+    tenants.write_text(f"{OPERATOR_ENTRY}acme:\n  key_sha256: [{hashlib.sha256(KEY.encode()).hexdigest()}]\n")
     router = RouterConfig(mode="split", tenants_file=str(tenants))
     with running_fleet(TransferConfig(), router, model_path=model_path, step_ms=2) as fleet:
         yield fleet.fill(*Role)

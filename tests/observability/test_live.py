@@ -16,7 +16,6 @@ import math
 import random
 import re
 import threading
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -33,7 +32,7 @@ from deploy.operator.client import Client
 from tests.integration.cluster import Cluster, request, running_cluster
 from tests.observability.prometheus import Prometheus, binaries, running_prometheus
 from tests.observability.shipped import JOB, RULES, dashboards, recorded, shown, substituted
-from tests.support.asking import prompt_of, sampling
+from tests.support.asking import exposition, prompt_of, sampling
 from tests.support.load import Clients, Requests
 from tests.support.processes import running
 from tests.support.waiting import wait_until
@@ -277,8 +276,7 @@ def test_rules_are_evaluated_and_what_is_recorded_is_finite(seen: tuple[Cluster,
 
 def test_nothing_is_exposed_that_the_catalogue_lacks(seen: tuple[Cluster, Prometheus]) -> None:
     cluster, _ = seen
-    with urllib.request.urlopen(f"http://{cluster.http}/metrics", timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
+    lines = exposition(cluster).splitlines()
     exposed = {tuple(line.split(" ")[2:4]) for line in lines if line.startswith("# TYPE ")}
     known = {(each.name, each.kind) for each in definitions()}
     assert exposed <= known

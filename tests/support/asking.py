@@ -26,7 +26,10 @@ def sampling(num_tokens: int, **more: Any) -> dict[str, Any]:
 
 
 def exposition(cluster: Served) -> str:
-    text: str = urllib.request.urlopen(f"http://{cluster.http}/metrics").read().decode()
+    headers = {"Authorization": f"Bearer {cluster.api_key}"} if cluster.api_key else {}
+    request = urllib.request.Request(f"http://{cluster.http}/api/metrics", headers=headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        text: str = answer.read().decode()
     return text
 
 
