@@ -63,6 +63,14 @@ class Config:
             )
 
     @property
+    def router_ports(self) -> tuple[tuple[str, str, int], ...]:
+        """Where a router listens: the variable that sets the port, the host and the port."""
+        cluster, telemetry = self.cluster, self.telemetry
+        own = (("BATON_TELEMETRY_PORT", telemetry.host, telemetry.port),) if telemetry.port else ()
+        ports = (("BATON_GRPC_PORT", cluster.grpc_port), ("BATON_HTTP_PORT", cluster.http_port))
+        return (*((name, cluster.host, port) for name, port in ports), *own)
+
+    @property
     def kv_identity(self) -> str:
         """What KV is computed with: the model's identity, and whether nothing beside it has a say in its bits. Only
         workers with the same one exchange KV.

@@ -278,9 +278,8 @@ def file_limit(limit: int, hard: int, needed: int) -> Check:
 
 def ports(config: Config) -> Iterator[Check]:
     """Whether the router's ports are free, or else who has them."""
-    cluster = config.cluster
-    for name, port in (("BATON_GRPC_PORT", cluster.grpc_port), ("BATON_HTTP_PORT", cluster.http_port)):
-        if reason := why_taken(cluster.host, port):
+    for name, host, port in config.router_ports:
+        if reason := why_taken(host, port):
             owner = listener(port)
             found = f"{reason} by {owner}" if owner else reason
             yield Check(f"port {port}", "fail", found, f"stop what uses it, or set {name} to another port")

@@ -180,9 +180,9 @@ async def up(config: Config, console: Console, on_ready: OnReady) -> None:
 
 
 async def _run(config: Config, console: Console, on_ready: OnReady) -> None:
-    for name, port in (("BATON_GRPC_PORT", config.cluster.grpc_port), ("BATON_HTTP_PORT", config.cluster.http_port)):
-        if reason := why_taken(config.cluster.host, port):
-            raise ConfigError(f"cannot listen on {config.cluster.host}:{port} ({reason}); set {name} to another port")
+    for name, host, port in config.router_ports:
+        if reason := why_taken(host, port):
+            raise ConfigError(f"cannot listen on {host}:{port} ({reason}); set {name} to another port")
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(own_folder())
         state_path = _state_path(config, folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 import time
@@ -10,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from baton.cluster import Role, RouterInfo
-from baton.config import ClusterConfig, Config, IndexConfig
+from baton.config import ClusterConfig, Config, IndexConfig, RouterConfig, TelemetryConfig
 from baton.errors import ConfigError, WorkerFailed
 from deploy.controller.state import ControllerState, save
 from deploy.local import child as children
@@ -21,6 +23,8 @@ from deploy.local.child import Child
 from deploy.local.up import RayCluster
 from deploy.processes import FENCED, UNJOINED
 from deploy.ray_pools import actor as actors
+from deploy.ray_pools.actors import RayActors
+from tests.integration.cluster import free_port
 
 
 def child(folder: Path, code: str) -> Child:
@@ -159,3 +163,30 @@ def test_redis_password_goes_from_its_url_into_a_file_of_ours(tmp_path: Path) ->
     assert up.with_password_file(found, tmp_path) == found
     unlocked = Config(index=IndexConfig(redis_url="redis://10.0.0.9:6379/1"))
     assert up.with_password_file(unlocked, tmp_path) == unlocked
+
+
+def test_neither_ray_nor_the_controller_hears_of_the_routers_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("BATON_ROUTER_CACHE_SECRET", "BATON_API_KEY", "BATON_INDEX_REDIS_URL", "HF_TOKEN"):
+        monkeypatch.setenv(name, f"planted-{name}")
+    index = IndexConfig(redis_url="redis://:planted-redis@10.0.0.9:6379/1")
+    config = Config(index=index, router=RouterConfig(cache_secret="planted-scopes"))
+    cluster = RayCluster(config, tmp_path / "state.json")
+    assert "planted" not in str(cluster._head._environment)
+    controllers = str(cluster._controller._environment)
+    assert "planted-redis" in controllers, "it connects to Redis"
+    assert controllers.count("planted") == 1
+    assert "planted" not in str(RayActors(config, "127.0.0.1", 0)._arguments)
+    assert "planted-scopes" in str(up._router(config, 0)._environment)
+
+
+async def test_a_port_of_the_metrics_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        cluster = ClusterConfig(grpc_port=free_port(), http_port=free_port())
+        config = Config(cluster=cluster, telemetry=TelemetryConfig(port=port))
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port} .* set BATON_TELEMETRY_PORT"):
+            await up._run(config, Console(), lambda _: None)
