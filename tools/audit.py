@@ -71,11 +71,11 @@ def licence_of(name: str) -> str:
     if NVIDIA.fullmatch(name):
         return "LicenseRef-NVIDIA"
     try:
-        metadata = importlib.metadata.metadata(name)
+        metadata: Any = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
     if expression := metadata.get("License-Expression"):
-        return expression
+        return str(expression)
     classifiers = [line.rsplit(" :: ", 1)[-1] for line in metadata.get_all("Classifier") or () if "License ::" in line]
     said = [line for line in classifiers if line != "OSI Approved"] or [(metadata.get("License") or "").split("\n")[0]]
     return " AND ".join(IN_WORDS.get(each, each) for each in said)
@@ -103,7 +103,7 @@ def ask(pip_audit: Path, service: str, pins: Iterable[LockedPackage]) -> Answers
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("".join(f"{pin.name}=={pin.version.partition('+')[0]}\n" for pin in pins))
         file.flush()
-        command = [pip_audit, "-r", file.name, "--no-deps", "--disable-pip", "--format=json", "--progress-spinner=off"]
+        command = [str(pip_audit), "-r", file.name, "--no-deps", "--disable-pip", "--format=json", "--progress-spinner=off"]
         done = subprocess.run([*command, "-s", service], capture_output=True, text=True, check=False)
     found = answers_of(done.stdout)
     last = (done.stderr.strip().splitlines() or [""])[-1]

@@ -136,7 +136,7 @@ class Resolver:
         return merged([self._pins(wanted, f"--python-platform={platform}", *options) for platform in PLATFORMS])
 
     def _pins(self, wanted: Sequence[str], *options: str) -> list[LockedPackage]:
-        command = [self._uv, "pip", "compile", "--no-config", "--format=pylock.toml", "--only-binary=:all:"]
+        command = [str(self._uv), "pip", "compile", "--no-config", "--format=pylock.toml", "--only-binary=:all:"]
         command += [f"--python-version={PYTHON}", "--no-header", "--quiet", *options, "-"]
         done = subprocess.run(command, input="\n".join(wanted), capture_output=True, text=True, check=False)
         if done.returncode:
