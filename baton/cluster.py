@@ -143,8 +143,8 @@ class WorkerInfo:
     """The contract of its random numbers: samplers of one name draw the same token from the same logits, seed, choice
     and position. Empty: a release that did not announce it, which counts as a sampler of a name of its own."""
     incarnation: str = ""
-    """The identity of its process in hand-overs. Empty: a release that did not announce it, to which no connection is
-    opened ahead."""
+    """The identity of its process, to which hand-overs and the proofs of calls are bound. Empty: a release that did not
+    announce it, to which no connection is opened ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ class PoolScaling:
     """Number of workers that the autoscaler wants."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerInfo:
     """The process that keeps the pools at their sizes."""
 
@@ -226,6 +226,8 @@ class ControllerInfo:
     scaling: tuple[PoolScaling, ...] = ()
     """Empty: the autoscaler is off, or has not decided yet."""
     version: str = ""
+    incarnation: str = ""
+    """The random identity of its process, to which the proof of a call is bound."""
 
 
 @dataclass(frozen=True, slots=True)

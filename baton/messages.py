@@ -85,6 +85,8 @@ class PrefixSource:
     """host:port of its KvControl service."""
     num_tokens: int
     """Leading prompt tokens it is believed to hold."""
+    incarnation: str = ""
+    """Its incarnation, to which the proof of a call is bound; empty: its release does not announce it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,11 @@ from baton.cluster import VERSION, RouterInfo, ServedModel
 from baton.config import Config, IndexConfig
 from baton.errors import ConfigError
 from baton.rpc import RpcServer
+from baton.rpc.doors import require_keys
 from baton.rpc.server import CLIENTS_PING_TIMEOUT_S
 from baton.telemetry import tracing
 from baton.telemetry.instruments import Instruments
+from baton.trust import Principal, open_keys
 from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
 from kvstore.index import GarbageBook, Mirror, MirrorFollower, RedisConnection, RedisIndex
 from kvstore.leases import RedisLeases, RedisRecords
@@ -96,8 +98,8 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
     """Runs a router until `stop` is set, and requests in flight for `router.drain_timeout_s` more.
 
     Raises:
-        ConfigError: a port is taken, no Redis is configured, the tenants' file is wrong, or the usage log cannot be
-            written.
+        ConfigError: a port is taken, no Redis is configured, there are no keys where others than this machine listen,
+            the keys or the tenants' file are wrong, or the usage log cannot be written.
         ModelLoadError: the model's folder has no tokenizer.
     """
     await build(config).run(stop)
@@ -163,19 +165,21 @@ def build(config: Config) -> Router:
     """Puts a router's parts together, and binds its ports.
 
     Raises:
-        ConfigError: a port is taken, no Redis is configured, the tenants' file is wrong, or the usage log cannot be
-            written.
+        ConfigError: a port is taken, no Redis is configured, there are no keys where others than this machine listen,
+            the keys or the tenants' file are wrong, or the usage log cannot be written.
         ModelLoadError: the model's folder has no tokenizer.
     """
     if not config.index.redis_url:
         raise ConfigError("the router needs index.redis_url (BATON_INDEX_REDIS_URL)")
+    keys = open_keys(config.cluster.secret, Principal.ROUTER)
+    require_keys(keys, config.cluster.host, "cluster.host")
     tenants = TenantsFile.load(config.router)
     usage_file = UsageFile(config.router.usage_log) if config.router.usage_log else None
     tracer = tracing.configure("baton-router", config.router.id, config.telemetry, faces_clients=True)
     model = _load_model(config)
     store = _Store.connect(config.index, model.content_id)
     pools = PoolView(store.mirror.lookup, time.monotonic, model.facts.max_model_len, config.index.lease_s)
-    client, slo_counts, decisions = WorkerClient(), SloCounts(), DecisionLog()
+    client, slo_counts, decisions = WorkerClient(keys), SloCounts(), DecisionLog()
     rpc, grpc_port = _bind(config, tenants)
     registry = _registry(config, model, store, pools, client=client, slo_counts=slo_counts, grpc_port=grpc_port)
     readiness = Readiness(pools, config.router.mode == "split", config.router.worker_wait_s, time.monotonic)
@@ -197,7 +201,7 @@ def build(config: Config) -> Router:
     )
     inference = InferenceServicer(service, Ingress(config.cluster.host, grpc_port))
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, rpc.server)
-    admin = AdminServicer(registry.status, decisions.explain, ControllerClient(registry.controller))
+    admin = AdminServicer(registry.status, decisions.explain, ControllerClient(registry.controller, keys))
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     return Router(
         config=config,

@@ -103,7 +103,15 @@ def ask(pip_audit: Path, service: str, pins: Iterable[LockedPackage]) -> Answers
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("".join(f"{pin.name}=={pin.version.partition('+')[0]}\n" for pin in pins))
         file.flush()
-        command = [str(pip_audit), "-r", file.name, "--no-deps", "--disable-pip", "--format=json", "--progress-spinner=off"]
+        command = [
+            str(pip_audit),
+            "-r",
+            file.name,
+            "--no-deps",
+            "--disable-pip",
+            "--format=json",
+            "--progress-spinner=off",
+        ]
         done = subprocess.run([*command, "-s", service], capture_output=True, text=True, check=False)
     found = answers_of(done.stdout)
     last = (done.stderr.strip().splitlines() or [""])[-1]

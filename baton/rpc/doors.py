@@ -1,41 +1,66 @@
-"""The door of a process that takes calls of other members: it sees each call's proof before its message is read."""
+"""The doors of processes that take calls of other members: who may call what, and the check before a message is read.
+
+A door is shut to what no rule opens: a service without one is nobody's. Health checks alone need no proof.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import grpc
 
-from baton.errors import NotAMember
+from baton.errors import ConfigError, NotAMember
 from baton.rpc.errors import abort
 from baton.trust import KeyFile, Principal, ProofBook, prove
 from baton.trust.proofs import PROOF_KEY
 
+Rules = Mapping[str, frozenset[Principal]]
+"""The members that may call a service, by its full name."""
+WORKERS_RULES: Rules = {
+    "baton.v1.WorkerCalls": frozenset({Principal.ROUTER}),
+    "baton.v1.WorkerControl": frozenset({Principal.CONTROLLER}),
+    "baton.v1.KvControl": frozenset({Principal.WORKER}),
+}
+CONTROLLERS_RULES: Rules = {"baton.v1.Admin": frozenset({Principal.ROUTER, Principal.OPERATOR})}
+OPEN_SERVICE = "grpc.health.v1.Health"
+"""The service that every process answers to everybody: probes ask it, and learn no more than whether it serves."""
+
 
 class MemberDoor(grpc.aio.ServerInterceptor):
-    """Refuses calls of services that only members may call, unless their proof is right.
+    """Refuses every call whose proof is not right, and every call of a service that the rules do not name.
 
     Args:
         book: checks the proofs.
-        allowed: the members that may call a service, by its full name. Other services are open.
     """
 
-    def __init__(self, book: ProofBook, allowed: Mapping[str, Collection[Principal]]) -> None:
+    def __init__(self, book: ProofBook, rules: Rules) -> None:
         self._book = book
-        self._allowed = {f"/{service}/": members for service, members in allowed.items()}
+        self._rules = rules
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        service = details.method[: details.method.rfind("/") + 1]
-        if (members := self._allowed.get(service)) is not None:
+        service = details.method.strip("/").partition("/")[0]
+        if service != OPEN_SERVICE:
             proof: Any = next((value for name, value in details.invocation_metadata or () if name == PROOF_KEY), b"")
+            members: Collection[Principal] = self._rules.get(service, ())
             try:
                 self._book.check(proof if isinstance(proof, bytes) else b"", details.method, members)
             except NotAMember as error:
                 return _refusal(error)
         return await continuation(details)
+
+
+def member_doors(key_file: KeyFile | None, incarnation: str, rules: Rules) -> Sequence[grpc.aio.ServerInterceptor]:
+    """Returns the interceptors of a server that members call: none where the cluster has no secret.
+
+    Args:
+        incarnation: the random identity of this process, which callers know from its lease.
+    """
+    return () if key_file is None else (MemberDoor(ProofBook(key_file, incarnation), rules),)
 
 
 def _refusal(error: NotAMember) -> Any:
@@ -55,3 +80,26 @@ def member_metadata(key_file: KeyFile | None, method: str, callee: str) -> tuple
         callee: the incarnation of the process that is called.
     """
     return () if key_file is None else ((PROOF_KEY, prove(key_file.keys, method, callee)),)
+
+
+def require_keys(key_file: KeyFile | None, host: str, setting: str) -> None:
+    """Raises ConfigError: others than this machine could reach a process without keys, which takes calls of everybody.
+
+    Args:
+        host: where it is to listen, a name or an address.
+        setting: what names that host.
+    """
+    if key_file is None and not is_loopback(host):
+        raise ConfigError(
+            "without cluster.secret (BATON_CLUSTER_SECRET) a process listens on loopback addresses only, and "
+            f"{setting} is {host}: name a file with the secret, which each machine has, or listen on 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach what listens on that host."""
+    try:
+        found = {str(address[0]) for *_, address in socket.getaddrinfo(host.strip("[]") or "0.0.0.0", None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found)

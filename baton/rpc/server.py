@@ -35,6 +35,7 @@ SERVER_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.server_handshake_timeout_ms", 10_000),  # who connects and says nothing is left after this
 ]
 CHANNEL_OPTIONS = [
     *_keepalive(PING_TIMEOUT_S),
@@ -54,7 +55,7 @@ MEMBER_CHANNEL_OPTIONS = [
 
 
 class RpcServer:
-    """An asyncio gRPC server with health checking and reflection of the given services.
+    """An asyncio gRPC server with health checking, and for clients with reflection of the given services.
 
     Add servicers to `server`, then `start`.
 
@@ -65,6 +66,7 @@ class RpcServer:
         max_connection_age_s: a client is asked to connect anew after so long. What runs on its old connection goes on.
         max_message_bytes: a longer message ends its call, before it is parsed.
         ping_timeout_s: a connection whose other end does not answer a ping for so long is closed.
+        describes_itself: whether it answers reflection, for clients that do not have the contract. Members have it.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class RpcServer:
         max_connection_age_s: float = math.inf,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         ping_timeout_s: float = PING_TIMEOUT_S,
+        describes_itself: bool = True,
     ) -> None:
         options = dict([*SERVER_OPTIONS, *_keepalive(ping_timeout_s)])
         options["grpc.so_reuseport"] = int(shares_port)
@@ -86,7 +89,9 @@ class RpcServer:
         self._health = health.aio.HealthServicer()
         self._service_names = service_names
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
+        if describes_itself:
+            described = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(described, self.server)
 
     def bind(self, host: str, port: int) -> int:
         """Binds and returns the port (0 asks for a free one).

@@ -13,14 +13,19 @@ from baton.trust.keys import MAX_FILE_BYTES, KeyRing, Principal, load_keys
 
 CHECK_S = 1.0
 """How often the file is looked at, in seconds."""
+KEPT_S = 10.0
+"""How long keys count that are no longer in the file, in seconds: other processes have yet to read theirs again."""
 logger = logging.getLogger(__name__)
 
 
 class KeyFile:
     """The keys of one member, as the file at `path` has them now.
 
-    A file that cannot be read any more, or has become wrong, changes nothing: the last good keys stay, and the log says
-    so once.
+    When the file changes, the keys that it had before count for `KEPT_S` more, and sign no more. A file that cannot be
+    read any more, or has become wrong, changes nothing: the last good keys stay, and the log says so once.
+
+    Attributes:
+        principal: the member.
 
     Raises:
         ConfigError: the file cannot be read at first, everybody may read it, or it is wrong.
@@ -30,27 +35,39 @@ class KeyFile:
         self.principal = member
         self._path = Path(path)
         self._seen = self._signature()
-        self._keys = self._load()
-        self._checked_s = time.monotonic()
+        self._in_file = self._keys = self._load()
+        self._checked_s = self._changed_s = time.monotonic()
 
     @property
     def keys(self) -> KeyRing:
         """The keys of now. Looks at the file every `CHECK_S` seconds at most."""
-        if (now := time.monotonic()) - self._checked_s >= CHECK_S:
-            self._checked_s = now
-            self._read_again()
+        now = time.monotonic()
+        if now - self._checked_s >= CHECK_S:
+            self._read_again(now)
+        if self._keys is not self._in_file and now - self._changed_s >= KEPT_S:
+            self._keys = self._in_file
         return self._keys
 
-    def _read_again(self) -> None:
+    def verify(self, purpose: str, member: Principal, message: bytes, signature: bytes) -> bool:
+        """Whether that member signed the message for that purpose, with keys that the file has at this moment."""
+        if self.keys.verify(purpose, member, message, signature):
+            return True
+        self._read_again(time.monotonic())  # who signed may have read it before we did
+        return self._keys.verify(purpose, member, message, signature)
+
+    def _read_again(self, now: float) -> None:
+        self._checked_s = now
         seen = self._signature()
         if seen == self._seen:
             return
         self._seen = seen
         try:
-            self._keys = self._load()
-            logger.info("the keys in %s have changed; the new ones count", self._path)
+            found = self._load()
         except ConfigError as error:
             logger.error("%s; the last good keys stay", error)
+            return
+        self._in_file, self._keys, self._changed_s = found, found.beside(self._in_file), now
+        logger.info("the keys in %s have changed; the new ones count", self._path)
 
     def _signature(self) -> tuple[int, ...]:
         """What changes with the file: Kubernetes replaces a link above it, editors the file itself."""

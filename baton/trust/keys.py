@@ -76,13 +76,23 @@ class KeyRing:
             return False
         return True
 
+    def beside(self, former: KeyRing) -> KeyRing:
+        """Returns these keys, with another ring's public ones behind them."""
+        public = {member: {**self.public[member], **former.public[member]} for member in Principal}
+        return KeyRing(self.principal, self.private, public)
+
     @property
     def fingerprint(self) -> str:
         """16 hexadecimal digits that name the newest keys of the cluster; processes with the same secret have the same
         one.
         """
-        ids = b"".join(next(iter(self.public[member])) for member in Principal)
-        return hashlib.sha256(ids).hexdigest()[:16]
+        return self.fingerprints[0]
+
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """The names of all keys of the cluster that count, those of each secret under one name, the newest first."""
+        secrets_ids = zip(*(self.public[member] for member in Principal), strict=False)
+        return tuple(hashlib.sha256(b"".join(ids)).hexdigest()[:16] for ids in secrets_ids)
 
 
 def _framed(purpose: str, message: bytes) -> bytes:

@@ -64,6 +64,8 @@ class ProofBook:
             NotAMember: the proof is no member's, or is for another process, method or time, or came before, or
                 the member may not call this method.
         """
+        if not allowed:
+            raise NotAMember(f"no member may call {method}")
         if len(proof) != _HEAD.size + SIGNATURE_BYTES:
             raise NotAMember(f"{method} takes calls of {_names(allowed)} alone, and this one has no proof")
         made_ms, nonce, index = _HEAD.unpack_from(proof)
@@ -71,7 +73,7 @@ class ProofBook:
         member: Principal | None = _PRINCIPALS[index] if index < len(_PRINCIPALS) else None
         if member not in allowed or member is None:
             raise NotAMember(f"{method} takes calls of {_names(allowed)} alone")
-        if not self._key_file.keys.verify(_PURPOSE, member, _message(head, method, self._callee), signature):
+        if not self._key_file.verify(_PURPOSE, member, _message(head, method, self._callee), signature):
             raise NotAMember(
                 f"the proof of this call of {method} is not of this cluster, or was made for another process; "
                 "compare the files that cluster.secret names"

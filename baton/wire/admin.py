@@ -7,7 +7,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from baton import api
-from baton.cluster import ClusterStatus, PoolStatus, Worker
+from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Worker
 from baton.costs import StepCosts
 from baton.v1 import admin_pb2
 from baton.wire.convert import from_pb, to_pb
@@ -25,7 +25,7 @@ def status_response(status: ClusterStatus) -> admin_pb2.GetStatusResponse:
             garbage=[to_pb(each, admin_pb2.StoreGarbage) for each in status.store_garbage],
         ),
         models=[to_pb(model, admin_pb2.ServedModel) for model in status.models],
-        controller=to_pb(status.controller, admin_pb2.Controller) if status.controller else None,
+        controller=_controller(status.controller) if status.controller else None,
     )
 
 
@@ -88,6 +88,11 @@ def status_as_json(message: admin_pb2.GetStatusResponse) -> dict[str, Any]:
 
 def _pools(status: ClusterStatus) -> dict[str, admin_pb2.Pool]:
     return {name: to_pb(pool, admin_pb2.Pool) for name, pool in status.pools.items()}
+
+
+def _controller(info: ControllerInfo) -> admin_pb2.Controller:
+    scaling = [to_pb(each, admin_pb2.PoolScaling) for each in info.scaling]
+    return admin_pb2.Controller(pid=info.pid, address=info.address, scaling=scaling, version=info.version)
 
 
 def _worker(worker: Worker) -> admin_pb2.Worker:

@@ -25,8 +25,10 @@ from baton.cluster import VERSION, ControllerInfo, Role
 from baton.config import Config, process_config
 from baton.errors import BatonError, ConfigError
 from baton.rpc import RpcServer
+from baton.rpc.doors import CONTROLLERS_RULES, member_doors, require_keys
 from baton.rpc.errors import to_failed
 from baton.telemetry import logs
+from baton.trust import Principal, open_keys
 from deploy.controller.controller import Controller
 from deploy.controller.kubernetes_side import Kubernetes, connected
 from deploy.controller.orders import Orders
@@ -52,6 +54,7 @@ class Arguments:
     cluster: str
     state_file: Path
     worker_host: str
+    worker_keys: str
     ready_fd: int | None
     shows_logs: bool
     end: bool
@@ -89,20 +92,30 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
     """Runs the controller until a signal.
 
     Raises:
-        ConfigError: Ray does not answer, or its nodes have no room for the workers.
+        ConfigError: Ray does not answer, its nodes have no room for the workers, the keys are wrong, or there are none
+            where others than this machine could reach it.
         BatonError: during the first start, a worker cannot start as configured.
     """
     content = content_id(config.kv_identity)
+    host = config.cluster.controller_host
+    keys = open_keys(config.cluster.secret, Principal.CONTROLLER)
+    require_keys(keys, host, "cluster.controller_host")
     async with contextlib.AsyncExitStack() as stack:
         kubernetes = (
             await stack.enter_async_context(connected(config.kubernetes)) if config.kubernetes.namespace else None
         )
         state = await _state(config, arguments, kubernetes, 0.0 if ready.is_awaited else config.cluster.start_timeout_s)
-        actors = RayActors(config, arguments.worker_host, state.gpus_per_worker)
-        rpc = RpcServer(SERVICE_NAMES)
-        host = config.cluster.controller_host
+        actors = RayActors(_workers_config(config, arguments), arguments.worker_host, state.gpus_per_worker, keys)
+        incarnation = os.urandom(8).hex()
+        doors = member_doors(keys, incarnation, CONTROLLERS_RULES)
+        rpc = RpcServer(SERVICE_NAMES, doors, describes_itself=False)
         port = rpc.bind(host, config.cluster.controller_port)
-        me = ControllerInfo(os.getpid(), f"{config.cluster.advertise_host or host}:{port}", version=VERSION)
+        me = ControllerInfo(
+            pid=os.getpid(),
+            address=f"{config.cluster.advertise_host or host}:{port}",
+            version=VERSION,
+            incarnation=incarnation,
+        )
         leases = RedisLeases(RedisConnection(config.index.url), content, lease_s=config.index.lease_s)
         stack.push_async_callback(leases.close)
         index = RedisIndex(RedisConnection(config.index.url), content)
@@ -124,6 +137,7 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
             path=arguments.state_file,
             state=state,
             is_first=ready.is_awaited,
+            keys=keys,
         )
         await controller.adopt()
         if not arguments.end:
@@ -132,6 +146,13 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
             await controller.end_workers()
         else:
             await controller.let_go()
+
+
+def _workers_config(config: Config, arguments: Arguments) -> Config:
+    """The configuration of the workers, which names the file with their own keys where that is another one."""
+    if not arguments.worker_keys:
+        return config
+    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, secret=arguments.worker_keys))
 
 
 async def _serve(
@@ -246,6 +267,7 @@ def main() -> None:
     parser.add_argument("--cluster", required=True, help="Ray namespace of this cluster's workers")
     parser.add_argument("--state-file", type=Path, required=True)
     parser.add_argument("--worker-host", default="", help="where workers listen; empty: at their node's address")
+    parser.add_argument("--worker-keys", default="", help="file of the workers' keys; empty: cluster.secret names it")
     parser.add_argument(
         "--ready-fd", type=int, help="inherited descriptor to which the controller writes when the pools are complete"
     )

@@ -24,7 +24,9 @@ from baton.cluster import Role
 from baton.config import ClusterConfig
 from baton.errors import BatonError, WorkerFailed
 from baton.rpc import channel, from_rpc_error
+from baton.rpc.doors import member_metadata
 from baton.tasks import cancel_and_wait
+from baton.trust import KeyFile
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.controller.reconcile import WorkerPhase
 from deploy.controller.serving_pools import PoolSpecs
@@ -73,6 +75,8 @@ class ManagedWorker:
     """Consecutive failures to start."""
     pid: int = 0
     address: str = ""
+    incarnation: str = ""
+    """The identity of its process, to which the proofs of orders are bound."""
     pod: str = ""
     """The Kubernetes pod in which it was placed last."""
     actor: asyncio.Future[Any] | None = None
@@ -93,9 +97,14 @@ class WorkerLives:
         changed: notified with `due`, for tasks that wait for a worker.
         failed: gets the error that must end the controller.
         must_start: while true, a worker that cannot start as configured ends the controller.
+
+    Args:
+        keys: by which the controller proves to workers who it is; None: the cluster has no secret.
     """
 
-    def __init__(self, config: ClusterConfig, actors: RayActors, specs: PoolSpecs, *, must_start: bool) -> None:
+    def __init__(
+        self, config: ClusterConfig, actors: RayActors, specs: PoolSpecs, *, must_start: bool, keys: KeyFile | None
+    ) -> None:
         self.workers: dict[str, ManagedWorker] = {}
         self.due = asyncio.Event()
         self.changed = asyncio.Condition()
@@ -103,6 +112,7 @@ class WorkerLives:
         self.must_start = must_start
         self._config = config
         self._actors = actors
+        self._keys = keys
         self._specs = specs
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -145,7 +155,9 @@ class WorkerLives:
         async with channel(worker.address) as link:
             request = worker_pb2.SetRoleRequest(role=role, timeout_s=timeout_s)
             try:
-                await worker_pb2_grpc.WorkerControlStub(link).SetRole(request, timeout=timeout_s + RPC_SLACK_S)
+                await worker_pb2_grpc.WorkerControlStub(link).SetRole(
+                    request, timeout=timeout_s + RPC_SLACK_S, metadata=self._proof("SetRole", worker)
+                )
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, worker.id) from error
 
@@ -191,6 +203,7 @@ class WorkerLives:
             worker.is_placed = True
             started = await self._started(worker, actor)
             worker.pid, worker.address, worker.pod = started.pid, started.address, started.pod
+            worker.incarnation = started.incarnation
             worker.phase = WorkerPhase.READY
             worker.since_s = worker.leased_s = time.monotonic()
             logger.info("%s is ready, pid %d, at %s", worker.id, worker.pid, worker.address)
@@ -226,12 +239,17 @@ class WorkerLives:
         async with channel(worker.address) as link:
             request = worker_pb2.DrainRequest(timeout_s=timeout_s)
             try:
-                answer = await worker_pb2_grpc.WorkerControlStub(link).Drain(request, timeout=timeout_s + RPC_SLACK_S)
+                answer = await worker_pb2_grpc.WorkerControlStub(link).Drain(
+                    request, timeout=timeout_s + RPC_SLACK_S, metadata=self._proof("Drain", worker)
+                )
             except grpc.aio.AioRpcError as error:
                 logger.warning("%s is not drained: %s", worker.id, from_rpc_error(error, worker.id))
             else:
                 if answer.num_left:
                     logger.warning("%s leaves with %d calls that others take over", worker.id, answer.num_left)
+
+    def _proof(self, method: str, worker: ManagedWorker) -> tuple[tuple[str, bytes], ...]:
+        return member_metadata(self._keys, f"/baton.v1.WorkerControl/{method}", worker.incarnation)
 
     def _drain_timeout_s(self, role: Role) -> float:
         own_s = self._specs.drain_timeout_s(role)

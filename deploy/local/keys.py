@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from baton.errors import ConfigError
@@ -11,6 +13,8 @@ from baton.trust import Principal, draw_secret, member_file, read_private, write
 
 FOLLOW_S = 2.0
 """How often a followed secret is looked at, in seconds."""
+IN_ORDER = (Principal.WORKER, Principal.CONTROLLER, Principal.ROUTER, Principal.OPERATOR)
+"""The members, those that are called first: a new key signs once those who check it have it."""
 logger = logging.getLogger(__name__)
 
 
@@ -20,25 +24,15 @@ def write_keys(secret: Path, out: Path, member: Principal) -> None:
     Raises:
         ConfigError: the secret cannot be read, others may read it, it is none, or the file cannot be written.
     """
-    write_private(out, member_file(read_private(secret), member, str(secret)))
+    FollowedSecret(secret, {member: out}).write()
 
 
 def follow_secret(secret: Path, out: Path, member: Principal) -> None:
     """Writes the file again whenever the secret changes, until the process ends. A wrong secret changes nothing."""
-    written = member_file(read_private(secret), member, str(secret))
-    complaint = ""
+    followed = FollowedSecret(secret, {member: out})
     while True:
         time.sleep(FOLLOW_S)
-        try:
-            text = member_file(read_private(secret), member, str(secret))
-            if text != written:
-                write_private(out, text)
-                written = text
-            complaint = ""
-        except ConfigError as error:
-            if str(error) != complaint:
-                logger.error("%s; the last good keys stay", error)
-            complaint = str(error)
+        followed.look()
 
 
 def member_files(secret: str, folder: Path) -> dict[Principal, Path]:
@@ -51,8 +45,56 @@ def member_files(secret: str, folder: Path) -> dict[Principal, Path]:
     Raises:
         ConfigError: the secret cannot be read, or is none.
     """
-    text = read_private(Path(secret)) if secret else draw_secret()
     files = {member: folder / f"{member}.keys" for member in Principal}
-    for member, path in files.items():
-        write_private(path, member_file(text, member, secret))
+    _write(files, read_private(Path(secret)) if secret else draw_secret(), secret)
     return files
+
+
+async def keep_member_files(secret: str, files: Mapping[Principal, Path]) -> None:
+    """Writes what `member_files` wrote again whenever the secret changes, until cancelled."""
+    followed = FollowedSecret(Path(secret), files)
+    while True:
+        await asyncio.sleep(FOLLOW_S)
+        followed.look()
+
+
+class FollowedSecret:
+    """A file with a cluster's secret, and the files of members that are derived from it.
+
+    Args:
+        files: where the files of members are, or will be.
+    """
+
+    def __init__(self, secret: Path, files: Mapping[Principal, Path]) -> None:
+        self._secret = secret
+        self._files = files
+        self._written = ""
+        self._complaint = ""
+
+    def write(self) -> None:
+        """Writes the files if the secret has changed since the last time.
+
+        Raises:
+            ConfigError: the secret cannot be read, others may read it, it is none, or a file cannot be written.
+        """
+        text = read_private(self._secret)
+        if text != self._written:
+            _write(self._files, text, str(self._secret))
+            self._written = text
+
+    def look(self) -> None:
+        """Writes the files if the secret has changed. A wrong one changes nothing, and is reported once."""
+        try:
+            self.write()
+            self._complaint = ""
+        except ConfigError as error:
+            if str(error) != self._complaint:
+                logger.error("%s; the last good keys stay", error)
+            self._complaint = str(error)
+
+
+def _write(files: Mapping[Principal, Path], text: str, source: str) -> None:
+    written = {member: member_file(text, member, source) for member in files}
+    for member in IN_ORDER:
+        if member in files:
+            write_private(files[member], written[member])

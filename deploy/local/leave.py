@@ -22,7 +22,9 @@ from baton.cluster import ControllerInfo
 from baton.config import Config
 from baton.errors import StoreUnavailable, WorkerFailed
 from baton.rpc import channel, from_rpc_error
+from baton.rpc.doors import member_metadata
 from baton.tasks import cancel_and_wait
+from baton.trust import KeyFile, Principal, open_keys
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from deploy.ray_pools.drain_node import place_nothing_on
 from kvstore.index import RedisConnection
@@ -46,7 +48,11 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
     Args:
         config: the configuration, with the model's revision and the address of Ray's head (`cluster.ray_address`).
         hosts: addresses of this machine.
+
+    Raises:
+        ConfigError: the file of `cluster.secret` has no keys of an operator.
     """
+    keys = open_keys(config.cluster.secret, Principal.OPERATOR)
     deadline_s = time.monotonic() + timeout_s
     told_ray = asyncio.create_task(_tell_ray(hosts, config.cluster.ray_address, deadline_s))
     if not (await asyncio.wait([told_ray], timeout=RAY_S))[0]:
@@ -66,8 +72,8 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
                 known_s = time.monotonic()
             elif time.monotonic() - known_s > NO_CONTROLLER_S:
                 ordered |= _end({worker_id: here[worker_id] for worker_id in here.keys() - ordered})
-            if controller is not None and (drained_by is None or controller.address != drained_by.address):
-                drained_by = controller if await _drain(here, controller) else None
+            if controller is not None and (drained_by is None or not _is_same(controller, drained_by)):
+                drained_by = controller if await _drain(here, controller, keys) else None
             await asyncio.sleep(POLL_S)
             here = {worker_id: process for worker_id, process in here.items() if _runs(process)}
     finally:
@@ -128,13 +134,18 @@ async def _controller(leases: LeaseStore) -> ControllerInfo | None:
         return None
 
 
-async def _drain(here: Collection[str], controller: ControllerInfo) -> bool:
+def _is_same(one: ControllerInfo, other: ControllerInfo) -> bool:
+    return (one.address, one.incarnation) == (other.address, other.incarnation)
+
+
+async def _drain(here: Collection[str], controller: ControllerInfo, keys: KeyFile | None) -> bool:
     """Asks for every worker, and returns whether the controller has taken it."""
     try:
         async with channel(controller.address) as link:
             for worker_id in here:
                 request = admin_pb2.DrainWorkerRequest(worker_id=worker_id)
-                await admin_pb2_grpc.AdminStub(link).DrainWorker(request, timeout=ORDER_S)
+                proof = member_metadata(keys, "/baton.v1.Admin/DrainWorker", controller.incarnation)
+                await admin_pb2_grpc.AdminStub(link).DrainWorker(request, timeout=ORDER_S, metadata=proof)
                 logger.info("%s leaves", worker_id)
     except grpc.aio.AioRpcError as error:
         logger.warning("%s; asking again", from_rpc_error(error, f"the controller at {controller.address}"))

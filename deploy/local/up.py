@@ -29,11 +29,13 @@ from baton.cluster import Role, RouterInfo
 from baton.config import ClusterConfig, Config, password_of, with_password, without_password
 from baton.errors import ConfigError, StoreUnavailable
 from baton.tasks import cancel_and_wait
+from baton.trust import Principal
 from deploy.controller.state import load, sizes_problem
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.local import preflight
 from deploy.local.child import Child
 from deploy.local.folder import own_folder
+from deploy.local.keys import keep_member_files, member_files
 from deploy.local.parts import with_model
 from deploy.models import cache_dir
 from deploy.processes import UNJOINED, why_taken
@@ -50,10 +52,15 @@ LOOPBACK = "127.0.0.1"
 
 
 class RayCluster:
-    """The Ray head, unless another Ray is joined, and the controller of the workers in it."""
+    """The Ray head, unless another Ray is joined, and the controller of the workers in it.
 
-    def __init__(self, config: Config, state_path: Path) -> None:
+    Args:
+        keys: the files of the members' keys on this machine. Workers elsewhere have theirs at `cluster.secret`.
+    """
+
+    def __init__(self, config: Config, state_path: Path, keys: Mapping[Principal, Path]) -> None:
         self._config = config
+        self._keys = keys
         self._joins = bool(config.cluster.ray_address)
         self._environment: dict[str, str] = {}
         if not self._joins:
@@ -139,9 +146,12 @@ class RayCluster:
 
     def _controller_at(self, ray_address: str) -> Child:
         cluster = dataclasses.replace(self._config.cluster, ray_address=ray_address)
-        config = dataclasses.replace(self._config.for_controller(), cluster=cluster)
         # Ray of our own shows all logs itself. In another one workers outlive us, unless the controller ends them.
-        arguments = ("--shows-logs",) if self._joins else ("--worker-host", LOOPBACK)
+        arguments: tuple[str, ...] = ("--shows-logs",)
+        if not self._joins:
+            cluster = dataclasses.replace(cluster, secret=str(self._keys[Principal.CONTROLLER]))
+            arguments = ("--worker-host", LOOPBACK, "--worker-keys", str(self._keys[Principal.WORKER]))
+        config = dataclasses.replace(self._config.for_controller(), cluster=cluster)
         return Child(
             "the controller",
             "deploy.controller",
@@ -180,12 +190,19 @@ async def up(config: Config, console: Console, on_ready: OnReady) -> None:
 
 
 async def _run(config: Config, console: Console, on_ready: OnReady) -> None:
+    if config.cluster.ray_address and not config.cluster.secret:
+        raise ConfigError(
+            "workers in a Ray cluster that runs already need the cluster's secret: set cluster.secret "
+            "(BATON_CLUSTER_SECRET) to a file that each of its nodes has at the same path, readable by its owner "
+            "alone; python -c 'import secrets; print(secrets.token_hex(32))' draws one"
+        )
     for name, host, port in config.router_ports:
         if reason := why_taken(host, port):
             raise ConfigError(f"cannot listen on {host}:{port} ({reason}); set {name} to another port")
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(own_folder())
         state_path = _state_path(config, folder)
+        keys = member_files(config.cluster.secret, folder)
         config = _with_sizes(config)
         if config.cluster.ray_address:
             await preflight.require_ray(config.cluster.ray_address)
@@ -196,8 +213,8 @@ async def _run(config: Config, console: Console, on_ready: OnReady) -> None:
         config = _with_redis(config, folder, stack, console)
         what = "the router" if config.cluster.routers == 1 else f"{config.cluster.routers} routers"
         console.print(f"==> Starting {what} on {config.cluster.host}:{config.cluster.grpc_port}", style="dim")
-        routers = [_router(config, number) for number in range(config.cluster.routers)]
-        ray = RayCluster(config, state_path)
+        routers = [_router(config, number, keys) for number in range(config.cluster.routers)]
+        ray = RayCluster(config, state_path, keys)
         stack.push_async_callback(ray.stop)
         # The routers end first: they give the requests in flight a moment to finish.
         stack.push_async_callback(_stop_all, routers, config.cluster.stop_timeout_s)
@@ -210,6 +227,8 @@ async def _run(config: Config, console: Console, on_ready: OnReady) -> None:
             raise _not_ready(config) from None
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(ray.keep())
+            if config.cluster.secret:
+                tasks.create_task(keep_member_files(config.cluster.secret, keys))
             for router in routers:
                 tasks.create_task(router.keep())
             await asyncio.to_thread(on_ready, config)
@@ -249,8 +268,11 @@ def _with_sizes(config: Config) -> Config:
     return dataclasses.replace(config, cluster=cluster)
 
 
-def _router(config: Config, number: int) -> Child:
+def _router(config: Config, number: int, keys: Mapping[Principal, Path]) -> Child:
     """Several share the ports."""
+    config = dataclasses.replace(
+        config, cluster=dataclasses.replace(config.cluster, secret=str(keys[Principal.ROUTER]))
+    )
     if config.cluster.routers > 1:
         config = dataclasses.replace(config, router=dataclasses.replace(config.router, id=f"router-{number}"))
     return Child(f"the router {config.router.id}", "router", (), {"BATON_CONFIG_JSON": config.to_json()})

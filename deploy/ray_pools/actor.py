@@ -34,13 +34,15 @@ class WorkerActor:
     Args:
         role: the one that the worker starts with; it may change.
         host: where the worker listens; empty: at this Ray node's own address.
+        fingerprint: names the cluster's keys, which the worker's must fit; empty: the cluster has no secret.
     """
 
-    def __init__(self, role: str, worker_id: str, host: str, config_json: str) -> None:
+    def __init__(self, role: str, worker_id: str, host: str, config_json: str, fingerprint: str = "") -> None:
         self._role = role
         self._worker_id = worker_id
         self._host = host
         self._config_json = config_json
+        self._fingerprint = fingerprint
         self._started: asyncio.Task[dict[str, Any]] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: asyncio.Task[int] | None = None
@@ -49,7 +51,7 @@ class WorkerActor:
         """Loads the model, joins the cluster and takes traffic.
 
         Returns:
-            `pid`, `address`, and `pod`: the Kubernetes pod that is this Ray node; empty: it is none.
+            `pid`, `address`, `incarnation`, and `pod`: the Kubernetes pod that is this Ray node; empty: it is none.
 
         Raises:
             ModelLoadError, ConfigError: this worker cannot run as configured.
@@ -94,7 +96,9 @@ class WorkerActor:
         config = Config.from_json(self._config_json)
         share = config.engine.memory_share * self._share(config)
         config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, memory_share=share))
-        arguments = (self._role, self._worker_id, self._host or _node_address(), "--ready-fd", str(ready_fd))
+        arguments = [self._role, self._worker_id, self._host or _node_address(), "--ready-fd", str(ready_fd)]
+        if self._fingerprint:
+            arguments += ["--keys", self._fingerprint]
         return subprocess.Popen(
             tied(module_command("deploy.worker", *arguments)),
             env={

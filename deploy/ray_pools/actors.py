@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from baton.cluster import Role, pool_of
 from baton.config import ClusterConfig, Config
 from baton.errors import BatonError, ConfigError, WorkerFailed
+from baton.trust import KeyFile
 from deploy.ray_pools.actor import POOL_LABEL, RESOURCE, WorkerActor
 from deploy.ray_pools.gpus import NodeGpus
 from deploy.ray_pools.ray_import import ray
@@ -38,6 +39,8 @@ class Started:
     """host:port of its gRPC server."""
     pod: str
     """The Kubernetes pod in which it runs; empty: none."""
+    incarnation: str
+    """The identity of its process; empty: a release that did not report it."""
 
 
 @contextlib.contextmanager
@@ -115,10 +118,12 @@ class RayActors:
     Args:
         host: where workers listen; empty: at their Ray node's own address.
         gpus_per_worker: of Ray's resource `GPU`.
+        keys: those that the workers' must fit; None: the cluster has no secret.
     """
 
-    def __init__(self, config: Config, host: str, gpus_per_worker: float) -> None:
+    def __init__(self, config: Config, host: str, gpus_per_worker: float, keys: KeyFile | None = None) -> None:
         self._arguments = (host, config.for_workers().to_json())
+        self._keys = keys
         self._options: dict[str, Any] = {
             "lifetime": "detached",
             "num_cpus": 0,  # an actor that asks for a CPU nobody has stays pending for ever, without an error
@@ -168,7 +173,9 @@ class RayActors:
         try:
             while True:
                 try:  # however long it takes: nobody would know of an actor that is made after we have given up
-                    return await asyncio.to_thread(make, role.value, worker_id, *self._arguments)
+                    host, config_json = self._arguments
+                    fingerprint = self._keys.keys.fingerprint if self._keys else ""
+                    return await asyncio.to_thread(make, role.value, worker_id, host, config_json, fingerprint)
                 except ValueError as error:  # the one before it has not quite gone
                     if time.monotonic() > deadline_s:
                         raise WorkerFailed(f"its name is still taken after {NAME_TAKEN_S:g} s") from error
@@ -192,7 +199,7 @@ class RayActors:
     async def start(self, actor: Any) -> Started:
         """Waits until the worker is ready; it may be already. Raises the errors of `WorkerActor.start`."""
         answer = await _result(actor.start.remote())
-        return Started(answer["pid"], answer["address"], answer["pod"])
+        return Started(answer["pid"], answer["address"], answer["pod"], answer.get("incarnation", ""))
 
     async def ended(self, actor: Any) -> None:
         """Returns only by WorkerFailed: the worker's process has ended, or its node."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from baton.cluster import Role, WorkerState
-from kvstore.transfer.connection.outgoing import Peer
+from kvstore.transfer.connection.control_stream import Peer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -27,6 +27,7 @@ from baton.engine.core.scheduler import SchedulerLimits
 from baton.errors import StoreUnavailable
 from baton.rpc import RpcServer
 from baton.tasks import cancel_and_wait
+from baton.trust import Principal, open_keys
 from deploy.worker.ahead import peers_of
 from kvstore.index import IndexPublisher, RedisConnection, RedisIndex
 from kvstore.leases import LeaseKeeper, LeaseStore, RedisLeases
@@ -48,8 +49,10 @@ class Member:
         self.worker_id = worker_id
         self.host = host
         self.config = config
+        self.keys = open_keys(config.cluster.secret, Principal.WORKER)
+        """The keys by which it proves to other members who it is; None: the cluster has no secret."""
         self.incarnation = os.urandom(8).hex()
-        """Random identity of this process in hand-overs."""
+        """Random identity of this process, to which hand-overs and the proofs of calls are bound."""
         self.content_id = content_id(config.kv_identity)
         self.wire_compat = wire_compat(config.kv_identity, runner.spec)
         limits = SchedulerLimits(
@@ -70,6 +73,7 @@ class Member:
             caches=self.loop.caches,
             wire_compat=self.wire_compat,
             host=host,
+            keys=self.keys,
         )
         self.kv = KvEndpoint(local, self.loop, config.transfer, config.faults)
         self.context = WorkerContext(worker_id, self.loop, self.kv)

@@ -1,10 +1,10 @@
 """A worker's process: one engine, which serves both roles; its role decides which calls routers send.
 
-    python -m deploy.worker ROLE ID HOST [--ready-fd N]        the configuration comes in BATON_CONFIG_JSON
+    python -m deploy.worker ROLE ID HOST [--ready-fd N] [--keys FINGERPRINT]
 
-A Ray actor keeps each one (`deploy.ray_pools.actor`); anything else that starts processes could. Once the worker is
-ready, or has failed to start, it writes one line of JSON to the descriptor: `{"pid": ..., "address": ...}`, or
-`{"kind": ..., "message": ...}`, which is an error of Baton's tree.
+The configuration comes in BATON_CONFIG_JSON. A Ray actor keeps each one (`deploy.ray_pools.actor`); anything else that
+starts processes could. Once the worker is ready, or has failed to start, it writes one line of JSON to the descriptor:
+`{"pid": ..., "address": ..., "incarnation": ...}`, or `{"kind": ..., "message": ...}`, an error of Baton's tree.
 
 SIGTERM drains it: its work moves to others, for `cluster.drain_timeout_s` at most, then it leaves the cluster and ends.
 A second SIGTERM ends it at once. A worker whose NCCL communicators can no longer be ended drains by itself.
@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -33,11 +34,13 @@ from baton.cluster import Role
 from baton.config import Config, process_config
 from baton.engine.core.runner import Runner
 from baton.engine.runners import make_runner
-from baton.errors import BatonError, DeviceLost, Fenced
+from baton.errors import BatonError, ConfigError, DeviceLost, Fenced
 from baton.rpc import RpcServer
+from baton.rpc.doors import WORKERS_RULES, member_doors, require_keys
 from baton.rpc.errors import to_failed
 from baton.tasks import cancel_and_wait
 from baton.telemetry import logs, tracing
+from baton.trust import Principal, open_keys
 from baton.v1 import kv_pb2_grpc, worker_pb2_grpc
 from decode_worker.service import DecodeService
 from deploy.models import cache_dir
@@ -61,7 +64,9 @@ async def running(
 ) -> AsyncGenerator[tuple[WorkerControl, asyncio.Task[None]]]:
     """A worker that takes traffic while the block is entered. Yields its control, and the task of `Member.joined`."""
     member = Member(role, worker_id, host, config, runner)
-    rpc = RpcServer(SERVICE_NAMES, max_message_bytes=max_message_bytes(runner.max_model_len))
+    doors = member_doors(member.keys, member.incarnation, WORKERS_RULES)
+    max_bytes = max_message_bytes(runner.max_model_len)
+    rpc = RpcServer(SERVICE_NAMES, doors, max_message_bytes=max_bytes, describes_itself=False)
     prefill, decode = PrefillService(member.context), DecodeService(member.context)
     calls = CallServicer(
         prefill=prefill.prefill, decode=decode.decode, fetch=decode.fetch, max_model_len=runner.max_model_len
@@ -92,6 +97,18 @@ def _config_of(config: Config) -> Config:
     return dataclasses.replace(config, engine=dataclasses.replace(config.engine, draft_model=""))
 
 
+def require_clusters_keys(config: Config, host: str, fingerprint: str) -> None:
+    """Raises ConfigError: this worker could not be a member of its cluster, or takes calls of everybody."""
+    path = config.cluster.secret
+    keys = open_keys(path, Principal.WORKER)
+    require_keys(keys, host, "this worker's address")
+    if fingerprint and (keys is None or fingerprint not in keys.keys.fingerprints):
+        raise ConfigError(
+            f"the keys in {path or 'no file'} on {socket.gethostname()} are not those of this cluster's controller: "
+            "cluster.secret must name a file with the same secret on every machine"
+        )
+
+
 async def serve(
     config: Config,
     role: Role,
@@ -99,11 +116,16 @@ async def serve(
     host: str,
     *,
     ready_fd: int | None = None,
+    fingerprint: str = "",
     build: Callable[[Config], Runner] = build_runner,
 ) -> None:
     """Serves until SIGTERM, and drains then.
 
+    Args:
+        fingerprint: names the cluster's keys, which this worker's must fit; empty: any do.
+
     Raises:
+        ConfigError: it has other keys than the cluster, or none where others than this machine could reach it.
         Fenced: a newer incarnation has this worker's id.
         DeviceLost: nothing can be computed here any more. The process ends `LOST_S` later if it has not ended by then.
     """
@@ -112,6 +134,7 @@ async def serve(
     try:
         async with contextlib.AsyncExitStack() as stack:
             try:
+                require_clusters_keys(config, host, fingerprint)
                 runner = await asyncio.to_thread(build, _config_of(config))
                 stack.callback(runner.close)
                 garbage.keep_what_is_loaded()
@@ -126,7 +149,8 @@ async def serve(
                     tell_parent(ready_fd, **dataclasses.asdict(to_failed(error)))
                 raise
             if ready_fd is not None:
-                tell_parent(ready_fd, pid=os.getpid(), address=control.member.info.address)
+                info = control.member.info
+                tell_parent(ready_fd, pid=os.getpid(), address=info.address, incarnation=info.incarnation)
             try:
                 await _first(ended, stop.wait(), control.member.kv.stuck())
                 await _first(ended, stop_now.wait(), control.drain(config.cluster.drain_timeout_s))
@@ -164,13 +188,15 @@ def main() -> None:
     parser.add_argument("id")
     parser.add_argument("host", help="the address on which routers and other workers reach it")
     parser.add_argument("--ready-fd", type=int, help="inherited descriptor to which the worker writes when it is ready")
+    parser.add_argument("--keys", default="", help="fingerprint of the cluster's keys, which the worker's must fit")
     args = parser.parse_args()
     config = process_config()
     logs.configure(config.telemetry.log_level, config.telemetry.log_format, f"baton-{args.role}")
     with private_log() as environment:
         os.environ.update(environment)
         try:
-            uvloop.run(serve(config, Role(args.role), args.id, args.host, ready_fd=args.ready_fd))
+            serving = serve(config, Role(args.role), args.id, args.host, ready_fd=args.ready_fd, fingerprint=args.keys)
+            uvloop.run(serving)
         except* Fenced as fenced:
             print(fenced.exceptions[0], file=sys.stderr)  # noqa: T201
             sys.exit(FENCED)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from baton.kv_layout import KvLayout
+    from baton.trust import KeyFile
     from kvstore.transfer.copy.blocks import RankCache
 
 
@@ -29,6 +30,8 @@ class LocalWorker:
     """The kind of KV; only workers of the same kind pair."""
     host: str
     """The address on which peers reach this worker's transports."""
+    keys: KeyFile | None = None
+    """By which it proves to peers who it is; None: the cluster has no secret."""
     num_kv_heads: Sequence[int] = ()
     """KV heads of the whole model, one number per layer group; needed if ranks outnumber the heads."""
 

@@ -20,6 +20,7 @@ from baton.engine.core.sequence import Purpose
 from baton.errors import BatonError, TransferTimeout
 from baton.messages import PrefixSource, Pull, SequenceSpec, Ticket
 from baton.rpc import from_rpc_error
+from baton.rpc.doors import member_metadata
 from baton.tasks import cancel_and_wait
 from baton.telemetry import tracing
 from baton.v1 import kv_pb2_grpc
@@ -108,7 +109,8 @@ class PrefixPuller:
         channel = open_channel(source.address)
         try:
             stub: Any = kv_pb2_grpc.KvControlStub(channel)
-            asked = asyncio.ensure_future(stub.Pull(wire.pull_to_pb(Pull(ticket, keys))))
+            proof = member_metadata(self._receiver.keys, "/baton.v1.KvControl/Pull", source.incarnation)
+            asked = asyncio.ensure_future(stub.Pull(wire.pull_to_pb(Pull(ticket, keys)), metadata=proof))
             arriving = asyncio.create_task(self._receiver.wait_committed(ticket))
             try:
                 await asyncio.wait({asked, arriving}, return_when=asyncio.FIRST_COMPLETED)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from baton.config import TransferConfig
     from baton.engine.core.kv_spec import BlockTables
+    from baton.trust import KeyFile
     from kvstore.transfer.local_worker import LocalWorker
     from kvstore.transfer.pipeline.thread import TransportThread
     from kvstore.transfer.transport.base import ReceivingTransport
@@ -74,6 +75,11 @@ class KvReceiver:
         self._threads: set[TransportThread[ReceivingTransport]] = set()
         self._fenced = 0
         """Dropped by connections that are gone."""
+
+    @property
+    def keys(self) -> KeyFile | None:
+        """The keys by which this worker proves to peers who it is; None: the cluster has no secret."""
+        return self._worker.keys
 
     # -- what operators see ------------------------------------------------------------------------------------------
 

@@ -26,7 +26,8 @@ from baton.errors import BatonError, Overloaded, TransferCancelled, TransferErro
 from baton.messages import HandedOver, Hello, Ticket
 from baton.tasks import seen_through
 from kvstore.transfer.connection.ahead import OpeningsAhead
-from kvstore.transfer.connection.outgoing import Peer, TransferPart
+from kvstore.transfer.connection.control_stream import Peer
+from kvstore.transfer.connection.outgoing import TransferPart
 from kvstore.transfer.connection.pool import ConnectionPool
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.pipeline.send_loop import ChunkQueue

@@ -2,50 +2,56 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 
 from baton.cluster import ControllerInfo
-from baton.errors import BatonError, NoController
+from baton.errors import BatonError, NoController, NotAMember
 from baton.rpc import channel, from_rpc_error
+from baton.rpc.doors import member_metadata
 from baton.rpc.errors import is_lost
+from baton.trust import KeyFile
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
 
 class ControllerClient:
     """Orders to the controller that is known at the moment. Every method raises the controller's own typed errors.
 
+    Args:
+        keys: by which the router proves to the controller who it is; None: the cluster has no secret.
+
     Raises:
-        NoController: none is known, or the one that is does not answer.
+        NoController: none is known, or the one that is does not answer, or refuses this router.
     """
 
-    def __init__(self, known: Callable[[], ControllerInfo | None]) -> None:
+    def __init__(self, known: Callable[[], ControllerInfo | None], keys: KeyFile | None = None) -> None:
         self._known = known
+        self._keys = keys
 
     async def scale(self, request: admin_pb2.ScalePoolRequest) -> admin_pb2.ScalePoolResponse:
-        async with self._stub() as stub:
-            return await stub.ScalePool(request)
+        answer: admin_pb2.ScalePoolResponse = await self._order("ScalePool", request)
+        return answer
 
     async def drain(self, request: admin_pb2.DrainWorkerRequest) -> admin_pb2.DrainWorkerResponse:
-        async with self._stub() as stub:
-            return await stub.DrainWorker(request)
+        answer: admin_pb2.DrainWorkerResponse = await self._order("DrainWorker", request)
+        return answer
 
     async def set_role(self, request: admin_pb2.SetWorkerRoleRequest) -> admin_pb2.SetWorkerRoleResponse:
-        async with self._stub() as stub:
-            return await stub.SetWorkerRole(request)
+        answer: admin_pb2.SetWorkerRoleResponse = await self._order("SetWorkerRole", request)
+        return answer
 
-    @contextlib.asynccontextmanager
-    async def _stub(self) -> AsyncGenerator[admin_pb2_grpc.AdminAsyncStub]:
-        """A stub on a channel of its own: orders are rare, and the controller comes back at another address."""
+    async def _order(self, method: str, request: Any) -> Any:
+        """Calls on a channel of its own: orders are rare, and the controller comes back at another address."""
         if (controller := self._known()) is None:
             raise NoController(
                 "no controller is known, so the pools cannot be changed; it runs as a part of `baton up`"
             )
         try:
             async with channel(controller.address) as link:
-                yield admin_pb2_grpc.AdminStub(link)
+                proof = member_metadata(self._keys, f"/baton.v1.Admin/{method}", controller.incarnation)
+                return await getattr(admin_pb2_grpc.AdminStub(link), method)(request, metadata=proof)
         except grpc.aio.AioRpcError as error:
             raise _typed(error, controller) from error
 
@@ -56,4 +62,7 @@ def _typed(error: grpc.aio.AioRpcError, controller: ControllerInfo) -> BatonErro
             f"the controller at {controller.address} does not answer; `baton up` starts it again within seconds: "
             "look at `baton status`, then try again"
         )
-    return from_rpc_error(error, f"the controller at {controller.address}")
+    typed = from_rpc_error(error, f"the controller at {controller.address}")
+    if isinstance(typed, NotAMember):
+        return NoController(f"the controller at {controller.address} does not take orders of this router: {typed}")
+    return typed

@@ -75,7 +75,8 @@ class Migration:
 
     async def _pull(self, attempt: Attempt, spec: SequenceSpec, job: Job, worker: Worker, leaving: Worker) -> bool:
         """Has a worker pull the sequence's KV from the leaving one. Returns whether it could."""
-        source = PrefixSource(leaving.info.id, leaving.info.address, len(spec.token_ids))
+        info = leaving.info
+        source = PrefixSource(info.id, info.address, len(spec.token_ids), info.incarnation)
         try:
             with self._pools.decoding(worker, job):
                 async with self._client.fetch(worker, spec, source, trace=attempt.choice.trace) as fetching:

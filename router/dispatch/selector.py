@@ -125,8 +125,8 @@ class WorkerSelector:
         pools, source = self.pools, None
         hint = self.hints.note(spec, prompt, pools.get(placement.computes), num_believed)
         if placement.source:
-            address = pools.get(placement.source).info.address
-            source = PrefixSource(placement.source, address, placement.source_tokens)
+            holder = pools.get(placement.source).info
+            source = PrefixSource(holder.id, holder.address, placement.source_tokens, holder.incarnation)
         return Assignment(
             placement=placement,
             decode=pools.get(placement.decode_worker),

@@ -19,7 +19,7 @@ from opentelemetry.context import Context
 
 from baton import messages, wire
 from baton.cluster import Worker
-from baton.errors import BatonError, Unsupported, WorkerFailed
+from baton.errors import BatonError, NotAMember, Unsupported, WorkerFailed
 from baton.messages import (
     CallEnded,
     DecodeRequest,
@@ -36,10 +36,12 @@ from baton.messages import (
     Ticket,
 )
 from baton.rpc import channel, from_rpc_error
+from baton.rpc.doors import member_metadata
 from baton.rpc.errors import from_failed
 from baton.rpc.outbox import MAX_FRAME_COMMANDS, Outbox
 from baton.scores import TokenScores
 from baton.telemetry import tracing
+from baton.trust import KeyFile
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 E = TypeVar("E")
@@ -137,13 +139,13 @@ def _joined(parts: Sequence[NewTokens]) -> NewTokens:
 class _Link:
     """One stream to one address, and the calls on it."""
 
-    def __init__(self, open_channel: grpc.aio.Channel) -> None:
+    def __init__(self, open_channel: grpc.aio.Channel, proof: tuple[tuple[str, bytes], ...]) -> None:
         self.is_broken = False
         self._call_ids = itertools.count(1)
         self._calls: dict[int, WorkerStream[Any]] = {}
         self._outbox = Outbox[worker_pb2.Command]()
         stub: Any = worker_pb2_grpc.WorkerCallsStub(open_channel)
-        self._stream = stub.Serve()
+        self._stream = stub.Serve(metadata=proof)
         self._writing = asyncio.create_task(self._write())
         self._reading = asyncio.create_task(self._read())
 
@@ -188,7 +190,7 @@ class _Link:
             self._writing.cancel()
             for call in self._calls.values():
                 peer = call.worker.info.id
-                call.fail(from_rpc_error(broken, peer) if broken else WorkerFailed(f"{peer} closed the stream"))
+                call.fail(_why(broken, peer) if broken else WorkerFailed(f"{peer} closed the stream"))
             self._calls.clear()
 
     def _deliver(self, call_id: int, event: messages.Event | None) -> None:
@@ -208,10 +210,21 @@ class _Link:
                 call.deliver(event)
 
 
-class WorkerClient:
-    """Opens calls to workers, over one stream an address."""
+def _why(broken: grpc.aio.AioRpcError, peer: str) -> BatonError:
+    """Returns why a stream ended. That a worker refuses this router is no refusal of the client."""
+    error = from_rpc_error(broken, peer)
+    return WorkerFailed(f"{peer} does not serve this router: {error}") if isinstance(error, NotAMember) else error
 
-    def __init__(self) -> None:
+
+class WorkerClient:
+    """Opens calls to workers, over one stream an address.
+
+    Args:
+        keys: by which the router proves to workers who it is; None: the cluster has no secret.
+    """
+
+    def __init__(self, keys: KeyFile | None = None) -> None:
+        self._keys = keys
         self._channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
         self._links: dict[str, _Link] = {}
 
@@ -253,7 +266,8 @@ class WorkerClient:
             self._channels[address] = worker.info.id, channel(address)
         link = self._links.get(address)
         if link is None or link.is_broken:
-            link = self._links[address] = _Link(self._channels[address][1])
+            proof = member_metadata(self._keys, "/baton.v1.WorkerCalls/Serve", worker.info.incarnation)
+            link = self._links[address] = _Link(self._channels[address][1], proof)
         return link
 
     async def _close(self, address: str) -> None:

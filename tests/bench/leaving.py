@@ -16,11 +16,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import grpc
-
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.v1 import worker_pb2
 from tests.bench.report import Table
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import is_idle, request
@@ -116,9 +114,9 @@ def _departure(fleet: Fleet, num_left: int, leave: Callable[[Any], None]) -> Dep
     while any(stream.num_tokens < NUM_BEFORE for stream in streams):
         time.sleep(0.005)
     fleet.wait_for(fleet.add(Role.DECODE))
-    with grpc.insecure_channel(worker["address"]) as channel:
+    with fleet.control(worker["id"]) as control:
         began_s = time.monotonic()
-        leave(worker_pb2_grpc.WorkerControlStub(channel))
+        leave(control)
         free_s = time.monotonic() - began_s
     for thread in threads:
         thread.join(120)

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from ctypes import c_double
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -29,6 +30,7 @@ import psutil
 import torch
 import uvloop
 
+from baton.blocks import content_id
 from baton.cluster import Role
 from baton.config import (
     ClusterConfig,
@@ -46,12 +48,14 @@ from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_
 from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import Fenced
 from baton.rpc import RpcServer
+from baton.v1 import worker_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
 from deploy.processes import FENCED, tied
 from deploy.worker.process import serve
 from tests.integration.cluster import Served, free_port
 from tests.support.asking import exposition
+from tests.support.members import control, leased, secret_file
 from tests.support.operator import OPERATOR_KEY
 from tests.support.proxy import Proxy
 from tests.support.waiting import wait_until
@@ -204,7 +208,9 @@ class Fleet:
         num_routers: int = 1,
         shares_address: bool = False,
     ) -> None:
-        shared = ClusterConfig(grpc_port=free_port(), http_port=free_port(), routers=num_routers)
+        secret = secret_file()
+        shared = ClusterConfig(grpc_port=free_port(), http_port=free_port(), routers=num_routers, secret=secret)
+        config = replace(config, cluster=replace(config.cluster, secret=secret))
         self.config = config
         self._numbers = {role: itertools.count() for role in Role}
         self.redis = redis
@@ -215,7 +221,9 @@ class Fleet:
                 replace(
                     config,
                     router=replace(config.router, id=f"router-{number}"),
-                    cluster=shared if shares_address else ClusterConfig(grpc_port=free_port(), http_port=free_port()),
+                    cluster=shared
+                    if shares_address
+                    else replace(shared, grpc_port=free_port(), http_port=free_port(), routers=1),
                 )
             )
             for number in range(num_routers)
@@ -256,6 +264,10 @@ class Fleet:
         """Starts a worker of each, and returns the first router once all are ready."""
         self.wait_for(*[self.add(role) for role in roles])
         return self.routers[0]
+
+    def control(self, worker_id: str) -> AbstractContextManager[worker_pb2_grpc.WorkerControlStub]:
+        """Orders to a worker, as the controller gives them."""
+        return control(leased(self.redis.url, content_id(self.config.kv_identity), worker_id))
 
     def send(self, worker_id: str, number: signal.Signals) -> None:
         pid = self.workers[worker_id].pid

@@ -6,12 +6,11 @@ import os
 import random
 import time
 
-import grpc
 import pytest
 
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.v1 import worker_pb2
 from tests.chaos.fleet import Fleet, RouterProcess, running_fleet
 from tests.chaos.test_index import NUM_BLOCKS, SOON_S, Load, Tally
 from tests.integration.cluster import is_idle
@@ -38,8 +37,7 @@ def flip(fleet: Fleet, rng: random.Random) -> tuple[str, Role]:
     role = rng.choice([role for role, those in by_role.items() if len(those) > 1])
     worker = rng.choice(by_role[role])
     other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
-    with grpc.insecure_channel(worker["address"]) as channel:
-        stub = worker_pb2_grpc.WorkerControlStub(channel)
+    with fleet.control(worker["id"]) as stub:
         stub.SetRole(worker_pb2.SetRoleRequest(role=other, timeout_s=20), timeout=30)
     worker_id: str = worker["id"]
     wait_until(lambda: all(_role(each, worker_id) == other for each in fleet.routers), SOON_S)

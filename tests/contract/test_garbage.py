@@ -76,7 +76,7 @@ class Plane:
         state = ControllerState(desired={Role.PREFILL: 0, Role.DECODE: 0}, cluster="baton-x")
         self.controller = Controller(
             config,
-            me=ControllerInfo(1, "h:1"),
+            me=ControllerInfo(pid=1, address="h:1"),
             actors=LocalActors(),
             leases=self.leases,
             mirror=Mirror(),

@@ -68,7 +68,9 @@ async def test_a_worker_is_listed_as_it_describes_itself(backend: Backend) -> No
 async def test_the_controller_is_known_as_it_describes_itself(backend: Backend) -> None:
     assert await backend.leases.get_controller() is None
     for scaling in ((), (PoolScaling("decode", 0.5, 3), PoolScaling("prefill", 0.25, 1))):
-        await backend.leases.announce_controller(me := ControllerInfo(7, "127.0.0.1:7", scaling))
+        await backend.leases.announce_controller(
+            me := ControllerInfo(pid=7, address="127.0.0.1:7", scaling=scaling, incarnation="c7")
+        )
         assert await backend.leases.get_controller() == me
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from baton.cluster import Role
 from baton.config import Config, EngineConfig, IndexConfig, RouterConfig, TransferConfig
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.v1 import worker_pb2
 from deploy.processes import tied
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import free_port, is_idle, request
@@ -117,13 +117,6 @@ def working(fleet: Fleet, *worker_ids: str, step_ms: float = STEP_MS) -> Iterato
         fleet.clear()
 
 
-@contextlib.contextmanager
-def control(fleet: Fleet, worker_id: str) -> Iterator[worker_pb2_grpc.WorkerControlStub]:
-    address = next(w["address"] for w in fleet.client.status()["workers"] if w["id"] == worker_id)
-    with grpc.insecure_channel(address) as channel:
-        yield worker_pb2_grpc.WorkerControlStub(channel)
-
-
 def computed_tokens(fleet: Fleet) -> int:
     return sum(worker["computed_tokens"] for worker in fleet.client.status()["workers"])
 
@@ -147,7 +140,7 @@ def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str, requ
         with streaming(fleet, NUM_STREAMS, max_tokens) as streams:
             wait_for_tokens(streams, 80)
             workers.add("decode-1")
-            with control(fleet, "decode-0") as worker:
+            with fleet.control("decode-0") as worker:
                 began_s = time.monotonic()
                 left = worker.Drain(worker_pb2.DrainRequest(timeout_s=30)).num_left
                 took_s = time.monotonic() - began_s
@@ -188,7 +181,7 @@ def test_a_draining_prefill_worker_hands_back_what_it_has_not_begun(split_fleet:
         with streaming(fleet, 10, 2, num_prompt_tokens=500) as streams:
             time.sleep(1.0)
             workers.add("prefill-1")
-            with control(fleet, "prefill-0") as worker:
+            with fleet.control("prefill-0") as worker:
                 assert worker.Drain(worker_pb2.DrainRequest(timeout_s=20)).num_left == 0
         assert not any(stream.retries for stream in streams)
 
@@ -201,7 +194,7 @@ def test_roles_change_under_load_and_the_cache_stays(split_fleet: Fleet) -> None
         with streaming(fleet, 8, 600) as streams:
             wait_for_tokens(streams, 20)
             for role in ("prefill", "decode", "prefill"):
-                with control(fleet, "decode-1") as worker:
+                with fleet.control("decode-1") as worker:
                     worker.SetRole(worker_pb2.SetRoleRequest(role=role, timeout_s=20))
                 wait_until(lambda: role_of(fleet, "decode-1") == (role, "ready"))  # noqa: B023 - at once
                 time.sleep(0.5)
@@ -218,10 +211,10 @@ def test_a_flipped_worker_keeps_its_prefixes(aggregated_fleet: Fleet) -> None:
     with working(fleet) as workers:
         stream_of(fleet, prompt, 2).served()  # decode-0 has computed it
         workers.add("decode-1")
-        with control(fleet, "decode-0") as worker:
+        with fleet.control("decode-0") as worker:
             worker.SetRole(worker_pb2.SetRoleRequest(role="prefill", timeout_s=20))
             wait_until(lambda: role_of(fleet, "decode-0") == ("prefill", "ready"))
-        with control(fleet, "decode-0") as worker:
+        with fleet.control("decode-0") as worker:
             worker.SetRole(worker_pb2.SetRoleRequest(role="decode", timeout_s=20))
         wait_until(lambda: role_of(fleet, "decode-0") == ("decode", "ready"))
         answer = list(fleet.inference.Generate(request(token_ids=prompt, sampling={"max_tokens": 2}), timeout=30))[-1]
@@ -233,7 +226,7 @@ def test_a_worker_that_cannot_be_freed_keeps_its_role(split_fleet: Fleet) -> Non
     fleet = split_fleet
     with working(fleet), hanging_up(fleet, 2, 7000) as streams:
         wait_for_tokens(streams, 20)
-        with control(fleet, "decode-0") as worker:
+        with fleet.control("decode-0") as worker:
             with pytest.raises(grpc.RpcError, match="calls were still running on decode-0") as failed:
                 worker.SetRole(worker_pb2.SetRoleRequest(role="prefill", timeout_s=0.3))
             assert failed.value.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -283,7 +276,7 @@ def test_a_worker_that_ends_waits_until_its_last_choice_has_moved(split_fleet: F
         with streaming(fleet, 2, 240) as streams:
             for number, successor in enumerate(successors, 1):
                 wait_for_tokens(streams, 20 * number)
-                with control(fleet, successor) as worker:
+                with fleet.control(successor) as worker:
                     worker.SetRole(worker_pb2.SetRoleRequest(role="decode", timeout_s=20))
                 wait_until(lambda: role_of(fleet, successor) == ("decode", "ready"))  # noqa: B023 - at once
                 fleet.remove(leaver, signal.SIGTERM)
@@ -299,7 +292,7 @@ def test_two_workers_that_leave_at_once_lose_no_kv(aggregated_fleet: Fleet) -> N
         with streaming(fleet, num_streams, max_tokens, num_prompt_tokens) as streams:
             wait_for_tokens(streams, 20)
             workers.add("decode-1")
-            with control(fleet, "decode-0") as first, control(fleet, "decode-1") as second:
+            with fleet.control("decode-0") as first, fleet.control("decode-1") as second:
                 leaving = first.Drain.future(worker_pb2.DrainRequest(timeout_s=30))
                 time.sleep(0.02)
                 assert second.Drain(worker_pb2.DrainRequest(timeout_s=0.3)).num_left >= 0

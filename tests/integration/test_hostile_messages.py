@@ -28,7 +28,7 @@ from opentelemetry.context import Context
 from baton import wire
 from baton.blocks import block_keys
 from baton.cluster import Role, Worker, WorkerLoad, WorkerState
-from baton.config import Config, EngineConfig, IndexConfig, TransferConfig
+from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig, TransferConfig
 from baton.engine.core.outputs import Reserved
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
@@ -58,7 +58,9 @@ from baton.messages import (
     Welcome,
 )
 from baton.rpc import channel
+from baton.rpc.doors import member_metadata
 from baton.rpc.errors import ERROR_KEY
+from baton.trust import Principal
 from baton.v1 import kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.worker.member import Member
@@ -68,6 +70,7 @@ from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.transport.shm import host_id
 from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
 from tests.support.builders import sequence_spec
+from tests.support.members import keys_of, secret_file
 from tests.support.spoiling import spoiled, varint
 from tests.support.waiting import until
 from tests.unit.kvstore.transfer.peers import served
@@ -175,6 +178,7 @@ def at(member: Member) -> Worker:
 @contextlib.asynccontextmanager
 async def started(redis_url: str) -> AsyncIterator[Cluster]:
     config = Config(
+        cluster=ClusterConfig(secret=secret_file()),
         engine=EngineConfig(runner="arithmetic", max_num_seqs=32),
         index=IndexConfig(redis_url=redis_url),
         transfer=TransferConfig(
@@ -182,7 +186,7 @@ async def started(redis_url: str) -> AsyncIterator[Cluster]:
             lease_s=1.0, links=("shm", "tcp"),
         ),
     )  # fmt: skip
-    calls = WorkerClient()
+    calls = WorkerClient(keys_of(Principal.ROUTER))
     async with contextlib.AsyncExitStack() as stack:
         members = {}
         for role in Role:
@@ -226,13 +230,21 @@ class Answer:
     text: str = ""
 
 
+SERVE, PULL, SESSION = "/baton.v1.WorkerCalls/Serve", "/baton.v1.KvControl/Pull", "/baton.v1.KvControl/Session"
+
+
+def proof(member: Member, caller: Principal, method: str) -> tuple[tuple[str, bytes], ...]:
+    """With which that caller's call of the member is let in, if it may call the method."""
+    return member_metadata(keys_of(caller), method, member.incarnation)
+
+
 async def call(member: Member, request: Any, change: Change) -> Answer:
     """One call of a router. A decode worker that has given a ticket, or began to answer, has done its part."""
     command = wire.start_command(StartCall(1, request, {}))
     change(command)
     async with channel(member.info.address) as link:
         stub: Any = worker_pb2_grpc.WorkerCallsStub(link)
-        stream = stub.Serve()
+        stream = stub.Serve(metadata=proof(member, Principal.ROUTER, SERVE))
         await stream.write(worker_pb2.ServeRequest(commands=[command]))
         said: list[str] = []
         try:
@@ -259,7 +271,7 @@ async def pull(member: Member, request: Pull, change: Change) -> Answer:
     async with channel(member.info.address) as link:
         stub: Any = kv_pb2_grpc.KvControlStub(link)
         try:
-            await stub.Pull(message)
+            await stub.Pull(message, metadata=proof(member, Principal.WORKER, PULL))
         except grpc.aio.AioRpcError as error:
             return Answer((), *typed(error))
     return Answer(("PullResponse",))
@@ -272,7 +284,7 @@ async def session(member: Member, messages: list[Any], change: Change) -> Answer
         change(request)
     async with channel(member.info.address) as link:
         stub: Any = kv_pb2_grpc.KvControlStub(link)
-        stream = stub.Session()
+        stream = stub.Session(metadata=proof(member, Principal.WORKER, SESSION))
         said: list[str] = []
         try:
             for request in requests:
@@ -357,7 +369,7 @@ async def answer(cluster: Cluster, kind: str, change: Change) -> Answer:
     """Sends one message, or one conversation, of a kind; `change` makes it what it should not be."""
     prefill, decode = cluster.prefill, cluster.decode
     spec = small_spec(f"{kind}-{next(cluster.numbers)}")
-    source = PrefixSource(prefill.worker_id, prefill.info.address, len(PROMPT))
+    source = PrefixSource(prefill.worker_id, prefill.info.address, len(PROMPT), prefill.incarnation)
     if kind == "decode":
         return await call(decode, DecodeRequest(spec, False, source), change)
     if kind == "reserve":
@@ -508,7 +520,7 @@ def test_a_message_that_no_router_could_send_is_not_even_parsed(loop: Loop, clus
 
     async def send() -> Answer:
         async with grpc.aio.insecure_channel(cluster.prefill.info.address) as link:
-            stream: Any = link.stream_stream("/baton.v1.WorkerCalls/Serve")()
+            stream: Any = link.stream_stream(SERVE)(metadata=proof(cluster.prefill, Principal.ROUTER, SERVE))
             await stream.write(raw)
             try:
                 await stream.read()

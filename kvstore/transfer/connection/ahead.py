@@ -12,7 +12,7 @@ from kvstore.transfer.connection.pauses import Pauses
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.transfer.connection.outgoing import Peer
+    from kvstore.transfer.connection.control_stream import Peer
     from kvstore.transfer.connection.pool import ConnectionPool
 
 logger = logging.getLogger(__name__)

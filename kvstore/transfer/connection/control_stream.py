@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Generic, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
 
 from baton.messages import FromReceiver, FromSender, Ping, Rendezvous
+from baton.rpc.doors import member_metadata
 from baton.rpc.server import MEMBER_CHANNEL_OPTIONS
+from baton.v1 import kv_pb2_grpc
 from kvstore.transfer.pipeline.driven import post
 from kvstore.transfer.transport.rendezvous import RendezvousStore
 
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from baton.config import TransferConfig
+    from baton.trust import KeyFile
 
 Out = TypeVar("Out", FromSender, FromReceiver)
 OPTIONS = (
@@ -25,12 +29,33 @@ OPTIONS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A receiving rank."""
+
+    worker_id: str
+    incarnation: str
+    address: str
+    rank: int
+
+
 def open_channel(address: str) -> grpc.aio.Channel:
     """Opens a channel with a TCP connection of its own, so that a peer's death is seen on it at once.
 
     The control stream shows whether a peer is alive: transports notice its death late, or never.
     """
     return grpc.aio.insecure_channel(address, options=OPTIONS)
+
+
+def open_session(channel: grpc.aio.Channel, peer: Peer, requests: AsyncIterator[Any], keys: KeyFile | None) -> Any:
+    """Opens the call of a control stream to a peer.
+
+    Args:
+        keys: by which this worker proves who it is; None: the cluster has no secret.
+    """
+    stub: Any = kv_pb2_grpc.KvControlStub(channel)
+    proof = member_metadata(keys, "/baton.v1.KvControl/Session", peer.incarnation)
+    return stub.Session(requests, metadata=proof)
 
 
 class ControlStream(Generic[Out]):

@@ -8,7 +8,6 @@ transfer on it, and a new transfer makes a new connection under a new epoch.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from functools import partial
@@ -35,8 +34,7 @@ from baton.messages import (
     Welcome,
 )
 from baton.tasks import cancel_and_wait
-from baton.v1 import kv_pb2_grpc
-from kvstore.transfer.connection.control_stream import ControlStream, open_channel
+from kvstore.transfer.connection.control_stream import ControlStream, Peer, open_channel, open_session
 from kvstore.transfer.pipeline.driven import DrivenMachine
 from kvstore.transfer.pipeline.send_loop import ChunkQueue, SendLoop
 from kvstore.transfer.pipeline.thread import TransportThread
@@ -120,16 +118,6 @@ class TransferPart:
             self.unpinned.set_result(None)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Peer:
-    """A receiving rank."""
-
-    worker_id: str
-    incarnation: str
-    address: str
-    rank: int
-
-
 class OutgoingConnection:
     """The sending end of a connection. For one event loop.
 
@@ -164,8 +152,7 @@ class OutgoingConnection:
         """None until the peer's Welcome has named the epoch."""
         self._thread: TransportThread[SendingTransport] | None = None
         self._channel = open_channel(peer.address)
-        stub: Any = kv_pb2_grpc.KvControlStub(self._channel)
-        self._call = stub.Session(self._requests())
+        self._call = open_session(self._channel, peer, self._requests(), local.keys)
         self.closed = loop.create_task(self._run())
 
     # -- transfers ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, TransferError, TransferRefused, WorkerFailed
-from kvstore.transfer.connection.outgoing import OutgoingConnection, Peer
+from kvstore.transfer.connection.control_stream import Peer
+from kvstore.transfer.connection.outgoing import OutgoingConnection
 from kvstore.transfer.connection.pauses import Pauses
 from kvstore.transfer.transport.select import (
     LocalRank,
@@ -89,7 +90,7 @@ class ConnectionPool:
     def __init__(self, worker: LocalWorker, hello: Hello, config: TransferConfig, faults: Faults) -> None:
         self.staging = StagingPools(config)
         self._hello = hello
-        self._ranks = tuple(LocalRank(worker.host, device, self.staging) for device in worker.devices)
+        self._ranks = tuple(LocalRank(worker.host, device, self.staging, worker.keys) for device in worker.devices)
         self._config = config
         self._faults = faults
         self._max_connections = config.max_pairs or num_connections_kept(hello.links, len(self._ranks))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from baton.config import TransferConfig
+    from baton.trust import KeyFile
     from kvstore.transfer.device import GpuDevice
 
 KINDS: dict[str, TransportKind] = {
@@ -144,13 +145,15 @@ class StagingPools:
 
 @dataclass(frozen=True, slots=True)
 class LocalRank:
-    """One rank of this worker, as its transports need it."""
+    """One rank of this worker, as its connections and their transports need it."""
 
     host: str
     """The address on which peers reach this worker's transports."""
     device: torch.device
     """The device of the rank's cache."""
     staging: StagingPools
+    keys: KeyFile | None = None
+    """By which the worker proves to a peer who it is; None: the cluster has no secret."""
 
     @property
     def gpu(self) -> GpuDevice | None:

@@ -125,7 +125,9 @@ ROUTER = RouterInfo(
     id="router-1", pid=43, grpc="10.0.0.9:7000", http="10.0.0.9:8000", mirror_lag_s=0.25, met=7, missed=1, rejected=2,
     version="0.1.0",
 )  # fmt: skip
-CONTROLLER = ControllerInfo(44, "10.0.0.8:7002", (PoolScaling("prefill", 0.75, 3),), "0.1.0")
+CONTROLLER = ControllerInfo(
+    pid=44, address="10.0.0.8:7002", scaling=(PoolScaling("prefill", 0.75, 3),), version="0.1.0"
+)
 HEADER = chunk_header.Header(
     flags=chunk_header.CHECKED, epoch=3, place=17, next_bytes=4096, generation=2**40 + 7,
     transfer=chunk_header.transfer_hash("r-1/0/2"), seq=5, part=1, layer_lo=2, layer_hi=4, unit_lo=6, unit_hi=9,

@@ -196,7 +196,7 @@ def test_every_instrument_is_documented() -> None:
 
 def told_by_every_router() -> set[str]:
     """The series that routers read from Redis, or of one another: each tells the same."""
-    controller = ControllerInfo(1, "h:2", scaling=(PoolScaling("decode", 0.5, 2),))
+    controller = ControllerInfo(pid=1, address="h:2", scaling=(PoolScaling("decode", 0.5, 2),))
     status = cluster_status(
         worker("d0", load=WorkerLoad()),
         pools={"decode": PoolStatus(1, 1)},

@@ -130,7 +130,7 @@ LOAD = WorkerLoad(
     model_accepted_tokens=1,
 )
 SCALING = (PoolScaling("prefill", 0.25, 1), PoolScaling("decode", 0.75, 3))
-CLUSTER = cluster_status(Worker(INFO, LOAD), controller=ControllerInfo(1, "h:2", SCALING))
+CLUSTER = cluster_status(Worker(INFO, LOAD), controller=ControllerInfo(pid=1, address="h:2", scaling=SCALING))
 
 
 def samples(instruments: Instruments, *names: str) -> set[str]:
@@ -235,7 +235,7 @@ def test_what_a_worker_and_the_autoscaler_say() -> None:
         'baton_autoscale_wanted_workers{pool="prefill"} 1.0',
         'baton_autoscale_wanted_workers{pool="decode"} 3.0',
     }
-    off = dataclasses.replace(CLUSTER, controller=ControllerInfo(1, "h:2"))
+    off = dataclasses.replace(CLUSTER, controller=ControllerInfo(pid=1, address="h:2"))
     assert not samples(Instruments(lambda: off), *names[2:]), "the autoscaler is off"
     assert not samples(Instruments(lambda: NOBODY), *names), "nobody is there"
     (build,) = samples(Instruments(lambda: NOBODY), "baton_build_info")

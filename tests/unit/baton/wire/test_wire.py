@@ -678,7 +678,9 @@ def status(num_workers: int) -> ClusterStatus:
         redis_address="redis://x",
         redis_ok=False,
         models=(ServedModel("m", "/m"),),
-        controller=ControllerInfo(3, "h:3", (PoolScaling("decode", 0.5, 3),), "1.2"),
+        controller=ControllerInfo(
+            pid=3, address="h:3", scaling=(PoolScaling("decode", 0.5, 3),), version="1.2", incarnation="c3"
+        ),
         store_garbage=(StoreGarbage("lease", 2**40, "k: no number"),),
     )
 

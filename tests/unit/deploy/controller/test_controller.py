@@ -80,7 +80,7 @@ class LocalActors(RayActors):
 
     async def start(self, actor: Actor) -> Started:
         await actor.may_start.wait()
-        return Started(1, self.address, self.pod)
+        return Started(1, self.address, self.pod, "a1")
 
     async def ended(self, actor: Actor) -> None:
         await actor.dead.wait()
@@ -134,7 +134,7 @@ class Bench:
         """Ready workers whose leases nobody renews."""
         self.draining: set[str] = set()
         """Workers that say so in their leases."""
-        me = ControllerInfo(1, "127.0.0.1:1")
+        me = ControllerInfo(pid=1, address="127.0.0.1:1")
         state, path = ControllerState(desired=desired, cluster="baton-x"), folder / "state.json"
         self.controller = Controller(
             config,

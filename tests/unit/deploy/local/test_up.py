@@ -20,6 +20,7 @@ from deploy.controller.state import ControllerState, save
 from deploy.local import child as children
 from deploy.local import up
 from deploy.local.child import Child
+from deploy.local.keys import member_files
 from deploy.local.up import RayCluster
 from deploy.processes import FENCED, UNJOINED
 from deploy.ray_pools import actor as actors
@@ -59,7 +60,7 @@ async def test_workers_of_a_controller_that_could_not_come_back_are_ended(
 ) -> None:
     """One that could never join has none."""
     code = f"if '--end' in sys.argv: Path({str(tmp_path / 'ends')!r}).open('a').write('x')\nsys.exit({UNJOINED})"
-    ray = RayCluster(joining(stop_timeout_s=10), tmp_path / "state.json")
+    ray = RayCluster(joining(stop_timeout_s=10), tmp_path / "state.json", {})
     ray._controller, ray._was_started = child(tmp_path, code), was_started
     await ray._controller.start()
     await ray._controller.ended()
@@ -78,7 +79,8 @@ async def test_a_ray_that_hangs_at_its_restart_is_started_once_more(
         f"if not Path({str(been)!r}).exists():\n    Path({str(been)!r}).touch(); time.sleep(60)\n"
         "os.write(int(sys.argv[-1]), json.dumps({'address': '127.0.0.1:7'}).encode() + b'\\n')"
     )
-    ray = RayCluster(Config(cluster=ClusterConfig(start_timeout_s=1.0)), tmp_path / "state.json")
+    config = Config(cluster=ClusterConfig(start_timeout_s=1.0))
+    ray = RayCluster(config, tmp_path / "state.json", member_files("", tmp_path))
     ray._head = child(tmp_path, code)
     await asyncio.wait_for(ray._restart_head(1), 20)
     await ray._head.ended()

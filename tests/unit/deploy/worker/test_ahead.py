@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.cluster import Role, Worker, WorkerLoad, WorkerState
 from deploy.worker.ahead import peers_of
-from kvstore.transfer.connection.outgoing import Peer
+from kvstore.transfer.connection.control_stream import Peer
 from tests.support.builders import worker, worker_info
 
 OWN = worker_info("prefill-0", Role.PREFILL, incarnation="own")

@@ -18,7 +18,7 @@ from baton.tasks import cancel_and_wait
 from deploy.worker.member import Member
 from kvstore.index.memory import MemoryStore
 from kvstore.leases import MemoryLeases
-from kvstore.transfer.connection.outgoing import Peer
+from kvstore.transfer.connection.control_stream import Peer
 from kvstore.transfer.device import DeviceLosses
 from tests.support.builders import READY, worker_info
 from tests.unit.kvstore.transfer.peers import make_spec

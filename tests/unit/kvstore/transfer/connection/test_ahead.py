@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from baton.engine.model.kv_cache import KVCache
-from kvstore.transfer.connection.outgoing import Peer
+from kvstore.transfer.connection.control_stream import Peer
 from tests.fakes.gpu import FakeGpu, fake_gpus
 from tests.fakes.nccl import Knobs, fake_nccl
 from tests.support.waiting import until
