@@ -35,7 +35,6 @@ SERVER_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.server_handshake_timeout_ms", 10_000),  # who connects and says nothing is left after this
 ]
 CHANNEL_OPTIONS = [
     *_keepalive(PING_TIMEOUT_S),

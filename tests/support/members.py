@@ -37,7 +37,7 @@ def keys_of(principal: Principal, secret: str = "") -> KeyFile:
     return KeyFile(secret or secret_file(), principal)
 
 
-class Proving(grpc.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
+class Proving(grpc.UnaryUnaryClientInterceptor):
     """Gives each call of a channel a member's proof.
 
     Args:

@@ -1,83 +1,226 @@
+"""Who comes in where, and that a stranger's message is not even read."""
+
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import importlib
+import os
+import re
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
+from google.protobuf.empty_pb2 import Empty
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.errors import NotAMember
+from baton.errors import ConfigError, NotAMember
 from baton.rpc import RpcServer, channel, from_rpc_error
-from baton.rpc.doors import MemberDoor, member_metadata
-from baton.trust import KeyFile, Principal, ProofBook, draw_secret, write_private
+from baton.rpc.doors import (
+    CONTROLLERS_RULES,
+    WORKERS_RULES,
+    Rules,
+    is_loopback,
+    member_doors,
+    member_metadata,
+    require_keys,
+)
+from baton.rpc.errors import CLIENTS_METHODS
+from baton.trust import KeyFile, Principal, draw_secret, write_private
+from deploy.controller import __main__ as controller
+from deploy.worker import process as worker
+from router.api.grpc_api import SERVICE_NAMES as ROUTERS_SERVICES
+from tests.support.waiting import until
 
-METHOD, OPEN = "/test.Closed/Call", "/test.Open/Call"
+CONTRACTS = Path(__file__).parents[3] / "proto"
+INCARNATION = "a1"
+CALL, UNRULED = "/test.Closed/Call", "/test.Unruled/Call"
+STRANGERS_CALLS = 1000
+
+
+def services() -> Iterator[Any]:
+    """Every service of the contracts, as its descriptor."""
+    for path in sorted(CONTRACTS.rglob("*.proto")):
+        name = path.relative_to(CONTRACTS).with_suffix("").as_posix().replace("/", ".")
+        yield from importlib.import_module(f"{name}_pb2").DESCRIPTOR.services_by_name.values()
+
+
+MEMBERS_METHODS = [
+    (rules, f"/{service.full_name}/{method}", rules[service.full_name])
+    for service in services()
+    for rules in (WORKERS_RULES, CONTROLLERS_RULES)
+    if service.full_name in rules
+    for method in service.methods_by_name
+]
 
 
 class Doors:
-    """A server with a closed and an open service, and what reached them."""
+    """A server that answers every method alike, and what it has read."""
 
-    def __init__(self, secret: Path) -> None:
-        self.secret = secret
+    def __init__(self, folder: Path, rules: Rules, methods: list[str]) -> None:
+        self.secret = folder / "secret"
+        write_private(self.secret, draw_secret())
         self.parsed: list[bytes] = []
+        keys = KeyFile(self.secret, Principal.WORKER)
+        self.rpc = RpcServer((), member_doors(keys, INCARNATION, rules), describes_itself=False)
+        handler: grpc.RpcMethodHandler[Any, bytes] = grpc.unary_unary_rpc_method_handler(
+            self._answer, request_deserializer=self._parse
+        )
+        for each in methods:
+            _, service, name = each.split("/")
+            self.rpc.server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, {name: handler})])
+        self.address = f"127.0.0.1:{self.rpc.bind('127.0.0.1', 0)}"
 
-    def parse(self, message: bytes) -> bytes:
-        self.parsed.append(message)
-        return message
+    def proof(self, member: Principal, method: str = CALL, callee: str = INCARNATION) -> Any:
+        return member_metadata(KeyFile(self.secret, member), method, callee)
 
-    async def call(self, method: str, metadata: Any, message: bytes = b"hello") -> bytes:
+    async def call(self, method: str, metadata: Any) -> bytes:
         async with channel(self.address) as link:
             answer: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = link.unary_unary(method)
             try:
-                return await answer(message, metadata=metadata, timeout=20)
+                return await answer(b"", metadata=metadata, timeout=20)
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, "the server") from error
 
-    address = ""
+    async def lets_in(self, method: str, metadata: Any) -> bool:
+        self.parsed.clear()
+        try:
+            assert await self.call(method, metadata) == b"served"
+        except NotAMember:
+            assert not self.parsed, "a message was read that nobody may send"
+            return False
+        return True
+
+    def _parse(self, message: bytes) -> Any:
+        self.parsed.append(message)
+        return Empty.FromString(message)
+
+    async def _answer(self, request: Any, context: Any) -> bytes:
+        return b"served"
 
 
 @pytest.fixture
 async def doors(tmp_path: Path) -> AsyncIterator[Doors]:
-    secret = tmp_path / "secret"
-    write_private(secret, draw_secret())
-    found = Doors(secret)
-    book = ProofBook(KeyFile(secret, Principal.WORKER), "a1")
-    rpc = RpcServer((), [MemberDoor(book, {"test.Closed": {Principal.ROUTER}})])
-
-    async def answer(request: bytes, context: Any) -> bytes:
-        return request * 2
-
-    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(
-        answer, request_deserializer=found.parse
-    )
-    for name in ("test.Closed", "test.Open"):
-        rpc.server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, {"Call": handler})])
-    found.address = f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}"
-    await rpc.start()
+    found = Doors(tmp_path, {"test.Closed": frozenset({Principal.ROUTER})}, [CALL, UNRULED])
+    await found.rpc.start()
     yield found
-    await rpc.stop(0)
+    await found.rpc.stop(0)
 
 
-async def test_a_member_comes_in_and_a_stranger_does_not_even_have_its_message_read(doors: Doors) -> None:
-    router = KeyFile(doors.secret, Principal.ROUTER)
-    assert await doors.call(METHOD, member_metadata(router, METHOD, "a1")) == b"hellohello"
-    doors.parsed.clear()
-    used = member_metadata(router, METHOD, "a1")
-    await doors.call(METHOD, used, b"once")
+async def test_a_proof_is_good_once_and_for_one_member_method_and_process(doors: Doors) -> None:
+    used = doors.proof(Principal.ROUTER)
+    assert await doors.lets_in(CALL, used)
     for metadata in (
         (),
         used,
-        member_metadata(router, METHOD, "b2"),
-        member_metadata(KeyFile(doors.secret, Principal.WORKER), METHOD, "a1"),
+        doors.proof(Principal.ROUTER, callee="b2"),
+        doors.proof(Principal.ROUTER, callee=""),
+        doors.proof(Principal.ROUTER, "/test.Closed/Other"),
+        doors.proof(Principal.WORKER),
         (("baton-proof-bin", b"\0" * 97),),
+        (("baton-proof-bin", b""),),
         (("baton-proof", "text"),),
     ):
-        with pytest.raises(NotAMember):
-            await doors.call(METHOD, metadata)
-    assert doors.parsed == [b"once"]
+        assert not await doors.lets_in(CALL, metadata)
 
 
-async def test_what_is_not_closed_is_open(doors: Doors) -> None:
-    assert await doors.call(OPEN, ()) == b"hellohello"
-    assert member_metadata(None, METHOD, "a1") == ()
+async def test_what_no_rule_opens_is_shut_and_probes_are_answered(doors: Doors) -> None:
+    assert not await doors.lets_in(UNRULED, ())
+    for member in Principal:
+        assert not await doors.lets_in(UNRULED, doors.proof(member, UNRULED))
+    await doors.rpc.set_serving(True)
+    async with channel(doors.address) as link:
+        answer = await health_pb2_grpc.HealthStub(link).Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await link.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")().read()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_every_method_of_every_contract_takes_its_own_callers_alone(tmp_path: Path) -> None:
+    for rules in (WORKERS_RULES, CONTROLLERS_RULES):
+        methods = {method: allowed for these, method, allowed in MEMBERS_METHODS if these is rules}
+        doors = Doors(tmp_path, rules, list(methods))
+        await doors.rpc.start()
+        for method, allowed in methods.items():
+            assert not await doors.lets_in(method, ())
+            let_in = {member for member in Principal if await doors.lets_in(method, doors.proof(member, method))}
+            assert let_in == allowed, method
+        await doors.rpc.stop(0)
+
+
+def test_every_service_has_a_door() -> None:
+    """One that is new belongs to clients, to workers or to the controller, and says so."""
+    named = {service.full_name for service in services()}
+    of_clients = {re.sub("/", "", prefix) for prefix in CLIENTS_METHODS}
+    assert named == of_clients | WORKERS_RULES.keys() | CONTROLLERS_RULES.keys()
+    assert set(worker.SERVICE_NAMES) == WORKERS_RULES.keys()
+    assert set(controller.SERVICE_NAMES) == CONTROLLERS_RULES.keys()
+    assert set(ROUTERS_SERVICES) == of_clients
+    assert WORKERS_RULES["baton.v1.WorkerControl"] == {Principal.CONTROLLER}, "nobody else ends or flips a worker"
+
+
+async def test_a_thousand_wrong_calls_leave_nothing(doors: Doors) -> None:
+    async def stray(number: int) -> None:
+        proof = (("baton-proof-bin", os.urandom(97)),) if number % 2 else doors.proof(Principal.OPERATOR)
+        assert not await doors.lets_in(CALL, proof)
+
+    async def knock(number: int) -> None:
+        _, writer = await asyncio.open_connection(*doors.address.split(":"))
+        writer.write((b"", b"\0" * 9, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", os.urandom(64))[number % 4])
+        writer.close()
+        await writer.wait_closed()
+
+    for number in range(20):
+        await stray(number)
+        await knock(number)
+    process = psutil.Process()
+    await _settled(process, at_most=process.num_fds())
+    before_fds, before_bytes = process.num_fds(), process.memory_info().rss
+    for begin in range(0, STRANGERS_CALLS, 50):
+        await asyncio.gather(*(stray(number) for number in range(begin, begin + 50)))
+        await asyncio.gather(*(knock(number) for number in range(begin, begin + 50)))
+    await _settled(process, at_most=before_fds)
+    assert process.memory_info().rss - before_bytes < 64 * 2**20
+    assert await doors.lets_in(CALL, doors.proof(Principal.ROUTER))
+
+
+async def _settled(process: psutil.Process, at_most: int) -> None:
+    await until(lambda: process.num_fds() <= at_most, 30.0, seen=process.num_fds)
+
+
+async def test_without_a_secret_calls_have_no_proof_and_need_none() -> None:
+    assert member_doors(None, INCARNATION, WORKERS_RULES) == ()
+    assert member_metadata(None, CALL, INCARNATION) == ()
+
+
+@pytest.mark.parametrize(
+    ("host", "is_own"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.1", True),
+        ("localhost", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("[::]", False),
+        ("", False),
+        ("10.0.0.1", False),
+        ("fe80::1", False),
+        ("nobody.invalid", False),
+    ],
+)
+def test_without_a_secret_only_this_machine_is_listened_to(host: str, is_own: bool, tmp_path: Path) -> None:
+    assert is_loopback(host) == is_own
+    write_private(tmp_path / "secret", draw_secret())
+    require_keys(KeyFile(tmp_path / "secret", Principal.WORKER), host, "cluster.host")
+    if is_own:
+        require_keys(None, host, "cluster.host")
+    else:
+        with pytest.raises(
+            ConfigError, match=r"without cluster.secret .* loopback addresses only, and cluster.host is"
+        ):
+            require_keys(None, host, "cluster.host")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,6 +115,30 @@ def test_a_file_is_read_again_when_it_changes(
     assert len(caplog.records) == 1, "it complains once"
     write_private(path, ONE)
     assert file.keys.fingerprint == load_keys(ONE, Principal.WORKER, "").fingerprint
+
+
+def test_keys_count_for_a_while_when_they_are_no_longer_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other processes read theirs a little later, and sign by the old ones until then."""
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    path = tmp_path / "keys"
+    write_private(path, ONE)
+    file = KeyFile(path, Principal.WORKER)
+    old, new = (load_keys(text, Principal.ROUTER, "") for text in (ONE, OTHER))
+    write_private(path, OTHER)
+    now_s = 0.5
+    assert file.keys.fingerprint == old.fingerprint, "it is not looked at all the time"
+    assert not file.keys.verify("x", Principal.ROUTER, b"m", new.sign("x", b"m"))
+    assert file.verify("x", Principal.ROUTER, b"m", new.sign("x", b"m")), "but when somebody signs by other keys"
+    assert list(file.keys.fingerprints) == [new.fingerprint, old.fingerprint]
+    assert new.verify("x", Principal.WORKER, b"m", file.keys.sign("x", b"m"))
+    now_s += key_files.KEPT_S - 0.1
+    assert file.verify("x", Principal.ROUTER, b"m", old.sign("x", b"m"))
+    now_s += 0.2
+    assert not file.verify("x", Principal.ROUTER, b"m", old.sign("x", b"m")), "it was withdrawn"
+    assert list(file.keys.fingerprints) == [new.fingerprint]
 
 
 def test_a_file_that_others_may_read_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from baton.cluster import Role, RouterInfo
 from baton.config import ClusterConfig, Config, IndexConfig, RouterConfig, TelemetryConfig
 from baton.errors import ConfigError, WorkerFailed
+from baton.trust import draw_secret, write_private
 from deploy.controller.state import ControllerState, save
 from deploy.local import child as children
 from deploy.local import up
@@ -85,6 +86,32 @@ async def test_a_ray_that_hangs_at_its_restart_is_started_once_more(
     await asyncio.wait_for(ray._restart_head(1), 20)
     await ray._head.ended()
     assert "has not started within 1 s" in caplog.text
+
+
+async def test_workers_elsewhere_need_a_secret_that_they_have_too(tmp_path: Path) -> None:
+    """And those of our own Ray get the paths of their own keys: no key is in an argument or in the environment."""
+    config = Config(cluster=ClusterConfig(ray_address="127.0.0.1:1", grpc_port=0, http_port=0))
+    with pytest.raises(ConfigError, match=r"set cluster\.secret \(BATON_CLUSTER_SECRET\) to a file that each of its"):
+        await up._run(config, Console(quiet=True), lambda _: None)
+    write_private(tmp_path / "secret", draw_secret())
+    files = member_files(str(tmp_path / "secret"), tmp_path)
+    cluster = ClusterConfig(secret=str(tmp_path / "secret"))
+    own = up.RayCluster(Config(cluster=cluster), tmp_path / "state.json", files)._controller_at("127.0.0.1:7")
+    joined = replace(cluster, ray_address="127.0.0.1:7")
+    there = up.RayCluster(Config(cluster=joined), tmp_path / "state.json", files)._controller
+    router = up._router(Config(cluster=cluster), 0, files)
+    secrets = [
+        Config.from_json(child._environment["BATON_CONFIG_JSON"]).cluster.secret for child in (own, there, router)
+    ]
+    assert secrets == [str(tmp_path / name) for name in ("controller.keys", "secret", "router.keys")]
+    assert own._command[-2:] == ["--worker-keys", str(tmp_path / "worker.keys")]
+    assert "--worker-keys" not in there._command
+    planted = [
+        line.split()[-1] for path in files.values() for line in path.read_text().splitlines() if "private" in line
+    ]
+    for child in (own, there, router):
+        said = "\0".join([*child._command, *child._environment.values()])
+        assert not any(key in said for key in (*planted, (tmp_path / "secret").read_text()))
 
 
 def test_sizes_of_the_state_file_go_before_those_asked_for_and_that_is_said(

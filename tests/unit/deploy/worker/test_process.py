@@ -15,9 +15,10 @@ import pytest
 
 from baton import garbage
 from baton.cluster import Role
-from baton.config import OWN_SETTINGS, Config, EngineConfig, EveryEngineConfig, ModelConfig
+from baton.config import OWN_SETTINGS, ClusterConfig, Config, EngineConfig, EveryEngineConfig, ModelConfig
 from baton.engine.core.runner import Runner
 from baton.errors import BatonError, ConfigError
+from baton.trust import KeyFile, Principal, draw_secret, write_private
 from deploy.worker.process import build_runner, main, serve
 from tests.unit.baton.engine.scripted import ScriptedEngine
 
@@ -151,6 +152,39 @@ async def test_a_draft_model_is_loaded_whatever_the_role_is_at_first(
 
     with pytest.raises(BatonError, match="/drafts" if is_loaded else "none"):
         await serve(Config(engine=engine), role, "w", "127.0.0.1", build=build)
+
+
+async def test_a_worker_without_the_clusters_keys_ends_its_start_with_a_sentence(tmp_path: Path) -> None:
+    """Before it loads a model. A key's name is enough to know it by."""
+
+    def build(config: Config) -> Runner:
+        raise BatonError("it would start")
+
+    async def start(secret: str, host: str = "10.9.9.9") -> None:
+        config = Config(engine=EngineConfig(runner="arithmetic"), cluster=ClusterConfig(secret=secret))
+        await serve(config, Role.DECODE, "w", host, fingerprint=fingerprint, build=build)
+
+    own, other = str(tmp_path / "own"), str(tmp_path / "other")
+    secrets = {path: draw_secret() for path in (own, other)}
+    for path, text in secrets.items():
+        write_private(Path(path), text)
+    fingerprint = KeyFile(own, Principal.CONTROLLER).keys.fingerprint
+    for secret, said in (
+        (own, "it would start"),
+        (other, f"the keys in {other} on .* are not those of this cluster's controller"),
+        (str(tmp_path / "none"), "cannot read the keys in .*none: No such file"),
+        ("", "without cluster.secret .* this worker's address is 10.9.9.9"),
+    ):
+        with pytest.raises(BatonError, match=said):
+            await start(secret)
+    with pytest.raises(ConfigError, match="the keys in no file on"):
+        await start("", "127.0.0.1")
+    write_private(Path(other), f"{secrets[other]}\n{secrets[own]}")
+    with pytest.raises(BatonError, match="it would start"):  # the secret changes, and this machine has the new one
+        await start(other)
+    fingerprint = ""
+    with pytest.raises(BatonError, match="it would start"):
+        await start("", "127.0.0.1")
 
 
 def test_settings_are_every_engines_or_our_own() -> None:

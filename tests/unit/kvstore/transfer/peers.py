@@ -28,9 +28,11 @@ from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.engine.model.kv_cache import KVCache
 from baton.kv_layout import KvLayout
 from baton.messages import HandedOver, PrefixSource, SequenceSpec, Ticket
+from baton.rpc.doors import WORKERS_RULES, member_doors
 from baton.rpc.errors import ErrorInterceptor
 from baton.rpc.server import SERVER_OPTIONS
 from baton.tasks import cancel_and_wait
+from baton.trust import KeyFile
 from baton.v1 import kv_pb2_grpc
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.local_worker import LocalWorker
@@ -202,9 +204,11 @@ class Prefill:
 
 
 @contextlib.asynccontextmanager
-async def served(servicer: kv_pb2_grpc.KvControlServicer) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
+async def served(
+    servicer: kv_pb2_grpc.KvControlServicer, doors: Sequence[grpc.aio.ServerInterceptor] = ()
+) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """The address at which it answers, and the server."""
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(), *doors], options=SERVER_OPTIONS)
     kv_pb2_grpc.add_KvControlServicer_to_server(servicer, server)
     address = f"{HOST}:{server.add_insecure_port(f'{HOST}:0')}"
     await server.start()
@@ -215,7 +219,13 @@ async def served(servicer: kv_pb2_grpc.KvControlServicer) -> AsyncIterator[tuple
 
 
 def local_worker(
-    name: str, incarnation: int, caches: Sequence[KVCache], compat: str = "kind-a", heads: Sequence[int] = ()
+    name: str,
+    incarnation: int,
+    caches: Sequence[KVCache],
+    compat: str = "kind-a",
+    heads: Sequence[int] = (),
+    *,
+    keys: KeyFile | None = None,
 ) -> LocalWorker:
     return LocalWorker(
         worker_id=name,
@@ -224,6 +234,7 @@ def local_worker(
         wire_compat=compat,
         host=HOST,
         num_kv_heads=heads,
+        keys=keys,
     )
 
 
@@ -298,6 +309,7 @@ async def hand_over(
 @dataclass(frozen=True, kw_only=True)
 class Worker:
     id: str
+    incarnation: str
     loop: EngineLoop
     kv: KvEndpoint
     runner: ArithmeticRunner
@@ -313,7 +325,7 @@ class Worker:
         return self.kv.receiver.kv_address
 
     def source(self, num_tokens: int) -> PrefixSource:
-        return PrefixSource(self.id, self.address, num_tokens)
+        return PrefixSource(self.id, self.address, num_tokens, self.incarnation)
 
     async def generate(self, spec: SequenceSpec) -> list[int]:
         async with self.loop.sequence(spec, Purpose.GENERATE) as handle:
@@ -340,11 +352,13 @@ async def engine_worker(
     incarnation: int = 1,
     on_event: OnEngineEvent = lambda event: None,
     door: Callable[[KvEndpoint], kv_pb2_grpc.KvControlServicer] = lambda kv: kv,
+    keys: KeyFile | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker with an engine that runs; at the end it must still be running.
 
     Args:
         door: what other workers reach in the place of its endpoint.
+        keys: by which it proves who it is, and asks others to.
     """
     limits = SchedulerLimits(
         max_num_seqs=8,
@@ -352,12 +366,21 @@ async def engine_worker(
         output_reservation=0,
     )
     loop = EngineLoop(Engine(runner, limits), 100, on_event)
-    kv = KvEndpoint(local_worker(name, incarnation, runner.caches), loop, config, FaultsConfig(spec=faults))
+    local = local_worker(name, incarnation, runner.caches, keys=keys)
+    kv = KvEndpoint(local, loop, config, FaultsConfig(spec=faults))
     running = asyncio.create_task(loop.run())
-    async with served(door(kv)) as (address, server):
+    async with served(door(kv), member_doors(keys, local.incarnation, WORKERS_RULES)) as (address, server):
         kv.receiver.kv_address = address
         try:
-            yield Worker(id=name, loop=loop, kv=kv, runner=runner, running=running, server=server)
+            yield Worker(
+                id=name,
+                incarnation=local.incarnation,
+                loop=loop,
+                kv=kv,
+                runner=runner,
+                running=running,
+                server=server,
+            )
         finally:
             await kv.close()
     assert not running.done()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -34,9 +35,11 @@ from baton.messages import (
     Ticket,
 )
 from baton.rpc import RpcServer, channel
+from baton.rpc.doors import WORKERS_RULES, member_doors
 from baton.sampling import FinishReason
 from baton.scores import TokenScores
 from baton.tasks import cancel_and_wait
+from baton.trust import KeyFile, Principal, draw_secret, write_private
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.worker.calls import CallServicer
 from router.dispatch.worker_client import MAX_JOINED, WorkerCallError, WorkerClient, WorkerStream
@@ -103,8 +106,12 @@ def serving(engine: Engine, port: int = 0) -> contextlib.AbstractAsyncContextMan
 
 
 @contextlib.asynccontextmanager
-async def served(servicer: worker_pb2_grpc.WorkerCallsServicer, port: int = 0) -> AsyncIterator[tuple[RpcServer, int]]:
-    rpc = RpcServer(("baton.v1.WorkerCalls",))
+async def served(
+    servicer: worker_pb2_grpc.WorkerCallsServicer,
+    port: int = 0,
+    doors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> AsyncIterator[tuple[RpcServer, int]]:
+    rpc = RpcServer(("baton.v1.WorkerCalls",), doors)
     worker_pb2_grpc.add_WorkerCallsServicer_to_server(servicer, rpc.server)
     port = rpc.bind("127.0.0.1", port)
     await rpc.start()
@@ -115,8 +122,8 @@ async def served(servicer: worker_pb2_grpc.WorkerCallsServicer, port: int = 0) -
 
 
 @contextlib.asynccontextmanager
-async def router() -> AsyncIterator[WorkerClient]:
-    calls = WorkerClient()
+async def router(keys: KeyFile | None = None) -> AsyncIterator[WorkerClient]:
+    calls = WorkerClient(keys)
     try:
         yield calls
     finally:
@@ -130,8 +137,9 @@ async def joined(engine: Engine) -> AsyncIterator[Callable[[str], Stream]]:
         yield lambda name: calls.decode(worker_at(port), spec(name), await_kv=False, trace=Context())
 
 
-def worker_at(port: int, worker_id: str = "decode-0") -> Worker:
-    return builders.worker(worker_id, address=f"127.0.0.1:{port}", known_fields=wire.KNOWN_FIELDS)
+def worker_at(port: int, worker_id: str = "decode-0", incarnation: str = "") -> Worker:
+    address = f"127.0.0.1:{port}"
+    return builders.worker(worker_id, address=address, known_fields=wire.KNOWN_FIELDS, incarnation=incarnation)
 
 
 async def read(stream: Stream) -> Decoding:
@@ -608,3 +616,28 @@ async def test_more_commands_than_a_router_writes_end_its_stream() -> None:
             await heard(stream)
         await until(lambda: engine.freed == ["1"])
     assert calls.num_running == 0
+
+
+async def test_a_worker_that_refuses_this_router_is_lost_to_it_until_its_next_lease(tmp_path: Path) -> None:
+    """The client's own key is not at fault. One proof opens a stream for all calls."""
+    write_private(tmp_path / "secret", draw_secret())
+    engine = Engine()
+    doors = member_doors(KeyFile(tmp_path / "secret", Principal.WORKER), "now", WORKERS_RULES)
+    servicer = CallServicer(decode=engine.decode)
+    async with (
+        served(servicer, doors=doors) as (_, port),
+        router(KeyFile(tmp_path / "secret", Principal.ROUTER)) as calls,
+        router() as stranger,
+    ):
+        for client, incarnation in ((stranger, "now"), (calls, "before")):
+            worker = worker_at(port, incarnation=incarnation)
+            async with client.decode(worker, spec("1"), await_kv=False, trace=Context()) as stream:
+                failure = await failure_of(read(stream))
+            assert type(failure.error) is WorkerFailed, "no client of ours is unauthenticated"
+            assert "decode-0 does not serve this router: " in str(failure.error)
+        assert not engine.said, "no call began"
+        for name in ("1", "2"):
+            engine.say(name, tokens_of(name, 0))
+            worker = worker_at(port, incarnation="now" if name == "1" else "before")
+            async with calls.decode(worker, spec(name), await_kv=False, trace=Context()) as stream:
+                assert await read_ids(stream, 1) == ids_of(name, 1)
