@@ -149,10 +149,13 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
 
 
 def _workers_config(config: Config, arguments: Arguments) -> Config:
-    """The configuration of the workers, which names the file with their own keys where that is another one."""
-    if not arguments.worker_keys:
+    """The configuration of the workers, which names the file with their own keys where that is another one.
+
+    They run in other folders than this process.
+    """
+    if not (path := arguments.worker_keys or config.cluster.secret):
         return config
-    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, secret=arguments.worker_keys))
+    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, secret=str(Path(path).absolute())))
 
 
 async def _serve(

@@ -35,55 +35,56 @@ def follow_secret(secret: Path, out: Path, member: Principal) -> None:
         followed.look()
 
 
-def member_files(secret: str, folder: Path) -> dict[Principal, Path]:
-    """Writes a file of keys for each member of a cluster of this machine, and returns where.
+def member_files(secret: str, folder: Path) -> FollowedSecret:
+    """Writes a file of keys for each member of a cluster of this machine.
 
     Args:
-        secret: file with the cluster's secret; empty: one is drawn, and kept nowhere.
+        secret: file with the cluster's secret; empty: one is drawn, which only this process has.
         folder: private to this user.
 
     Raises:
         ConfigError: the secret cannot be read, or is none.
     """
     files = {member: folder / f"{member}.keys" for member in Principal}
-    _write(files, read_private(Path(secret)) if secret else draw_secret(), secret)
-    return files
-
-
-async def keep_member_files(secret: str, files: Mapping[Principal, Path]) -> None:
-    """Writes what `member_files` wrote again whenever the secret changes, until cancelled."""
-    followed = FollowedSecret(Path(secret), files)
-    while True:
-        await asyncio.sleep(FOLLOW_S)
-        followed.look()
+    followed = FollowedSecret(Path(secret) if secret else None, files)
+    followed.write()
+    return followed
 
 
 class FollowedSecret:
-    """A file with a cluster's secret, and the files of members that are derived from it.
+    """A cluster's secret, and the files of members that are derived from it.
+
+    Attributes:
+        files: where the files of members are, or will be.
 
     Args:
-        files: where the files of members are, or will be.
+        secret: file with the secret; None: one is drawn.
     """
 
-    def __init__(self, secret: Path, files: Mapping[Principal, Path]) -> None:
+    def __init__(self, secret: Path | None, files: Mapping[Principal, Path]) -> None:
+        self.files = files
         self._secret = secret
-        self._files = files
+        self._drawn = "" if secret else draw_secret()
         self._written = ""
         self._complaint = ""
 
     def write(self) -> None:
-        """Writes the files if the secret has changed since the last time.
+        """Writes the files if the secret has changed since the last time, or one of them is gone.
 
         Raises:
             ConfigError: the secret cannot be read, others may read it, it is none, or a file cannot be written.
         """
-        text = read_private(self._secret)
-        if text != self._written:
-            _write(self._files, text, str(self._secret))
-            self._written = text
+        text = read_private(self._secret) if self._secret else self._drawn
+        if text == self._written and all(path.exists() for path in self.files.values()):
+            return
+        written = {member: member_file(text, member, str(self._secret)) for member in self.files}
+        for member in IN_ORDER:
+            if member in written:
+                write_private(self.files[member], written[member])
+        self._written = text
 
     def look(self) -> None:
-        """Writes the files if the secret has changed. A wrong one changes nothing, and is reported once."""
+        """Does the same. A wrong secret changes nothing, and is reported once."""
         try:
             self.write()
             self._complaint = ""
@@ -92,9 +93,8 @@ class FollowedSecret:
                 logger.error("%s; the last good keys stay", error)
             self._complaint = str(error)
 
-
-def _write(files: Mapping[Principal, Path], text: str, source: str) -> None:
-    written = {member: member_file(text, member, source) for member in files}
-    for member in IN_ORDER:
-        if member in files:
-            write_private(files[member], written[member])
+    async def keep(self) -> None:
+        """Keeps the files up to date until cancelled; what cleans temporary folders may take them."""
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            self.look()

@@ -35,7 +35,7 @@ from deploy.embedded_redis import EmbeddedRedis
 from deploy.local import preflight
 from deploy.local.child import Child
 from deploy.local.folder import own_folder
-from deploy.local.keys import keep_member_files, member_files
+from deploy.local.keys import member_files
 from deploy.local.parts import with_model
 from deploy.models import cache_dir
 from deploy.processes import UNJOINED, why_taken
@@ -213,8 +213,8 @@ async def _run(config: Config, console: Console, on_ready: OnReady) -> None:
         config = _with_redis(config, folder, stack, console)
         what = "the router" if config.cluster.routers == 1 else f"{config.cluster.routers} routers"
         console.print(f"==> Starting {what} on {config.cluster.host}:{config.cluster.grpc_port}", style="dim")
-        routers = [_router(config, number, keys) for number in range(config.cluster.routers)]
-        ray = RayCluster(config, state_path, keys)
+        routers = [_router(config, number, keys.files) for number in range(config.cluster.routers)]
+        ray = RayCluster(config, state_path, keys.files)
         stack.push_async_callback(ray.stop)
         # The routers end first: they give the requests in flight a moment to finish.
         stack.push_async_callback(_stop_all, routers, config.cluster.stop_timeout_s)
@@ -227,8 +227,7 @@ async def _run(config: Config, console: Console, on_ready: OnReady) -> None:
             raise _not_ready(config) from None
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(ray.keep())
-            if config.cluster.secret:
-                tasks.create_task(keep_member_files(config.cluster.secret, keys))
+            tasks.create_task(keys.keep())
             for router in routers:
                 tasks.create_task(router.keep())
             await asyncio.to_thread(on_ready, config)

@@ -27,6 +27,7 @@ from deploy.ray_pools.actor import POOL_LABEL
 from deploy.ray_pools.actors import ANSWER_S
 from tests.integration.cluster import Cluster, free_port, running_cluster
 from tests.integration.test_scaling import SETTINGS, has, pids, serves
+from tests.support.members import secret_file
 from tests.support.processes import command_line
 from tests.support.waiting import wait_until
 
@@ -113,6 +114,11 @@ class RayNodes:
         shutil.rmtree(self._folder)
 
 
+def joining() -> dict[str, str]:
+    """Settings of a cluster whose workers run on nodes that were there before it, and have its secret."""
+    return SETTINGS | {"cluster_secret": secret_file()}
+
+
 @pytest.mark.usefixtures("model_dir")
 def test_a_controller_goes_with_the_node_by_which_it_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray tells a driver by its node that the head is a new one. The next controller joins by the next node there."""
@@ -123,7 +129,7 @@ def test_a_controller_goes_with_the_node_by_which_it_joined(monkeypatch: pytest.
         for name, value in nodes.access.items():
             monkeypatch.setenv(name, value)
         arguments = ("--ray-address", nodes.address, "--prefill", "1", "--decode", "1")
-        with running_cluster(*arguments, **SETTINGS, cluster_ray_node_ip="127.0.0.2") as cluster:
+        with running_cluster(*arguments, **joining(), cluster_ray_node_ip="127.0.0.2") as cluster:
             before = cluster.wait_for(has(1, 1))
             node.kill()
             nodes.add(num_workers=0, ip="127.0.0.2")
@@ -150,7 +156,7 @@ def test_a_controller_waits_for_a_head_that_comes_back(monkeypatch: pytest.Monke
             for name, value in nodes.access.items():
                 monkeypatch.setenv(name, value)
             arguments = ("--ray-address", nodes.address, "--prefill", "1", "--decode", "1")
-            with running_cluster(*arguments, **SETTINGS, cluster_ray_node_ip="127.0.0.2") as cluster:
+            with running_cluster(*arguments, **joining(), cluster_ray_node_ip="127.0.0.2") as cluster:
                 before = cluster.wait_for(has(1, 1))
                 for process in (head, *head.children(recursive=True)):
                     process.kill()
@@ -178,7 +184,7 @@ def test_pools_keep_to_their_own_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in nodes.access.items():
             monkeypatch.setenv(name, value)
         arguments = ("--ray-address", nodes.address, "--prefill", "1", "--decode", "1")
-        with running_cluster(*arguments, **SETTINGS) as cluster:
+        with running_cluster(*arguments, **joining()) as cluster:
 
             def places(status: dict[str, Any]) -> dict[str, Role]:
                 children = {pool: {p.pid for p in node.children(recursive=True)} for pool, node in own.items()}
@@ -223,7 +229,7 @@ def test_workers_of_a_lost_node_come_back_on_another(
         second = nodes.add(num_workers=4)
         for name, value in nodes.access.items():
             monkeypatch.setenv(name, value)
-        settings = SETTINGS | {"cluster_state_file": str(tmp_path / "sizes.json")}
+        settings = joining() | {"cluster_state_file": str(tmp_path / "sizes.json")}
         arguments = ("--ray-address", nodes.address, "--prefill", "1", "--decode", "2")
         with running_cluster(*arguments, **settings) as cluster:
             cluster.client.scale("decode", 3)

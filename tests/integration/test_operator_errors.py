@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.cluster import free_port
+from tests.support.members import secret_file
 
 
 def baton(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -82,7 +83,15 @@ def test_what_this_machine_or_the_model_cannot_do(settings: dict[str, str], sent
 
 
 def test_an_address_where_no_ray_answers() -> None:
-    refused_at_once(baton("up", "--ray-address", "127.0.0.1:1"), "no Ray answers at 127.0.0.1:1")
+    nobody = ("up", "--ray-address", "127.0.0.1:1")
+    refused_at_once(baton(*nobody, BATON_CLUSTER_SECRET=secret_file()), "no Ray answers at 127.0.0.1:1")
+    refused_at_once(baton(*nobody), "workers in a Ray cluster that runs already need the cluster's secret")
+
+
+def test_a_router_for_others_without_a_secret() -> None:
+    given = {"BATON_CLUSTER_HOST": "0.0.0.0", "BATON_INDEX_REDIS_URL": "redis://127.0.0.1:1"}
+    sentence = "without cluster.secret (BATON_CLUSTER_SECRET) a process listens on loopback addresses only"
+    refused(baton("run", "router", BATON_ROUTER_CACHE_SECRET="s", **given), sentence)
 
 
 @pytest.mark.parametrize("command", [["generate", "hi"], ["status"]])

@@ -8,17 +8,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 from typer.testing import CliRunner
 
+from baton.config import Config
 from baton.engine.model.arithmetic import expected_tokens
 from baton.errors import BatonError, Conflict, InvalidRequest, NoController
+from baton.trust import KeyFile, KeyRing, Principal, draw_secret, load_keys, write_private
+from baton.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 from deploy.cli.app import app
 from deploy.operator.client import Client
 from tests.integration.cluster import Cluster, running_cluster
 from tests.support.asking import prompt_of, sampling
 from tests.support.load import Clients, Requests, Stream
+from tests.support.members import control, leased
 from tests.support.processes import running
 from tests.support.waiting import wait_until
 
@@ -35,9 +40,16 @@ Status = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def cluster(model_dir: Path) -> Iterator[Cluster]:
+def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("secret") / "secret"
+    write_private(path, draw_secret())
+    return path
+
+
+@pytest.fixture(scope="module")
+def cluster(model_dir: Path, secret: Path) -> Iterator[Cluster]:
     """One worker a pool, to begin with; every test leaves it so, whatever the worker's number."""
-    with running_cluster(cluster_host="0.0.0.0", **SETTINGS) as cluster:
+    with running_cluster(cluster_host="0.0.0.0", cluster_secret=str(secret), **SETTINGS) as cluster:
         yield cluster
 
 
@@ -124,6 +136,54 @@ def test_a_pool_grows_and_shrinks_under_load_and_nobody_notices(cluster: Cluster
     assert shrunk.items() <= grown.items(), "a worker was started again"
     assert shrunk[roles[other]] == before[roles[other]]
     assert load.num_served > NUM_CLIENTS
+
+
+def test_nobody_but_the_controller_orders_a_worker_and_nobody_but_routers_the_controller(
+    cluster: Cluster, secret: Path
+) -> None:
+    status = cluster.client.status()
+    worker = status["workers"][0]
+    info = leased(status["redis"]["address"], worker["content_id"], worker["id"])
+    order = worker_pb2.DrainRequest(timeout_s=0.0)
+    for member in (Principal.ROUTER, Principal.WORKER, Principal.OPERATOR):
+        with control(info, KeyFile(secret, member)) as stub, pytest.raises(grpc.RpcError) as refused:
+            stub.Drain(order)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    scale = admin_pb2.ScalePoolRequest(pool="decode", desired=2)
+    for address in (info.address, status["controller"]["address"]):
+        with grpc.insecure_channel(address) as channel:
+            for call in (
+                lambda: worker_pb2_grpc.WorkerControlStub(channel).Drain(order),
+                lambda: admin_pb2_grpc.AdminStub(channel).ScalePool(scale),
+            ):
+                with pytest.raises(grpc.RpcError) as refused:
+                    call()
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert has(1, 1)(cluster.client.status())
+
+
+def test_the_secret_changes_under_load(cluster: Cluster, secret: Path) -> None:
+    """Two lines, of which the first signs; then the new one alone. All members speak to each other meanwhile."""
+    old, new = secret.read_text(), draw_secret()
+    with Load(cluster) as load:
+        for text in (f"{new}\n{old}", new):
+            write_private(secret, text)
+            expected = load_keys(text, Principal.ROUTER, "").fingerprints
+            wait_until(lambda: keys_of_routers(cluster).fingerprints == expected)  # noqa: B023 - at once
+        before = pids(cluster.client.status()).keys()
+        until_taken(lambda: cluster.client.scale("decode", 2))
+        load.until_served_by("decode", {"decode-0", "decode-1"} - before)
+        cluster.client.scale("decode", 1)
+        cluster.wait_for(has(1, 1))
+    assert load.num_served > NUM_CLIENTS
+    assert "does not serve this router" not in cluster.log
+
+
+def keys_of_routers(cluster: Cluster) -> KeyRing:
+    """What the file of keys that the router has got holds now."""
+    router = next(process for process in cluster.processes() if "router" in process.cmdline())
+    config = Config.from_json(router.environ()["BATON_CONFIG_JSON"])
+    return KeyFile(config.cluster.secret, Principal.ROUTER).keys
 
 
 def test_a_drained_worker_is_replaced_before_it_goes(cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ import pytest
 from baton.errors import ConfigError
 from baton.trust import KeyFile, Principal, ProofBook, draw_secret, key_file, load_keys, prove, write_private
 from deploy.local import keys
-from deploy.local.keys import FollowedSecret, keep_member_files, member_files, write_keys
+from deploy.local.keys import FollowedSecret, member_files, write_keys
 from tests.support.waiting import until
 
 METHOD = "/baton.v1.WorkerCalls/Serve"
@@ -22,18 +22,22 @@ def opened(files: Mapping[Principal, Path]) -> dict[Principal, KeyFile]:
 
 
 def test_a_drawn_secret_is_in_no_file(tmp_path: Path) -> None:
-    files = member_files("", tmp_path)
+    (other_folder := tmp_path / "other").mkdir()
+    drawn = member_files("", tmp_path)
+    files = drawn.files
     rings = {member: each.keys for member, each in opened(files).items()}
     assert files.keys() == set(Principal)
     assert len({ring.fingerprint for ring in rings.values()}) == 1
-    assert member_files("", tmp_path / ".").keys() == set(Principal)
-    assert KeyFile(files[Principal.ROUTER], Principal.ROUTER).keys.fingerprint != rings[Principal.ROUTER].fingerprint
+    files[Principal.ROUTER].unlink()  # as what cleans temporary folders does
+    drawn.look()
+    assert opened(files)[Principal.ROUTER].keys.fingerprint == rings[Principal.ROUTER].fingerprint
     for member, path in files.items():
         assert path.stat().st_mode & 0o777 == 0o600
         assert path.read_text().count("private") == 1, "its own"
         for other in set(Principal) - {member}:
             with pytest.raises(ConfigError, match=r"no .* key"):
                 KeyFile(path, other)
+    assert len({draw.files[Principal.ROUTER].read_text() for draw in (drawn, member_files("", other_folder))}) == 2
 
 
 async def test_a_secret_changes_while_calls_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +50,8 @@ async def test_a_secret_changes_while_calls_go_on(tmp_path: Path, monkeypatch: p
     secret = tmp_path / "secret"
     first, second, third, fourth = (draw_secret() for _ in range(4))
     write_private(secret, first)
-    files = member_files(str(secret), tmp_path)
+    followed = member_files(str(secret), tmp_path)
+    files = followed.files
     held = opened(files)
     books = [ProofBook(KeyFile(files[Principal.WORKER], Principal.WORKER), f"w{number}") for number in range(3)]
     num_calls = 0
@@ -60,7 +65,7 @@ async def test_a_secret_changes_while_calls_go_on(tmp_path: Path, monkeypatch: p
                 num_calls += 1
                 await asyncio.sleep(0.001)
 
-    followed, calling = (asyncio.create_task(work) for work in (keep_member_files(str(secret), files), call()))
+    keeping, calling = (asyncio.create_task(work) for work in (followed.keep(), call()))
     newest = first
     for text in (f"{second}\n{first}", second, f"{second}\n{third}", third, fourth):
         write_private(secret, text)
@@ -70,9 +75,9 @@ async def test_a_secret_changes_while_calls_go_on(tmp_path: Path, monkeypatch: p
         await until(lambda: calling.done() or num_calls >= since + 100, 20.0)  # noqa: B023
         assert not calling.done(), calling.exception()
     await until(lambda: len(held[Principal.ROUTER].keys.fingerprints) == 1, 20.0)
-    for task in (followed, calling):
+    for task in (keeping, calling):
         task.cancel()
-    await asyncio.wait([followed, calling])
+    await asyncio.wait([keeping, calling])
     assert calling.cancelled(), calling.exception()
     for book in books:
         with pytest.raises(Exception, match="not of this cluster"):

@@ -81,7 +81,7 @@ async def test_a_ray_that_hangs_at_its_restart_is_started_once_more(
         "os.write(int(sys.argv[-1]), json.dumps({'address': '127.0.0.1:7'}).encode() + b'\\n')"
     )
     config = Config(cluster=ClusterConfig(start_timeout_s=1.0))
-    ray = RayCluster(config, tmp_path / "state.json", member_files("", tmp_path))
+    ray = RayCluster(config, tmp_path / "state.json", member_files("", tmp_path).files)
     ray._head = child(tmp_path, code)
     await asyncio.wait_for(ray._restart_head(1), 20)
     await ray._head.ended()
@@ -94,7 +94,7 @@ async def test_workers_elsewhere_need_a_secret_that_they_have_too(tmp_path: Path
     with pytest.raises(ConfigError, match=r"set cluster\.secret \(BATON_CLUSTER_SECRET\) to a file that each of its"):
         await up._run(config, Console(quiet=True), lambda _: None)
     write_private(tmp_path / "secret", draw_secret())
-    files = member_files(str(tmp_path / "secret"), tmp_path)
+    files = member_files(str(tmp_path / "secret"), tmp_path).files
     cluster = ClusterConfig(secret=str(tmp_path / "secret"))
     own = up.RayCluster(Config(cluster=cluster), tmp_path / "state.json", files)._controller_at("127.0.0.1:7")
     joined = replace(cluster, ray_address="127.0.0.1:7")
