@@ -86,7 +86,7 @@ class PrefixSource:
     num_tokens: int
     """Leading prompt tokens it is believed to hold."""
     incarnation: str = ""
-    """Its incarnation, to which the proof of a call is bound; empty: its release does not announce it."""
+    """The worker's incarnation, to which the proof of a call is bound; empty: its release does not announce it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

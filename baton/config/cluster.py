@@ -43,16 +43,17 @@ class ClusterConfig:
     """Address at which other processes find the router, or the controller, where it listens on all addresses of its
     machine. Empty: `host` and `controller_host`."""
     controller_host: String = "127.0.0.1"
-    """Address on which the controller listens. It takes orders from anyone who can reach it; only routers check for an
-    operator's key."""
+    """Address on which the controller listens. It takes orders from routers and `baton leave` alone; the routers ask
+    for an operator's key."""
     controller_port: Port = 0
     """Port of the controller's gRPC service; 0: any free one."""
     name: String = ""
     """Name of this cluster, unique in its Ray cluster. Empty: `baton up` draws one; `baton run` needs one."""
     secret: String = ""
     """File with the cluster's secret, or with the keys that `baton keys` derived from it for this process; it is read
-    again when it changes. Members of the cluster prove by it who they are. Each machine has it at the same path. Empty:
-    `baton up` draws a secret; other processes take calls without proofs, and listen on loopback addresses only."""
+    again when it changes. Members of the cluster prove by it who they are. Each machine has it at the same path, which
+    workers get from the controller. Empty: `baton up` draws a secret, except with `ray_address`; other processes take
+    calls without proofs, and listen on loopback addresses only."""
     cache_dir: String = ""
     """Folder of the converted models. Empty: the user's cache folder, `baton/`."""
     routers: AtLeastOne = 1

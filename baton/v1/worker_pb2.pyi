@@ -598,7 +598,7 @@ class PrefixSource(_message.Message):
     num_tokens: _builtins.int
     """Leading prompt tokens that it is believed to hold."""
     incarnation: _builtins.str
-    """Its incarnation, to which the proof of a call is bound; empty: its release does not announce it."""
+    """The worker's incarnation, to which the proof of a call is bound; empty: its release does not announce it."""
     def __init__(
         self,
         *,

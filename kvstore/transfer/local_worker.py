@@ -31,7 +31,7 @@ class LocalWorker:
     host: str
     """The address on which peers reach this worker's transports."""
     keys: KeyFile | None = None
-    """By which it proves to peers who it is; None: the cluster has no secret."""
+    """The keys by which it proves to peers who it is; None: the cluster has no secret."""
     num_kv_heads: Sequence[int] = ()
     """KV heads of the whole model, one number per layer group; needed if ranks outnumber the heads."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from baton.config import Config, EngineConfig, IndexConfig, ModelConfig, load
+from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig, ModelConfig, load
 from baton.engine.runners import make_runner
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
@@ -25,6 +25,7 @@ from tests.integration.test_doctor import doctor
 from tests.integration.test_engine_models import answers, engine_of
 from tests.support.asking import prompt_of, sampling
 from tests.support.builders import sequence_spec
+from tests.support.members import secret_file
 from tests.support.waiting import wait_until
 
 NUM_TOKENS = 12
@@ -49,6 +50,7 @@ def cluster(redis_url: str) -> Iterator[Cluster]:
         engine_runner="native",
         engine_num_blocks="512",
         index_redis_url=redis_url,
+        cluster_secret=secret_file(),
         router_mode="split",
         router_slo_classes='{"default": {"ttft_ms": 600000}}',
     ) as cluster:
@@ -69,6 +71,7 @@ def decode_worker_beside(redis_url: str, weights: str, kv_dtype: str) -> Iterato
         ),
         engine=engine_config(kv_dtype),
         index=IndexConfig(redis_url=redis_url),
+        cluster=ClusterConfig(secret=secret_file()),
     )
     ready, tell = os.pipe()
     process = subprocess.Popen(

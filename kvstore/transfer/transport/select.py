@@ -153,7 +153,7 @@ class LocalRank:
     """The device of the rank's cache."""
     staging: StagingPools
     keys: KeyFile | None = None
-    """By which the worker proves to a peer who it is; None: the cluster has no secret."""
+    """The keys by which the worker proves to a peer who it is; None: the cluster has no secret."""
 
     @property
     def gpu(self) -> GpuDevice | None:
