@@ -47,12 +47,13 @@ async def test_the_wait_before_a_restart_has_a_limit_however_many_there_were(mon
 
 
 def test_ray_of_our_own_asks_for_a_token_that_is_new(tmp_path: Path) -> None:
-    environments = [RayCluster(Config(), tmp_path / "state.json")._environment for _ in range(2)]
+    keys = member_files("", tmp_path).files
+    environments = [RayCluster(Config(), tmp_path / "state.json", keys)._environment for _ in range(2)]
     assert {each["RAY_AUTH_MODE"] for each in environments} == {"token"}
     assert len({each["RAY_AUTH_TOKEN"] for each in environments}) == 2
     assert all(len(each["RAY_AUTH_TOKEN"]) == 64 for each in environments)
     assert environments[0]["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0", "it listens on loopback alone"
-    assert RayCluster(joining(), tmp_path / "state.json")._environment == {}, "another Ray has a token of its own"
+    assert RayCluster(joining(), tmp_path / "state.json", {})._environment == {}, "another Ray has a token of its own"
 
 
 @pytest.mark.parametrize(("was_started", "num_ends"), [(True, 1), (False, 0)])
@@ -201,13 +202,14 @@ def test_neither_ray_nor_the_controller_hears_of_the_routers_secrets(
         monkeypatch.setenv(name, f"planted-{name}")
     index = IndexConfig(redis_url="redis://:planted-redis@10.0.0.9:6379/1")
     config = Config(index=index, router=RouterConfig(cache_secret="planted-scopes"))
-    cluster = RayCluster(config, tmp_path / "state.json")
+    keys = member_files("", tmp_path).files
+    cluster = RayCluster(config, tmp_path / "state.json", keys)
     assert "planted" not in str(cluster._head._environment)
     controllers = str(cluster._controller._environment)
     assert "planted-redis" in controllers, "it connects to Redis"
     assert controllers.count("planted") == 1
     assert "planted" not in str(RayActors(config, "127.0.0.1", 0)._arguments)
-    assert "planted-scopes" in str(up._router(config, 0)._environment)
+    assert "planted-scopes" in str(up._router(config, 0, keys)._environment)
 
 
 async def test_a_port_of_the_metrics_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> None:
