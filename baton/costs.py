@@ -21,6 +21,10 @@ LEAST_SHARE = 8
 """Prompts get at least 1 / LEAST_SHARE of a step's tokens, or a batch that breaks its objective would starve them."""
 ALIKE = 1.25
 """Workers whose steps differ by no more than this factor are of one kind."""
+FASTEST = 8
+"""No worker is believed to be faster than the median by more than this factor: one that reports next to no costs would be
+given everything. The factor spans accelerators that may serve side by side: an H100 (989 TFLOPS of dense bfloat16, 3.35
+TB/s) computes 7.9 times as fast as an A10 (125 TFLOPS, 0.6 TB/s), and reads its memory 5.6 times as fast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +107,28 @@ def typical(costs: Collection[StepCosts]) -> StepCosts:
         measured = [value for one in costs if (value := getattr(one, name)) != prior]
         values[name] = statistics.median(measured) if measured else prior
     return StepCosts(**values)
+
+
+def least_of(costs: Collection[StepCosts]) -> StepCosts:
+    """Returns the least that any worker's costs are taken to be: of each cost the median of the workers that have measured
+    it, over FASTEST; 0 if none has. The upper median, so that one of two workers cannot lower it.
+    """
+    values = {}
+    for name in _NAMES:
+        prior = getattr(PRIOR, name)
+        measured = [value for one in costs if (value := getattr(one, name)) != prior]
+        values[name] = statistics.median_high(measured) / FASTEST if measured else 0.0
+    return StepCosts(**values)
+
+
+def lifted(costs: StepCosts, least: StepCosts) -> StepCosts:
+    """Returns the costs, with what was measured to be below the least lifted to it."""
+    raised = {
+        name: bound
+        for name in _NAMES
+        if (value := getattr(costs, name)) < (bound := getattr(least, name)) and value != getattr(PRIOR, name)
+    }
+    return replace(costs, **raised) if raised else costs
 
 
 def believed(costs: StepCosts, usual: StepCosts) -> StepCosts:

@@ -21,9 +21,9 @@ from baton.rpc.doors import require_keys
 from baton.rpc.server import CLIENTS_PING_TIMEOUT_S
 from baton.telemetry import tracing
 from baton.telemetry.instruments import Instruments
-from baton.trust import Principal, open_keys
+from baton.trust import KeyFile, Principal, open_keys
 from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
-from kvstore.index import GarbageBook, Mirror, MirrorFollower, RedisConnection, RedisIndex
+from kvstore.index import GarbageBook, Mirror, MirrorFollower, RedisConnection, RedisIndex, Seal
 from kvstore.leases import RedisLeases, RedisRecords
 from router.admission import Accounts, Ledger, Limiter, ModelFacts, RedisLedger, SloCounts
 from router.admission.tenants import TenantBook
@@ -66,10 +66,11 @@ class _Store:
     """Closed by the usage book, which owns them."""
 
     @staticmethod
-    def connect(config: IndexConfig, content: str) -> _Store:
+    def connect(config: IndexConfig, content: str, keys: KeyFile | None, cache_secret: str) -> _Store:
         garbage, mirror, url = GarbageBook(), Mirror(), config.url
+        seal = Seal(cache_secret) if cache_secret else None
         redis = RedisConnection(url, garbage)
-        index = RedisIndex(RedisConnection(url, garbage), content)
+        index = RedisIndex(RedisConnection(url, garbage), content, keys=keys)
         follower = MirrorFollower(
             index,
             mirror,
@@ -79,13 +80,13 @@ class _Store:
         )
         return _Store(
             redis=redis,
-            leases=RedisLeases(redis, content, lease_s=config.lease_s),
+            leases=RedisLeases(redis, content, lease_s=config.lease_s, keys=keys),
             index=index,
             mirror=mirror,
             follower=follower,
-            journal=Journal(RedisRecords(RedisConnection(url, garbage), content)),
+            journal=Journal(RedisRecords(RedisConnection(url, garbage), content, seal=seal)),
             ledger=RedisLedger(RedisConnection(url, garbage), content),
-            marks=RedisMarks(RedisConnection(url, garbage), content),
+            marks=RedisMarks(RedisConnection(url, garbage), content, seal=seal),
         )
 
     async def close(self) -> None:
@@ -177,7 +178,7 @@ def build(config: Config) -> Router:
     usage_file = UsageFile(config.router.usage_log) if config.router.usage_log else None
     tracer = tracing.configure("baton-router", config.router.id, config.telemetry, faces_clients=True)
     model = _load_model(config)
-    store = _Store.connect(config.index, model.content_id)
+    store = _Store.connect(config.index, model.content_id, keys, config.router.cache_secret)
     pools = PoolView(store.mirror.lookup, time.monotonic, model.facts.max_model_len, config.index.lease_s)
     client, slo_counts, decisions = WorkerClient(keys), SloCounts(), DecisionLog()
     rpc, grpc_port = _bind(config, tenants)

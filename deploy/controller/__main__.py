@@ -116,9 +116,9 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
             version=VERSION,
             incarnation=incarnation,
         )
-        leases = RedisLeases(RedisConnection(config.index.url), content, lease_s=config.index.lease_s)
+        leases = RedisLeases(RedisConnection(config.index.url), content, lease_s=config.index.lease_s, keys=keys)
         stack.push_async_callback(leases.close)
-        index = RedisIndex(RedisConnection(config.index.url), content)
+        index = RedisIndex(RedisConnection(config.index.url), content, keys=keys)
         stack.push_async_callback(index.close)
         mirror = Mirror()
         follower = MirrorFollower(

@@ -59,7 +59,7 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
         logger.warning("Ray's head at %s has not answered within %g s; going on", config.cluster.ray_address, RAY_S)
     here = workers_on(hosts)
     leases = RedisLeases(
-        RedisConnection(config.index.url), content_id(config.kv_identity), lease_s=config.index.lease_s
+        RedisConnection(config.index.url), content_id(config.kv_identity), lease_s=config.index.lease_s, keys=keys
     )
     try:
         drained_by: ControllerInfo | None = None

@@ -122,6 +122,7 @@ class Member:
                 self.content_id,
                 blocks_ttl_s=settings.blocks_ttl_s,
                 stream_max_events=settings.stream_max_events,
+                keys=self.keys,
             )
             stack.push_async_callback(index.close)
             leases = RedisLeases(
@@ -129,6 +130,7 @@ class Member:
                 self.content_id,
                 lease_s=settings.lease_s,
                 blocks_ttl_s=settings.blocks_ttl_s,
+                keys=self.keys,
             )
             stack.push_async_callback(leases.close)
             stack.push_async_callback(self.kv.close)

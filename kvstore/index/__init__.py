@@ -13,6 +13,7 @@ from kvstore.index.mirror import Applied, Mirror
 from kvstore.index.protocol import PrefixIndex
 from kvstore.index.publisher import IndexPublisher
 from kvstore.index.redis import RedisIndex
+from kvstore.index.sealed import Seal
 
 __all__ = [
     "ORIGIN",
@@ -33,5 +34,6 @@ __all__ = [
     "PrefixIndex",
     "RedisConnection",
     "RedisIndex",
+    "Seal",
     "Tier",
 ]

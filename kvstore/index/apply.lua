@@ -1,7 +1,8 @@
 -- Applies one block event, or says why not.
 --
--- KEYS  1 lease  2 seq  3 blocks  4 snapshot parts  5 event stream  6 highest epoch
--- ARGV  1 worker id  2 epoch  3 seq  4 op  5 packed entries  6 number of keys  7 ttl of 2-4, ms  8 stream length
+-- KEYS  1 lease  2 seq  3 blocks  4 snapshot parts  5 event stream  6 highest epoch  7 seal
+-- ARGV  1 worker id  2 epoch  3 seq  4 op  5 packed entries  6 number of keys  7 ttl, ms  8 stream length
+--       9 proof for the stream; '': nothing is signed  10 seal
 -- Returns {'applied' | 'resync' | 'fenced', last seq or the epoch that holds the lease, garbage}.
 local lease, seq_key, blocks, parts, stream = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local seq, op, packed, num_keys = tonumber(ARGV[3]), ARGV[4], ARGV[5], tonumber(ARGV[6])
@@ -54,9 +55,11 @@ else redis.call('RENAME', parts, blocks) end
 -- Race: two writers between set and stream. Appended in the same step, the stream's order is the sets' order, so a
 -- reader who scans a set and then replays the stream ends with the set.
 redis.call('SET', seq_key, ARGV[3])
+if ARGV[10] ~= '' then redis.call('SET', KEYS[7], ARGV[10]) end
 local function append(call)
-  return call('XADD', stream, 'MAXLEN', '~', ARGV[8], '*',
-    'w', ARGV[1], 'e', ARGV[2], 'q', ARGV[3], 'o', op, 'k', packed, 'n', ARGV[6])
+  local fields = {'w', ARGV[1], 'e', ARGV[2], 'q', ARGV[3], 'o', op, 'k', packed, 'n', ARGV[6]}
+  if ARGV[9] ~= '' then fields[13], fields[14] = 's', ARGV[9] end
+  return call('XADD', stream, 'MAXLEN', '~', ARGV[8], '*', unpack(fields))
 end
 make_room(stream, 'stream')
 if append(redis.pcall).err then -- after the last id that a stream can have, none can be appended
@@ -64,5 +67,5 @@ if append(redis.pcall).err then -- after the last id that a stream can have, non
   redis.call('UNLINK', stream)
   append(redis.call)
 end
-for index = 2, 4 do redis.call('PEXPIRE', KEYS[index], ARGV[7]) end
+for _, key in ipairs({seq_key, blocks, parts, KEYS[7]}) do redis.call('PEXPIRE', key, ARGV[7]) end
 return {'applied', seq, garbage}

@@ -2,11 +2,13 @@
 
 kv:{ns}:boot               token, drawn by the first client that misses it: a new one means that the state was lost
 kv:{ns}:ev                 STREAM of block events, MAXLEN ~
-kv:{ns}:blk:<wid>:<epoch>  SET of entries               one lifetime for these three, renewed with the lease,
+kv:{ns}:blk:<wid>:<epoch>  SET of entries               one lifetime for these four, renewed with the lease,
 kv:{ns}:seq:<wid>:<epoch>  seq of the last event        so they are lost together or not at all
 kv:{ns}:snap:<wid>:<epoch> SET, parts of an unfinished snapshot
-kv:{ns}:lease:<wid>        HASH epoch, info, load       PX lease
+kv:{ns}:seal:<wid>:<epoch> what the worker has signed of the set (`kvstore/index/signed_events.py`)
+kv:{ns}:lease:<wid>        HASH epoch, info, load, and what signs them (`kvstore/leases/signed.py`)  PX lease
 kv:{ns}:epoch:<wid>        the highest epoch ever given out (kept for a day)
+kv:{ns}:claim:<wid>        the same, signed by a worker (kept as long)
 kv:{ns}:workers            SET of worker ids, so that no client scans the keyspace
 kv:{ns}:router:<id>        JSON                         PX lease
 kv:{ns}:routers            SET of router ids
@@ -51,6 +53,10 @@ class Keys:
         """Returns the key of the highest epoch of a worker."""
         return f"{self._prefix}epoch:{worker_id}"
 
+    def claim(self, worker_id: str) -> str:
+        """Returns the key of the highest epoch of a worker, signed."""
+        return f"{self._prefix}claim:{worker_id}"
+
     def router(self, router_id: str) -> str:
         """Returns the key of a router's announcement."""
         return f"{self._prefix}router:{router_id}"
@@ -74,6 +80,10 @@ class Keys:
     def seq(self, worker_id: str, epoch: int) -> str:
         """Returns the key of a worker's last event."""
         return f"{self._prefix}seq:{worker_id}:{epoch}"
+
+    def seal(self, worker_id: str, epoch: int) -> str:
+        """Returns the key of what a worker has signed of its set of entries."""
+        return f"{self._prefix}seal:{worker_id}:{epoch}"
 
     def parts(self, worker_id: str, epoch: int) -> str:
         """Returns the key of the parts of a worker's unfinished snapshot."""

@@ -15,18 +15,28 @@ from kvstore.index.connection import TIMEOUT_S, RedisConnection, Script, WrongTy
 from kvstore.index.events import ORIGIN, BlockEvent, Cursor, IndexAnswer, IndexOutcome, IndexState, Op, Position, Tier
 from kvstore.index.keys import Keys
 from kvstore.index.protocol import READ_EVENTS
+from kvstore.index.signed import proved_epoch
+from kvstore.index.signed_events import EventAuthor, EventReader, Proof
 from kvstore.index.values import MAX_EPOCH, MAX_SEQ, natural, text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from baton.trust import KeyFile
+
+SNAPSHOT = Script("kvstore.index", "snapshot.lua")
+UNSIGNED = Proof(b"", b"")
 APPLY = Script("kvstore.index", "apply.lua")
 SCAN_COUNT = 5000
 TIER_LETTERS = frozenset(tier.encode() for tier in Tier if tier)
 
 
 class RedisIndex:
-    """A `PrefixIndex` in Redis. Owns `connection`: `close` closes it."""
+    """A `PrefixIndex` in Redis. Owns `connection`: `close` closes it.
+
+    Args:
+        keys: this member's keys; None: nothing is signed, and everything that can be read is believed.
+    """
 
     def __init__(
         self,
@@ -35,13 +45,45 @@ class RedisIndex:
         *,
         blocks_ttl_s: float = 60.0,
         stream_max_events: int = 100_000,
+        keys: KeyFile | None = None,
     ) -> None:
         self._connection = connection
         self._keys = Keys(namespace)
         self._blocks_ttl_ms = int(blocks_ttl_s * 1000)
         self._stream_max_events = stream_max_events
+        self._member = keys
+        self._author: EventAuthor | None = None
+        """Signs for the worker that publishes here; None: nothing is published, or nothing is signed."""
+        self._reader = None if keys is None else EventReader(keys, self._keys.events)
 
     async def apply(self, event: BlockEvent) -> IndexAnswer:
+        if self._member is None:
+            return await self._apply(event, UNSIGNED)
+        worker, epoch = event.worker_id, event.epoch
+        if self._author is None or (self._author.worker_id, self._author.epoch) != (worker, epoch):
+            self._author = EventAuthor(self._member, self._keys.events, worker, epoch)
+        proof, is_applied = self._author.sign(event), False
+        try:
+            answer = await self._apply(event, proof)
+            is_applied = answer.outcome is IndexOutcome.APPLIED
+        except Fenced:
+            claim_key = self._keys.claim(worker)
+            (found,) = await self._connection.pipeline([("GET", claim_key)])
+            if proved_epoch(self._member.keys, claim_key, found) > epoch:
+                raise
+            return IndexAnswer(IndexOutcome.RESYNC, event.seq)  # forged: the lease's next renewal puts it right
+        finally:
+            if not is_applied:
+                self._author.lose()
+        if answer.seq > self._author.highest:
+            keys = self._keys
+            self._connection.note(keys.seq(worker, epoch), f"its worker's latest is {self._author.highest}")
+            owned = (keys.seq(worker, epoch), keys.blocks(worker, epoch), keys.parts(worker, epoch))
+            await self._connection.call("UNLINK", *owned, keys.seal(worker, epoch))
+            return IndexAnswer(answer.outcome, self._author.highest)
+        return answer
+
+    async def _apply(self, event: BlockEvent, proof: Proof) -> IndexAnswer:
         worker, epoch = event.worker_id, event.epoch
         keys = self._keys
         outcome, seq = await self._connection.run(
@@ -53,9 +95,10 @@ class RedisIndex:
                 keys.parts(worker, epoch),
                 keys.events,
                 keys.epoch(worker),
+                keys.seal(worker, epoch),
             ],
             *(worker, epoch, event.seq, event.op, b"".join(event.entries), event.num_keys or len(event.keys)),
-            *(self._blocks_ttl_ms, self._stream_max_events),
+            *(self._blocks_ttl_ms, self._stream_max_events, proof.event, proof.seal),
         )
         if outcome == b"fenced":
             raise Fenced(f"{worker}: epoch {int(seq)} holds the lease, this is epoch {epoch}")
@@ -94,6 +137,8 @@ class RedisIndex:
         return IndexState(boot, owners, _cursor(newest[0][0]) if newest else ORIGIN)
 
     async def snapshot(self, worker_id: str, epoch: int) -> tuple[int, set[bytes]]:
+        if self._reader is not None:
+            return await self._signed_snapshot(self._reader, worker_id, epoch)
         seq_key, blocks = self._keys.seq(worker_id, epoch), self._keys.blocks(worker_id, epoch)
         (found,) = await self._connection.pipeline([("GET", seq_key)])
         seq = self._seq(seq_key, found)  # before the scan: what changes during it is replayed
@@ -112,6 +157,20 @@ class RedisIndex:
             if not int(position):
                 return seq, owned
 
+    async def _signed_snapshot(self, reader: EventReader, worker_id: str, epoch: int) -> tuple[int, set[bytes]]:
+        """Returns the seq and the entries that the worker has signed; no entries if something else lies there."""
+        keys = self._keys
+        blocks = keys.blocks(worker_id, epoch)
+        seal, members = await self._connection.run(SNAPSHOT, [keys.seal(worker_id, epoch), blocks])
+        entries = set(members)
+        try:
+            seq = await reader.proved_set(worker_id, epoch, seal, entries)
+        except ValueError as error:
+            seq = None
+            if members:
+                self._connection.note(blocks, error)
+        return (reader.latest(worker_id, epoch), set()) if seq is None else (seq, entries)
+
     async def read(self, cursor: Cursor, wait_s: float) -> Sequence[tuple[Cursor, BlockEvent | None]]:
         wait_ms = int(min(wait_s, TIMEOUT_S / 2) * 1000)
         block = ("BLOCK", wait_ms) if wait_ms > 0 else ()  # BLOCK 0 would wait for ever
@@ -122,7 +181,11 @@ class RedisIndex:
             self._connection.note(key, found.reason)
             await asyncio.sleep(wait_ms / 1000)  # the next event puts a stream there
             return []
-        return [(_cursor(entry), self._event(fields)) for _, entries in found or () for entry, fields in entries]
+        entries = [(_cursor(entry), fields) for _, entries in found or () for entry, fields in entries]
+        events = [self._event(fields) for _, fields in entries]
+        if self._reader is not None:
+            events = self._proved(self._reader, events, [fields.get(b"s", b"") for _, fields in entries])
+        return [(cursor, event) for (cursor, _), event in zip(entries, events, strict=True)]
 
     async def close(self) -> None:
         await self._connection.close()
@@ -144,6 +207,18 @@ class RedisIndex:
         except ValueError as error:
             self._connection.note(key, error)
             return 0
+
+    def _proved(
+        self, reader: EventReader, events: Sequence[BlockEvent | None], proofs: Sequence[bytes]
+    ) -> list[BlockEvent | None]:
+        """Returns the events, None in place of those that their workers have not signed."""
+        readable = [(event, proof) for event, proof in zip(events, proofs, strict=True) if event is not None]
+        found = iter(reader.proved(readable))
+        are_proved = [event is not None and next(found) for event in events]
+        for event, is_proved in zip(events, are_proved, strict=True):
+            if event is not None and not is_proved:
+                self._connection.note(self._keys.events, f"an event of {event.worker_id} is not signed by a worker")
+        return [event if is_proved else None for event, is_proved in zip(events, are_proved, strict=True)]
 
     def _event(self, fields: dict[bytes, bytes]) -> BlockEvent | None:
         try:

@@ -8,7 +8,8 @@ from kvstore.leases.journal import Noted, RecordEnd, RecordEntry, RecordKey, Rec
 from kvstore.leases.keeper import LeaseKeeper
 from kvstore.leases.memory import MemoryLeases, MemoryRecords
 from kvstore.leases.protocol import LeaseStore
-from kvstore.leases.redis import RedisLeases, RedisRecords
+from kvstore.leases.redis import RedisLeases
+from kvstore.leases.redis_records import RedisRecords
 
 __all__ = [
     "LeaseKeeper",

@@ -3,13 +3,14 @@
 --
 -- KEYS  1 highest epoch  2 lease  3 worker ids  4 boot token
 -- ARGV  1 worker id  2 now, ms  3 lease, ms  4 life of the highest epoch, ms  5 the highest that the caller knows, or ''
+--       6 the highest that can have been given out: a later one is forged
 --
 -- Race: two processes start under one name in the same millisecond, or the clock went back. Read and written in one
 -- step, the two epochs differ, and the later caller has the higher one. Or a worker wakes from a pause while another
 -- process starts under its name: it may only follow itself, or it would fence its successor.
 local holder, highest = epochs(KEYS[2], KEYS[1])
 if ARGV[5] ~= '' and holder > tonumber(ARGV[5]) then return {string.format('%.0f', holder), 0, garbage} end
-if highest >= MAX_EPOCH then highest = 0 end -- forged: nobody could read the next one
+if highest >= tonumber(ARGV[6]) then highest = 0 end
 local epoch = math.max(tonumber(ARGV[2]), highest + 1)
 local text = string.format('%.0f', epoch)
 redis.call('SET', KEYS[1], text, 'PX', ARGV[4])

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 Reader: TypeAlias = Callable[[Any], Any]
 """Converts a JSON value to a field's value; raises ValueError."""
-ADDRESS = re.compile(r"[\w.\-\[\]:%]+:[0-9]{1,5}", re.ASCII)
+ADDRESS = re.compile(
+    r"(?!(?:unix|dns|ipv4|ipv6|vsock|xds):)(?:[\w.-]+|\[[\w.:%]+\]):[0-9]{1,5}", re.ASCII | re.IGNORECASE
+)
+"""HOST:PORT, which gRPC takes for nothing else: a name before the first colon could be a scheme."""
 MAX_BYTES = 2**20
 """Largest JSON text of one value; a worker's is a thousandth of it."""
 MAX_ITEMS = 1000
@@ -71,7 +74,21 @@ def decode_router(info: bytes) -> RouterInfo:
 
 def decode_controller(info: bytes) -> ControllerInfo:
     """Raises ValueError."""
-    return _decode(ControllerInfo, info)
+    controller = _decode(ControllerInfo, info)
+    if not ADDRESS.fullmatch(controller.address):
+        raise ValueError(f"{controller.address!r:.100} is no HOST:PORT")
+    return controller
+
+
+def decode_sizes(found: bytes) -> dict[str, int]:
+    """Decodes the desired sizes of all pools; raises ValueError."""
+    try:
+        sizes = json.loads(found)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if not isinstance(sizes, dict) or not all(type(size) is int and 0 <= size <= MAX_INT32 for size in sizes.values()):
+        raise ValueError("it has no sizes of pools")
+    return sizes
 
 
 def _decode(cls: type[T], packed: bytes) -> T:

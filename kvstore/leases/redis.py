@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from baton.errors import Fenced
+from baton.errors import Fenced, StoreUnavailable
+from baton.trust import Principal
+from baton.trust.proofs import MAX_SKEW_S
 from kvstore.index.connection import RedisConnection, Script, WrongType
 from kvstore.index.keys import Keys
+from kvstore.index.signed import proved_epoch, signed_epoch
 from kvstore.index.values import MAX_EPOCH, natural, text
-from kvstore.leases.codec import decode_controller, decode_router, decode_worker, encode
-from kvstore.leases.journal import choices_of, fields_of
+from kvstore.leases.codec import decode_controller, decode_router, decode_sizes, decode_worker, encode
+from kvstore.leases.signed import SignedRegistry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo, WorkerLoad
-    from kvstore.leases.journal import Noted, RecordEnd, RecordEntry, RecordKey
+    from baton.trust import KeyFile
 
 T = TypeVar("T")
 ACQUIRE = Script("kvstore.leases", "acquire.lua")
 RENEW = Script("kvstore.leases", "renew.lua")
 RELEASE = Script("kvstore.leases", "release.lua")
 PRUNE = Script("kvstore.leases", "prune.lua")
+DISOWN = Script("kvstore.leases", "disown.lua")
+LEASE_FIELDS = ("epoch", "info", "load", "stamp", "signature")
 
 EPOCH_TTL_MS = 24 * 3600 * 1000
 """Lifetime of the highest epoch; after it the clock alone keeps epochs apart."""
 MAX_WORKERS = 1_000_000
 """Largest desired pool size that is read."""
-BATCH = 64
-"""Records in one round trip: packing more of them at once would hold up the tokens of all streams."""
+SIGNED_SIZES = "signed"
+"""Field of the desired sizes that holds all of them, signed."""
 
 
 class RedisLeases:
-    """A `LeaseStore` in Redis. Owns `connection`: `close` closes it. `clock` is wall time in seconds."""
+    """A `LeaseStore` in Redis. Owns `connection`: `close` closes it.
+
+    Args:
+        clock: wall time in seconds.
+        keys: this member's keys; None: nothing is signed, and everything that can be read is believed.
+    """
 
     def __init__(
         self,
@@ -44,36 +55,51 @@ class RedisLeases:
         lease_s: float = 10.0,
         blocks_ttl_s: float = 60.0,
         clock: Callable[[], float] = time.time,
+        keys: KeyFile | None = None,
     ) -> None:
         self._connection = connection
         self._keys = Keys(namespace)
         self._lease_ms = int(lease_s * 1000)
         self._blocks_ttl_ms = int(blocks_ttl_s * 1000)
         self._clock = clock
+        self._member = keys
+        self._signed = None if keys is None else SignedRegistry(keys, lease_s, clock)
+        self._sizes: dict[str, int] = {}
+        """The desired sizes that this process has set."""
 
     async def acquire(self, worker_id: str, after: int | None = None) -> int:
         keys = self._keys
         now_ms = int(self._clock() * 1000)
+        most = MAX_EPOCH
+        if self._member is not None:
+            most = max(now_ms + int(MAX_SKEW_S * 1000), await self._claimed(self._member, worker_id) + 1)
         epoch, is_acquired = await self._connection.run(
             ACQUIRE,
             [keys.epoch(worker_id), keys.lease(worker_id), keys.workers, keys.boot],
-            *(worker_id, now_ms, self._lease_ms, EPOCH_TTL_MS, "" if after is None else after),
+            *(worker_id, now_ms, self._lease_ms, EPOCH_TTL_MS, "" if after is None else after, most),
         )
         if not is_acquired:
-            raise _fenced(worker_id, int(epoch), after)
+            raise await self._overtaken(worker_id, int(epoch), after or 0)
+        if self._member is not None:
+            claim = signed_epoch(self._member.keys, keys.claim(worker_id), int(epoch))
+            await self._connection.call("SET", keys.claim(worker_id), claim, "PX", EPOCH_TTL_MS)
         return int(epoch)
 
     async def renew(self, info: WorkerInfo, load: WorkerLoad) -> bool:
         keys = self._keys
+        texts = encode(info), encode(load)
+        stamp: tuple[int | str, bytes] = ("", b"")
+        if self._signed is not None:
+            stamp = self._signed.lease(keys.lease(info.id), info.epoch, *texts)
         (found,) = await self._connection.run(
             RENEW,
             [keys.epoch(info.id), keys.lease(info.id), keys.workers, keys.boot, *self._owned(info.id, info.epoch)],
-            *(info.id, info.epoch, encode(info), encode(load), self._lease_ms, self._blocks_ttl_ms, EPOCH_TTL_MS),
+            *(info.id, info.epoch, *texts, self._lease_ms, self._blocks_ttl_ms, EPOCH_TTL_MS, *stamp),
         )
         holder = int(found)
         if holder > info.epoch:
-            raise _fenced(info.id, holder, info.epoch)
-        return not holder
+            raise await self._overtaken(info.id, holder, info.epoch)
+        return not holder and (self._signed is None or not self._signed.stamps.is_far_ahead)
 
     async def release(self, worker_id: str, epoch: int) -> None:
         keys = self._keys
@@ -91,7 +117,7 @@ class RedisLeases:
             [
                 command
                 for each in ids
-                for command in (("HMGET", keys.lease(each), "epoch", "info", "load"), ("GET", keys.epoch(each)))
+                for command in (("HMGET", keys.lease(each), *LEASE_FIELDS), ("GET", keys.epoch(each)))
             ]
         )
         workers: dict[str, Worker | None] = {}
@@ -100,18 +126,24 @@ class RedisLeases:
             if epoch is not None:
                 self._read(keys.epoch(worker_id), _epoch, epoch)  # only the owner reads it, and raises Fenced here
             match lease:
-                case [None, None, None]:
+                case [None, None, None, *_]:
                     await self._connection.run(PRUNE, [key, keys.workers], worker_id)
-                case [_, None, None]:
+                case [_, None, None, *_]:
                     pass  # acquired, and not described yet
-                case _:
+                case _ if self._signed is None:
                     workers[worker_id] = next(iter(self._read(key, partial(_leased, worker_id), lease)), None)
+                case _:
+                    workers |= {worker_id: worker for worker in self._read_signed(self._signed, worker_id, lease)}
+        for worker_id, holder in (self._signed.borrowed(workers) if self._signed is not None else {}).items():
+            self._connection.note(keys.lease(worker_id), f"it names the address of {holder}, which lives")
+            workers[worker_id] = None
         return workers
 
     async def announce_router(self, info: RouterInfo) -> None:
+        key = self._keys.router(info.id)
         announced = ("SADD", self._keys.routers, info.id)
         _, listed = await self._connection.pipeline(
-            [("SET", self._keys.router(info.id), encode(info), "PX", self._lease_ms), announced]
+            [("SET", key, self._announcement(key, encode(info)), "PX", self._lease_ms), announced]
         )
         if isinstance(listed, WrongType):
             self._connection.note(self._keys.routers, listed.reason)
@@ -125,26 +157,38 @@ class RedisLeases:
             if info is None:
                 await self._connection.run(PRUNE, [self._keys.router(router_id), self._keys.routers], router_id)
             else:
-                routers += self._read(self._keys.router(router_id), partial(_announced, router_id), info)
+                decode = partial(_announced, router_id)
+                routers += self._read_announced(self._keys.router(router_id), Principal.ROUTER, decode, info)
         return routers
 
     async def announce_controller(self, info: ControllerInfo) -> None:
-        await self._connection.call("SET", self._keys.controller, encode(info), "PX", self._lease_ms)
+        key = self._keys.controller
+        await self._connection.call("SET", key, self._announcement(key, encode(info)), "PX", self._lease_ms)
 
     async def get_controller(self) -> ControllerInfo | None:
-        (found,) = await self._connection.pipeline([("GET", self._keys.controller)])
-        known = [] if found is None else self._read(self._keys.controller, decode_controller, found)
+        key = self._keys.controller
+        (found,) = await self._connection.pipeline([("GET", key)])
+        known = [] if found is None else self._read_announced(key, Principal.CONTROLLER, decode_controller, found)
         return known[0] if known else None
 
     async def set_desired(self, sizes: Mapping[str, int]) -> None:
         if sizes:
-            write = ("HSET", self._keys.desired, *(part for pool, size in sizes.items() for part in (pool, size)))
+            key = self._keys.desired
+            write: tuple[object, ...] = ("HSET", key, *(part for size in sizes.items() for part in size))
+            if self._signed is not None:
+                self._sizes |= sizes
+                write += (SIGNED_SIZES, self._signed.announcement(key, json.dumps(self._sizes)))
             (written,) = await self._connection.pipeline([write])
             if isinstance(written, WrongType):
                 self._connection.note(self._keys.desired, written.reason)
                 await self._connection.pipeline([("UNLINK", self._keys.desired), write])
 
     async def get_desired(self) -> dict[str, int]:
+        if self._signed is not None:
+            key = self._keys.desired
+            (found,) = await self._connection.pipeline([("HGET", key, SIGNED_SIZES)])
+            known = [] if found is None else self._read_announced(key, Principal.CONTROLLER, decode_sizes, found)
+            return known[0] if known else {}
         (sizes,) = await self._connection.pipeline([("HGETALL", self._keys.desired)])
         if isinstance(sizes, WrongType):
             self._connection.note(self._keys.desired, sizes.reason)
@@ -168,13 +212,63 @@ class RedisLeases:
             self._connection.note(key, error)
             return []
 
+    def _read_signed(self, signed: SignedRegistry, worker_id: str, lease: Any) -> list[Worker | None]:
+        """Returns the signed lease of a worker that lives as a list of one; None stands for one that cannot be decoded.
+
+        What is not signed, or was replaced before, changes nothing of what was read last.
+        """
+        key = self._keys.lease(worker_id)
+        seen = self._read(key, partial(signed.seen_lease, key), lease)
+        sight = seen[0] if seen else signed.last(key)
+        if sight is None or not signed.is_alive(sight):
+            return []
+        if sight.is_new:
+            sight.value = next(iter(self._read(key, partial(_leased, worker_id), lease)), None)
+        return [sight.value]
+
+    def _read_announced(self, key: str, author: Principal, decode: Callable[[bytes], T], found: Any) -> list[T]:
+        """Returns the decoded value as a list of one; an empty list if it is not to be believed, or cannot be read."""
+        if self._signed is None:
+            return self._read(key, decode, found)
+        is_lasting = key == self._keys.desired
+        seen = self._read(key, partial(self._signed.seen, key, author, must_be_timely=not is_lasting), found)
+        if not seen:
+            last = self._signed.last(key)
+            return last.value if last is not None else []
+        sight, body = seen[0]
+        if sight.is_new:
+            sight.value = self._read(key, decode, body)
+        return sight.value if is_lasting or self._signed.is_alive(sight) else []
+
+    def _announcement(self, key: str, body: str) -> str | bytes:
+        return body if self._signed is None else self._signed.announcement(key, body)
+
+    async def _overtaken(self, worker_id: str, newer: int, own: int) -> Fenced | StoreUnavailable:
+        """Returns the error for a worker whose lease names a newer epoch. One that no worker has signed is removed, and
+        the lease can be had at the next try.
+        """
+        key = self._keys.lease(worker_id)
+        if self._member is not None and await self._claimed(self._member, worker_id) <= own:
+            self._connection.note(key, f"no worker has signed its epoch {newer}")
+            await self._connection.run(DISOWN, [self._keys.epoch(worker_id), key], own)
+            return StoreUnavailable(f"Redis: no worker has signed the epoch {newer} of {worker_id}")
+        return Fenced(f"{worker_id}: epoch {newer} holds the lease, this is epoch {own}")
+
+    async def _claimed(self, member: KeyFile, worker_id: str) -> int:
+        """Returns the highest epoch that a worker has signed of this id; 0 if none is known."""
+        key = self._keys.claim(worker_id)
+        (found,) = await self._connection.pipeline([("GET", key)])
+        return proved_epoch(member.keys, key, found)
+
     def _owned(self, worker_id: str, epoch: int) -> list[str]:
+        """Returns the keys that live and end with the lease of an epoch."""
         keys = self._keys
-        return [keys.seq(worker_id, epoch), keys.blocks(worker_id, epoch), keys.parts(worker_id, epoch)]
-
-
-def _fenced(worker_id: str, newer: int, own: int | None) -> Fenced:
-    return Fenced(f"{worker_id}: epoch {newer} holds the lease, this is epoch {own}")
+        return [
+            keys.seq(worker_id, epoch),
+            keys.blocks(worker_id, epoch),
+            keys.parts(worker_id, epoch),
+            keys.seal(worker_id, epoch),
+        ]
 
 
 def _epoch(found: bytes) -> int:
@@ -184,7 +278,7 @@ def _epoch(found: bytes) -> int:
 
 def _leased(worker_id: str, lease: Sequence[bytes | None]) -> Worker:
     """Decodes a lease; raises ValueError unless it is that worker's."""
-    epoch, info, load = lease
+    epoch, info, load, *_ = lease
     worker = decode_worker(info or b"", load or b"")
     if (worker.info.id, worker.info.epoch) != (worker_id, natural(epoch, MAX_EPOCH)):
         raise ValueError(f"the entry names worker {worker.info.id!r}, epoch {worker.info.epoch}")
@@ -203,53 +297,3 @@ def _size(found: tuple[bytes, bytes]) -> tuple[str, int]:
     """Decodes the desired size of a pool; raises ValueError."""
     pool, size = found
     return text(pool), natural(size, MAX_WORKERS)
-
-
-class RedisRecords:
-    """A `RecordStore` in Redis. Owns `connection`: `close` closes it."""
-
-    def __init__(self, connection: RedisConnection, namespace: str, *, ttl_s: float = 60.0) -> None:
-        self._connection = connection
-        self._keys = Keys(namespace)
-        self._ttl_ms = int(ttl_s * 1000)
-
-    async def write(self, entries: Sequence[RecordEntry], ended: Sequence[RecordEnd]) -> None:
-        for begin in range(0, len(ended), BATCH):
-            await self._connection.pipeline([self._forget(past) for past in ended[begin : begin + BATCH]])
-        for begin in range(0, len(entries), BATCH):
-            batch = entries[begin : begin + BATCH]
-            written = await self._connection.pipeline([command for entry in batch for command in self._add(entry)])
-            for entry, answer in zip(batch, written[::2], strict=True):
-                if isinstance(answer, WrongType):
-                    name = self._name(entry.key)
-                    self._connection.note(name, answer.reason)
-                    await self._connection.pipeline([("UNLINK", name), *self._add(entry)])
-
-    async def read(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
-        name = self._name(key)
-        (found,) = await self._connection.pipeline([("HGETALL", name)])
-        try:
-            if isinstance(found, WrongType):
-                raise ValueError(found.reason)
-            return choices_of(found, digest)
-        except ValueError as error:
-            self._connection.note(name, error)
-            raise
-
-    async def close(self) -> None:
-        await self._connection.close()
-
-    def _add(self, entry: RecordEntry) -> list[tuple[object, ...]]:
-        name = self._name(entry.key)
-        return [
-            ("HSET", name, *(part for field in fields_of(entry).items() for part in field)),
-            ("PEXPIRE", name, self._ttl_ms),
-        ]
-
-    def _forget(self, past: RecordEnd) -> tuple[object, ...]:
-        """Removes fields of records; Redis removes a record without fields."""
-        name = self._name(past.key)
-        return ("UNLINK", name) if past.fields is None else ("HDEL", name, *past.fields)
-
-    def _name(self, key: RecordKey) -> str:
-        return self._keys.record(key.tenant_id, key.request_id)

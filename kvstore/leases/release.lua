@@ -1,10 +1,10 @@
 -- Ends a lease. Returns {1, garbage}, or {0, garbage} when it was not the caller's any more.
 --
--- KEYS  1 lease  2 worker ids  3 seq  4 blocks  5 snapshot parts
+-- KEYS  1 lease  2 worker ids  3 seq  4 blocks  5 snapshot parts  6 seal
 -- ARGV  1 worker id  2 epoch
 --
 -- Race: a worker that shuts down slowly releases after its successor acquired, and would take the successor's lease.
-redis.call('UNLINK', KEYS[3], KEYS[4], KEYS[5])
+redis.call('UNLINK', KEYS[3], KEYS[4], KEYS[5], KEYS[6])
 if not is(KEYS[1], 'hash') or redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[2] then return {0, garbage} end
 redis.call('DEL', KEYS[1])
 if is(KEYS[2], 'set') then redis.call('SREM', KEYS[2], ARGV[1]) end

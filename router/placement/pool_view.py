@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import mode
 
 from baton import wire
 from baton.blocks import GRANULE
 from baton.cluster import Role, Worker, WorkerInfo, WorkerState
-from baton.costs import typical
+from baton.costs import StepCosts, least_of, lifted, typical
 from baton.messages import SequenceSpec
 from router.placement import Candidate, Job, LoadTracker, Prompt, Residence, Turn
 
@@ -83,7 +84,9 @@ class PoolView:
 
     async def update(self, workers: Collection[Worker]) -> None:
         """Takes over the leases; a worker without one is gone."""
-        self._workers = {worker.info.id: worker for worker in sorted(workers, key=lambda worker: worker.info.id)}
+        least = least_of([worker.load.costs for worker in workers])
+        bounded = (_bounded(worker, least) for worker in workers)
+        self._workers = {worker.info.id: worker for worker in sorted(bounded, key=lambda worker: worker.info.id)}
         infos = [worker.info for worker in self._workers.values()]
         lengths = {info.id: min(info.max_model_len, self._longest) for info in infos}
         self._short = self._much_shorter(infos, lengths)
@@ -92,7 +95,7 @@ class PoolView:
         lacking = {info.id: wire.fields_unknown_to(info.known_fields) for info in infos}
         self._lacking = {worker_id: fields for worker_id, fields in lacking.items() if fields}
         self._samplers = tuple(sorted({info.sampler for info in infos}))
-        usual = {role: typical([w.load.costs for w in workers if w.info.role is role]) for role in Role}
+        usual = {role: typical([w.load.costs for w in self._workers.values() if w.info.role is role]) for role in Role}
         known = self._books
         # A lease that is missing once must not make a worker look idle.
         self._books = {incarnation: book for incarnation, book in known.items() if book.is_busy}
@@ -251,6 +254,12 @@ class PoolView:
         finally:
             if book is not None:
                 book.finished(job, self._clock())
+
+
+def _bounded(worker: Worker, least: StepCosts) -> Worker:
+    """The worker with costs that are not believed to be less than the least."""
+    costs = lifted(worker.load.costs, least)
+    return worker if costs is worker.load.costs else replace(worker, load=replace(worker.load, costs=costs))
 
 
 def _upper_median(lengths: Sequence[int]) -> int:

@@ -235,9 +235,11 @@ class Journal:
 
 
 def digest_of(content_id: str, spec: SequenceSpec) -> bytes:
-    """A digest of everything that determines the tokens of a request, but for the choices' index."""
+    """A digest of everything that determines the tokens of a request, but for the choices' index. Who does not know the
+    tenant's cache seed cannot try prompts on it.
+    """
     asked = (content_id, spec.num_prompt_tokens, spec.sampling.asked)
-    digest = hashlib.blake2b(repr(asked).encode(), digest_size=DIGEST_BYTES)
+    digest = hashlib.blake2b(repr(asked).encode(), key=spec.cache_seed, digest_size=DIGEST_BYTES)
     digest.update(array("I", spec.token_ids).tobytes())
     return digest.digest()
 

@@ -193,7 +193,7 @@ class UsageBook:
             async with asyncio.timeout(TIMEOUT_S):
                 while True:
                     found = await self._marks.get(key)
-                    step = change(_decoded(found))
+                    step = change(found.mark)
                     if step.mark is None or await self._marks.swap(key, found, step.mark):
                         return step.record
         except (StoreUnavailable, TimeoutError) as error:
@@ -239,11 +239,3 @@ class UsageBook:
         else:
             self._is_failing = False
             self._instruments.usage_records.add(1, {"outcome": "written"})
-
-
-def _decoded(found: bytes | None) -> UsageMark | None:
-    """Returns a mark; None for what cannot be read, which the next one replaces."""
-    try:
-        return None if found is None else UsageMark.decode(found)
-    except ValueError:
-        return None

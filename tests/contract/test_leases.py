@@ -50,7 +50,7 @@ LOAD = WorkerLoad(
 
 
 def worker_info(worker_id: str, epoch: int) -> WorkerInfo:
-    return builders.worker_info(worker_id, Role.PREFILL, epoch=epoch)
+    return builders.worker_info(worker_id, Role.PREFILL, epoch=epoch, address=f"{worker_id}:1")
 
 
 async def test_a_worker_is_listed_as_it_describes_itself(backend: Backend) -> None:

@@ -125,16 +125,17 @@ async def test_the_last_router_writes_what_is_held_when_it_ends(marks: MarkStore
 
 async def test_marks_change_only_from_what_was_read(marks: MarkStore, backend: Backend) -> None:
     plain, held = UsageMark(digest="d", token="1"), UsageMark(digest="d", token="1", held=CUT)
-    assert await marks.get(KEY) is None
-    assert await marks.swap(KEY, None, held)
-    assert not await marks.swap(KEY, None, plain)
-    assert await marks.get(KEY) == held.encode()
+    none = await marks.get(KEY)
+    assert none.mark is None
+    assert await marks.swap(KEY, none, held)
+    assert not await marks.swap(KEY, none, plain)
+    assert (await marks.get(KEY)).mark == held
     assert await marks.due() == []
     backend.clock.now += HOLD_S
     assert await marks.due() == [KEY]
-    assert await marks.swap(KEY, held.encode(), plain)
+    assert await marks.swap(KEY, await marks.get(KEY), plain)
     assert await marks.due() == []
-    assert await marks.swap(KEY, plain.encode(), held)
+    assert await marks.swap(KEY, await marks.get(KEY), held)
     backend.clock.now += HOLD_S
     await marks.forget_due(KEY)
     assert await marks.due() == []
@@ -144,7 +145,7 @@ async def test_marks_expire(server: RedisServer, namespace: str) -> None:
     backend = server.backend(namespace)
     assert backend.connection
     marks, name = RedisMarks(backend.connection, namespace), Keys(namespace).usage("acme", "r")
-    assert await marks.swap(KEY, None, UsageMark(digest="d", token="1"))
+    assert await marks.swap(KEY, await marks.get(KEY), UsageMark(digest="d", token="1"))
     assert 3_590_000 < await backend.connection.call("PTTL", name) <= 3_600_000
 
 

@@ -16,12 +16,12 @@ import pytest
 
 from baton import wire
 from baton.api import GenerateRequest, Text, TokenIds
-from baton.blocks import content_id
+from baton.blocks import cache_seed, content_id
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
 from baton.sampling import FinishReason
 from deploy.operator.client import Client
-from kvstore.index import RedisConnection
+from kvstore.index import RedisConnection, Seal
 from kvstore.leases import RecordEnd, RecordEntry, RecordKey, RecordPart, RedisRecords
 from router.admission.tenants import DEFAULT_TENANT
 from router.request.moderation import REPLAY_TOKENS
@@ -189,6 +189,9 @@ def digest_in(fleet: Fleet, request: GenerateRequest) -> bytes:
         top_p=sampling["top_p"],
         seed=sampling["seed"],
         ignore_eos=True,
+        cache_seed=cache_seed(
+            content_id(fleet.config.model.revision), ROUTER.cache_secret.encode(), DEFAULT_TENANT.scope
+        ),
     )
     return digest_of(content_id(fleet.config.model.revision), spec)
 
@@ -204,7 +207,8 @@ def with_records(fleet: Fleet, work: Callable[[RedisRecords], Coroutine[None, No
     """Does something with the records that routers share."""
 
     async def run() -> T:
-        records = RedisRecords(RedisConnection(fleet.redis.url), content_id(fleet.config.model.revision))
+        seal = Seal(ROUTER.cache_secret)
+        records = RedisRecords(RedisConnection(fleet.redis.url), content_id(fleet.config.model.revision), seal=seal)
         try:
             return await work(records)
         finally:

@@ -1,0 +1,176 @@
+"""Values in Redis that name their author: signed by a member of the cluster, and never older than what was read before.
+
+A reader remembers the latest value that it has believed of each key. A value counts if the right member has signed its
+bytes, its rank is above the remembered one, and its stamp is near the present; and for as long as the next one follows
+within a lease. So an altered, borrowed or repeated value brings nothing. Bytes that have not changed are not verified
+again.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from baton.trust import Principal
+from baton.trust.keys import SIGNATURE_BYTES
+from baton.trust.proofs import MAX_SKEW_S
+from kvstore.index.values import MAX_EPOCH
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.trust import KeyFile, KeyRing
+
+REMEMBERED_S = 4 * MAX_SKEW_S
+"""How long a reader remembers a value that counts no more. After that an older one is refused for its stamp."""
+
+
+def packed(*parts: bytes | str | int) -> bytes:
+    """Returns parts as one message: each with its length before it, so that no two lists of parts give the same."""
+    encoded = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
+    return b"".join(len(part).to_bytes(4, "little") + part for part in encoded)
+
+
+_CLAIM = struct.Struct(f"<Q{SIGNATURE_BYTES}s")
+
+
+def signed_epoch(keys: KeyRing, name: str, epoch: int) -> bytes:
+    """Returns what a worker writes under that name to prove that the epoch is a worker's."""
+    return _CLAIM.pack(epoch, keys.sign("epoch", packed(name, epoch)))
+
+
+def proved_epoch(keys: KeyRing, name: str, found: object) -> int:
+    """Returns the epoch that a worker has signed; 0 if what was found under the name is no such value."""
+    if not isinstance(found, bytes) or len(found) != _CLAIM.size:
+        return 0
+    epoch, signature = _CLAIM.unpack(found)
+    is_signed = epoch <= MAX_EPOCH and keys.verify("epoch", Principal.WORKER, packed(name, epoch), signature)
+    return int(epoch) if is_signed else 0
+
+
+class Claim(NamedTuple):
+    """A value as it was found, with what is to prove it."""
+
+    epoch: int
+    """Epoch of the worker that it is of; 0 for the values of others."""
+    stamp: int
+    """Time of writing in ms since 1970, by the author's clock; it rises with each writing."""
+    message: bytes
+    """All that is signed, the epoch and the stamp included."""
+    signature: bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class Sight:
+    """The latest value that was believed of a key."""
+
+    claim: Claim
+    heard_s: float
+    """When it was read first, in monotonic seconds."""
+    first_stamp: int
+    """The first stamp of its epoch that was read, and when: what later stamps are measured by, too."""
+    first_s: float
+    value: Any = None
+    """The decoded value; the caller sets it when `SightBook.see` returns a new sight."""
+    is_new: bool = True
+
+
+class SightBook:
+    """The sights of one reader. For one thread.
+
+    Args:
+        lease_s: time for which a value counts after it was read first.
+        wall_s: wall time in seconds.
+        monotonic_s: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        keys: KeyFile,
+        lease_s: float,
+        wall_s: Callable[[], float] = time.time,
+        monotonic_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._keys = keys
+        self._lease_s = lease_s
+        self._wall_s = wall_s
+        self._monotonic_s = monotonic_s
+        self._sights: dict[str, Sight] = {}
+
+    def see(self, key: str, author: Principal, claim: Claim, *, must_be_timely: bool = True) -> Sight:
+        """Returns the sight of a value.
+
+        Args:
+            must_be_timely: whether a value that was written long ago is none.
+
+        Raises:
+            ValueError: the value is not the author's, or was replaced by its author before.
+        """
+        now_s = self._monotonic_s()
+        last = self._sights.get(key)
+        if last is not None and must_be_timely and now_s - last.heard_s > REMEMBERED_S:
+            last = None
+        if last is not None and last.claim == claim:
+            last.is_new = False
+            return last
+        if not self._keys.keys.verify("value", author, claim.message, claim.signature):
+            raise ValueError(f"it is not signed by a {author} of this cluster")
+        if last is not None and claim[:2] <= last.claim[:2]:
+            raise ValueError("it is older than what was read there before")
+        same_epoch = last if last is not None and last.claim.epoch == claim.epoch else None
+        if must_be_timely:
+            self._check_time(claim.stamp, same_epoch, now_s)
+        self._sights[key] = sight = Sight(
+            claim=claim,
+            heard_s=now_s,
+            first_stamp=same_epoch.first_stamp if same_epoch else claim.stamp,
+            first_s=same_epoch.first_s if same_epoch else now_s,
+        )
+        return sight
+
+    def last(self, key: str) -> Sight | None:
+        """Returns what was believed of a key last, if it still counts."""
+        sight = self._sights.get(key)
+        return sight if sight is not None and self.is_alive(sight) else None
+
+    def is_alive(self, sight: Sight) -> bool:
+        """Whether the value was read first within the length of a lease."""
+        return self._monotonic_s() - sight.heard_s <= self._lease_s
+
+    def _check_time(self, stamp: int, before: Sight | None, now_s: float) -> None:
+        """Raises ValueError: the stamp is far from now, by this machine's clock and by the time since the first one.
+
+        The second measure is there for a clock that is set while the cluster runs.
+        """
+        ahead_s = stamp / 1e3 - self._wall_s()
+        if abs(ahead_s) <= MAX_SKEW_S:
+            return
+        if before is not None and abs((stamp - before.first_stamp) / 1e3 - (now_s - before.first_s)) <= MAX_SKEW_S:
+            return
+        raise ValueError(
+            f"it was written {ahead_s:+.0f} s from now; the clocks of a cluster's machines may differ by {MAX_SKEW_S:g} s"
+        )
+
+
+class Stamps:
+    """Draws the stamps of what this process writes.
+
+    Args:
+        wall_s: wall time in seconds.
+    """
+
+    def __init__(self, wall_s: Callable[[], float] = time.time) -> None:
+        self._wall_s = wall_s
+        self._last = 0
+
+    def draw(self) -> int:
+        """Returns the time in milliseconds, or the last stamp and one if the clock has been set back."""
+        self._last = max(int(self._wall_s() * 1000), self._last + 1)
+        return self._last
+
+    @property
+    def is_far_ahead(self) -> bool:
+        """Whether the clock has been set back by so much that readers believe no stamp any more: a new epoch helps."""
+        return self._last / 1e3 - self._wall_s() > MAX_SKEW_S

@@ -1,0 +1,222 @@
+"""What a worker signs of its events and of its set, so that nobody else can claim blocks for it.
+
+    link_n  = hash of message_n
+    message = key of the stream, worker, epoch, seq, hash of (op, keys, link of the event before), number of entries in
+              the set after it, their sum
+    proof   = link of the event before (32) | number (8) | sum (32) | signature of the message      in the stream
+    seal    = seq (8) | hash of the change (32) | number (8) | sum (32) | signature of the message   beside the set
+
+An event names the one before by its link, so of several events in a row that were read at once the last one's signature
+proves them all. The same event cannot be applied again, since readers count seqs, nor as another worker's.
+
+A set is too large to be hashed with each event. Its sum is that of its entries' hashes of 4096 bits, modulo 2^4096, which
+can be kept up with what changes: to find other entries with the same sum takes more than 2^100 steps, also by
+generalized birthdays (Wagner 2002).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.trust import Principal
+from baton.trust.keys import SIGNATURE_BYTES
+from kvstore.index.events import BlockEvent, Op
+from kvstore.index.signed import packed
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from baton.trust import KeyFile
+
+HASH_BYTES = 32
+NO_LINK = bytes(HASH_BYTES)
+_SUM_BYTES = 512
+_SUM_MODULUS = 1 << (8 * _SUM_BYTES)
+_UNKNOWN = -1
+"""Number of entries where the worker does not know what its set holds."""
+_PROOF = struct.Struct(f"<{HASH_BYTES}sq{HASH_BYTES}s{SIGNATURE_BYTES}s")
+_SEAL = struct.Struct(f"<Q{HASH_BYTES}sq{HASH_BYTES}s{SIGNATURE_BYTES}s")
+SLICE = 500
+"""Entries that are summed before others run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What is stored with an event."""
+
+    event: bytes
+    """For the stream."""
+    seal: bytes
+    """For the key beside the set."""
+
+
+class EventAuthor:
+    """Signs the events of one epoch of one worker, and keeps count of the set.
+
+    Args:
+        stream: the key of the stream.
+    """
+
+    def __init__(self, keys: KeyFile, stream: str, worker_id: str, epoch: int) -> None:
+        self.worker_id = worker_id
+        self.epoch = epoch
+        self._keys = keys
+        self._stream = stream
+        self._link = NO_LINK
+        self.highest = 0
+        """The highest seq that was signed."""
+        self._entries: set[bytes] | None = set()
+        """None: an event may be applied or not, and the set is unknown until a snapshot ends."""
+        self._sum = 0
+        self._parts: set[bytes] = set()
+        self._parts_sum = 0
+
+    def sign(self, event: BlockEvent) -> Proof:
+        """Returns the proof of the next event, and counts it as applied."""
+        self._change(event)
+        self.highest = max(self.highest, event.seq)
+        count, digest = _UNKNOWN, NO_LINK
+        if self._entries is not None:
+            count, digest = len(self._entries), _sum_digest(self._sum)
+        change = _change_of(event, self._link)
+        message = _message(self._stream, event.worker_id, event.epoch, event.seq, change, count, digest)
+        signature = self._keys.keys.sign("event", message)
+        proof = _PROOF.pack(self._link, count, digest, signature)
+        self._link = _hash(message)
+        return Proof(proof, _SEAL.pack(event.seq, change, count, digest, signature))
+
+    def lose(self) -> None:
+        """Notes that the latest event was not applied, or perhaps not."""
+        self._entries = None
+
+    def _change(self, event: BlockEvent) -> None:
+        match event.op:
+            case Op.SNAPSHOT_BEGIN:
+                self._parts, self._parts_sum = set(), 0
+            case Op.SNAPSHOT_PART:
+                new = set(event.entries) - self._parts
+                self._parts |= new
+                self._parts_sum += sum(map(_summand, new))
+            case Op.SNAPSHOT_END:
+                self._entries, self._sum = self._parts, self._parts_sum
+                self._parts = set()
+            case _ if self._entries is None:
+                pass
+            case Op.STORED:
+                new = set(event.entries) - self._entries
+                self._entries |= new
+                self._sum += sum(map(_summand, new))
+            case Op.REMOVED:
+                gone = self._entries.intersection(event.entries)
+                self._entries -= gone
+                self._sum -= sum(map(_summand, gone))
+            case Op.CLEARED:
+                self._entries, self._sum = set(), 0
+
+
+class EventReader:
+    """Checks events and sets against what their workers have signed.
+
+    Args:
+        stream: the key of the stream.
+    """
+
+    def __init__(self, keys: KeyFile, stream: str) -> None:
+        self._keys = keys
+        self._stream = stream
+        self._latest: dict[str, tuple[int, int]] = {}
+        """Epoch and seq of the latest event of each worker that was proved."""
+
+    def proved(self, events: Sequence[tuple[BlockEvent, bytes]]) -> list[bool]:
+        """Returns which events, each with its proof, are their workers'. One signature is verified for those of a worker
+        that follow each other.
+        """
+        links: dict[tuple[str, int], bytes] = {}
+        found = []
+        for event, proof in reversed(events):
+            who = (event.worker_id, event.epoch)
+            link = self._link_of(event, proof, links.get(who))
+            if link is not None:
+                links[who] = link
+                self._note(event.worker_id, event.epoch, event.seq)
+            found.append(link is not None)
+        return found[::-1]
+
+    async def proved_set(self, worker_id: str, epoch: int, seal: bytes, entries: Collection[bytes]) -> int | None:
+        """Returns the seq as of which the entries are the worker's set; None: it does not know its set.
+
+        Raises:
+            ValueError: the entries are not what the worker has signed last.
+        """
+        if len(seal) != _SEAL.size:
+            raise ValueError("nothing is signed of it")
+        seq, change, count, digest, signature = _SEAL.unpack(seal)
+        message = _message(self._stream, worker_id, epoch, seq, change, count, digest)
+        if not self._keys.keys.verify("event", Principal.WORKER, message, signature):
+            raise ValueError("it is not signed by a worker of this cluster")
+        if (epoch, seq) < self._latest.get(worker_id, (0, 0)):
+            raise ValueError("it is older than what was read before")
+        self._note(worker_id, epoch, seq)
+        if count == _UNKNOWN:
+            return None
+        if count != len(entries) or digest != _sum_digest(await _sum_of(entries)):
+            raise ValueError("its entries are others than its worker has signed")
+        return seq
+
+    def latest(self, worker_id: str, epoch: int) -> int:
+        """Returns the seq of the latest event of a worker's epoch that was proved; 0 if there is none."""
+        known = self._latest.get(worker_id)
+        return known[1] if known is not None and known[0] == epoch else 0
+
+    def _link_of(self, event: BlockEvent, proof: bytes, expected: bytes | None) -> bytes | None:
+        """Returns the link to the event before, if this one is its worker's.
+
+        Args:
+            expected: the link of this event, as a later one names it.
+        """
+        if len(proof) != _PROOF.size:
+            return None
+        before, count, digest, signature = _PROOF.unpack(proof)
+        change = _change_of(event, before)
+        message = _message(self._stream, event.worker_id, event.epoch, event.seq, change, count, digest)
+        if expected is not None and _hash(message) == expected:
+            return bytes(before)
+        is_signed = self._keys.keys.verify("event", Principal.WORKER, message, signature)
+        return bytes(before) if is_signed else None
+
+    def _note(self, worker_id: str, epoch: int, seq: int) -> None:
+        self._latest[worker_id] = max(self._latest.get(worker_id, (0, 0)), (epoch, seq))
+
+
+def _change_of(event: BlockEvent, link: bytes) -> bytes:
+    entries = b"".join(event.entries)
+    return _hash(packed(event.op, event.num_keys or len(event.keys), event.tier, entries, link))
+
+
+def _message(stream: str, worker_id: str, epoch: int, seq: int, change: bytes, count: int, digest: bytes) -> bytes:
+    return packed(stream, worker_id, epoch, seq, change, count, digest)
+
+
+def _hash(message: bytes) -> bytes:
+    return hashlib.blake2b(message, digest_size=HASH_BYTES).digest()
+
+
+def _summand(entry: bytes) -> int:
+    return int.from_bytes(hashlib.shake_128(entry).digest(_SUM_BYTES), "little")
+
+
+def _sum_digest(total: int) -> bytes:
+    return _hash((total % _SUM_MODULUS).to_bytes(_SUM_BYTES, "little"))
+
+
+async def _sum_of(entries: Iterable[bytes]) -> int:
+    total = 0
+    for number, entry in enumerate(entries, 1):
+        total += _summand(entry)
+        if not number % SLICE:
+            await asyncio.sleep(0)
+    return total

@@ -1,0 +1,93 @@
+"""The records of requests in flight in Redis; `kvstore/index/keys.py` lists the keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.index.connection import RedisConnection, WrongType
+from kvstore.index.keys import Keys
+from kvstore.leases.journal import choices_of, fields_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvstore.index.sealed import Seal
+    from kvstore.leases.journal import Noted, RecordEnd, RecordEntry, RecordKey
+
+BATCH = 64
+"""Records in one round trip: packing more of them at once would hold up the tokens of all streams."""
+
+
+class RedisRecords:
+    """A `RecordStore` in Redis. Owns `connection`: `close` closes it.
+
+    Args:
+        seal: seals what is written; None: it lies open, and everything that can be read is believed.
+    """
+
+    def __init__(
+        self, connection: RedisConnection, namespace: str, *, ttl_s: float = 60.0, seal: Seal | None = None
+    ) -> None:
+        self._connection = connection
+        self._seal = seal
+        self._keys = Keys(namespace)
+        self._ttl_ms = int(ttl_s * 1000)
+
+    async def write(self, entries: Sequence[RecordEntry], ended: Sequence[RecordEnd]) -> None:
+        for begin in range(0, len(ended), BATCH):
+            await self._connection.pipeline([self._forget(past) for past in ended[begin : begin + BATCH]])
+        for begin in range(0, len(entries), BATCH):
+            batch = entries[begin : begin + BATCH]
+            written = await self._connection.pipeline([command for entry in batch for command in self._add(entry)])
+            for entry, answer in zip(batch, written[::2], strict=True):
+                if isinstance(answer, WrongType):
+                    name = self._name(entry.key)
+                    self._connection.note(name, answer.reason)
+                    await self._connection.pipeline([("UNLINK", name), *self._add(entry)])
+
+    async def read(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
+        name = self._name(key)
+        (found,) = await self._connection.pipeline([("HGETALL", name)])
+        try:
+            if isinstance(found, WrongType):
+                raise ValueError(found.reason)
+            return choices_of(self._opened(name, found, digest), digest)
+        except ValueError as error:
+            self._connection.note(name, error)
+            raise
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    def _add(self, entry: RecordEntry) -> list[tuple[object, ...]]:
+        name = self._name(entry.key)
+        return [
+            ("HSET", name, *(part for field in self._closed(name, fields_of(entry)).items() for part in field)),
+            ("PEXPIRE", name, self._ttl_ms),
+        ]
+
+    def _closed(self, name: str, fields: Mapping[bytes, bytes]) -> Mapping[bytes, bytes]:
+        if self._seal is None:
+            return fields
+        return {field: self._seal.close(name, field, value) for field, value in fields.items()}
+
+    def _opened(self, name: str, found: Mapping[bytes, bytes], digest: bytes) -> Mapping[bytes, bytes]:
+        """Returns the fields of a request that a router has sealed."""
+        if self._seal is None:
+            return found
+        opened = {}
+        for field, value in found.items():
+            if field.startswith(digest):
+                try:
+                    opened[field] = self._seal.open(name, field, value)
+                except ValueError as error:
+                    self._connection.note(name, error)
+        return opened
+
+    def _forget(self, past: RecordEnd) -> tuple[object, ...]:
+        """Removes fields of records; Redis removes a record without fields."""
+        name = self._name(past.key)
+        return ("UNLINK", name) if past.fields is None else ("HDEL", name, *past.fields)
+
+    def _name(self, key: RecordKey) -> str:
+        return self._keys.record(key.tenant_id, key.request_id)
