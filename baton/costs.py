@@ -22,9 +22,9 @@ LEAST_SHARE = 8
 ALIKE = 1.25
 """Workers whose steps differ by no more than this factor are of one kind."""
 FASTEST = 8
-"""No worker is believed to be faster than the median by more than this factor: one that reports next to no costs would be
-given everything. The factor spans accelerators that may serve side by side: an H100 (989 TFLOPS of dense bfloat16, 3.35
-TB/s) computes 7.9 times as fast as an A10 (125 TFLOPS, 0.6 TB/s), and reads its memory 5.6 times as fast."""
+"""No worker is believed to be faster than the median by more than this factor: one that reports next to no costs would
+be given everything. The factor spans accelerators that may serve side by side: an H100 (989 TFLOPS of dense bfloat16,
+3.35 TB/s) computes 7.9 times as fast as an A10 (125 TFLOPS, 0.6 TB/s), and reads its memory 5.6 times as fast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +110,8 @@ def typical(costs: Collection[StepCosts]) -> StepCosts:
 
 
 def least_of(costs: Collection[StepCosts]) -> StepCosts:
-    """Returns the least that any worker's costs are taken to be: of each cost the median of the workers that have measured
-    it, over FASTEST; 0 if none has. The upper median, so that one of two workers cannot lower it.
+    """Returns the least that any worker's costs are taken to be: of each cost the median of those who have measured it,
+    over FASTEST; 0 if nobody has. The upper median, so that one of two workers cannot lower it.
     """
     values = {}
     for name in _NAMES:

@@ -1,7 +1,7 @@
 """Values in Redis that only routers may read or write: sealed under a key that they share.
 
-A sealed value is of use under its own name alone: who writes to Redis cannot put it in another one's place, change it, or
-read it. That it is left out, or that an older one of the same name comes back, is not prevented.
+A sealed value is of use under its own name alone: who writes to Redis cannot put it in another one's place, change it,
+or read it. That it is left out, or that an older one of the same name comes back, is not prevented.
 """
 
 from __future__ import annotations

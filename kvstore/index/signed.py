@@ -150,7 +150,8 @@ class SightBook:
         if before is not None and abs((stamp - before.first_stamp) / 1e3 - (now_s - before.first_s)) <= MAX_SKEW_S:
             return
         raise ValueError(
-            f"it was written {ahead_s:+.0f} s from now; the clocks of a cluster's machines may differ by {MAX_SKEW_S:g} s"
+            f"it was written {ahead_s:+.0f} s from now; the clocks of a cluster's machines may differ by "
+            f"{MAX_SKEW_S:g} s"
         )
 
 

@@ -9,8 +9,8 @@
 An event names the one before by its link, so of several events in a row that were read at once the last one's signature
 proves them all. The same event cannot be applied again, since readers count seqs, nor as another worker's.
 
-A set is too large to be hashed with each event. Its sum is that of its entries' hashes of 4096 bits, modulo 2^4096, which
-can be kept up with what changes: to find other entries with the same sum takes more than 2^100 steps, also by
+A set is too large to be hashed with each event. Its sum is that of its entries' hashes of 4096 bits, modulo 2^4096,
+which can be kept up with what changes: to find other entries with the same sum takes more than 2^100 steps, also by
 generalized birthdays (Wagner 2002).
 """
 
@@ -83,7 +83,7 @@ class EventAuthor:
         if self._entries is not None:
             count, digest = len(self._entries), _sum_digest(self._sum)
         change = _change_of(event, self._link)
-        message = _message(self._stream, event.worker_id, event.epoch, event.seq, change, count, digest)
+        message = _message(self._stream, _position(event), change, count, digest)
         signature = self._keys.keys.sign("event", message)
         proof = _PROOF.pack(self._link, count, digest, signature)
         self._link = _hash(message)
@@ -132,8 +132,8 @@ class EventReader:
         """Epoch and seq of the latest event of each worker that was proved."""
 
     def proved(self, events: Sequence[tuple[BlockEvent, bytes]]) -> list[bool]:
-        """Returns which events, each with its proof, are their workers'. One signature is verified for those of a worker
-        that follow each other.
+        """Returns which events, each with its proof, are their workers'. Where several of a worker follow each other, one
+        signature is verified.
         """
         links: dict[tuple[str, int], bytes] = {}
         found = []
@@ -154,8 +154,9 @@ class EventReader:
         """
         if len(seal) != _SEAL.size:
             raise ValueError("nothing is signed of it")
+        seq: int
         seq, change, count, digest, signature = _SEAL.unpack(seal)
-        message = _message(self._stream, worker_id, epoch, seq, change, count, digest)
+        message = _message(self._stream, (worker_id, epoch, seq), change, count, digest)
         if not self._keys.keys.verify("event", Principal.WORKER, message, signature):
             raise ValueError("it is not signed by a worker of this cluster")
         if (epoch, seq) < self._latest.get(worker_id, (0, 0)):
@@ -182,7 +183,7 @@ class EventReader:
             return None
         before, count, digest, signature = _PROOF.unpack(proof)
         change = _change_of(event, before)
-        message = _message(self._stream, event.worker_id, event.epoch, event.seq, change, count, digest)
+        message = _message(self._stream, _position(event), change, count, digest)
         if expected is not None and _hash(message) == expected:
             return bytes(before)
         is_signed = self._keys.keys.verify("event", Principal.WORKER, message, signature)
@@ -197,8 +198,12 @@ def _change_of(event: BlockEvent, link: bytes) -> bytes:
     return _hash(packed(event.op, event.num_keys or len(event.keys), event.tier, entries, link))
 
 
-def _message(stream: str, worker_id: str, epoch: int, seq: int, change: bytes, count: int, digest: bytes) -> bytes:
-    return packed(stream, worker_id, epoch, seq, change, count, digest)
+def _position(event: BlockEvent) -> tuple[str, int, int]:
+    return event.worker_id, event.epoch, event.seq
+
+
+def _message(stream: str, position: tuple[str, int, int], change: bytes, count: int, digest: bytes) -> bytes:
+    return packed(stream, *position, change, count, digest)
 
 
 def _hash(message: bytes) -> bytes:

@@ -2,8 +2,8 @@
 -- garbage}.
 --
 -- KEYS  1 highest epoch  2 lease  3 worker ids  4 boot token
--- ARGV  1 worker id  2 now, ms  3 lease, ms  4 life of the highest epoch, ms  5 the highest that the caller knows, or ''
---       6 the highest that can have been given out: a later one is forged
+-- ARGV  1 worker id  2 the least that the new epoch may be: now, ms  3 lease, ms  4 life of the highest epoch, ms
+--       5 the highest that the caller knows, or ''  6 what no epoch reaches that was given out: this one is forged
 --
 -- Race: two processes start under one name in the same millisecond, or the clock went back. Read and written in one
 -- step, the two epochs differ, and the later caller has the higher one. Or a worker wakes from a pause while another

@@ -69,10 +69,10 @@ class RedisLeases:
 
     async def acquire(self, worker_id: str, after: int | None = None) -> int:
         keys = self._keys
-        now_ms = int(self._clock() * 1000)
-        most = MAX_EPOCH
+        now_ms, most = int(self._clock() * 1000), MAX_EPOCH
         if self._member is not None:
-            most = max(now_ms + int(MAX_SKEW_S * 1000), await self._claimed(self._member, worker_id) + 1)
+            now_ms = max(now_ms, await self._claimed(self._member, worker_id) + 1, (after or 0) + 1)
+            most = now_ms + int(MAX_SKEW_S * 1000)
         epoch, is_acquired = await self._connection.run(
             ACQUIRE,
             [keys.epoch(worker_id), keys.lease(worker_id), keys.workers, keys.boot],
@@ -133,7 +133,8 @@ class RedisLeases:
                 case _ if self._signed is None:
                     workers[worker_id] = next(iter(self._read(key, partial(_leased, worker_id), lease)), None)
                 case _:
-                    workers |= {worker_id: worker for worker in self._read_signed(self._signed, worker_id, lease)}
+                    for worker in self._read_signed(self._signed, worker_id, lease):
+                        workers[worker_id] = worker
         for worker_id, holder in (self._signed.borrowed(workers) if self._signed is not None else {}).items():
             self._connection.note(keys.lease(worker_id), f"it names the address of {holder}, which lives")
             workers[worker_id] = None
@@ -222,7 +223,7 @@ class RedisLeases:
         sight = seen[0] if seen else signed.last(key)
         if sight is None or not signed.is_alive(sight):
             return []
-        if sight.is_new:
+        if seen and sight.is_new:
             sight.value = next(iter(self._read(key, partial(_leased, worker_id), lease)), None)
         return [sight.value]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.contract import redis7
 from tests.support.keys import MemberKeys, keys_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from kvstore.index import PrefixIndex
     from kvstore.leases import LeaseStore
@@ -88,6 +89,18 @@ class AllMembers:
         return getattr(self._leases[self.AUTHORS.get(name, Principal.WORKER)], name)
 
 
+def leases_by(
+    connection: RedisConnection,
+    namespace: str,
+    keys: MemberKeys | None = None,
+    clock: Callable[[], float] = time.time,
+) -> LeaseStore:
+    """Returns the registry as all members write it."""
+    if keys is None:
+        return RedisLeases(connection, namespace, clock=clock)
+    return AllMembers({each: RedisLeases(connection, namespace, clock=clock, keys=keys[each]) for each in keys})
+
+
 @dataclass
 class RedisServer:
     """A server and the connections that tests opened to it."""
@@ -102,14 +115,9 @@ class RedisServer:
         connection = RedisConnection(self.embedded.url)
         self.opened.append(connection)
         worker = None if keys is None else keys[Principal.WORKER]
-        leases: LeaseStore = RedisLeases(connection, namespace, clock=clock)
-        if keys is not None:
-            leases = AllMembers(
-                {each: RedisLeases(connection, namespace, clock=clock, keys=keys[each]) for each in keys}
-            )
         return Backend(
             index=RedisIndex(connection, namespace, stream_max_events=stream_max_events, keys=worker),
-            leases=leases,
+            leases=leases_by(connection, namespace, keys, clock),
             clock=clock,
             namespace=namespace,
             connection=connection,

@@ -120,6 +120,13 @@ def shared(keys: Keys) -> Iterator[Garbage]:
     yield Garbage("boot", "a list", (("DEL", keys.boot), ("RPUSH", keys.boot, "x")))
 
 
+def signed_sizes(keys: Keys) -> Iterator[Garbage]:
+    """In the desired sizes where only what is signed is read."""
+    for how, value in (("empty", ""), ("short", b"\0" * 79), ("not signed", b"\0" * 80 + b'{"decode":9}')):
+        yield Garbage("desired", how, (("HSET", keys.desired, "signed", value),))
+    yield Garbage("desired", "a string", (("DEL", keys.desired), ("SET", keys.desired, "x")))
+
+
 def index_of(keys: Keys, worker: Worker) -> Iterator[Garbage]:
     """In the events, and in what the index holds of a worker that lives."""
     worker_id, epoch = worker.info.id, worker.info.epoch

