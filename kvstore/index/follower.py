@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from kvstore.index.protocol import PrefixIndex
 
 logger = logging.getLogger(__name__)
+GATHER_S = 0.05
+"""Pause after events were read: one read of several costs little more than one of a single event."""
 
 
 class MirrorFollower:
@@ -132,7 +134,9 @@ class MirrorFollower:
 
     async def _read_until(self, deadline: float) -> None:
         while (wait_s := deadline - self._clock()) > 0:
-            await self._read(wait_s)
+            num_read = await self._read(wait_s)
+            if 0 < num_read < READ_EVENTS:
+                await asyncio.sleep(max(0.0, min(GATHER_S, deadline - self._clock())))
 
     async def _read_up_to(self, tip: Cursor) -> None:
         while self._cursor < tip:
