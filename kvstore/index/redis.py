@@ -16,7 +16,7 @@ from kvstore.index.events import ORIGIN, BlockEvent, Cursor, IndexAnswer, IndexO
 from kvstore.index.keys import Keys
 from kvstore.index.protocol import READ_EVENTS
 from kvstore.index.signed import proved_epoch
-from kvstore.index.signed_events import EventAuthor, EventReader, Proof
+from kvstore.index.signed_events import EventAuthor, EventProof, EventReader
 from kvstore.index.values import MAX_EPOCH, MAX_SEQ, natural, text
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from baton.trust import KeyFile
 
 SNAPSHOT = Script("kvstore.index", "snapshot.lua")
-UNSIGNED = Proof(b"", b"")
+UNSIGNED = EventProof(b"", b"")
 APPLY = Script("kvstore.index", "apply.lua")
 SCAN_COUNT = 5000
 TIER_LETTERS = frozenset(tier.encode() for tier in Tier if tier)
@@ -83,7 +83,7 @@ class RedisIndex:
             return IndexAnswer(answer.outcome, self._author.highest)
         return answer
 
-    async def _apply(self, event: BlockEvent, proof: Proof) -> IndexAnswer:
+    async def _apply(self, event: BlockEvent, proof: EventProof) -> IndexAnswer:
         worker, epoch = event.worker_id, event.epoch
         keys = self._keys
         outcome, seq = await self._connection.run(

@@ -33,24 +33,24 @@ def packed(*parts: bytes | str | int) -> bytes:
     return b"".join(len(part).to_bytes(4, "little") + part for part in encoded)
 
 
-_CLAIM = struct.Struct(f"<Q{SIGNATURE_BYTES}s")
+_EPOCH = struct.Struct(f"<Q{SIGNATURE_BYTES}s")
 
 
 def signed_epoch(keys: KeyRing, name: str, epoch: int) -> bytes:
     """Returns what a worker writes under that name to prove that the epoch is a worker's."""
-    return _CLAIM.pack(epoch, keys.sign("epoch", packed(name, epoch)))
+    return _EPOCH.pack(epoch, keys.sign("epoch", packed(name, epoch)))
 
 
 def proved_epoch(keys: KeyRing, name: str, found: object) -> int:
     """Returns the epoch that a worker has signed; 0 if what was found under the name is no such value."""
-    if not isinstance(found, bytes) or len(found) != _CLAIM.size:
+    if not isinstance(found, bytes) or len(found) != _EPOCH.size:
         return 0
-    epoch, signature = _CLAIM.unpack(found)
+    epoch, signature = _EPOCH.unpack(found)
     is_signed = epoch <= MAX_EPOCH and keys.verify("epoch", Principal.WORKER, packed(name, epoch), signature)
     return int(epoch) if is_signed else 0
 
 
-class Claim(NamedTuple):
+class SignedValue(NamedTuple):
     """A value as it was found, with what is to prove it."""
 
     epoch: int
@@ -66,7 +66,7 @@ class Claim(NamedTuple):
 class Sight:
     """The latest value that was believed of a key."""
 
-    claim: Claim
+    found: SignedValue
     heard_s: float
     """When it was read first, in monotonic seconds."""
     first_stamp: int
@@ -99,7 +99,7 @@ class SightBook:
         self._monotonic_s = monotonic_s
         self._sights: dict[str, Sight] = {}
 
-    def see(self, key: str, author: Principal, claim: Claim, *, must_be_timely: bool = True) -> Sight:
+    def see(self, key: str, author: Principal, found: SignedValue, *, must_be_timely: bool = True) -> Sight:
         """Returns the sight of a value.
 
         Args:
@@ -112,20 +112,20 @@ class SightBook:
         last = self._sights.get(key)
         if last is not None and must_be_timely and now_s - last.heard_s > REMEMBERED_S:
             last = None
-        if last is not None and last.claim == claim:
+        if last is not None and last.found == found:
             last.is_new = False
             return last
-        if not self._keys.keys.verify("value", author, claim.message, claim.signature):
+        if not self._keys.keys.verify("value", author, found.message, found.signature):
             raise ValueError(f"it is not signed by a {author} of this cluster")
-        if last is not None and claim[:2] <= last.claim[:2]:
+        if last is not None and found[:2] <= last.found[:2]:
             raise ValueError("it is older than what was read there before")
-        same_epoch = last if last is not None and last.claim.epoch == claim.epoch else None
+        same_epoch = last if last is not None and last.found.epoch == found.epoch else None
         if must_be_timely:
-            self._check_time(claim.stamp, same_epoch, now_s)
+            self._check_time(found.stamp, same_epoch, now_s)
         self._sights[key] = sight = Sight(
-            claim=claim,
+            found=found,
             heard_s=now_s,
-            first_stamp=same_epoch.first_stamp if same_epoch else claim.stamp,
+            first_stamp=same_epoch.first_stamp if same_epoch else found.stamp,
             first_s=same_epoch.first_s if same_epoch else now_s,
         )
         return sight

@@ -45,13 +45,13 @@ SLICE = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class EventProof:
     """What is stored with an event."""
 
     event: bytes
-    """For the stream."""
+    """What the stream holds of it."""
     seal: bytes
-    """For the key beside the set."""
+    """What lies beside the set."""
 
 
 class EventAuthor:
@@ -75,7 +75,7 @@ class EventAuthor:
         self._parts: set[bytes] = set()
         self._parts_sum = 0
 
-    def sign(self, event: BlockEvent) -> Proof:
+    def sign(self, event: BlockEvent) -> EventProof:
         """Returns the proof of the next event, and counts it as applied."""
         self._change(event)
         self.highest = max(self.highest, event.seq)
@@ -87,7 +87,7 @@ class EventAuthor:
         signature = self._keys.keys.sign("event", message)
         proof = _PROOF.pack(self._link, count, digest, signature)
         self._link = _hash(message)
-        return Proof(proof, _SEAL.pack(event.seq, change, count, digest, signature))
+        return EventProof(proof, _SEAL.pack(event.seq, change, count, digest, signature))
 
     def lose(self) -> None:
         """Notes that the latest event was not applied, or perhaps not."""

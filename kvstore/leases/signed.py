@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from baton.trust import Principal
 from baton.trust.keys import SIGNATURE_BYTES
-from kvstore.index.signed import Claim, Sight, SightBook, Stamps, packed
+from kvstore.index.signed import Sight, SightBook, SignedValue, Stamps, packed
 from kvstore.index.values import MAX_EPOCH, MAX_SEQ, natural
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class SignedRegistry:
         Raises:
             ValueError: it is not signed by a worker, or is not the latest.
         """
-        return self._sights.see(key, Principal.WORKER, _lease_claim(key, lease))
+        return self._sights.see(key, Principal.WORKER, _signed_lease(key, lease))
 
     def seen(self, key: str, author: Principal, found: bytes, *, must_be_timely: bool = True) -> tuple[Sight, bytes]:
         """Returns the sight of an announcement, and its body.
@@ -82,8 +82,8 @@ class SignedRegistry:
             raise ValueError(f"it is not signed by a {author} of this cluster")
         stamp, signature = _HEAD.unpack_from(found)
         body = found[_HEAD.size :]
-        claim = Claim(0, stamp, packed(key, stamp, body), signature)
-        return self._sights.see(key, author, claim, must_be_timely=must_be_timely), body
+        value = SignedValue(0, stamp, packed(key, stamp, body), signature)
+        return self._sights.see(key, author, value, must_be_timely=must_be_timely), body
 
     def last(self, key: str) -> Sight | None:
         """Returns what was believed of a key last, if it still counts."""
@@ -117,8 +117,8 @@ def _address(workers: Mapping[str, Worker | None], worker_id: str) -> str | None
     return worker.info.address if worker else None
 
 
-def _lease_claim(key: str, lease: Sequence[bytes | None]) -> Claim:
+def _signed_lease(key: str, lease: Sequence[bytes | None]) -> SignedValue:
     """Raises ValueError: the numbers of the lease are none."""
     epoch, info, load, stamp, signature = lease
     numbers = natural(epoch, MAX_EPOCH), natural(stamp or b"0", MAX_SEQ)
-    return Claim(*numbers, packed(key, *numbers, info or b"", load or b""), signature or b"")
+    return SignedValue(*numbers, packed(key, *numbers, info or b"", load or b""), signature or b"")

@@ -25,7 +25,7 @@ class FoundMark(NamedTuple):
     """A mark as it was read."""
 
     stored: bytes | None = None
-    """Its bytes in the store; None: there are none."""
+    """The bytes in the store; None: there are none."""
     mark: UsageMark | None = None
     """None: there is none, or none that can be read, which the next one replaces."""
 
