@@ -58,6 +58,14 @@ def block_keys(seed: bytes, token_ids: Sequence[int], block_size: int = GRANULE)
     return chain[num_granules - 1 :: num_granules]
 
 
+def prefix_keys(seed: bytes, token_ids: Sequence[int], num_tokens: int) -> list[bytes]:
+    """Keys of the prefix of a sequence that can be pulled from a worker which holds `num_tokens` of it, for each granule.
+
+    The last token never comes from elsewhere: computing it gives the next one.
+    """
+    return block_keys(seed, token_ids[: min(num_tokens, len(token_ids) - 1)])
+
+
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks that hold `num_tokens` tokens."""
     return -(-num_tokens // block_size)

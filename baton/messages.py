@@ -87,6 +87,8 @@ class PrefixSource:
     """Leading prompt tokens it is believed to hold."""
     incarnation: str = ""
     """The worker's incarnation, to which the proof of a call is bound; empty: its release does not announce it."""
+    permit: bytes = b""
+    """The router's signed permit to pull them (`baton.trust.permits`); empty where the cluster has no secret."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -392,4 +394,6 @@ class Pull:
 
     ticket: Ticket
     block_keys: tuple[bytes, ...]
+    permit: bytes = b""
+    """What the router gave with the `PrefixSource`."""
     """Chained keys of the prefix, one for each 16 tokens."""

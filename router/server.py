@@ -190,7 +190,9 @@ def build(config: Config) -> Router:
     usage_book = UsageBook(usage_file, store.marks, instruments, registry.num_routers)
     service = RouterService(
         model,
-        dispatcher=_dispatcher(config, store, pools, client=client, decisions=decisions, instruments=instruments),
+        dispatcher=_dispatcher(
+            config, store, pools, client=client, decisions=decisions, instruments=instruments, keys=keys
+        ),
         limiter=Limiter(config.router.max_in_flight),
         accounts=accounts,
         journal=store.journal,
@@ -278,6 +280,7 @@ def _dispatcher(
     client: WorkerClient,
     decisions: DecisionLog,
     instruments: Instruments,
+    keys: KeyFile | None,
 ) -> Dispatcher:
     return Dispatcher(
         pools=pools,
@@ -286,6 +289,7 @@ def _dispatcher(
         decisions=decisions,
         config=config.router,
         instruments=instruments,
+        keys=keys,
     )
 
 

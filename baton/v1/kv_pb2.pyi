@@ -28,6 +28,9 @@ class PullRequest(_message.Message):
 
     TICKET_FIELD_NUMBER: _builtins.int
     BLOCK_KEYS_FIELD_NUMBER: _builtins.int
+    PERMIT_FIELD_NUMBER: _builtins.int
+    permit: _builtins.bytes
+    """What the router gave with the PrefixSource."""
     @_builtins.property
     def ticket(self) -> _worker_pb2.Ticket: ...
     @_builtins.property
@@ -39,10 +42,11 @@ class PullRequest(_message.Message):
         *,
         ticket: _worker_pb2.Ticket | None = ...,
         block_keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        permit: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_keys", b"block_keys", "permit", b"permit", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,7 +57,8 @@ class KvControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """Makes a worker send what it holds of a prefix to the ticket's worker. Ends when the transfer has ended.
+        """Makes a worker send what it holds of a prefix to the ticket's worker. Ends when the transfer has ended. In a cluster
+        with a secret the permit must cover all that is asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

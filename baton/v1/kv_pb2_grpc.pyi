@@ -37,7 +37,9 @@ class KvControlStub:
     Session: _grpc.StreamStreamMultiCallable[_kv_pb2.SessionRequest, _kv_pb2.SessionResponse]
     """One stream per pair of a sending and a receiving rank. Its end ends every transfer on it."""
     Pull: _grpc.UnaryUnaryMultiCallable[_kv_pb2.PullRequest, _kv_pb2.PullResponse]
-    """Makes a worker send what it holds of a prefix to the ticket's worker. Ends when the transfer has ended."""
+    """Makes a worker send what it holds of a prefix to the ticket's worker. Ends when the transfer has ended. In a cluster
+    with a secret the permit must cover all that is asked for.
+    """
 
 @_typing.type_check_only
 class KvControlAsyncStub(KvControlStub):
@@ -45,7 +47,9 @@ class KvControlAsyncStub(KvControlStub):
     Session: _aio.StreamStreamMultiCallable[_kv_pb2.SessionRequest, _kv_pb2.SessionResponse]  # type: ignore[assignment]
     """One stream per pair of a sending and a receiving rank. Its end ends every transfer on it."""
     Pull: _aio.UnaryUnaryMultiCallable[_kv_pb2.PullRequest, _kv_pb2.PullResponse]  # type: ignore[assignment]
-    """Makes a worker send what it holds of a prefix to the ticket's worker. Ends when the transfer has ended."""
+    """Makes a worker send what it holds of a prefix to the ticket's worker. Ends when the transfer has ended. In a cluster
+    with a secret the permit must cover all that is asked for.
+    """
 
 class KvControlServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -62,6 +66,8 @@ class KvControlServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.PullRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.PullResponse, _abc.Awaitable[_kv_pb2.PullResponse]]:
-        """Makes a worker send what it holds of a prefix to the ticket's worker. Ends when the transfer has ended."""
+        """Makes a worker send what it holds of a prefix to the ticket's worker. Ends when the transfer has ended. In a cluster
+        with a secret the permit must cover all that is asked for.
+        """
 
 def add_KvControlServicer_to_server(servicer: KvControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

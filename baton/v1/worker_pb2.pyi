@@ -592,6 +592,7 @@ class PrefixSource(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    PERMIT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     """host:port of its KvControl service."""
@@ -599,6 +600,8 @@ class PrefixSource(_message.Message):
     """Leading prompt tokens that it is believed to hold."""
     incarnation: _builtins.str
     """The worker's incarnation, to which the proof of a call is bound; empty: its release does not announce it."""
+    permit: _builtins.bytes
+    """The router's signed permit to pull them (baton/trust/permits.py); empty where the cluster has no secret."""
     def __init__(
         self,
         *,
@@ -606,10 +609,11 @@ class PrefixSource(_message.Message):
         address: _builtins.str = ...,
         num_tokens: _builtins.int = ...,
         incarnation: _builtins.str = ...,
+        permit: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "num_tokens", b"num_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "num_tokens", b"num_tokens", "permit", b"permit", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,6 +28,7 @@ from baton.wire.inference import (
 )
 from baton.wire.known_fields import (
     KNOWN_FIELDS,
+    PERMIT_FIELD,
     check_known,
     fields_in,
     fields_unknown_to,
@@ -64,6 +65,7 @@ __all__ = [
     "KNOWN_FIELDS",
     "MAX_COMMANDS",
     "MAX_CONTROL_BYTES",
+    "PERMIT_FIELD",
     "cancel_command",
     "check_known",
     "commands",

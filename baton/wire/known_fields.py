@@ -147,3 +147,5 @@ KNOWN_FIELDS = " ".join(
 )
 """The fields of a router's messages that this release knows, as a worker lists them in its lease:
 "Command:1,2 SequenceSpec:1,2,3"."""
+PERMIT_FIELD = f"PrefixSource.{worker_pb2.PrefixSource.PERMIT_FIELD_NUMBER}"
+"""The one field of a router's messages that is left out for a worker which does not know it."""

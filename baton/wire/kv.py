@@ -80,4 +80,4 @@ def pull_from_pb(message: kv_pb2.PullRequest, max_keys: float = math.inf) -> m.P
     """
     if len(message.block_keys) > max_keys:
         raise TransferRefused(f"{len(message.block_keys)} block keys are asked for; this worker has at most {max_keys}")
-    return m.Pull(ticket_from_pb(message.ticket), tuple(message.block_keys))
+    return m.Pull(ticket_from_pb(message.ticket), tuple(message.block_keys), message.permit)

@@ -50,7 +50,8 @@ class Member:
         self.host = host
         self.config = config
         self.keys = open_keys(config.cluster.secret, Principal.WORKER)
-        """The keys by which it proves to other members who it is; None: the cluster has no secret."""
+        """By which it proves to other members who it is; read again when their file changes. None: the cluster has no
+        secret."""
         self.incarnation = os.urandom(8).hex()
         """Random identity of this process, to which hand-overs and the proofs of calls are bound."""
         self.content_id = content_id(config.kv_identity)

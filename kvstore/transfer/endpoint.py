@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import grpc
 from baton import wire
 from baton.blocks import GRANULE
 from baton.cluster import OpenLinks, TransferCounts
+from baton.trust import Party, check_permit, open_permit
 from baton.v1 import kv_pb2, kv_pb2_grpc
 from kvstore.transfer.device import LOSSES
 from kvstore.transfer.prefix_pull import PrefixPuller
@@ -50,6 +52,8 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         self.receiver = KvReceiver(worker, config)
         self.prefixes = PrefixPuller(worker.worker_id, engine, self.receiver, config.pull_timeout_s)
         self._engine = engine
+        self._keys = worker.keys
+        self._party = Party(worker.worker_id, worker.incarnation)
         self._max_keys = worker.max_tokens // GRANULE
 
     def counts(self) -> TransferCounts:
@@ -124,9 +128,15 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
     async def Pull(  # noqa: N802 - the generated name
         self, request: kv_pb2.PullRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kv_pb2.PullResponse:
-        """Sends the cached part of a prefix to the worker that asks for it."""
+        """Sends the cached part of a prefix to the worker that asks for it, as far as a router's permit goes.
+
+        A cluster without a secret has no permits, and what asks is believed.
+        """
         pull = wire.pull_from_pb(request, max_keys=self._max_keys)
         ticket = pull.ticket
+        if self._keys is not None:
+            permit = open_permit(pull.permit, self._keys.keys)
+            check_permit(permit, self._party, ticket, pull.block_keys, time.time())
         pin = await self._engine.pin_prefix(pull.block_keys)
         try:
             num_tokens = min(len(pin.block_ids[0]) * block_size_of(self.sender.layout, 0), ticket.num_tokens)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from baton import wire
-from baton.blocks import block_keys
+from baton.blocks import prefix_keys
 from baton.engine.core.outputs import Reserved
 from baton.engine.core.sequence import Purpose
 from baton.errors import BatonError, TransferTimeout
-from baton.messages import PrefixSource, Pull, SequenceSpec, Ticket
+from baton.messages import PrefixSource, Pull, SequenceSpec
 from baton.rpc import from_rpc_error
 from baton.rpc.doors import member_metadata
 from baton.tasks import cancel_and_wait
@@ -72,7 +72,8 @@ class PrefixPuller:
         began_s = time.monotonic()
         num_pulled = 0
         try:
-            num_pulled = await self._fetch(prefix, source, arrived_s)
+            keys = tuple(prefix_keys(spec.cache_seed, spec.token_ids, source.num_tokens))
+            num_pulled = await self._fetch(prefix, source, keys, arrived_s)
             self.num_tokens += num_pulled
         except BatonError as error:
             self.num_failed += 1
@@ -81,7 +82,9 @@ class PrefixPuller:
         tracing.record_span("kv.pull", trace, time.monotonic() - began_s, labels)
         return num_pulled
 
-    async def _fetch(self, prefix: SequenceSpec, source: PrefixSource, arrived_s: float) -> int:
+    async def _fetch(
+        self, prefix: SequenceSpec, source: PrefixSource, keys: tuple[bytes, ...], arrived_s: float
+    ) -> int:
         async with self._engine.sequence(prefix, Purpose.RECEIVE, arrived_s) as sequence:
             reserved = await sequence.next()
             assert isinstance(reserved, Reserved)
@@ -91,10 +94,9 @@ class PrefixPuller:
             transfer_id = f"{prefix.sequence_id}/prefix@{self._worker_id}"
             expected, tables = Expected.PREFIX, reserved.block_ids
             ticket = self._receiver.expect(transfer_id, num_tokens, skip_tokens, tables, expected)
-            keys = tuple(block_keys(prefix.cache_seed, prefix.token_ids))
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    arrival = await self._pull(ticket, keys, source)
+                    arrival = await self._pull(Pull(ticket, keys, source.permit), source)
             except TimeoutError:
                 raise TransferTimeout(f"it did not arrive within {self._timeout_s:g} s") from None
             finally:
@@ -104,20 +106,20 @@ class PrefixPuller:
             sequence.adopt(arrival.num_tokens)
             return arrival.num_tokens - skip_tokens
 
-    async def _pull(self, ticket: Ticket, keys: tuple[bytes, ...], source: PrefixSource) -> Arrival | None:
+    async def _pull(self, pull: Pull, source: PrefixSource) -> Arrival | None:
         """Asks the source, and waits for the KV; returns None if the source has no more than is here already."""
         channel = open_channel(source.address)
         try:
             stub: Any = kv_pb2_grpc.KvControlStub(channel)
             proof = member_metadata(self._receiver.keys, "/baton.v1.KvControl/Pull", source.incarnation)
-            asked = asyncio.ensure_future(stub.Pull(wire.pull_to_pb(Pull(ticket, keys)), metadata=proof))
-            arriving = asyncio.create_task(self._receiver.wait_committed(ticket))
+            asked = asyncio.ensure_future(stub.Pull(wire.pull_to_pb(pull), metadata=proof))
+            arriving = asyncio.create_task(self._receiver.wait_committed(pull.ticket))
             try:
                 await asyncio.wait({asked, arriving}, return_when=asyncio.FIRST_COMPLETED)
                 if arriving.done():
                     arriving.result()  # a failure ends the wait for the source, which may be dead
                 response = await asked
-                return await arriving if response.num_tokens > ticket.skip_tokens else None
+                return await arriving if response.num_tokens > pull.ticket.skip_tokens else None
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error, source.worker_id) from error
             finally:

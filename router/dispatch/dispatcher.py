@@ -26,6 +26,7 @@ from baton.errors import InvalidRequest, WorkerDraining, WorkerFailed
 from baton.messages import NewTokens, SequenceSpec
 from baton.tasks import cancel_and_wait
 from baton.telemetry.instruments import Instruments
+from baton.trust import KeyFile
 from router.admission import AnswerHistory, QueueEntry
 from router.dispatch.choice import (
     Assignment,
@@ -64,13 +65,14 @@ class Dispatcher:
         decisions: DecisionLog,
         config: RouterConfig,
         instruments: Instruments,
+        keys: KeyFile | None = None,
     ) -> None:
         self._pools = pools
         self._decisions = decisions
         self._config = config
         self._instruments = instruments
         self._history = AnswerHistory(config.expected_output_floor, config.expected_output_default)
-        self._selector = WorkerSelector(pools=pools, hints=hints, config=config)
+        self._selector = WorkerSelector(pools=pools, hints=hints, config=config, keys=keys)
         self._patience = Patience(instruments)
         self._exchange = Exchange(
             client=client,

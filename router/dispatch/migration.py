@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from baton.cluster import Worker
 from baton.errors import WorkerDraining
-from baton.messages import Decoding, PrefixSource, SequenceSpec
+from baton.messages import Decoding, SequenceSpec
 from baton.telemetry.instruments import Instruments
 from router.dispatch.choice import Assignment, Attempt
 from router.dispatch.selector import WorkerSelector
@@ -75,8 +75,7 @@ class Migration:
 
     async def _pull(self, attempt: Attempt, spec: SequenceSpec, job: Job, worker: Worker, leaving: Worker) -> bool:
         """Has a worker pull the sequence's KV from the leaving one. Returns whether it could."""
-        info = leaving.info
-        source = PrefixSource(info.id, info.address, len(spec.token_ids), info.incarnation)
+        source = self._selector.source(spec, leaving, worker, len(spec.token_ids))
         try:
             with self._pools.decoding(worker, job):
                 async with self._client.fetch(worker, spec, source, trace=attempt.choice.trace) as fetching:

@@ -8,11 +8,12 @@ from dataclasses import replace
 from functools import partial
 
 from baton import wire
-from baton.blocks import block_keys
-from baton.cluster import Role
+from baton.blocks import GRANULE, block_keys, prefix_keys
+from baton.cluster import Role, Worker
 from baton.config import RouterConfig
 from baton.errors import NoWorker, Overloaded, Unsupported
 from baton.messages import PrefixSource, SequenceSpec
+from baton.trust import PERMIT_S, KeyFile, Party, Permit, keys_digest
 from router.dispatch.choice import Assignment, Choice
 from router.placement import Candidate, Mode, Placement, Prediction, PriceFit, Prompt, place
 from router.placement.pool_view import PoolView
@@ -20,13 +21,20 @@ from router.placement.stale_hints import HintTracker
 
 
 class WorkerSelector:
-    """Placement for one router, with its settings and what moving KV costs it."""
+    """Placement for one router, with its settings and what moving KV costs it.
 
-    def __init__(self, *, pools: PoolView, hints: HintTracker, config: RouterConfig) -> None:
+    Args:
+        keys: the router's, which sign permits; None: the cluster has no secret, and a pull needs no permit.
+    """
+
+    def __init__(
+        self, *, pools: PoolView, hints: HintTracker, config: RouterConfig, keys: KeyFile | None = None
+    ) -> None:
         self.pools = pools
         self.hints = hints
         self.prices = PriceFit()
         self._config = config
+        self._keys = keys
 
     def prompt(self, spec: SequenceSpec) -> Prompt:
         """What placement needs to know of a sequence."""
@@ -98,6 +106,30 @@ class WorkerSelector:
             return None
         return placement, prompt
 
+    def source(self, spec: SequenceSpec, source: Worker, puller: Worker, num_tokens: int) -> PrefixSource:
+        """Names to a worker the one from which to pull a prefix, with a permit where the cluster has a secret.
+
+        A puller of a release that does not know permits gets none: a source that wants one refuses it, and the prompt
+        is computed.
+
+        Args:
+            spec: the sequence as the puller gets it.
+            num_tokens: leading tokens that the source is believed to hold.
+        """
+        permit = b""
+        if self._keys is not None and wire.PERMIT_FIELD not in wire.fields_unknown_to(puller.info.known_fields):
+            keys = prefix_keys(spec.cache_seed, spec.token_ids, num_tokens)
+            permit = Permit(
+                puller=Party(puller.info.id, puller.info.incarnation),
+                address=puller.info.address,
+                source=Party(source.info.id, source.info.incarnation),
+                keys=keys_digest(keys),
+                num_tokens=len(keys) * GRANULE,
+                until_s=time.time() + PERMIT_S,
+            ).signed(self._keys.keys)
+        info = source.info
+        return PrefixSource(info.id, info.address, num_tokens, info.incarnation, permit)
+
     def _decider(
         self, choice: Choice, no_sources: Collection[str] = ()
     ) -> Callable[[Prompt, Sequence[Candidate], str], Placement | None]:
@@ -125,8 +157,8 @@ class WorkerSelector:
         pools, source = self.pools, None
         hint = self.hints.note(spec, prompt, pools.get(placement.computes), num_believed)
         if placement.source:
-            holder = pools.get(placement.source).info
-            source = PrefixSource(holder.id, holder.address, placement.source_tokens, holder.incarnation)
+            puller = pools.get(placement.computes)
+            source = self.source(spec, pools.get(placement.source), puller, placement.source_tokens)
         return Assignment(
             placement=placement,
             decode=pools.get(placement.decode_worker),

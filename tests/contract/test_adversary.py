@@ -336,9 +336,9 @@ async def test_routers_and_the_controller_speak_for_themselves_alone(scene: Scen
     await scene.worker.announce_router(me)
     assert await scene.new_reader().list_routers() == [], "a worker's"
 
-    controller = ControllerInfo(7, "h:7")
+    controller = ControllerInfo(pid=7, address="h:7")
     for author in (scene.router, scene.worker):
-        await author.announce_controller(ControllerInfo(8, "evil:7"))
+        await author.announce_controller(ControllerInfo(pid=8, address="evil:7"))
         assert await scene.reader.get_controller() is None
     await scene.controller.announce_controller(controller)
     old = await scene.redis.call("GET", scene.keys.controller)
