@@ -59,7 +59,7 @@ def block_keys(seed: bytes, token_ids: Sequence[int], block_size: int = GRANULE)
 
 
 def prefix_keys(seed: bytes, token_ids: Sequence[int], num_tokens: int) -> list[bytes]:
-    """Keys of the prefix of a sequence that can be pulled from a worker which holds `num_tokens` of it, for each granule.
+    """Keys, one a granule, of the prefix of a sequence that can be pulled from where `num_tokens` of it are cached.
 
     The last token never comes from elsewhere: computing it gives the next one.
     """

@@ -9,6 +9,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from baton.addresses import grpc_target
 from baton.errors import ConfigError
 from baton.rpc.errors import ErrorInterceptor
 
@@ -119,4 +120,4 @@ class RpcServer:
 
 def channel(address: str) -> grpc.aio.Channel:
     """Opens a channel from one member of a cluster to another."""
-    return grpc.aio.insecure_channel(address, options=MEMBER_CHANNEL_OPTIONS)
+    return grpc.aio.insecure_channel(grpc_target(address), options=MEMBER_CHANNEL_OPTIONS)

@@ -24,9 +24,10 @@ from kvstore.leases import LeaseStore
 logger = logging.getLogger(__name__)
 
 SILENT_LEASES = 2
-"""A ready worker without a lease for this many lease durations counts as hanging: it serves nobody, though it runs."""
+"""A ready worker without a lease for this many lease durations counts as hanging: it serves nobody, though it runs. It is
+killed, and started again, unless it answers a health check."""
 GIVEN_UP_LEASES = 8
-"""Lease durations after which a silent worker is killed, and started again."""
+"""Lease durations after which a silent worker is killed though it answers: it may be Redis that it does not reach."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,6 +108,7 @@ class LeaseWatch:
             if silent_s > SILENT_LEASES * lease_s and not worker.is_silent:
                 worker.is_silent = True
                 logger.warning("%s has had no lease for %.0f s: it does not serve, though it runs", worker.id, silent_s)
+                self._lives.give_up_unless_well(worker)
             if silent_s > GIVEN_UP_LEASES * lease_s and not worker.is_given_up and worker.actor:
                 logger.error("%s has had no lease for %.0f s: it is killed", worker.id, silent_s)
                 self._lives.give_up(worker)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cluster import Role
 from baton.config import ClusterConfig
@@ -39,6 +40,8 @@ RESTART_BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0)
 """Waits before the restarts of a worker that repeatedly fails to start, or dies soon after its start."""
 ADOPTION_S = 10.0
 """Longest wait for adopted workers to report themselves ready; those whose node lives do so sooner."""
+HEALTH_S = 5.0
+"""Longest wait for a worker's answer to a health check."""
 RPC_SLACK_S = 10.0
 """Time for a worker's answer beyond the time that the order gave it."""
 GONE_S = 5.0
@@ -148,6 +151,19 @@ class WorkerLives:
         assert worker.actor is not None
         worker.is_given_up = True
         self._send_off(self._kill(worker.actor), f"{worker.id} is killed")
+
+    def give_up_unless_well(self, worker: ManagedWorker) -> None:
+        """Kills a worker that does not even answer a health check, in a task of its own."""
+
+        async def give_up() -> None:
+            actor = worker.actor
+            if await _is_well(worker.address):
+                logger.warning("%s answers: it is left to its streams for now", worker.id)
+            elif worker.actor is actor and worker.is_silent and not worker.is_given_up:
+                logger.error("%s does not answer either: it is killed", worker.id)
+                self.give_up(worker)
+
+        self._send_off(give_up(), f"{worker.id} is asked how it is")
 
     async def change_role(self, worker: ManagedWorker, role: Role) -> None:
         """Has the worker change its role. Raises the worker's own error, or WorkerFailed."""
@@ -295,3 +311,14 @@ class WorkerLives:
         self.due.set()
         async with self.changed:
             self.changed.notify_all()
+
+
+async def _is_well(address: str) -> bool:
+    """Whether the worker at that address answers."""
+    async with channel(address) as link:
+        stub: Any = health_pb2_grpc.HealthStub(link)
+        try:
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_S)
+        except grpc.aio.AioRpcError:
+            return False
+    return True

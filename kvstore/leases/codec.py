@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import typing
 from collections.abc import Callable
 from enum import Enum
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from baton.addresses import is_address
 from baton.blocks import GRANULE
 from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo, WorkerLoad
 from kvstore.index.values import MAX_EPOCH, MAX_SEQ, MAX_TEXT, label
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 Reader: TypeAlias = Callable[[Any], Any]
 """Converts a JSON value to a field's value; raises ValueError."""
-ADDRESS = re.compile(
-    r"(?!(?:unix|dns|ipv4|ipv6|vsock|xds):)(?:[\w.-]+|\[[\w.:%]+\]):[0-9]{1,5}", re.ASCII | re.IGNORECASE
-)
-"""HOST:PORT, which gRPC takes for nothing else: a name before the first colon could be a scheme."""
 MAX_BYTES = 2**20
 """Largest JSON text of one value; a worker's is a thousandth of it."""
 MAX_ITEMS = 1000
@@ -62,7 +58,7 @@ def decode_worker(info: bytes, load: bytes) -> Worker:
     worker = Worker(_decode(WorkerInfo, info), _decode(WorkerLoad, load))
     if worker.info.block_size % GRANULE:
         raise ValueError(f"block_size {worker.info.block_size} is no multiple of {GRANULE}")
-    if not ADDRESS.fullmatch(worker.info.address):
+    if not is_address(worker.info.address):
         raise ValueError(f"{worker.info.address!r:.100} is no HOST:PORT")
     return worker
 
@@ -75,7 +71,7 @@ def decode_router(info: bytes) -> RouterInfo:
 def decode_controller(info: bytes) -> ControllerInfo:
     """Raises ValueError."""
     controller = _decode(ControllerInfo, info)
-    if not ADDRESS.fullmatch(controller.address):
+    if not is_address(controller.address):
         raise ValueError(f"{controller.address!r:.100} is no HOST:PORT")
     return controller
 

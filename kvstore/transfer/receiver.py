@@ -29,7 +29,8 @@ from baton.engine.core.kv_spec import EMPTY_PLACE
 from baton.errors import TransferError, TransferRefused, text_of
 from baton.messages import FromSender, Hello, SessionFailed, Ticket
 from baton.tasks import cancel_and_wait
-from kvstore.transfer.connection.incoming import IncomingConnection
+from kvstore.transfer.connection.control_stream import caller_of
+from kvstore.transfer.connection.incoming import Caller, IncomingConnection
 from kvstore.transfer.connection.reservations import Arrival, Expected, Reservations
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.protocol.layout import AUTO, block_size_of, mismatch
@@ -206,7 +207,7 @@ class KvReceiver:
         handler.add_done_callback(self._handlers.discard)
         requests = _known(request_iterator)
         try:
-            connection = self._welcome(await anext(requests, None))
+            connection = self._welcome(await anext(requests, None), caller_of(context))
         except TransferRefused as error:
             await self._turn_away(request_iterator, context, error)
             return
@@ -227,7 +228,7 @@ class KvReceiver:
                 async for _ in requests:
                     pass
 
-    def _welcome(self, hello: FromSender | None) -> IncomingConnection:
+    def _welcome(self, hello: FromSender | None, host: str) -> IncomingConnection:
         """Opens a connection; raises TransferRefused if the two workers do not fit."""
         here = self._worker
         if not isinstance(hello, Hello):
@@ -262,7 +263,8 @@ class KvReceiver:
                 f"worker {here.worker_id} can use {', '.join(self._usable)}"
             )
         self._num_connections_ever += 1
-        return IncomingConnection(self._num_connections_ever, hello, kind, local, self._reservations)
+        caller = Caller(hello, host)
+        return IncomingConnection(self._num_connections_ever, caller, kind, local, self._reservations)
 
 
 async def _known(request_iterator: Any) -> AsyncIterator[FromSender]:

@@ -220,6 +220,7 @@ class Exchange:
             if isinstance(ticket, Migrate):
                 return WorkerLeaving(assignment.decode)
             assert isinstance(ticket, Ticket)
+            _require_own(ticket, assignment.decode)
             stages.has_room(time.monotonic())
             prefill = held.call(
                 self._client.prefill(assignment.prefill, attempt.spec, ticket, source=assignment.source, trace=trace)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from urllib.parse import unquote
 
 import grpc
 
+from baton.addresses import grpc_target, host_of, is_address
+from baton.errors import TransferRefused
 from baton.messages import FromReceiver, FromSender, Ping, Rendezvous
 from baton.rpc.doors import member_metadata
 from baton.rpc.server import MEMBER_CHANNEL_OPTIONS
@@ -43,8 +46,23 @@ def open_channel(address: str) -> grpc.aio.Channel:
     """Opens a channel with a TCP connection of its own, so that a peer's death is seen on it at once.
 
     The control stream shows whether a peer is alive: transports notice its death late, or never.
+
+    Raises:
+        TransferRefused: the address is not `host:port`.
     """
-    return grpc.aio.insecure_channel(address, options=OPTIONS)
+    if not is_address(address):
+        raise TransferRefused(f"{address!r:.100} is no host:port: no KV comes from there or goes there")
+    return grpc.aio.insecure_channel(grpc_target(address), options=OPTIONS)
+
+
+def caller_of(context: Any) -> str:
+    """Returns the IP address from which a call comes; "" if it comes over something else than TCP.
+
+    Args:
+        context: the call's, whose peer is written `ipv4:10.0.0.1:5` or `ipv6:%5B::1%5D:5`.
+    """
+    family, _, address = unquote(context.peer()).partition(":")
+    return host_of(address) if family in ("ipv4", "ipv6") else ""
 
 
 def open_session(channel: grpc.aio.Channel, peer: Peer, requests: AsyncIterator[Any], keys: KeyFile | None) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A sender that has begun a control stream."""
+
+    hello: Hello
+    host: str
+    """The IP address from which the stream comes: the transport connects to no other."""
+
+
 class IncomingConnection:
     """The receiving end of a connection. For one event loop.
 
@@ -56,8 +66,9 @@ class IncomingConnection:
     """
 
     def __init__(
-        self, number: int, hello: Hello, transport_kind: str, local: LocalRank, reservations: Reservations
+        self, number: int, caller: Caller, transport_kind: str, local: LocalRank, reservations: Reservations
     ) -> None:
+        hello = caller.hello
         self.number = number
         self.failure: TransferError | None = None
         self.transport_kind = transport_kind
@@ -65,6 +76,7 @@ class IncomingConnection:
         self._config = config = reservations.config
         self._peer_id = hello.worker_id
         self._local = local
+        self._peer_host = caller.host
         self._loop = asyncio.get_running_loop()
         self._ended = False
         self._stream: ControlStream[FromReceiver] = ControlStream(hello.worker_id, config, self._loop.time())
@@ -171,7 +183,8 @@ class IncomingConnection:
     # -- the transport -----------------------------------------------------------------------------------------------
 
     def _open_transport(self, kind: str) -> ReceivingTransport:
-        return open_receiver(kind, self._local.end(kind, self._stream.rendezvous, self._config))
+        end = self._local.end(kind, self._stream.rendezvous, self._config, self._peer_host)
+        return open_receiver(kind, end)
 
     def _on_transport(self, error: TransferError | None) -> None:
         if error is None:

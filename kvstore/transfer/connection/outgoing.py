@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from baton import wire
+from baton.addresses import host_of
 from baton.errors import BatonError, TransferError, TransferRefused, WorkerFailed, transfer_error_of
 from baton.messages import (
     AbortAck,
@@ -271,8 +272,7 @@ class OutgoingConnection:
         except TransferError as error:
             self.lose(error)
         except grpc.aio.AioRpcError as error:
-            text = error.details() or error.code().name
-            self.lose(WorkerFailed(f"worker {self.peer.worker_id} is gone: {text}"))
+            self.lose(WorkerFailed(f"worker {self.peer.worker_id} is gone: {error.details() or error.code().name}"))
         except asyncio.CancelledError:  # by the call's own cancel, in `lose`
             if self.failure is None:
                 raise
@@ -362,9 +362,9 @@ class OutgoingConnection:
         self._thread.watch(self._on_transport)
 
     def _open_transport(self, kind: str) -> SendingTransport:
-        transport = open_sender(kind, self._local.end(kind, self._stream.rendezvous, self._config))
-        is_faulty, gpu = self._faults.on_transport, self._local.gpu
-        return FaultyTransport(transport, self._faults, gpu=gpu) if is_faulty else transport
+        end = self._local.end(kind, self._stream.rendezvous, self._config, host_of(self.peer.address))
+        transport, faults = open_sender(kind, end), self._faults
+        return FaultyTransport(transport, faults, gpu=self._local.gpu) if faults.on_transport else transport
 
     def _on_transport(self, error: TransferError | None) -> None:
         if error is None:

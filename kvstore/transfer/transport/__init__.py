@@ -14,6 +14,7 @@ __all__ = [
     "ipc",
     "nccl",
     "nccl_env",
+    "nccl_id",
     "nccl_log",
     "nccl_turns",
     "packets",

@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from baton.addresses import IpAddress, ip_address
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -102,6 +104,22 @@ class ReceivingTransport(Transport, Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class FarSide:
+    """The peer, as this side knows it from elsewhere than the rendezvous."""
+
+    rank: int
+    addresses: frozenset[IpAddress]
+    """Where it is: to nothing else does this side connect."""
+
+    def is_at(self, address: str) -> bool:
+        """Whether the peer is at this IP address; False also where it is none."""
+        try:
+            return ip_address(address) in self.addresses
+        except ValueError:
+            return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportEnd:
     """What one side of a transport is opened with."""
@@ -110,6 +128,8 @@ class TransportEnd:
     """The keys that the two sides exchange while they open the transport."""
     host: str
     """This side's address, for the kinds that listen on it."""
+    peer_host: str
+    """The peer's host: the one that its ticket, permit or lease names, or from which its control stream has come."""
     staging: StagingPool
     """Slots on the kind's staging device. A sender over shm takes only their size from it and has memory of its own."""
     max_slots: int
@@ -141,8 +161,8 @@ class TransportKind:
 
     open_sender: Callable[[TransportEnd], SendingTransport]
     open_receiver: Callable[[TransportEnd], ReceivingTransport]
-    is_well_formed: Callable[[int, str, bytes], bool]
-    """Whether the side of a rank (first argument) sets this key to this value during the rendezvous."""
+    is_well_formed: Callable[[FarSide, str, bytes], bool]
+    """Whether the peer sets this key to this value during the rendezvous: it has the form, and names no other host."""
     is_usable: Callable[[Sequence[torch.device]], bool]
     """Whether a worker with caches on these devices, one a rank, can use it."""
     needs_one_host: bool = False

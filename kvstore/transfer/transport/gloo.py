@@ -9,7 +9,6 @@ torch 2.13.
 from __future__ import annotations
 
 import functools
-import socket
 import struct
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,8 @@ import torch.distributed as dist
 
 from baton.errors import TransferError, TransferTimeout
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
-from kvstore.transfer.transport.base import RECEIVER, SENDER, TransportEnd, TransportKind
+from kvstore.transfer.transport.base import RECEIVER, SENDER, FarSide, TransportEnd, TransportKind
+from kvstore.transfer.transport.socket_end import is_of_peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 _SIGNALS, _CHUNKS = 0, 1
 """Tags of the two kinds of messages."""
 _NAME = struct.Struct("@N")
-_ADDRESS = struct.Struct("@NHH124xnnn")
-"""What gloo publishes of one side: the length of its host's name, the name; the length of the address, which is family,
-port and the rest of a sockaddr_storage, and -1; and the numbers of its two ends, one of them to itself."""
+_ADDRESS = struct.Struct("@N128xnnn")
+"""What gloo publishes of one side: the length of its host's name, the name; the length of the address, which is a
+sockaddr_storage, and -1; and the numbers of its two ends, one of them to itself."""
 _ADDRESS_BYTES = 136
 _MAX_NAME_BYTES = 255
 
 
-def is_well_formed(peer: int, key: str, value: bytes) -> bool:
-    """Whether the side of rank `peer` sets this key to this value while it opens; gloo trusts every length in it."""
-    if key != f"0/{peer}" or len(value) < _NAME.size:
+def is_well_formed(peer: FarSide, key: str, value: bytes) -> bool:
+    """Whether the peer sets this key to this value while it opens; gloo trusts every length in it, and the address."""
+    if key != f"0/{peer.rank}" or len(value) < _NAME.size:
         return False
     (num_name_bytes,) = _NAME.unpack_from(value)
     if num_name_bytes > _MAX_NAME_BYTES or len(value) != _NAME.size + num_name_bytes + _ADDRESS.size:
         return False
-    size, family, port, none, *ends = _ADDRESS.unpack_from(value, _NAME.size + num_name_bytes)
-    is_address = size == _ADDRESS_BYTES and family in (socket.AF_INET, socket.AF_INET6) and port and none == -1
-    return bool(is_address and min(ends) >= 0)
+    size, none, *ends = _ADDRESS.unpack_from(value, _NAME.size + num_name_bytes)
+    is_address = size == _ADDRESS_BYTES and none == -1 and min(ends) >= 0
+    return is_address and is_of_peer(peer, value, _NAME.size + num_name_bytes + _NAME.size)
 
 
 class GlooTransport:
@@ -123,7 +123,7 @@ class _GlooOperation:
 @functools.cache
 def _device(host: str) -> Any:
     """The listening socket and the thread of all pairs of this process, which then need one descriptor each."""
-    return dist.ProcessGroupGloo.create_device(hostname=host)
+    return dist.ProcessGroupGloo.create_device(hostname=host.strip("[]"))
 
 
 KIND = TransportKind(

@@ -19,8 +19,9 @@ from baton.errors import TransferError, TransferTimeout
 from kvstore.transfer.device import gpu_of
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES, payload_bytes
 from kvstore.transfer.transport import tcp
-from kvstore.transfer.transport.base import RECEIVER, SENDER, TransportEnd, TransportKind
+from kvstore.transfer.transport.base import RECEIVER, SENDER, FarSide, TransportEnd, TransportKind
 from kvstore.transfer.transport.nccl_env import require_environment
+from kvstore.transfer.transport.nccl_id import is_id_of
 from kvstore.transfer.transport.nccl_log import UNKNOWN, carrier_since, length_of, nccl_log
 from kvstore.transfer.transport.nccl_turns import DeviceTurns, OpeningLimits
 from kvstore.transfer.transport.streams import streams_of
@@ -42,12 +43,11 @@ _MAX_CTAS = 4
 _POSTED = b"baton: posted".ljust(HEADER_BYTES, b"\0")
 """The receiver's signal that its half of a chunk may begin. The sender's is the chunk's header."""
 _OUT_OF_STEP = "the nccl transport is out of step: another message came than the one announced"
-_ID_BYTES = 128
 _TURNS: dict[torch.device, DeviceTurns] = {}
 
 
-def is_well_formed(peer: int, key: str, value: bytes) -> bool:
-    """Whether the side of rank `peer` sets this key to this value while it opens.
+def is_well_formed(peer: FarSide, key: str, value: bytes) -> bool:
+    """Whether the peer sets this key to this value while it opens.
 
     torch reads by length what it keeps in the store itself, except for the communicator's id.
     """
@@ -55,9 +55,9 @@ def is_well_formed(peer: int, key: str, value: bytes) -> bool:
     if where == "signals":
         return tcp.is_well_formed(peer, rest, value)
     if where == "nccl":
-        form = {f"device/{peer}": rb"[0-9a-f]{32}", f"turn/{peer}": b"taken"}.get(rest)
+        form = {f"device/{peer.rank}": rb"[0-9a-f]{32}", f"turn/{peer.rank}": b"taken"}.get(rest)
         return form is not None and re.fullmatch(form, value) is not None
-    return key != "0" or (peer == SENDER and len(value) == _ID_BYTES)
+    return key != "0" or (peer.rank == SENDER and is_id_of(peer, value))
 
 
 class NcclTransport:

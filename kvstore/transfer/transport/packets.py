@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from baton.errors import TransferError, TransferTimeout
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
-from kvstore.transfer.transport.base import RECEIVER, SENDER
+from kvstore.transfer.transport.base import RECEIVER, SENDER, FarSide
 from kvstore.transfer.transport.socket_end import SENT, SocketEnd
 
 if TYPE_CHECKING:
@@ -45,15 +45,15 @@ _CREDENTIALS = struct.Struct("3i")
 """pid, uid, gid."""
 
 
-def well_formed(kind: str) -> Callable[[int, str, bytes], bool]:
-    """Returns whether the side of a rank sets a key to a value while it opens a transport of a kind."""
+def well_formed(kind: str) -> Callable[[FarSide, str, bytes], bool]:
+    """Returns whether a peer sets a key to a value while it opens a transport of a kind."""
     return partial(_is_well_formed, kind)
 
 
-def _is_well_formed(kind: str, peer: int, key: str, value: bytes) -> bool:
-    if (peer, key) == (SENDER, kind):
+def _is_well_formed(kind: str, peer: FarSide, key: str, value: bytes) -> bool:
+    if (peer.rank, key) == (SENDER, kind):
         return _NAME_FORM.fullmatch(value) is not None
-    return (peer, key, value) == (RECEIVER, f"{kind}/joined", b"")
+    return (peer.rank, key, value) == (RECEIVER, f"{kind}/joined", b"")
 
 
 class PacketEnd(SocketEnd):

@@ -94,7 +94,8 @@ class RendezvousStore(Store):
         is_known = key in self._values or len(self._values) < _MAX_KEYS
         if not (is_known and _is_small(key, value) and self._is_well_formed(key, value)):
             self._fail(
-                f"the peer sent {len(value)} bytes as {key[:40]!r}, which no such transport sends while it opens"
+                f"the peer sent {len(value)} bytes as {key[:40]!r}, which no such transport sends while it opens, or "
+                "they name another host than the peer's"
             )
 
     def _fail(self, why: str) -> None:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from baton.addresses import addresses_of
 from baton.errors import ConfigError, TransferError, TransferTimeout
 from kvstore.transfer.device import gpu_of
 from kvstore.transfer.transport import gloo, ipc, nccl, shm, tcp
 from kvstore.transfer.transport.base import (
     RECEIVER,
     SENDER,
+    FarSide,
     Nearness,
     ReceivingTransport,
     SendingTransport,
@@ -160,11 +162,12 @@ class LocalRank:
         """The GPU of the rank's cache; None for a CPU."""
         return gpu_of(self.device)
 
-    def end(self, kind: str, rendezvous: RendezvousStore, config: TransferConfig) -> TransportEnd:
+    def end(self, kind: str, rendezvous: RendezvousStore, config: TransferConfig, peer_host: str) -> TransportEnd:
         """Returns what this rank's side of a transport of a kind is opened with."""
         return TransportEnd(
             rendezvous=rendezvous,
             host=self.host,
+            peer_host=peer_host,
             staging=self.staging.pool(kind, self.device),
             max_slots=config.window,
             max_ring_bytes=config.gpu_rings_mib * 2**20,
@@ -194,9 +197,10 @@ def open_receiver(kind: str, end: TransportEnd) -> ReceivingTransport:
 @contextlib.contextmanager
 def _opening(kind: str, end: TransportEnd, peer: int) -> Iterator[None]:
     """Checks what the peer sets during the rendezvous, and names the errors."""
-    if isinstance(end.rendezvous, RendezvousStore):  # in benchmarks both sides share a store of torch's
-        end.rendezvous.expect(partial(KINDS[kind].is_well_formed, peer))
     try:
+        if isinstance(end.rendezvous, RendezvousStore):  # in benchmarks both sides share a store of torch's
+            far = FarSide(peer, addresses_of(end.peer_host))
+            end.rendezvous.expect(partial(KINDS[kind].is_well_formed, far))
         yield
     except TimeoutError as error:
         raise TransferTimeout(f"the peer did not join the {kind} transport in time") from error

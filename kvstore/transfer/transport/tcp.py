@@ -8,7 +8,9 @@ The kernel's buffer lies between the sides: a send is complete when the kernel h
 sender, and a receiver that stops is noticed once the buffer is full, or by the control stream.
 
 To open, the sender listens on a free port of its host, publishes it, and takes the first connection that sends the
-random token published with it.
+random token published with it. The receiver connects to nothing but an IP address of the sender's host, which it knows
+from elsewhere. Any process may find the port: its connections are held until they have said something else, or until
+there are too many, and none of them keeps the receiver waiting.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
+import selectors
 import socket
 import struct
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from baton.addresses import MAX_PORT
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
-from kvstore.transfer.transport.base import RECEIVER, SENDER, TransportEnd, TransportKind
+from kvstore.transfer.transport.base import RECEIVER, SENDER, FarSide, TransportEnd, TransportKind
 from kvstore.transfer.transport.socket_end import SENT, SocketEnd
 
 if TYPE_CHECKING:
@@ -33,22 +37,23 @@ if TYPE_CHECKING:
     from kvstore.transfer.transport.staging import Slot
 
 _ADDRESS, _JOINED = "tcp", "tcp/joined"
-"""Keys of the rendezvous: `token host port` of the sender, and that the receiver has connected to it."""
-_ADDRESS_FORM = re.compile(rb"[0-9a-f]{32} [!-~]{1,255} ([1-9][0-9]{0,4})")
-_MAX_PORT = 65535
+"""Keys of the rendezvous: `token address port` of the sender, and that the receiver has connected to it."""
+_ADDRESS_FORM = re.compile(rb"[0-9a-f]{32} ([0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,15})?) ([1-9][0-9]{0,4})")
 _TIMEVAL = struct.Struct("@ll")
 _SLACK_S = 0.05
 _TOKEN_BYTES = 16
-_TOKEN_S = 1.0
-"""The receiver sends its token before it reports that it has joined, so a stranger's connection is soon recognized."""
+_LOOK_S = 0.1
+"""How often a sender that listens looks whether its control stream has ended."""
+_MAX_CALLERS = 64
+"""Connections that have said nothing yet; the oldest makes room. The receiver's speaks at once."""
 
 
-def is_well_formed(peer: int, key: str, value: bytes) -> bool:
-    """Whether the side of rank `peer` sets this key to this value while it opens."""
-    if (peer, key) == (SENDER, _ADDRESS):
+def is_well_formed(peer: FarSide, key: str, value: bytes) -> bool:
+    """Whether the peer sets this key to this value while it opens."""
+    if (peer.rank, key) == (SENDER, _ADDRESS):
         address = _ADDRESS_FORM.fullmatch(value)
-        return address is not None and int(address[1]) <= _MAX_PORT
-    return (peer, key, value) == (RECEIVER, _JOINED, b"")
+        return address is not None and peer.is_at(address[1].decode()) and int(address[2]) <= MAX_PORT
+    return (peer.rank, key, value) == (RECEIVER, _JOINED, b"")
 
 
 class _TcpEnd(SocketEnd):
@@ -165,29 +170,77 @@ class _TcpSignal:
 
 
 def _accept(store: Store, host: str, timeout_s: float) -> socket.socket:
+    """Waits for the connection of the receiver."""
     token = secrets.token_bytes(_TOKEN_BYTES)
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    with socket.create_server((host, 0), family=family) as listener:
-        store.set(_ADDRESS, f"{token.hex()} {host} {listener.getsockname()[1]}")
-        store.wait([_JOINED], timedelta(seconds=timeout_s))  # so that the end of the control stream ends the wait
-        deadline = time.monotonic() + timeout_s
+    family, *_, address = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+    deadline = time.monotonic() + timeout_s
+    with socket.create_server(address, family=family) as listener, _Callers(listener, token) as callers:
+        ip, port, *_ = listener.getsockname()
+        store.set(_ADDRESS, f"{token.hex()} {ip} {port}")
         while (left_s := deadline - time.monotonic()) > 0:
-            listener.settimeout(left_s)
-            connection, _ = listener.accept()
-            if _sends(connection, token, min(left_s, _TOKEN_S)):
-                return connection
-            connection.close()
-            store.wait([_JOINED], timedelta(0))  # raises once the control stream has ended
+            if (receiver := callers.next(min(left_s, _LOOK_S))) is not None:
+                with contextlib.ExitStack() as undo:
+                    undo.enter_context(receiver)
+                    store.wait([_JOINED], timedelta(seconds=left_s))
+                    undo.pop_all()
+                return receiver
+            store.wait([], timedelta(0))  # raises once the control stream has ended
         raise TimeoutError
 
 
-def _sends(connection: socket.socket, token: bytes, timeout_s: float) -> bool:
-    """Whether the peer knows the token: any process may connect to a port. The token comes in one segment."""
-    connection.settimeout(timeout_s)
-    try:
-        return secrets.compare_digest(connection.recv(_TOKEN_BYTES), token)
-    except OSError:
-        return False
+class _Callers:
+    """Those who have connected to a listener, until one of them knows the token. The others are hung up on."""
+
+    def __init__(self, listener: socket.socket, token: bytes) -> None:
+        self._listener = listener
+        self._token = token
+        self._waiting: list[socket.socket] = []
+        """Those who have said nothing yet, the oldest first."""
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def __enter__(self) -> _Callers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+        for caller in self._waiting:
+            caller.close()
+
+    def next(self, timeout_s: float) -> socket.socket | None:
+        """Waits for something to happen, and returns the connection that knows the token, if it has come."""
+        ready: list[Any] = [key.fileobj for key, _ in self._selector.select(timeout_s)]
+        ready.sort(key=lambda each: each is self._listener)  # last: it may hang up on another one
+        for caller in ready:
+            if caller is self._listener:
+                self._take()
+                continue
+            self._waiting.remove(caller)
+            self._selector.unregister(caller)
+            if self._knows_token(caller):
+                receiver: socket.socket = caller
+                return receiver
+            caller.close()
+        return None
+
+    def _take(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # it is gone already
+            caller, _ = self._listener.accept()
+            caller.setblocking(False)
+            self._selector.register(caller, selectors.EVENT_READ)
+            self._waiting.append(caller)
+        if len(self._waiting) > _MAX_CALLERS:
+            oldest = self._waiting.pop(0)
+            self._selector.unregister(oldest)
+            oldest.close()
+
+    def _knows_token(self, caller: socket.socket) -> bool:
+        """The token comes in one segment."""
+        try:
+            return secrets.compare_digest(caller.recv(_TOKEN_BYTES), self._token)
+        except OSError:
+            return False
 
 
 def _connect(store: Store, timeout_s: float) -> socket.socket:

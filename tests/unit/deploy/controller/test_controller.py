@@ -17,6 +17,7 @@ import pytest
 from baton.cluster import ControllerInfo, PoolStatus, Role, Worker, WorkerLoad, WorkerState
 from baton.config import ClusterConfig, Config, IndexConfig
 from baton.errors import ConfigError, Conflict, InvalidRequest, StoreUnavailable, WorkerFailed
+from baton.rpc import RpcServer
 from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.controller import controller as controller_module
@@ -297,10 +298,38 @@ async def test_a_worker_that_served_for_a_while_comes_back_at_once(
             it.actors.alive["decode-0"].dead.set()
 
 
-async def test_a_worker_that_hangs_serves_nobody_and_is_started_again(
+@contextlib.asynccontextmanager
+async def answering(actors: LocalActors) -> AsyncGenerator[None]:
+    """The workers answer health checks while the block is entered."""
+    rpc = RpcServer(("baton.v1.WorkerControl",))
+    rpc.bind("127.0.0.1", int(actors.address.rpartition(":")[2]))
+    await rpc.start()
+    await rpc.set_serving(True)
+    try:
+        yield
+    finally:
+        await rpc.stop(0)
+
+
+async def test_a_worker_that_hangs_is_started_again_after_two_leases(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_watch, "GIVEN_UP_LEASES", 10**6)
+    async with bench(tmp_path, decode=2) as it:
+        await until(lambda: num_ready(it) == 2)
+        it.hanging.add("decode-1")
+        await until(lambda: it.actors.num_created == 3)
+        it.hanging.clear()
+        await until(lambda: num_ready(it) == 2)
+    assert "decode-1 has had no lease for 0 s: it does not serve" in caplog.text
+    assert "decode-1 does not answer either: it is killed" in caplog.text
+    assert "decode-0" not in caplog.text
+
+
+async def test_a_worker_that_answers_without_a_lease_serves_nobody_and_is_started_again_in_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with bench(tmp_path, decode=2) as it:
+    async with bench(tmp_path, decode=2) as it, answering(it.actors):
         await until(lambda: num_ready(it) == 2)
         await asyncio.sleep(3 * LEASE_S)
         assert num_ready(it) == 2
@@ -315,12 +344,13 @@ async def test_a_worker_that_hangs_serves_nobody_and_is_started_again(
         it.hanging.clear()
         await until(lambda: num_ready(it) == 2)
     assert caplog.text.count("decode-1 has had no lease for 0 s: it does not serve") == 1
+    assert caplog.text.count("decode-1 answers: it is left to its streams for now") == 1
     assert caplog.text.count("decode-1 has had no lease for 1 s: it is killed") == 1
     assert "decode-0 has had no lease" not in caplog.text
 
 
 async def test_a_worker_that_hangs_leaves_without_being_asked(tmp_path: Path) -> None:
-    async with bench(tmp_path, decode=2) as it:
+    async with bench(tmp_path, decode=2) as it, answering(it.actors):
         await until(lambda: num_ready(it) == 2)
         it.hanging.add("decode-0")
         await until(lambda: num_ready(it) == 1)
@@ -431,7 +461,7 @@ async def test_a_worker_with_the_number_of_one_that_has_left_stays(tmp_path: Pat
 
 
 async def test_without_redis_nobody_is_held_to_hang(tmp_path: Path) -> None:
-    async with bench(tmp_path) as it:
+    async with bench(tmp_path) as it, answering(it.actors):
         await until(lambda: num_ready(it) == 1)
         it.leases.is_away = True
         it.hanging.add("decode-0")

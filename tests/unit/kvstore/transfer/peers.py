@@ -171,6 +171,10 @@ class _Answers:
         self._context = context
         self._door = door
 
+    def peer(self) -> str:
+        peer: str = self._context.peer()
+        return peer
+
     async def write(self, message: Any) -> None:
         if self._door.passes("<", message):
             await self._context.write(message)

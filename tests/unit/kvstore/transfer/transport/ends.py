@@ -26,6 +26,7 @@ def transport_end(
     return TransportEnd(
         rendezvous=rendezvous,
         host="127.0.0.1",
+        peer_host="127.0.0.1",
         staging=staging,
         max_slots=max_slots,
         max_ring_bytes=max_ring_bytes,

@@ -22,11 +22,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from baton.addresses import addresses_of
 from baton.errors import ConfigError, TransferError, TransferTimeout
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport.base import (
     RECEIVER,
     SENDER,
+    FarSide,
     Nearness,
     Operation,
     ReceivingTransport,
@@ -456,17 +458,41 @@ def test_what_a_peer_says_is_kept_as_far_as_any_link_would_say_it() -> None:
 
 def test_both_sides_of_a_communicator_say_what_nccl_wants_to_hear() -> None:
     own, address = uuid.uuid4().hex.encode(), uuid.uuid4().hex.encode() + b" 10.0.0.1 65535"
-    said = {"0": bytes(128), "nccl/device/0": own, "nccl/turn/0": b"taken", "else": b"1"}
+    sender, receiver = (FarSide(rank, addresses_of("10.0.0.1")) for rank in (SENDER, RECEIVER))
+    said = {"0": nccl_id("10.0.0.1"), "nccl/device/0": own, "nccl/turn/0": b"taken", "else": b"1"}
     for key, value in said.items():
-        assert is_of_nccl(SENDER, key, value)
+        assert is_of_nccl(sender, key, value)
         theirs = f"{key[:-2]}/1" if key.endswith("/0") else key
-        assert is_of_nccl(RECEIVER, theirs, value) == (key != "0"), "the sender makes the id"
-        assert key == "else" or not any(is_of_nccl(SENDER, key, bad) for bad in (b"", value + b"1", value[:-1]))
-    assert not is_of_nccl(SENDER, "nccl/turn/1", b"taken")
-    assert is_of_nccl(SENDER, "signals/tcp", address)
-    assert is_of_nccl(RECEIVER, "signals/tcp/joined", b"")
-    assert not is_of_nccl(RECEIVER, "signals/tcp", address)
-    assert not is_of_nccl(SENDER, "signals/tcp", address + b"0")
+        assert is_of_nccl(receiver, theirs, value) == (key != "0"), "the sender makes the id"
+        assert key == "else" or not any(is_of_nccl(sender, key, bad) for bad in (b"", value + b"1", value[:-1]))
+    assert not is_of_nccl(sender, "nccl/turn/1", b"taken")
+    assert is_of_nccl(sender, "signals/tcp", address)
+    assert is_of_nccl(receiver, "signals/tcp/joined", b"")
+    assert not is_of_nccl(receiver, "signals/tcp", address)
+    assert not is_of_nccl(sender, "signals/tcp", address + b"0")
+
+
+def nccl_id(ip: str, port: int = 4711, family: int = socket.AF_INET) -> bytes:
+    packed = socket.inet_pton(family, ip)
+    places = "4x16s" if family == socket.AF_INET6 else "4s"
+    return struct.pack(f"@QHH{places}", 7, family, socket.htons(port), packed).ljust(128, b"\0")
+
+
+def test_an_id_of_nccl_names_the_peers_host_unless_an_operator_names_interfaces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    far, here = (FarSide(SENDER, addresses_of(host)) for host in ("10.0.0.1", "127.0.0.1"))
+    assert is_of_nccl(FarSide(SENDER, addresses_of("fd00::1")), "0", nccl_id("fd00::1", family=socket.AF_INET6))
+    assert not is_of_nccl(far, "0", nccl_id("fd00::1", family=socket.AF_INET6))
+    assert not is_of_nccl(far, "0", nccl_id("10.0.0.2"))
+    assert not is_of_nccl(far, "0", nccl_id("127.0.0.1")), "of this machine, where the peer is not"
+    assert is_of_nccl(here, "0", nccl_id("127.0.0.9")), "one machine has many addresses"
+    assert not is_of_nccl(here, "0", nccl_id("192.0.2.1"))
+    assert not any(is_of_nccl(far, "0", bad) for bad in (bytes(128), nccl_id("10.0.0.1", port=0)))
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    assert is_of_nccl(far, "0", nccl_id("10.0.0.2"))
+    assert not is_of_nccl(far, "0", bytes(128))
 
 
 def footprint() -> tuple[int, int]:

@@ -1,0 +1,56 @@
+"""Addresses of members: `host:port`, as leases, tickets and permits have them, and nothing else.
+
+gRPC connects to `unix:/run/x`, `ipv4:10.0.0.1:1` or `dns://server/name`, too; a value of another process must not choose
+among those.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from typing import TypeAlias
+
+IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+MAX_PORT = 65535
+_FORM = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,15})?\]|\w[\w.-]{0,252}):([1-9][0-9]{0,4})", re.ASCII)
+_LOOPBACK = {ipaddress.ip_address("::1"): ipaddress.ip_address("127.0.0.1")}
+
+
+def is_address(text: str) -> bool:
+    """Whether this is `host:port`: a name, an IPv4 address or an IPv6 one in brackets, and a port from 1 to 65535."""
+    found = _FORM.fullmatch(text)
+    return found is not None and int(found[2]) <= MAX_PORT
+
+
+def host_of(address: str) -> str:
+    """Returns the host of `host:port`, without brackets."""
+    return address.rpartition(":")[0].strip("[]")
+
+
+def grpc_target(address: str) -> str:
+    """Returns `host:port` as gRPC's target: whatever it is, gRPC looks it up as a name and a port."""
+    return "dns:///" + address.replace("%", "%25")
+
+
+def addresses_of(host: str) -> frozenset[IpAddress]:
+    """Looks up a host; none are found for "". Blocks where it is a name.
+
+    Raises:
+        OSError: there is no such host.
+    """
+    if not host:
+        return frozenset()
+    found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    return frozenset(ip_address(str(address[0])) for *_, address in found)
+
+
+def ip_address(text: str) -> IpAddress:
+    """Returns an address as all its spellings have it: without a scope, not mapped, and 127.0.0.1 for ::1.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = ipaddress.ip_address(text.partition("%")[0])
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return mapped or _LOOPBACK.get(found, found)
