@@ -1,7 +1,7 @@
 """Addresses of members: `host:port`, as leases, tickets and permits have them, and nothing else.
 
-gRPC connects to `unix:/run/x`, `ipv4:10.0.0.1:1` or `dns://server/name`, too; a value of another process must not choose
-among those.
+gRPC connects to `unix:/run/x`, `ipv4:10.0.0.1:1` or `dns://server/name`, too; a value of another process must not
+choose among those.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def open_permit(data: bytes, keys: KeyRing) -> Permit:
         raise TransferRefused("the permit is not signed by a router of this cluster")
     try:
         return _read(packed)
-    except (struct.error, UnicodeDecodeError) as error:
+    except (struct.error, ValueError) as error:
         raise TransferRefused("the permit has another form; is the router of another release?") from error
 
 
@@ -135,6 +135,8 @@ def _read(packed: bytes) -> Permit:
         (length,) = _LENGTH.unpack_from(packed, at)
         at += _LENGTH.size + length
         texts.append(packed[at - length : at].decode())
+    if at != len(packed):
+        raise ValueError("it has another length")
     puller_id, puller_incarnation, address, source_id, source_incarnation = texts
     return Permit(
         puller=Party(puller_id, puller_incarnation),

@@ -24,8 +24,8 @@ from kvstore.leases import LeaseStore
 logger = logging.getLogger(__name__)
 
 SILENT_LEASES = 2
-"""A ready worker without a lease for this many lease durations counts as hanging: it serves nobody, though it runs. It is
-killed, and started again, unless it answers a health check."""
+"""A ready worker without a lease for this many lease durations counts as hanging: it serves nobody, though it runs. It
+is killed, and started again, unless it answers a health check."""
 GIVEN_UP_LEASES = 8
 """Lease durations after which a silent worker is killed though it answers: it may be Redis that it does not reach."""
 

@@ -16,7 +16,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncGenerator, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -220,7 +220,8 @@ class Exchange:
             if isinstance(ticket, Migrate):
                 return WorkerLeaving(assignment.decode)
             assert isinstance(ticket, Ticket)
-            _require_own(ticket, assignment.decode)
+            # A hand-over needs no permit: the router names the receiver, who is where its lease says.
+            ticket = replace(ticket, kv_address=assignment.decode.info.address)
             stages.has_room(time.monotonic())
             prefill = held.call(
                 self._client.prefill(assignment.prefill, attempt.spec, ticket, source=assignment.source, trace=trace)

@@ -8,13 +8,15 @@
       acquire      <- slot number -----------------   release
 
 The ring is a memfd of the sender's. The receiver's mapping is private: its writes stay its own, and a sender that
-stalls or dies can spoil nothing but its own ring. The memfd goes over the connection of the packets (see `packets`).
+stalls or dies can spoil nothing but its own ring. The memfd is sealed, since who reads a page of a file that has become
+shorter gets a signal that ends the process. It goes over the connection of the packets (see `packets`).
 Nothing gets a name in a file system, and each side keeps one file descriptor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import socket
@@ -51,9 +53,10 @@ class ShmSender(RingSender):
     def __init__(self, end: TransportEnd) -> None:
         slot_bytes = end.staging.slot_bytes
         stride = -(-(HEADER_BYTES + slot_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = os.memfd_create("baton-kv")
+        memory = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(memory, end.max_slots * stride)
+            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             ring = _map(memory, end.max_slots, stride, shared=True)
             with contextlib.ExitStack() as undo:
                 connection = undo.enter_context(accept(_SHM, end.rendezvous, end.open_timeout_s))
@@ -76,6 +79,7 @@ class ShmReceiver(RingReceiver):
                 if not fds:
                     raise TransferError("the sender left while the transport was being opened")
                 num_slots, stride = _RING.unpack(message)
+                _require_lasting(fds[0], num_slots * stride)
                 ring = _map(fds[0], num_slots, stride, shared=False)
             finally:
                 for fd in fds:
@@ -137,6 +141,12 @@ class _ReceiverSlots:
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def _require_lasting(memory: int, num_bytes: int) -> None:
+    """Raises TransferError if the memory has another size, or its owner could make it shorter."""
+    if os.fstat(memory).st_size != num_bytes or not fcntl.fcntl(memory, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise TransferError("the shm transport is broken: the sender's ring has another size, or may become shorter")
 
 
 def _map(memory: int, num_slots: int, stride: int, shared: bool) -> torch.Tensor:

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from baton.cluster import Role
 from baton.config import RouterConfig
 from baton.messages import SequenceSpec
-from baton.rpc import RpcServer
 from baton.v1 import worker_pb2_grpc
 from decode_worker.service import DecodeService
 from deploy.worker.calls import CallServicer
 from prefill_worker.service import PrefillService
 from router.dispatch.choice import Choice
 from router.dispatch.worker_client import WorkerClient
-from tests.unit.kvstore.transfer.peers import HOST, Worker
+from tests.unit.kvstore.transfer.peers import Worker
 from tests.unit.router.dispatch.scripted_workers import Bench, new_choice
 
 LIMIT_S = 60.0
@@ -32,19 +31,11 @@ class Answer:
     choice: Choice
 
 
-@contextlib.asynccontextmanager
-async def calls_of(worker: Worker) -> AsyncIterator[str]:
-    """The address at which routers reach the worker."""
+def serve_calls(worker: Worker) -> None:
+    """Lets routers reach the worker at its one address."""
     prefill, decode = PrefillService(worker.context), DecodeService(worker.context)
     servicer = CallServicer(prefill=prefill.prefill, decode=decode.decode, fetch=decode.fetch)
-    rpc = RpcServer(("baton.v1.WorkerCalls",))
-    worker_pb2_grpc.add_WorkerCallsServicer_to_server(servicer, rpc.server)
-    address = f"{HOST}:{rpc.bind(HOST, 0)}"
-    await rpc.start()
-    try:
-        yield address
-    finally:
-        await rpc.stop(0)
+    worker_pb2_grpc.add_WorkerCallsServicer_to_server(servicer, worker.server)
 
 
 @contextlib.asynccontextmanager
@@ -58,14 +49,14 @@ async def router_of(
     """
     client = WorkerClient()
     bench = Bench("", held or {}, RouterConfig(mode=mode, worker_wait_s=30), client)
-    async with contextlib.AsyncExitStack() as stack:
-        for role, worker in workers:
-            await bench.lease(worker.id, role, address=await stack.enter_async_context(calls_of(worker)))
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                yield bench
-        finally:
-            await client.close()
+    for role, worker in workers:
+        serve_calls(worker)
+        await bench.lease(worker.id, role, address=worker.address)
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            yield bench
+    finally:
+        await client.close()
 
 
 async def ask(router: Bench, spec: SequenceSpec, choice: Choice | None = None) -> Answer:

@@ -355,8 +355,8 @@ async def engine_worker(
     *,
     incarnation: int = 1,
     on_event: OnEngineEvent = lambda event: None,
-    door: Callable[[KvEndpoint], kv_pb2_grpc.KvControlServicer] = lambda kv: kv,
     keys: KeyFile | None = None,
+    door: Callable[[KvEndpoint], kv_pb2_grpc.KvControlServicer] = lambda kv: kv,
 ) -> AsyncIterator[Worker]:
     """A worker with an engine that runs; at the end it must still be running.
 
