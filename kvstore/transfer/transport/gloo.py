@@ -8,8 +8,9 @@ torch 2.13.
 
 from __future__ import annotations
 
-import functools
 import struct
+import threading
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,8 @@ class GlooTransport:
 
     def __init__(self, end: TransportEnd, rank: int) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [_device(end.host)]
+        self._device = _device(end.host)
+        options._devices = [self._device]
         options._threads = 0  # they run collectives only
         options._timeout = timedelta(seconds=end.open_timeout_s)
         self.slots = end.staging.share(end.max_slots)
@@ -90,6 +92,7 @@ class GlooTransport:
 
     def close(self) -> None:
         self._group = None
+        self._device = None
 
     def abort(self) -> None:
         """Does nothing: a waiting operation ends at its timeout or when the peer closes, and by no call (measured)."""
@@ -120,10 +123,20 @@ class _GlooOperation:
         return self._message[:HEADER_BYTES].numpy().tobytes()
 
 
-@functools.cache
+_DEVICES: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_MAKING = threading.Lock()
+
+
 def _device(host: str) -> Any:
-    """The listening socket and the thread of all pairs of this process, which then need one descriptor each."""
-    return dist.ProcessGroupGloo.create_device(hostname=host.strip("[]"))
+    """The listening socket and the thread of all open pairs of this process, which then need one descriptor each.
+
+    It accepts whoever connects, and lets go of their connections when the last pair is closed, and not before.
+    """
+    with _MAKING:
+        device = _DEVICES.get(host)
+        if device is None:
+            device = _DEVICES[host] = dist.ProcessGroupGloo.create_device(hostname=host.strip("[]"))
+        return device
 
 
 KIND = TransportKind(

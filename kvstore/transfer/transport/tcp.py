@@ -225,12 +225,13 @@ class _Callers:
         return None
 
     def _take(self) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):  # it is gone already
-            caller, _ = self._listener.accept()
-            caller.setblocking(False)
-            self._selector.register(caller, selectors.EVENT_READ)
-            self._waiting.append(caller)
-        if len(self._waiting) > _MAX_CALLERS:
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            for _ in range(_MAX_CALLERS):  # as many as there are, mostly one
+                caller, _ = self._listener.accept()
+                caller.setblocking(False)
+                self._selector.register(caller, selectors.EVENT_READ)
+                self._waiting.append(caller)
+        while len(self._waiting) > _MAX_CALLERS:
             oldest = self._waiting.pop(0)
             self._selector.unregister(oldest)
             oldest.close()

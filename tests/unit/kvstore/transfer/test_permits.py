@@ -176,7 +176,7 @@ def source_of(source: Worker, permit: bytes) -> PrefixSource:
 
 
 async def test_a_thief_gets_no_blocks_with_a_permit_that_it_has_stolen(secret: Path) -> None:
-    """It asks as the puller, at its own address; as itself; and for blocks of another tenant among the permitted ones."""
+    """It asks as itself, as the puller at its own address, and for blocks of another tenant among those permitted."""
     router = KeyFile(secret, Principal.ROUTER)
     async with (
         two_workers(secret) as (puller, source),

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -410,6 +411,30 @@ def test_strangers_do_not_keep_a_tcp_sender_waiting(ends: str) -> None:
     wait_until_settled(before)
 
 
+def test_a_thousand_strangers_keep_no_receiver_from_its_tcp_sender() -> None:
+    """They find the port before the receiver does, and say nothing; half of them hang up."""
+    before = footprint()
+    said: list[tuple[str, bytes]] = []
+    sending = RendezvousStore(lambda key, value: said.append((key, value)))
+    receiving = RendezvousStore(sending.deliver)
+    with ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as strangers:
+        opening = threads.submit(open_sender, "tcp", transport_end(sending, pool(), WINDOW, 30.0))
+        wait_until(lambda: bool(said), 10.0)
+        _, host, port = said[0][1].decode().split()
+        for number in range(1000):
+            stranger = strangers.enter_context(socket.create_connection((host, int(port)), 10.0))
+            if number % 2:
+                stranger.close()
+        receiving.deliver(*said[0])
+        receiver = threads.submit(open_receiver, "tcp", transport_end(receiving, pool(), WINDOW)).result()
+        sender = opening.result()
+    sender.send_signal(header(1)).wait()
+    receive(receiver, "signal")
+    sender.close()
+    receiver.close()
+    wait_until_settled(before)
+
+
 def test_a_tcp_receiver_that_finds_nobody_leaves_nothing() -> None:
     before = footprint()
     with socket.create_server((HOST, 0)) as listener:
@@ -513,13 +538,31 @@ def wait_until_settled(before: tuple[int, int]) -> None:
 def test_pairs_cost_little_and_leave_nothing_behind(kind: str, num_files: int) -> None:
     """Beside the thread that owns it, a side has one file descriptor, or two where it needs to know who reads a GPU."""
     with opened(kind):
-        pass  # what all pairs share is made by now
-    before, num_sides = footprint(), 2 * 8
-    with contextlib.ExitStack() as pairs:
-        for _ in range(8):
-            pairs.enter_context(opened(kind))
-        wait_until_settled((before[0] + num_files * num_sides, before[1]))
+        pass  # what all pairs share is made by now, or, of gloo, while one of them is open
+    with opened("gloo") if kind == "gloo" else contextlib.nullcontext():
+        before, num_sides = footprint(), 2 * 8
+        with contextlib.ExitStack() as pairs:
+            for _ in range(8):
+                pairs.enter_context(opened(kind))
+            wait_until_settled((before[0] + num_files * num_sides, before[1]))
+        wait_until_settled(before)
+
+
+def listening() -> set[int]:
+    """The TCP ports at which this process, or another one of its network, listens."""
+    lines = Path("/proc/self/net/tcp").read_text(encoding="ascii").splitlines()[1:]
+    return {int(line.split()[1].partition(":")[2], 16) for line in lines if line.split()[3] == "0A"}
+
+
+def test_strangers_at_gloos_port_leave_with_the_last_pair() -> None:
+    """Gloo keeps the connection of everybody who hangs up, so it listens only while a pair is open."""
+    before, ports = footprint(), listening()
+    with opened("gloo"):
+        (port,) = listening() - ports
+        for _ in range(1000):
+            socket.create_connection((HOST, port)).close()
     wait_until_settled(before)
+    assert port not in listening()
 
 
 def send_and_stay(kind: str, pipe: Connection) -> None:
