@@ -130,7 +130,7 @@ _MAKING = threading.Lock()
 def _device(host: str) -> Any:
     """The listening socket and the thread of all open pairs of this process, which then need one descriptor each.
 
-    It accepts whoever connects, and lets go of their connections when the last pair is closed, and not before.
+    It accepts every connection, and lets go of strangers' when the last pair is closed, and not before.
     """
     with _MAKING:
         device = _DEVICES.get(host)

@@ -189,13 +189,13 @@ def _accept(store: Store, host: str, timeout_s: float) -> socket.socket:
 
 
 class _Callers:
-    """Those who have connected to a listener, until one of them knows the token. The others are hung up on."""
+    """The connections to a listener, until one of them knows the token. The others are hung up on."""
 
     def __init__(self, listener: socket.socket, token: bytes) -> None:
         self._listener = listener
         self._token = token
         self._waiting: list[socket.socket] = []
-        """Those who have said nothing yet, the oldest first."""
+        """The connections that have said nothing yet, the oldest first."""
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)

@@ -58,7 +58,7 @@ class Side:
         config = transfer_config(**limits | settings)
         local = LocalRank(HOST, self.device, StagingPools(config))
         store: Any = PrefixStore(name, self._store)
-        end = local.end(kind, store, config)
+        end = local.end(kind, store, config, HOST)
         return open_sender(kind, end) if self.sends else open_receiver(kind, end)
 
     def forget(self, name: str) -> None:

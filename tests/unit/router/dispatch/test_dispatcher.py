@@ -120,6 +120,15 @@ async def test_a_failed_attempts_source_is_not_named_again(failure: BatonError, 
     assert sources(workers) == [PrefixSource(name, bench.address, held[name]) for name in expected]
 
 
+async def test_kv_is_handed_over_to_where_the_decode_workers_lease_is_from() -> None:
+    """Not to where its ticket says."""
+    workers = ScriptedWorkers(prefill=[[FIRST_IS_LAST]], decode=[[ticket]])
+    async with bench_of(workers, PAIR, "split") as bench:
+        assert await collected(bench.tokens()) == [5]
+    (asked,) = (request for request in workers.requests if isinstance(request, PrefillRequest))
+    assert asked.ticket == replace(ticket(SPEC), kv_address=bench.address)
+
+
 @pytest.mark.parametrize(
     ("failure", "roles", "stays"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import secrets
@@ -302,6 +303,33 @@ def test_an_shm_link_tells_a_signal_from_a_chunk_and_a_chunk_from_another() -> N
         slot.write_header(header(2))
         with pytest.raises(TransferError, match="not where its announcement says"):
             receive(pair.receiver, "chunk")
+
+
+@pytest.mark.parametrize("flaw", ["may shrink", "is shorter", "is a file"])
+def test_an_shm_receiver_maps_no_memory_that_may_end_under_it(flaw: str, tmp_path: Path) -> None:
+    """Reading behind the end of what it maps would end the process."""
+    name, num_bytes = b"\0baton-kv-" + secrets.token_hex(16).encode(), 4 * 4096
+    memory = os.memfd_create("ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    if flaw == "is a file":
+        os.close(memory)
+        memory = os.open(tmp_path / "ring", os.O_RDWR | os.O_CREAT, 0o600)
+    os.ftruncate(memory, num_bytes)
+    if flaw == "is shorter":
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    before, store = footprint(), RendezvousStore(lambda key, value: None)
+    store.deliver("shm", name)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, ThreadPoolExecutor(1) as thread:
+        listener.bind(name)
+        listener.listen(1)
+        opening = thread.submit(open_receiver, "shm", transport_end(store, pool(), WINDOW))
+        connection, _ = listener.accept()
+        says = struct.pack("<IQ", 5 if flaw == "is shorter" else 4, 4096)
+        socket.send_fds(connection, [says], [memory])
+        with pytest.raises(TransferError, match=r"may become shorter|could not be opened"):
+            opening.result()
+        connection.close()
+    wait_until_settled(before)
+    os.close(memory)
 
 
 def test_what_an_shm_receiver_writes_stays_its_own() -> None:
