@@ -15,10 +15,11 @@ from fastapi import FastAPI
 
 from baton.config import Config
 from baton.errors import ConfigError
+from baton.tls import Tls, door_tls
 from router.admission.tenants import TenantBook
 from router.api.connections import BoundedProtocol, ConnectionLimits, OpenConnections
 from router.api.hosts import Hosts
-from router.api.http import create_app, create_scraped_app
+from router.api.http import create_app, create_scraped_app, require_certificates
 from router.service import RouterService
 
 
@@ -51,18 +52,21 @@ def http_servers(
         is_ready, metrics: see `create_app`.
 
     Raises:
-        ConfigError: a port is taken, or a host is not one of this machine's.
+        ConfigError: a port is taken, a host is not one of this machine's, or the certificates are wrong.
     """
     hosts = Hosts.configured(config, not tenants.is_open)
+    tls = door_tls(config)
     app = create_app(service, tenants, is_ready, metrics, hosts)
-    servers = (_server(config, app, config.cluster.host, config.cluster.http_port),)
+    if tls is not None and tls.clients == "required":
+        require_certificates(app)
+    servers = (_server(config, app, config.cluster.host, config.cluster.http_port, tls),)
     if not config.telemetry.port:
         return servers
     scraped = create_scraped_app(is_ready, metrics, dataclasses.replace(hosts, needs_key=False))
-    return (*servers, _server(config, scraped, config.telemetry.host, config.telemetry.port))
+    return (*servers, _server(config, scraped, config.telemetry.host, config.telemetry.port, tls))
 
 
-def _server(config: Config, app: FastAPI, host: str, port: int) -> HttpServer:
+def _server(config: Config, app: FastAPI, host: str, port: int, tls: Tls | None) -> HttpServer:
     limits = ConnectionLimits(
         max_connections=config.router.max_connections, max_per_client=config.router.max_connections_per_client
     )
@@ -75,6 +79,7 @@ def _server(config: Config, app: FastAPI, host: str, port: int) -> HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            ssl_context_factory=None if tls is None else lambda config, default: tls.server_context(),
             timeout_graceful_shutdown=math.ceil(config.router.drain_timeout_s),
         ),
         bound(host, port, config.cluster.routers > 1),

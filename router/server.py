@@ -14,13 +14,14 @@ from opentelemetry.sdk.trace import TracerProvider
 from baton.api import ModelCard
 from baton.blocks import content_id
 from baton.cluster import VERSION, RouterInfo, ServedModel
-from baton.config import Config, IndexConfig
+from baton.config import Config
 from baton.errors import ConfigError
 from baton.rpc import RpcServer
 from baton.rpc.doors import require_keys
 from baton.rpc.server import CLIENTS_PING_TIMEOUT_S
 from baton.telemetry import tracing
 from baton.telemetry.instruments import Instruments
+from baton.tls import Tls, door_tls, member_tls
 from baton.trust import KeyFile, Principal, open_keys
 from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
 from kvstore.index import GarbageBook, Mirror, MirrorFollower, RedisConnection, RedisIndex, Seal
@@ -66,27 +67,27 @@ class _Store:
     """Closed by the usage book, which owns them."""
 
     @staticmethod
-    def connect(config: IndexConfig, content: str, keys: KeyFile | None, cache_secret: str) -> _Store:
-        garbage, mirror, url = GarbageBook(), Mirror(), config.url
-        seal = Seal(cache_secret) if cache_secret else None
-        redis = RedisConnection(url, garbage)
-        index = RedisIndex(RedisConnection(url, garbage), content, keys=keys)
+    def connect(config: Config, content: str, keys: KeyFile | None, tls: Tls | None) -> _Store:
+        garbage, mirror, settings = GarbageBook(), Mirror(), config.index
+        seal = Seal(config.router.cache_secret) if config.router.cache_secret else None
+        redis, own, records, counts, marks = (RedisConnection(settings.url, garbage, tls=tls) for _ in range(5))
+        index = RedisIndex(own, content, keys=keys)
         follower = MirrorFollower(
             index,
             mirror,
-            poll_s=config.poll_s,
-            lease_s=config.lease_s,
-            blocks_ttl_s=config.blocks_ttl_s,
+            poll_s=settings.poll_s,
+            lease_s=settings.lease_s,
+            blocks_ttl_s=settings.blocks_ttl_s,
         )
         return _Store(
             redis=redis,
-            leases=RedisLeases(redis, content, lease_s=config.lease_s, keys=keys),
+            leases=RedisLeases(redis, content, lease_s=settings.lease_s, keys=keys),
             index=index,
             mirror=mirror,
             follower=follower,
-            journal=Journal(RedisRecords(RedisConnection(url, garbage), content, seal=seal)),
-            ledger=RedisLedger(RedisConnection(url, garbage), content),
-            marks=RedisMarks(RedisConnection(url, garbage), content, seal=seal),
+            journal=Journal(RedisRecords(records, content, seal=seal)),
+            ledger=RedisLedger(counts, content),
+            marks=RedisMarks(marks, content, seal=seal),
         )
 
     async def close(self) -> None:
@@ -176,12 +177,13 @@ def build(config: Config) -> Router:
     require_keys(keys, config.cluster.host, "cluster.host")
     tenants = TenantsFile.load(config.router)
     usage_file = UsageFile(config.router.usage_log) if config.router.usage_log else None
-    tracer = tracing.configure("baton-router", config.router.id, config.telemetry, faces_clients=True)
+    members, door = member_tls(config.cluster), door_tls(config)
+    tracer = tracing.configure("baton-router", config.router.id, config.telemetry, members, faces_clients=True)
     model = _load_model(config)
-    store = _Store.connect(config.index, model.content_id, keys, config.router.cache_secret)
+    store = _Store.connect(config, model.content_id, keys, members)
     pools = PoolView(store.mirror.lookup, time.monotonic, model.facts.max_model_len, config.index.lease_s)
-    client, slo_counts, decisions = WorkerClient(keys), SloCounts(), DecisionLog()
-    rpc, grpc_port = _bind(config, tenants)
+    client, slo_counts, decisions = WorkerClient(keys, members), SloCounts(), DecisionLog()
+    rpc, grpc_port = _bind(config, tenants, door)
     registry = _registry(config, model, store, pools, client=client, slo_counts=slo_counts, grpc_port=grpc_port)
     readiness = Readiness(pools, config.router.mode == "split", config.router.worker_wait_s, time.monotonic)
     aliases = model.facts.id if config.telemetry.vllm_aliases else ""
@@ -204,7 +206,7 @@ def build(config: Config) -> Router:
     )
     inference = InferenceServicer(service, Ingress(config.cluster.host, grpc_port))
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, rpc.server)
-    admin = AdminServicer(registry.status, decisions.explain, ControllerClient(registry.controller, keys))
+    admin = AdminServicer(registry.status, decisions.explain, ControllerClient(registry.controller, keys, members))
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     return Router(
         config=config,
@@ -293,7 +295,7 @@ def _dispatcher(
     )
 
 
-def _bind(config: Config, tenants: TenantBook) -> tuple[RpcServer, int]:
+def _bind(config: Config, tenants: TenantBook, tls: Tls | None) -> tuple[RpcServer, int]:
     """The gRPC server and its port."""
     rpc = RpcServer(
         SERVICE_NAMES,
@@ -303,7 +305,7 @@ def _bind(config: Config, tenants: TenantBook) -> tuple[RpcServer, int]:
         max_connection_age_s=config.router.max_connection_age_s,
         ping_timeout_s=CLIENTS_PING_TIMEOUT_S,
     )
-    return rpc, rpc.bind(config.cluster.host, config.cluster.grpc_port)
+    return rpc, rpc.bind(config.cluster.host, config.cluster.grpc_port, tls)
 
 
 def _announcement(config: Config, grpc_port: int) -> RouterInfo:

@@ -6,8 +6,8 @@ environment. `section.field` in YAML is `BATON_SECTION_FIELD` in the environment
     BATON_GRPC_PORT   cluster.grpc_port        BATON_CACHE    cluster.cache_dir
     BATON_HTTP_PORT   cluster.http_port        BATON_FAULTS   faults.spec
 
-`load` is the only code that reads the environment, except that client commands take BATON_ADDRESS for --address and
-BATON_API_KEY for --api-key.
+`load` is the only code that reads the environment, except that client commands take BATON_ADDRESS for --address,
+BATON_API_KEY for --api-key, and BATON_TLS, BATON_CA, BATON_CERTIFICATE and BATON_KEY for the options of those names.
 
 engine      model, engine
 transfer    transfer, faults

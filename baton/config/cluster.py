@@ -47,6 +47,18 @@ class ClusterConfig:
     for an operator's key."""
     controller_port: Port = 0
     """Port of the controller's gRPC service; 0: any free one."""
+    tls_certificate: String = ""
+    """PEM file of the certificate with which every member of the cluster proves itself to the others, and a router to
+    its clients unless it has its own. With it all gRPC between members, and KV over tcp, is encrypted, and each side
+    must have a certificate of `tls_ca`. The file, and those of the next two settings, are read again when they change.
+    Empty: plain text."""
+    tls_key: String = ""
+    """PEM file of that certificate's key, without a password."""
+    tls_ca: String = ""
+    """PEM file of the authorities that sign the members' certificates. They are believed for Redis, too, where
+    `index.redis_url` begins with rediss://, and for the receiver of traces with `telemetry.otlp_tls`."""
+    tls_name: String = "baton"
+    """DNS name that the certificate of every member bears: it stands for the addresses of members, which change."""
     name: String = ""
     """Name of this cluster, unique in its Ray cluster. Empty: `baton up` draws one; `baton run` needs one."""
     secret: String = ""

@@ -31,7 +31,15 @@ SHORT_NAMES = {
 }
 REDIS_URL = "BATON_INDEX_REDIS_URL"
 HUB_TOKENS = {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
-NOT_SETTINGS = {"BATON_ADDRESS", "BATON_API_KEY", "BATON_CONFIG_JSON"}
+NOT_SETTINGS = {
+    "BATON_ADDRESS",
+    "BATON_API_KEY",
+    "BATON_CA",
+    "BATON_CERTIFICATE",
+    "BATON_CONFIG_JSON",
+    "BATON_KEY",
+    "BATON_TLS",
+}
 
 
 @section()
@@ -60,6 +68,11 @@ class Config:
             raise ConfigError(
                 f"transfer.wire_dtype is {self.transfer.wire_dtype}, and pages of engine.kv_dtype "
                 f"{self.engine.kv_dtype} travel as they are; set transfer.wire_dtype to auto"
+            )
+
+        if self.cluster.tls_certificate and "gloo" in self.transfer.links:
+            raise ConfigError(
+                "transfer.links names gloo, which cannot encrypt, and cluster.tls_certificate is set; use tcp instead"
             )
 
     @property

@@ -13,6 +13,7 @@ from baton.config.section import (
     COMMA_SEPARATED,
     JSON,
     NUMBER,
+    ON_OFF,
     SECRET,
     Address,
     AtLeastOne,
@@ -38,9 +39,10 @@ class IndexConfig:
     """The index of cached prefixes and the leases of the processes, both kept in Redis."""
 
     redis_url: Annotated[Address, SECRET] = field(default="", repr=False)
-    """redis://[USER:PASSWORD@]HOST:PORT/DB or unix://PATH. Empty: `baton up` starts an embedded one. A password in it
-    does not go to workers through Ray: they have it from `redis_password_file`, or from BATON_INDEX_REDIS_URL in the
-    environment of their Ray node. For workers of this machine `baton up` writes the file by itself."""
+    """redis://[USER:PASSWORD@]HOST:PORT/DB, rediss://... (TLS) or unix://PATH. Empty: `baton up` starts an embedded
+    one. A password in it does not go to workers through Ray: they have it from `redis_password_file`, or from
+    BATON_INDEX_REDIS_URL in the environment of their Ray node. For workers of this machine `baton up` writes the file
+    by itself."""
     redis_password_file: String = ""
     """File that holds Redis's password, instead of the one in `redis_url`. Every process reads it when it starts, so it
     has the same path on every machine."""
@@ -147,6 +149,17 @@ class RouterConfig:
     `cluster.advertise_host` and this machine's name; * stands for anything. Others are refused (421). Empty: all are
     answered, but for requests over loopback where no tenants are configured: a website that has its name lead to a
     laptop cannot ask the laptop's router in its visitor's name."""
+    tls_certificate: String = ""
+    """PEM file of the certificate that clients see, on both ports. Empty: `cluster.tls_certificate`; without that,
+    clients speak plain text. It and the other files are read again when they change."""
+    tls_key: String = ""
+    """PEM file of that certificate's key, without a password."""
+    tls_client_certificates: Annotated[str, OneOf("off", "optional", "required"), ON_OFF] = "off"
+    """Whether clients present certificates: off, optional (over HTTP they may; gRPC cannot ask without insisting) or
+    required (all but probes and what else needs no API key). One that a tenant lists (`certificates` in the tenants'
+    file) stands for its API key."""
+    tls_client_ca: String = ""
+    """PEM file of the authorities that sign clients' certificates. Empty: `cluster.tls_ca`."""
     usage_log: String = ""
     """File to which a line of JSON is appended for each request that was answered: whose it was and how many tokens it
     used, never its text nor its key. Empty: none."""

@@ -13,6 +13,9 @@ class TelemetryConfig:
 
     otlp_endpoint: Address = ""
     """host:port of an OTLP gRPC receiver for traces; empty: spans are not exported."""
+    otlp_tls: Switch = False
+    """Whether that receiver is spoken to over TLS. `cluster.tls_ca` must have signed its certificate, and each process
+    shows its own; without those settings the system's authorities are believed."""
     sample_ratio: Float = 1.0
     """Share of the requests whose traces are exported. A client that brings a trace of its own does not raise it; one
     that wants its trace unsampled gets that."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from baton.errors import ConfigError, NotAMember
 from baton.rpc.errors import abort
+from baton.tls import Tls
 from baton.trust import KeyFile, Principal, ProofBook, prove
 from baton.trust.proofs import PROOF_KEY
 
@@ -52,6 +54,16 @@ class MemberDoor(grpc.aio.ServerInterceptor):
             except NotAMember as error:
                 return _refusal(error)
         return await continuation(details)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLink:
+    """How a member calls others."""
+
+    keys: KeyFile | None
+    """The keys by which it proves who it is; None: the cluster has no secret."""
+    tls: Tls | None
+    """The certificates that it shows and believes; None: plain text."""
 
 
 def member_doors(key_file: KeyFile | None, incarnation: str, rules: Rules) -> Sequence[grpc.aio.ServerInterceptor]:

@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 from baton.addresses import grpc_target
 from baton.errors import ConfigError
 from baton.rpc.errors import ErrorInterceptor
+from baton.tls import Tls
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 PING_TIMEOUT_S = 3.0
@@ -93,13 +94,18 @@ class RpcServer:
             described = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(described, self.server)
 
-    def bind(self, host: str, port: int) -> int:
+    def bind(self, host: str, port: int, tls: Tls | None = None) -> int:
         """Binds and returns the port (0 asks for a free one).
+
+        Args:
+            tls: what the server shows; None: it takes plain text.
 
         Raises:
             ConfigError: the port is taken or the host is not one of this machine's.
         """
         try:
+            if tls is not None:
+                return self.server.add_secure_port(f"{host}:{port}", tls.server_credentials())
             return self.server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {host}:{port}; is another program using the port?") from error
@@ -118,6 +124,16 @@ class RpcServer:
         await self.server.stop(grace_s)
 
 
-def channel(address: str) -> grpc.aio.Channel:
-    """Opens a channel from one member of a cluster to another."""
-    return grpc.aio.insecure_channel(grpc_target(address), options=MEMBER_CHANNEL_OPTIONS)
+def channel(
+    address: str, tls: Tls | None = None, options: Sequence[tuple[str, int | str]] = MEMBER_CHANNEL_OPTIONS
+) -> grpc.aio.Channel:
+    """Opens a channel, by default from one member of a cluster to another.
+
+    Args:
+        address: host:port.
+        tls: what this side shows and believes, as its files are now; None: plain text.
+    """
+    target = grpc_target(address)
+    if tls is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    return grpc.aio.secure_channel(target, tls.channel_credentials(), options=[*options, *tls.channel_options()])

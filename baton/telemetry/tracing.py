@@ -8,18 +8,21 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler, SamplingResult
 from opentelemetry.trace import Span, SpanContext, SpanKind
 
 from baton.config import TelemetryConfig
+
+if TYPE_CHECKING:
+    from baton.tls import Tls
 
 Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
 _tracer = trace.get_tracer("baton")
@@ -52,20 +55,51 @@ def sampler(ratio: float, *, faces_clients: bool) -> Sampler:
 
 
 def configure(
-    service_name: str, instance_id: str, config: TelemetryConfig, *, faces_clients: bool = False
+    service_name: str, instance_id: str, config: TelemetryConfig, tls: Tls | None = None, *, faces_clients: bool = False
 ) -> TracerProvider | None:
     """Starts exporting this process's spans; `shutdown()` of what it returns flushes them. None: nothing to export.
 
     Args:
+        tls: what is shown and believed where `telemetry.otlp_tls` is on; None: nothing, and the system's authorities.
         faces_clients: see `sampler`.
     """
     if not config.otlp_endpoint:
         return None
     resource = Resource.create({"service.name": service_name, "service.instance.id": instance_id})
     provider = TracerProvider(resource=resource, sampler=sampler(config.sample_ratio, faces_clients=faces_clients))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=True)))
+    exporter: SpanExporter
+    if config.otlp_tls and tls is not None:
+        exporter = _TlsExporter(config.otlp_endpoint, tls)
+    else:
+        exporter = OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=not config.otlp_tls)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
     return provider
+
+
+class _TlsExporter(SpanExporter):
+    """Exports over a channel that is opened anew when the certificates have changed."""
+
+    def __init__(self, endpoint: str, tls: Tls) -> None:
+        self._endpoint = endpoint
+        self._tls = tls
+        self._shown = tls.now()
+        self._exporter = self._opened()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        if (now := self._tls.now()) is not self._shown:
+            self._exporter.shutdown()
+            self._shown, self._exporter = now, self._opened()
+        return self._exporter.export(spans)
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._exporter.force_flush(timeout_millis)
+
+    def _opened(self) -> OTLPSpanExporter:
+        return OTLPSpanExporter(endpoint=self._endpoint, insecure=False, credentials=self._tls.channel_credentials())
 
 
 def start_span(

@@ -12,10 +12,11 @@ from deploy.cli.options import AsJson, console, options_from_fields
 from deploy.lab.bench.options import BenchOptions
 from deploy.lab.simulate.options import SimulateOptions
 from deploy.lab.traces.shape import TraceOptions
+from deploy.operator.trust import TrustOptions
 
 
 @options_from_fields
-def bench(trace: TraceOptions, options: BenchOptions, as_json: AsJson = False) -> None:
+def bench(trace: TraceOptions, trust: TrustOptions, options: BenchOptions, as_json: AsJson = False) -> None:
     """Replay a trace against a running cluster, in real time, and report what its clients saw.
 
     The figures are those of `baton simulate`. Prompts share tokens where the
@@ -30,7 +31,7 @@ def bench(trace: TraceOptions, options: BenchOptions, as_json: AsJson = False) -
     """
     from deploy.lab.bench.command import run
 
-    if not run(dataclasses.replace(options, trace=trace), as_json, console):
+    if not run(dataclasses.replace(options, trace=trace, trust=trust), as_json, console):
         raise typer.Exit(1)
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from baton import config as baton_config
 from baton.errors import ConfigError, InvalidRequest
+from baton.tls import Tls, own_door_tls
 from deploy.cli.options import (
     Address,
     ApiKey,
@@ -23,8 +24,9 @@ from deploy.cli.options import (
     console,
     options_from_fields,
 )
-from deploy.operator.client import Client
+from deploy.operator.client import Access, Client
 from deploy.operator.tables import print_explanations, print_status
+from deploy.operator.trust import TrustOptions
 
 WorkerId = Annotated[str, typer.Argument(help="The worker's id, as shown by `baton status`.")]
 
@@ -64,7 +66,9 @@ def role(
         set_role(client, console, worker, role, target.as_json)
 
 
+@options_from_fields
 def status(
+    trust: TrustOptions,
     address: Address = baton_config.DEFAULT_ADDRESS,
     api_key: ApiKey = "",
     explain: Annotated[
@@ -81,9 +85,9 @@ def status(
 
         if explain or as_json:
             raise InvalidRequest("--watch shows a picture that changes; leave out --explain and --json")
-        watch(address, Console(), api_key)
+        watch(address, Console(), Access(api_key, trust.read()))
         return
-    with contextlib.closing(Client(address, api_key)) as client:
+    with contextlib.closing(Client(address, api_key, trust.read())) as client:
         if explain:
             print_explanations(client.explain(explain), explain, as_json)
             return
@@ -94,7 +98,9 @@ def status(
         print_status(report)
 
 
+@options_from_fields
 def autoscale(
+    trust: TrustOptions,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the decision and its reasons; there is no other mode.")
     ] = False,
@@ -122,11 +128,21 @@ def autoscale(
             "the controller changes the pools: start the cluster with BATON_AUTOSCALE_ENABLED=true, or give --dry-run"
         )
     settings = baton_config.load(config)
-    with contextlib.closing(Client(address, api_key)) as client:
+    with contextlib.closing(Client(address, api_key, trust.read())) as client:
         run(client, settings, seconds or settings.autoscale.window_s, watch, as_json)
 
 
+def _door(settings: baton_config.Config, address: str, trust: TrustOptions) -> Tls | None:
+    """How a router is spoken to: as the options say, else, if it is the configured one, as the settings do."""
+    try:
+        return trust.read() or (None if address else own_door_tls(settings))
+    except ConfigError:
+        return None  # a check of the files says so
+
+
+@options_from_fields
 def doctor(
+    trust: TrustOptions,
     address: Annotated[
         str, typer.Option(help="The router, host:port. Without it, the configured port.", envvar="BATON_ADDRESS")
     ] = "",
@@ -159,7 +175,7 @@ def doctor(
             checks = not_configured(error)
             break
         router = address or f"{settings.cluster.host}:{settings.cluster.grpc_port}"
-        checks = diagnose(settings, router, DoctorPart(part), api_key)
+        checks = diagnose(settings, router, DoctorPart(part), Access(api_key, _door(settings, address, trust)))
         if all(check.state != "fail" for check in checks) or time.monotonic() >= end_s:
             break
         time.sleep(1)

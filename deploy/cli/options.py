@@ -15,6 +15,7 @@ from rich.console import Console
 
 from baton.config import DEFAULT_ADDRESS
 from deploy.operator.client import Client
+from deploy.operator.trust import TrustOptions
 
 console = Console(stderr=True, soft_wrap=True, highlight=False)
 """Standard error, for progress and errors; results go to standard output."""
@@ -36,7 +37,7 @@ TimeoutS = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClientOptions:
+class ClientOptions(TrustOptions):
     """How a command reaches the cluster, and how it answers."""
 
     address: Address = DEFAULT_ADDRESS
@@ -45,7 +46,7 @@ class ClientOptions:
 
     def client(self) -> Client:
         """A new client; the caller closes it."""
-        return Client(self.address, self.api_key)
+        return Client(self.address, self.api_key, self.read())
 
 
 def print_error(error: BaseException) -> None:

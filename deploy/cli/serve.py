@@ -15,6 +15,7 @@ from baton.api import GenerateRequest, Text
 from baton.config import Config
 from baton.errors import BatonError, Conflict
 from baton.telemetry import logs
+from baton.tls import own_door_tls
 from baton.trust import Principal
 from deploy.cli.generate import print_answer
 from deploy.cli.options import ApiKey, ConfigFile, console, options_from_fields, print_error
@@ -140,7 +141,7 @@ def _on_ready(settings: Config, ask: str | None, api_key: str) -> None:
     console.print(ask, end="", style="bold", markup=False)
     try:
         sample = GenerateRequest(prompt=Text(ask), sampling={"max_tokens": 24, "temperature": 0.0})
-        with contextlib.closing(Client(address, api_key)) as client:
+        with contextlib.closing(Client(address, api_key, own_door_tls(settings))) as client:
             print_answer(sample, client, as_json=False)
     except BatonError as error:
         print_error(error)

@@ -24,10 +24,11 @@ from baton.blocks import content_id
 from baton.cluster import VERSION, ControllerInfo, Role
 from baton.config import Config, process_config
 from baton.errors import BatonError, ConfigError
-from baton.rpc import RpcServer
+from baton.rpc import RpcServer, members_only
 from baton.rpc.doors import CONTROLLERS_RULES, member_doors, require_keys
 from baton.rpc.errors import to_failed
 from baton.telemetry import logs
+from baton.tls import member_tls
 from baton.trust import Principal, open_keys
 from deploy.controller.controller import Controller
 from deploy.controller.kubernetes_side import Kubernetes, connected
@@ -107,18 +108,20 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         state = await _state(config, arguments, kubernetes, 0.0 if ready.is_awaited else config.cluster.start_timeout_s)
         actors = RayActors(_workers_config(config, arguments), arguments.worker_host, state.gpus_per_worker, keys)
         incarnation = os.urandom(8).hex()
-        doors = member_doors(keys, incarnation, CONTROLLERS_RULES)
+        tls = member_tls(config.cluster)
+        doors = (*member_doors(keys, incarnation, CONTROLLERS_RULES), *members_only(tls))
         rpc = RpcServer(SERVICE_NAMES, doors, describes_itself=False)
-        port = rpc.bind(host, config.cluster.controller_port)
+        port = rpc.bind(host, config.cluster.controller_port, tls)
         me = ControllerInfo(
             pid=os.getpid(),
             address=f"{config.cluster.advertise_host or host}:{port}",
             version=VERSION,
             incarnation=incarnation,
         )
-        leases = RedisLeases(RedisConnection(config.index.url), content, lease_s=config.index.lease_s, keys=keys)
+        redis = RedisConnection(config.index.url, tls=tls)
+        leases = RedisLeases(redis, content, lease_s=config.index.lease_s, keys=keys)
         stack.push_async_callback(leases.close)
-        index = RedisIndex(RedisConnection(config.index.url), content, keys=keys)
+        index = RedisIndex(RedisConnection(config.index.url, tls=tls), content, keys=keys)
         stack.push_async_callback(index.close)
         mirror = Mirror()
         follower = MirrorFollower(
@@ -137,6 +140,7 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
             path=arguments.state_file,
             state=state,
             is_first=ready.is_awaited,
+            tls=tls,
             keys=keys,
         )
         await controller.adopt()

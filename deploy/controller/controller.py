@@ -32,6 +32,8 @@ from baton.cluster import (
 )
 from baton.config import Config, without_password
 from baton.errors import StoreUnavailable
+from baton.rpc.doors import MemberLink
+from baton.tls import Tls
 from baton.trust import KeyFile
 from deploy.controller.lease_watch import LeaseWatch
 from deploy.controller.reconcile import (
@@ -76,6 +78,7 @@ class Controller:
         me: the controller as routers find it.
         state: the state to begin with; from now on `path` holds it.
         is_first: nothing has run in this cluster yet, and a worker that cannot start as configured ends `run`.
+        tls: what is shown to workers; None: plain text.
         keys: by which it proves to workers who it is; None: the cluster has no secret.
     """
 
@@ -90,6 +93,7 @@ class Controller:
         path: Path,
         state: ControllerState,
         is_first: bool,
+        tls: Tls | None = None,
         keys: KeyFile | None = None,
     ) -> None:
         self.config = config
@@ -98,7 +102,7 @@ class Controller:
         self._mirror = mirror
         self._file = StateFile(path, state)
         self._specs = PoolSpecs(config)
-        self._lives = WorkerLives(config.cluster, actors, self._specs, must_start=is_first, keys=keys)
+        self._lives = WorkerLives(config.cluster, actors, self._specs, must_start=is_first, link=MemberLink(keys, tls))
         self._watch = LeaseWatch(config.index, me, leases, self._lives, self._file)
         self._is_whole = asyncio.Event()
 

@@ -25,9 +25,8 @@ from baton.cluster import Role
 from baton.config import ClusterConfig
 from baton.errors import BatonError, WorkerFailed
 from baton.rpc import channel, from_rpc_error
-from baton.rpc.doors import member_metadata
+from baton.rpc.doors import MemberLink, member_metadata
 from baton.tasks import cancel_and_wait
-from baton.trust import KeyFile
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.controller.reconcile import WorkerPhase
 from deploy.controller.serving_pools import PoolSpecs
@@ -102,11 +101,11 @@ class WorkerLives:
         must_start: while true, a worker that cannot start as configured ends the controller.
 
     Args:
-        keys: by which the controller proves to workers who it is; None: the cluster has no secret.
+        link: how the controller calls workers.
     """
 
     def __init__(
-        self, config: ClusterConfig, actors: RayActors, specs: PoolSpecs, *, must_start: bool, keys: KeyFile | None
+        self, config: ClusterConfig, actors: RayActors, specs: PoolSpecs, *, must_start: bool, link: MemberLink
     ) -> None:
         self.workers: dict[str, ManagedWorker] = {}
         self.due = asyncio.Event()
@@ -115,7 +114,7 @@ class WorkerLives:
         self.must_start = must_start
         self._config = config
         self._actors = actors
-        self._keys = keys
+        self._link = link
         self._specs = specs
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -168,7 +167,7 @@ class WorkerLives:
     async def change_role(self, worker: ManagedWorker, role: Role) -> None:
         """Has the worker change its role. Raises the worker's own error, or WorkerFailed."""
         timeout_s = self._drain_timeout_s(worker.role)
-        async with channel(worker.address) as link:
+        async with channel(worker.address, self._link.tls) as link:
             request = worker_pb2.SetRoleRequest(role=role, timeout_s=timeout_s)
             try:
                 await worker_pb2_grpc.WorkerControlStub(link).SetRole(
@@ -252,7 +251,7 @@ class WorkerLives:
     async def _drain(self, worker: ManagedWorker) -> None:
         """Drains the worker as far as possible; what is left is computed again elsewhere."""
         timeout_s = self._drain_timeout_s(worker.role)
-        async with channel(worker.address) as link:
+        async with channel(worker.address, self._link.tls) as link:
             request = worker_pb2.DrainRequest(timeout_s=timeout_s)
             try:
                 answer = await worker_pb2_grpc.WorkerControlStub(link).Drain(
@@ -265,7 +264,7 @@ class WorkerLives:
                     logger.warning("%s leaves with %d calls that others take over", worker.id, answer.num_left)
 
     def _proof(self, method: str, worker: ManagedWorker) -> tuple[tuple[str, bytes], ...]:
-        return member_metadata(self._keys, f"/baton.v1.WorkerControl/{method}", worker.incarnation)
+        return member_metadata(self._link.keys, f"/baton.v1.WorkerControl/{method}", worker.incarnation)
 
     def _drain_timeout_s(self, role: Role) -> float:
         own_s = self._specs.drain_timeout_s(role)

@@ -16,10 +16,12 @@ from pathlib import Path
 
 from baton.config import Config, without_password
 from baton.errors import BatonError, ConfigError
+from baton.tls import member_tls
 from deploy.controller.state import load as load_state
-from deploy.doctor import cluster, doors, machine, redis, transports
+from deploy.doctor import certificates, cluster, doors, machine, redis, transports
 from deploy.doctor.checks import Check, guarded, judged, show
 from deploy.doctor.reach import Target, reachability, takes_anybody
+from deploy.operator.client import OPEN, Access
 
 __all__ = ["Check", "DoctorPart", "diagnose", "not_configured", "show"]
 
@@ -36,20 +38,22 @@ def diagnose(
     config: Config,
     address: str,
     part: DoctorPart = DoctorPart.LAPTOP,
-    api_key: str = "",
+    access: Access = OPEN,
     environ: Mapping[str, str] = os.environ,
 ) -> list[Check]:
     """Every check of the part, in order.
 
     Args:
+        access: how routers let this client in.
         address: of a router; of no use to a part that does not run yet.
     """
     if part is DoctorPart.LAPTOP:
-        return _laptop(config, address, api_key, environ)
+        return _laptop(config, address, access, environ)
     if part is DoctorPart.CLUSTER:
         missing = Check("router", "fail", f"none answers at {address}", "name another one with --address")
-        return cluster.diagnose(config, address, api_key, environ) or [missing]
+        return cluster.diagnose(config, address, access, environ) or [missing]
     checks = [Check("configuration", "ok", "valid")]
+    checks += certificates.files(config)
     checks += _configured_redis(config)
     checks += doors.checks(doors.configured(config, environ, takes_anybody(config.index.redis_url)))
     if part is DoctorPart.ROUTER:
@@ -90,8 +94,8 @@ def not_configured(error: ConfigError) -> list[Check]:
     ]
 
 
-def _laptop(config: Config, address: str, api_key: str, environ: Mapping[str, str]) -> list[Check]:
-    running = cluster.diagnose(config, address, api_key, environ)
+def _laptop(config: Config, address: str, access: Access, environ: Mapping[str, str]) -> list[Check]:
+    running = cluster.diagnose(config, address, access, environ)
     checks: list[Check] = []
     checks += machine.python()
     checks += guarded("packages", lambda: machine.packages({"worker", "local"}))
@@ -102,6 +106,7 @@ def _laptop(config: Config, address: str, api_key: str, environ: Mapping[str, st
         checks += guarded("embedded redis", machine.embedded_redis)
     checks += guarded("model", lambda: machine.model(config, is_needed=False))
     checks += machine.tenants(config)
+    checks += certificates.files(config)
     checks += machine.memory(machine.MIN_MEMORY_GIB)
     checks += machine.disk(config)
     checks += guarded("shared memory", lambda: machine.shared_memory(num_workers * machine.ranks_memory_mib(config)))
@@ -132,7 +137,7 @@ def _configured_redis(config: Config) -> Iterator[Check]:
 
 def _seen(config: Config) -> redis.Look | BatonError:
     try:
-        return redis.look(config.index.url)
+        return redis.look(config.index.url, member_tls(config.cluster))
     except BatonError as error:
         return error
 

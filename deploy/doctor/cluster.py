@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 from baton.config import Config, without_password
 from baton.errors import BatonError, Forbidden, InvalidRequest, NoWorker, Unauthenticated
+from baton.tls import member_tls
 from deploy.doctor import doors, redis
 from deploy.doctor.checks import Check, guarded, judged, names
 from deploy.doctor.machine import DISTRIBUTION, hostname
 from deploy.doctor.reach import Target, reachability, takes_anybody, wrongly_announced
-from deploy.operator.client import Client, StatusJson, metadata_of
-from deploy.operator.scrape import Samples, Scraper, seen_from, split
+from deploy.operator.client import Access, Client, StatusJson, metadata_of
+from deploy.operator.scrape import Samples, Scraper, http_connection, seen_from
 
 LAG_S = 2.0
 """More, and a router places by what has long changed."""
@@ -25,9 +26,9 @@ HTTP_TIMEOUT_S = 2.0
 NO_KEY = "none is needed"
 
 
-def diagnose(config: Config, address: str, api_key: str, environ: Mapping[str, str]) -> list[Check]:
+def diagnose(config: Config, address: str, access: Access, environ: Mapping[str, str]) -> list[Check]:
     """Empty when no router answers."""
-    client = Client(address, api_key)
+    client = Client(address, access.api_key, access.tls)
     try:
         status = client.status()
         checks = [Check("router", "ok", f"answers at {address}")]
@@ -38,13 +39,13 @@ def diagnose(config: Config, address: str, api_key: str, environ: Mapping[str, s
         answers = Check("router", "ok", f"answers at {address}")
         mend = "give an operator's key (--api-key or BATON_API_KEY), and the rest is checked"
         # An unknown key is a mistake; a tenant's, or none, shows as much as it should.
-        is_unknown = bool(api_key) and isinstance(error, Unauthenticated)
+        is_unknown = bool(access.api_key) and isinstance(error, Unauthenticated)
         return [answers, Check("api key", "fail" if is_unknown else "warn", str(error), mend)]
     except BatonError as error:
         return [Check("router", "fail", str(error), f"is {address} the gRPC port of a Baton router?")]
     finally:
         client.close()
-    scraped = {router["id"]: _scraped(router["http"], address, api_key) for router in status["routers"]}
+    scraped = {router["id"]: _scraped(router["http"], address, access) for router in status["routers"]}
     metrics = next((samples for samples in scraped.values() if samples is not None), None)
     checks += metrics_seen(scraped)
     checks += versions(_versions(status, scraped), importlib.metadata.version(DISTRIBUTION))
@@ -56,11 +57,12 @@ def diagnose(config: Config, address: str, api_key: str, environ: Mapping[str, s
     nodes = {worker["node"] for worker in status["workers"]}
     checks += wrongly_announced(targets, is_one_machine=nodes <= {hostname()})
     # In a pod every other one should be reached.
-    checks += reachability([each for each in targets if not _is_nowhere(each)], "KUBERNETES_SERVICE_HOST" in environ)
-    key = guarded("api key", lambda: _key(status, address, api_key), "")
+    reached = [each for each in targets if not _is_nowhere(each)]
+    checks += reachability(reached, "KUBERNETES_SERVICE_HOST" in environ)
+    key = guarded("api key", lambda: _key(status, address, access), "")
     checks += key
     # With a key it cannot be seen whether one is needed.
-    asks_key = None if api_key or not key else key[0].found != NO_KEY
+    asks_key = None if access.api_key or not key else key[0].found != NO_KEY
     is_open = takes_anybody(config.index.redis_url or status["redis"]["address"])
     checks += doors.checks(doors.announced(doors.configured(config, environ, is_open), status, asks_key))
     return checks
@@ -192,8 +194,8 @@ def _versions(status: StatusJson, scraped: Mapping[str, Samples | None]) -> dict
     return found
 
 
-def _scraped(announced: str, asked: str, api_key: str) -> Samples | None:
-    scraper = Scraper(seen_from(announced, asked), api_key, HTTP_TIMEOUT_S)
+def _scraped(announced: str, asked: str, access: Access) -> Samples | None:
+    scraper = Scraper(seen_from(announced, asked), access, HTTP_TIMEOUT_S)
     try:
         return scraper.read()
     except NoWorker:
@@ -209,7 +211,7 @@ def _redis(config: Config, status: StatusJson, metrics: Samples | None) -> Itera
     url = config.index.redis_url or address
     seen: redis.Look | BatonError
     try:
-        seen = redis.look(config.index.url or address)
+        seen = redis.look(config.index.url or address, member_tls(config.cluster))
     except BatonError as error:
         seen = error
     if is_ok or not isinstance(seen, BatonError):
@@ -239,15 +241,14 @@ def _is_nowhere(target: Target) -> bool:
     return any(wrongly_announced([target], is_one_machine=True))
 
 
-def _key(status: StatusJson, asked: str, api_key: str) -> Iterator[Check]:
-    headers = dict(metadata_of(api_key))
+def _key(status: StatusJson, asked: str, access: Access) -> Iterator[Check]:
+    headers = dict(metadata_of(access.api_key))
     for address in seen_from(status["routers"][0]["http"], asked):
-        host, port = split(address)
-        connection = http.client.HTTPConnection(host, port, timeout=HTTP_TIMEOUT_S)
+        connection = http_connection(address, HTTP_TIMEOUT_S, access.tls)
         try:
             connection.request("GET", "/v1/models", headers=headers)
             answer = connection.getresponse()
-            yield key_check(answer.status, answer.read(), bool(api_key))
+            yield key_check(answer.status, answer.read(), bool(access.api_key))
             return
         except (OSError, http.client.HTTPException):
             continue

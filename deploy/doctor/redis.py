@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from baton.cluster import StoreGarbage, Worker
 from baton.config import without_password
 from baton.errors import BatonError, StoreUnavailable
+from baton.tls import Tls
 from deploy.doctor.checks import Check, judged, names
 from kvstore.index import RedisConnection
 from kvstore.index.connection import WrongType
@@ -71,13 +72,13 @@ class Look:
     """Leases that cannot be read."""
 
 
-def look(url: str) -> Look:
+def look(url: str, tls: Tls | None = None) -> Look:
     """Reads it all. Raises StoreUnavailable or ConfigError."""
-    return asyncio.run(_look(url))
+    return asyncio.run(_look(url, tls))
 
 
-async def _look(url: str) -> Look:
-    connection = RedisConnection(url)
+async def _look(url: str, tls: Tls | None = None) -> Look:
+    connection = RedisConnection(url, tls=tls)
     try:
         async with asyncio.timeout(TIMEOUT_S):
             facts, leases = await _facts(connection), await _leases(connection)

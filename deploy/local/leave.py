@@ -24,6 +24,7 @@ from baton.errors import StoreUnavailable, WorkerFailed
 from baton.rpc import channel, from_rpc_error
 from baton.rpc.doors import member_metadata
 from baton.tasks import cancel_and_wait
+from baton.tls import Tls, member_tls
 from baton.trust import KeyFile, Principal, open_keys
 from baton.v1 import admin_pb2, admin_pb2_grpc
 from deploy.ray_pools.drain_node import place_nothing_on
@@ -58,9 +59,9 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
     if not (await asyncio.wait([told_ray], timeout=RAY_S))[0]:
         logger.warning("Ray's head at %s has not answered within %g s; going on", config.cluster.ray_address, RAY_S)
     here = workers_on(hosts)
-    leases = RedisLeases(
-        RedisConnection(config.index.url), content_id(config.kv_identity), lease_s=config.index.lease_s, keys=keys
-    )
+    tls = member_tls(config.cluster)
+    redis = RedisConnection(config.index.url, tls=tls)
+    leases = RedisLeases(redis, content_id(config.kv_identity), lease_s=config.index.lease_s, keys=keys)
     try:
         drained_by: ControllerInfo | None = None
         known_s = time.monotonic()
@@ -73,7 +74,7 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
             elif time.monotonic() - known_s > NO_CONTROLLER_S:
                 ordered |= _end({worker_id: here[worker_id] for worker_id in here.keys() - ordered})
             if controller is not None and (drained_by is None or not _is_same(controller, drained_by)):
-                drained_by = controller if await _drain(here, controller, keys) else None
+                drained_by = controller if await _drain(here, controller, keys, tls) else None
             await asyncio.sleep(POLL_S)
             here = {worker_id: process for worker_id, process in here.items() if _runs(process)}
     finally:
@@ -138,10 +139,12 @@ def _is_same(one: ControllerInfo, other: ControllerInfo) -> bool:
     return (one.address, one.incarnation) == (other.address, other.incarnation)
 
 
-async def _drain(here: Collection[str], controller: ControllerInfo, keys: KeyFile | None) -> bool:
+async def _drain(
+    here: Collection[str], controller: ControllerInfo, keys: KeyFile | None, tls: Tls | None = None
+) -> bool:
     """Asks for every worker, and returns whether the controller has taken it."""
     try:
-        async with channel(controller.address) as link:
+        async with channel(controller.address, tls) as link:
             for worker_id in here:
                 request = admin_pb2.DrainWorkerRequest(worker_id=worker_id)
                 proof = member_metadata(keys, "/baton.v1.Admin/DrainWorker", controller.incarnation)

@@ -29,6 +29,7 @@ from baton.cluster import Role, RouterInfo
 from baton.config import ClusterConfig, Config, password_of, with_password, without_password
 from baton.errors import ConfigError, StoreUnavailable
 from baton.tasks import cancel_and_wait
+from baton.tls import door_tls, member_tls
 from baton.trust import Principal
 from deploy.controller.state import load, sizes_problem
 from deploy.embedded_redis import EmbeddedRedis
@@ -173,6 +174,7 @@ async def up(config: Config, console: Console, on_ready: OnReady) -> None:
     """
     parse_faults(config.faults.spec)  # here, not after a minute in every worker
     TenantBook.configured(config.router.tenants_file)  # here, not in the router's log
+    member_tls(config.cluster), door_tls(config)
     if config.router.moderation:
         load_judge(config.router.moderation)
     stop = asyncio.Event()
@@ -369,7 +371,8 @@ async def _started(ray: RayCluster, config: Config) -> None:
     """
     async with asyncio.timeout(config.cluster.start_timeout_s):
         await ray.start()
-        leases = RedisLeases(RedisConnection(config.index.url), content_id(config.kv_identity))
+        redis = RedisConnection(config.index.url, tls=member_tls(config.cluster))
+        leases = RedisLeases(redis, content_id(config.kv_identity))
         try:
             while True:
                 with contextlib.suppress(StoreUnavailable):

@@ -3,7 +3,8 @@
 client   calls a router
 orders   scale a pool, drain a worker, change a worker's role
 scrape   reads the metrics of every process
+trust    the options of clients for TLS
 watch    `baton status --watch`
 """
 
-__all__ = ["client", "orders", "scrape", "tables", "watch"]
+__all__ = ["client", "orders", "scrape", "tables", "trust", "watch"]

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -19,6 +19,7 @@ from baton.errors import BatonError, InvalidRequest, NoWorker, Overloaded
 from baton.rpc import from_rpc_error
 from baton.rpc.errors import is_lost
 from baton.rpc.server import CHANNEL_OPTIONS
+from baton.tls import Tls
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 
 STATUS_TIMEOUT_S = 10.0
@@ -53,23 +54,48 @@ def require_port(address: str) -> None:
 def typed(error: grpc.RpcError, address: str) -> BatonError:
     """The router's own error, or NoWorker, with gRPC's last words, when no router answers at `address`."""
     if is_lost(error):
-        cause = (error.details() or "no reason is known").rpartition(": ")[2]
+        details = error.details() or "no reason is known"
+        cause = details.rpartition(": ")[2]
+        if "handshake failed" in details or cause == "Socket closed":
+            cause = "no agreement on TLS: look at --tls, --ca, --certificate and --key"
         return NoWorker(
             f"no router answers at {address} ({cause}); start one with `baton up`, or name another with --address"
         )
     return from_rpc_error(error, f"the router at {address}")
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How routers let a client in."""
+
+    api_key: str = ""
+    """A tenant's; empty: none is sent."""
+    tls: Tls | None = None
+    """The authorities that are believed, and what is shown; None: plain text."""
+
+
+OPEN = Access()
+"""How routers let everybody in."""
+
+
+def opened(address: str, tls: Tls | None) -> grpc.Channel:
+    """Opens a client's channel to a router; the caller closes it."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, tls.channel_credentials(), options=[*CHANNEL_OPTIONS, *tls.channel_options()])
+
+
 class Client:
     """Calls a router. Every method raises the router's own typed errors, or NoWorker when none answers."""
 
-    def __init__(self, address: str, api_key: str = "") -> None:
+    def __init__(self, address: str, api_key: str = "", tls: Tls | None = None) -> None:
         """Opens no connection yet.
 
         Args:
             address: host:port of one or several routers; several addresses are separated by commas.
             api_key: the tenant's key, an operator's for all but `generate`; empty: none is sent, which suffices where
                 no tenants are configured.
+            tls: the authorities that are believed, and what is shown; None: plain text.
 
         Raises:
             InvalidRequest: an address has a number for a port that is none.
@@ -78,7 +104,7 @@ class Client:
         for each in self._addresses:
             require_port(each)
         self._metadata = metadata_of(api_key)
-        self._channels = [grpc.insecure_channel(each, options=CHANNEL_OPTIONS) for each in self._addresses]
+        self._channels = [opened(each, tls) for each in self._addresses]
         self._turn = 0
         """Index of the address that is asked next: the one that answered last."""
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.errors import NoWorker
-from deploy.operator.client import metadata_of
+from baton.tls import Tls
+from deploy.operator.client import OPEN, Access, metadata_of
 
 METRICS = "/api/metrics"
 """Path of the HTTP port at which an operator reads what Prometheus reads at /metrics."""
@@ -69,12 +70,12 @@ class Scraper:
 
     Args:
         addresses: host:port, the likeliest first; the first that answers is kept.
-        api_key: an operator's; empty: none is sent.
+        access: how routers let this client in: by an operator's key.
     """
 
-    def __init__(self, addresses: Iterable[str], api_key: str = "", timeout_s: float = 2.0) -> None:
+    def __init__(self, addresses: Iterable[str], access: Access = OPEN, timeout_s: float = 2.0) -> None:
         self._addresses = list(addresses)
-        self._headers = dict(metadata_of(api_key))
+        self._headers, self._tls = dict(metadata_of(access.api_key)), access.tls
         self._timeout_s = timeout_s
         self._connection: http.client.HTTPConnection | None = None
 
@@ -99,14 +100,21 @@ class Scraper:
 
     def _get(self, address: str, path: str) -> str:
         if self._connection is None:
-            host, port = split(address)
-            self._connection = http.client.HTTPConnection(host, port, timeout=self._timeout_s)
+            self._connection = http_connection(address, self._timeout_s, self._tls)
         self._connection.request("GET", path, headers=self._headers)
         answer = self._connection.getresponse()
         body = answer.read()
         if answer.status != 200:
             raise ValueError(f"HTTP status {answer.status}")
         return body.decode()
+
+
+def http_connection(address: str, timeout_s: float, tls: Tls | None) -> http.client.HTTPConnection:
+    """Opens, at its first request, a connection to host:port. Raises ValueError: it is none."""
+    host, port = split(address)
+    if tls is None:
+        return http.client.HTTPConnection(host, port, timeout=timeout_s)
+    return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=tls.client_context())
 
 
 def split(address: str) -> tuple[str, int]:

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.errors import BatonError, InvalidRequest, NoWorker
-from deploy.operator.client import Client, StatusJson
+from deploy.operator.client import OPEN, Access, Client, StatusJson
 from deploy.operator.scrape import Samples, Scraper, seen_from
 
 REFRESH_S = 1.0
@@ -191,7 +191,7 @@ def quantile(q: float, counts: Mapping[float, float]) -> Quantile | None:
     return Quantile(bound_below, is_above=True)
 
 
-def watch(address: str, console: Console, api_key: str = "", seconds: float = math.inf) -> None:
+def watch(address: str, console: Console, access: Access = OPEN, seconds: float = math.inf) -> None:
     """Shows the cluster every second until Ctrl-C, or for the given time.
 
     Raises:
@@ -200,13 +200,13 @@ def watch(address: str, console: Console, api_key: str = "", seconds: float = ma
     """
     if not console.is_terminal:
         raise InvalidRequest("--watch needs a terminal; --json prints the status once")
-    client = Client(address, api_key)
+    client = Client(address, access.api_key, access.tls)
     snapshots: deque[Snapshot] = deque()
     scraper: Scraper | None = None
     end_s = time.monotonic() + seconds
     try:
         status: StatusJson = client.status()
-        scraper = Scraper(seen_from(status["routers"][0]["http"], address), api_key, REFRESH_S)
+        scraper = Scraper(seen_from(status["routers"][0]["http"], address), access, REFRESH_S)
         with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
             while time.monotonic() < end_s:
                 begin_s = time.monotonic()

@@ -27,6 +27,7 @@ from baton.engine.core.scheduler import SchedulerLimits
 from baton.errors import StoreUnavailable
 from baton.rpc import RpcServer
 from baton.tasks import cancel_and_wait
+from baton.tls import member_tls
 from baton.trust import Principal, open_keys
 from deploy.worker.ahead import peers_of
 from kvstore.index import IndexPublisher, RedisConnection, RedisIndex
@@ -55,6 +56,8 @@ class Member:
         self.incarnation = os.urandom(8).hex()
         """Random identity of this process, to which hand-overs and the proofs of calls are bound."""
         self.content_id = content_id(config.kv_identity)
+        self.tls = member_tls(config.cluster)
+        """What the worker shows other members; None: all speak in plain text."""
         self.wire_compat = wire_compat(config.kv_identity, runner.spec)
         limits = SchedulerLimits(
             max_num_seqs=config.engine.max_num_seqs,
@@ -74,6 +77,7 @@ class Member:
             caches=self.loop.caches,
             wire_compat=self.wire_compat,
             host=host,
+            tls=self.tls,
             keys=self.keys,
         )
         self.kv = KvEndpoint(local, self.loop, config.transfer, config.faults)
@@ -119,7 +123,7 @@ class Member:
         settings = self.config.index
         async with contextlib.AsyncExitStack() as stack:
             index = RedisIndex(
-                RedisConnection(settings.url),
+                RedisConnection(settings.url, tls=self.tls),
                 self.content_id,
                 blocks_ttl_s=settings.blocks_ttl_s,
                 stream_max_events=settings.stream_max_events,
@@ -127,7 +131,7 @@ class Member:
             )
             stack.push_async_callback(index.close)
             leases = RedisLeases(
-                RedisConnection(settings.url),
+                RedisConnection(settings.url, tls=self.tls),
                 self.content_id,
                 lease_s=settings.lease_s,
                 blocks_ttl_s=settings.blocks_ttl_s,

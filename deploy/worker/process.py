@@ -28,6 +28,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 import uvloop
+from opentelemetry.sdk.trace import TracerProvider
 
 from baton import garbage
 from baton.cluster import Role
@@ -35,11 +36,12 @@ from baton.config import Config, process_config
 from baton.engine.core.runner import Runner
 from baton.engine.runners import make_runner
 from baton.errors import BatonError, ConfigError, DeviceLost, Fenced
-from baton.rpc import RpcServer
+from baton.rpc import RpcServer, members_only
 from baton.rpc.doors import WORKERS_RULES, member_doors, require_keys
 from baton.rpc.errors import to_failed
 from baton.tasks import cancel_and_wait
 from baton.telemetry import logs, tracing
+from baton.tls import member_tls
 from baton.trust import Principal, open_keys
 from baton.v1 import kv_pb2_grpc, worker_pb2_grpc
 from decode_worker.service import DecodeService
@@ -64,7 +66,7 @@ async def running(
 ) -> AsyncGenerator[tuple[WorkerControl, asyncio.Task[None]]]:
     """A worker that takes traffic while the block is entered. Yields its control, and the task of `Member.joined`."""
     member = Member(role, worker_id, host, config, runner)
-    doors = member_doors(member.keys, member.incarnation, WORKERS_RULES)
+    doors = (*member_doors(member.keys, member.incarnation, WORKERS_RULES), *members_only(member.tls))
     max_bytes = max_message_bytes(runner.max_model_len)
     rpc = RpcServer(SERVICE_NAMES, doors, max_message_bytes=max_bytes, describes_itself=False)
     prefill, decode = PrefillService(member.context), DecodeService(member.context)
@@ -75,7 +77,7 @@ async def running(
     worker_pb2_grpc.add_WorkerCallsServicer_to_server(calls, rpc.server)
     worker_pb2_grpc.add_WorkerControlServicer_to_server(control, rpc.server)
     kv_pb2_grpc.add_KvControlServicer_to_server(member.kv, rpc.server)
-    port = rpc.bind(host, 0)
+    port = rpc.bind(host, 0, member.tls)
     async with member.joined(rpc, port) as ended:
         yield control, ended
 
@@ -130,11 +132,13 @@ async def serve(
         DeviceLost: nothing can be computed here any more. The process ends `LOST_S` later if it has not ended by then.
     """
     stop, stop_now = asyncio.Event(), asyncio.Event()
-    tracer = tracing.configure(f"baton-{role}", worker_id, config.telemetry)
+    tracer: TracerProvider | None = None
     try:
         async with contextlib.AsyncExitStack() as stack:
             try:
                 require_clusters_keys(config, host, fingerprint)
+                tls = member_tls(config.cluster)
+                tracer = tracing.configure(f"baton-{role}", worker_id, config.telemetry, tls)
                 runner = await asyncio.to_thread(build, _config_of(config))
                 stack.callback(runner.close)
                 garbage.keep_what_is_loaded()

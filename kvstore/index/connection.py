@@ -9,8 +9,9 @@ import uuid
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from redis.asyncio import Redis
+from redis.asyncio import Redis, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
@@ -21,7 +22,9 @@ from kvstore.index.keys import key_kind
 from kvstore.index.values import text
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    from baton.tls import Tls
 
 TIMEOUT_S = 5.0
 """Longest wait for one answer; blocking reads wait less than this."""
@@ -35,18 +38,21 @@ class WrongType:
 
 
 class RedisConnection:
-    """A pool of connections to the Redis at `redis://HOST:PORT/DB` or `unix://PATH`; connects on first use.
+    """A pool of connections to the Redis at `redis://HOST:PORT/DB`, `rediss://HOST:PORT/DB` (over TLS) or
+    `unix://PATH`; connects on first use.
 
     It never retries by itself: a script that was cut off may have run, and only its caller knows what to do then.
 
     Args:
         garbage: the book in which unreadable values are noted; by default a new one.
+        tls: the authorities that are believed over TLS, and what is shown; None, or where the URL has options for TLS
+            (redis-py's `ssl_...`): the system's authorities, or what the URL says.
 
     Raises:
         ConfigError: the URL is not one of Redis.
     """
 
-    def __init__(self, url: str, garbage: GarbageBook | None = None) -> None:
+    def __init__(self, url: str, garbage: GarbageBook | None = None, *, tls: Tls | None = None) -> None:
         try:
             self._redis: Any = Redis.from_url(  # its annotations join sync and async answers
                 url,
@@ -62,6 +68,9 @@ class RedisConnection:
                 "index.redis_url is not a URL of Redis, such as redis://HOST:PORT/DB or unix://PATH; in a password, "
                 "characters such as / and # are written %2F and %23"
             ) from None
+        pool = self._redis.connection_pool
+        if tls is not None and pool.connection_class is SSLConnection and "ssl_" not in urlsplit(url).query:
+            pool.connection_class, pool.connection_kwargs["tls"] = _TlsConnection, tls
         self.url = url
         self.garbage = garbage or GarbageBook()
 
@@ -127,6 +136,17 @@ class RedisConnection:
     async def close(self) -> None:
         """Closes the pool."""
         await self._redis.aclose()
+
+
+class _TlsConnection(SSLConnection):
+    """A connection that takes the certificates from files which may have changed since it was last open."""
+
+    def __init__(self, *, tls: Tls, **others: Any) -> None:
+        super().__init__(**others)
+        self._tls = tls
+
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        return {**super()._connection_arguments(), "ssl": self._tls.client_context()}
 
 
 class Script:

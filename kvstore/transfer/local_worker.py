@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from baton.kv_layout import KvLayout
+    from baton.tls import Tls
     from baton.trust import KeyFile
     from kvstore.transfer.copy.blocks import RankCache
 
@@ -30,6 +31,8 @@ class LocalWorker:
     """The kind of KV; only workers of the same kind pair."""
     host: str
     """The address on which peers reach this worker's transports."""
+    tls: Tls | None = None
+    """What this worker shows other members; None: all speak in plain text."""
     keys: KeyFile | None = None
     """The keys by which it proves to peers who it is; None: the cluster has no secret."""
     num_kv_heads: Sequence[int] = ()

@@ -108,7 +108,7 @@ class PrefixPuller:
 
     async def _pull(self, pull: Pull, source: PrefixSource) -> Arrival | None:
         """Asks the source, and waits for the KV; returns None if the source has no more than is here already."""
-        channel = open_channel(source.address)
+        channel = open_channel(source.address, self._receiver.tls)
         try:
             stub: Any = kv_pb2_grpc.KvControlStub(channel)
             proof = member_metadata(self._receiver.keys, "/baton.v1.KvControl/Pull", source.incarnation)

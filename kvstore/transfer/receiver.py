@@ -58,10 +58,12 @@ class KvReceiver:
     Attributes:
         kv_address: the address of the server whose `KvControl.Session` is `session`; the worker sets it before
             `expect`.
+        tls: what this worker shows other members; None: all speak in plain text.
     """
 
     def __init__(self, worker: LocalWorker, config: TransferConfig) -> None:
         self.kv_address = ""
+        self.tls = worker.tls
         self.layout = worker.layout()
         require_fitting_slots(self.layout, config.slot_bytes)
         self._worker = worker
@@ -249,8 +251,14 @@ class KvReceiver:
             raise TransferRefused(f"worker {hello.worker_id} has no rank {hello.rank}")
         if not hello.peer_rank < len(here.caches):
             raise TransferRefused(f"worker {here.worker_id} has no rank {hello.peer_rank}")
-        local = LocalRank(here.host, here.caches[hello.peer_rank].device, self._staging)
-        near = nearness(hello.host_id, hello.gpu_id, hello.gpu_uuid, local.device)
+        is_sealed = self.tls is not None
+        local = LocalRank(
+            host=here.host,
+            device=here.caches[hello.peer_rank].device,
+            staging=self._staging,
+            is_sealed=is_sealed,
+        )
+        near = nearness(hello.host_id, hello.gpu_id, hello.gpu_uuid, local.device, must_be_sealed=is_sealed)
         kind = choose_transport(hello.links, self._usable, near)
         if kind is None:
             is_elsewhere = any(offered in self._usable for offered in hello.links)

@@ -22,6 +22,11 @@ The tenants stand in one YAML file (`router.tenants_file`), which is read again 
     operations:
       key_sha256: [HASH]
       operator: true                   # may see and change the cluster
+    archive:
+      certificates: ["DNS:archive.example", "URI:spiffe://example/archive"]   # instead of a key, or as well
+
+A certificate's name is DNS:, URI:, email: or IP: and a subject alternative name, or CN: and the subject's common name
+(`router.tls_client_certificates`).
 
 A HASH is the SHA-256 of a key, as `printf %s KEY | sha256sum` prints it. Nothing else of the key is stored, so a
 reader of the file cannot ask in a tenant's name. Draw keys at random (`openssl rand -hex 32`): a short or guessable one
@@ -36,12 +41,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import yaml
 
 from baton.config import why_unreadable
 from baton.errors import ConfigError, Forbidden, Unauthenticated
 
+CERTIFICATE = re.compile(r"(DNS|URI|email|IP|CN):[^\s].*")
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 MAX_LIMIT = 10**12
 
@@ -95,12 +102,19 @@ DEFAULT_TENANT = Tenant(id="default", operator=True, parse_special=True)
 class TenantBook:
     """Finds the tenant of an API key. What it knows is replaced while the router runs."""
 
-    def __init__(self, by_digest: Mapping[bytes, Tenant] | None, version: bytes = b"") -> None:
+    def __init__(
+        self,
+        by_digest: Mapping[bytes, Tenant] | None,
+        version: bytes = b"",
+        by_certificate: Mapping[str, Tenant] = MappingProxyType({}),
+    ) -> None:
         """Args:
         by_digest: SHA-256 of a key -> whose it is; None: everybody is `DEFAULT_TENANT`.
+        by_certificate: a name in a client's certificate -> whose it is.
         version: digest of the file's content, see `version_of`.
         """
         self._by_digest = by_digest
+        self._by_certificate = by_certificate
         self.version = version
 
     @staticmethod
@@ -132,12 +146,16 @@ class TenantBook:
         if repeated := [name for name, count in names.items() if count > 1]:
             raise ConfigError(f"{path}: tenant {repeated[0]!r} is listed twice")
         by_digest: dict[bytes, Tenant] = {}
+        by_certificate: dict[str, Tenant] = {}
         for tenant_id, fields in entries.items():
-            tenant, digests = _entry(tenant_id, fields, f"{path}: tenant {tenant_id!r}")
+            tenant, digests, shown = _entry(tenant_id, fields, f"{path}: tenant {tenant_id!r}")
             for digest in digests:
                 if (owner := by_digest.setdefault(digest, tenant)) is not tenant:
                     raise ConfigError(f"{path}: tenants {owner.id!r} and {tenant.id!r} have a key in common")
-        return TenantBook(by_digest, version_of(text))
+            for name in shown:
+                if (owner := by_certificate.setdefault(name, tenant)) is not tenant:
+                    raise ConfigError(f"{path}: tenants {owner.id!r} and {tenant.id!r} both have {name!r}")
+        return TenantBook(by_digest, version_of(text), by_certificate)
 
     @property
     def is_open(self) -> bool:
@@ -146,25 +164,38 @@ class TenantBook:
 
     def adopt(self, other: TenantBook) -> None:
         """Takes over what another book knows, for all requests that arrive from now on."""
-        self._by_digest, self.version = other._by_digest, other.version
+        self._by_digest, self._by_certificate = other._by_digest, other._by_certificate
+        self.version = other.version
 
     @property
     def slo_classes(self) -> set[str]:
         """The classes that tenants name."""
-        return {tenant.slo_class for tenant in (self._by_digest or {}).values()}
+        tenants = (*(self._by_digest or {}).values(), *self._by_certificate.values())
+        return {tenant.slo_class for tenant in tenants}
 
-    def identify(self, api_key: str | None) -> Tenant:
-        """The tenant of an API key.
+    @property
+    def knows_certificates(self) -> bool:
+        """Whether a tenant is found by its certificate."""
+        return bool(self._by_certificate)
+
+    def identify(self, api_key: str | None, certificate: Iterable[str] = ()) -> Tenant:
+        """The tenant of an API key, or, where a client sends none, of its certificate.
+
+        Args:
+            certificate: the names in the client's certificate, which was verified.
 
         The look-up needs no constant-time comparison: it compares digests, so its timing reveals at most a part
         of a digest, from which no key follows.
 
         Raises:
-            Unauthenticated: the key is no tenant's, or there is none.
+            Unauthenticated: the key is no tenant's, or there is none, and no certificate of one tenant.
         """
         if self._by_digest is None:
             return DEFAULT_TENANT
         if not api_key:
+            found = {tenant.id: tenant for name in certificate if (tenant := self._by_certificate.get(name))}
+            if len(found) == 1:
+                return found.popitem()[1]
             raise Unauthenticated("an API key is needed: send the header 'Authorization: Bearer KEY'")
         tenant = self._by_digest.get(hashlib.sha256(api_key.encode(errors="surrogateescape")).digest())
         if tenant is None:
@@ -204,8 +235,8 @@ def _text(value: str | bytes) -> str:
     return value if isinstance(value, str) else value.decode(errors="surrogateescape")
 
 
-def _entry(tenant_id: object, fields: object, where: str) -> tuple[Tenant, list[bytes]]:
-    """One tenant of the file, and the digests of its keys."""
+def _entry(tenant_id: object, fields: object, where: str) -> tuple[Tenant, list[bytes], list[str]]:
+    """One tenant of the file, the digests of its keys, and the names in its certificates."""
     if not _is_word(tenant_id) or not tenant_id:
         raise ConfigError(f"{where}: the id must be a string of printable characters")
     if not isinstance(fields, dict):
@@ -216,10 +247,11 @@ def _entry(tenant_id: object, fields: object, where: str) -> tuple[Tenant, list[
         is_right, wanted = CHECKS[name]
         if not is_right(value):
             raise ConfigError(f"{where}: {name} must be {wanted}")
-    if "key_sha256" not in fields:
+    if not fields.keys() & PROOFS:
         raise ConfigError(f"{where}: key_sha256 is missing")
-    settings = {name: value for name, value in fields.items() if name != "key_sha256"}
-    return Tenant(id=str(tenant_id), **settings), [bytes.fromhex(digest) for digest in fields["key_sha256"]]
+    settings = {name: value for name, value in fields.items() if name not in PROOFS}
+    digests = [bytes.fromhex(digest) for digest in fields.get("key_sha256", ())]
+    return Tenant(id=str(tenant_id), **settings), digests, fields.get("certificates", [])
 
 
 def _is_word(value: object) -> bool:
@@ -234,8 +266,20 @@ def _are_digests(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(d, str) and SHA256.fullmatch(d) for d in value)
 
 
+def _are_names(value: object) -> bool:
+    return (
+        isinstance(value, list) and bool(value) and all(isinstance(n, str) and CERTIFICATE.fullmatch(n) for n in value)
+    )
+
+
+PROOFS = {"key_sha256", "certificates"}
+"""The fields by which a tenant is recognised; it has one of them at least."""
 CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "key_sha256": (_are_digests, "a list of one or more of what `printf %s KEY | sha256sum` prints: 64 digits, quoted"),
+    "certificates": (
+        _are_names,
+        "a list of names in certificates, each after its kind: DNS:, URI:, email:, IP: or CN:",
+    ),
     "weight": (lambda value: _is_between(value, 0.001, 1000, int, float), "a number from 0.001 to 1000"),
     "slo_class": (_is_word, "a string of printable characters"),
     "max_priority": (lambda value: _is_between(value, 0, 2**31 - 1, int), "a whole number from 0 to 2147483647"),

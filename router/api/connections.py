@@ -19,7 +19,11 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from baton.tls import names_in_connection
+
 logger = logging.getLogger(__name__)
+CERTIFICATE_NAMES = "certificate_names"
+"""Where a request's state has the names in its client's certificate, which was verified; missing without one."""
 PAUSE_S = 1.0
 """The time between two looks at a body that is not read at the moment."""
 LINE_BYTES = len(": ") + len("\r\n")
@@ -84,10 +88,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_body = 0
         self._is_refused = False
         self._timer: asyncio.TimerHandle | None = None
+        self._names: tuple[str, ...] = ()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._address = self.client[0] if self.client else ""
+        self._names = names_in_connection(transport.get_extra_info("peercert"))
         if reason := self._open.enter(self._address):
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, reason)
         else:
@@ -108,6 +114,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        if self._names:
+            self.scope["state"][CERTIFICATE_NAMES] = self._names
         self._is_in_head, self._num_head = True, 0
         if self.cycle is not None:  # the first one's time began with the connection
             self._expect_head()

@@ -12,6 +12,7 @@ from baton.errors import BatonError, NoController, NotAMember
 from baton.rpc import channel, from_rpc_error
 from baton.rpc.doors import member_metadata
 from baton.rpc.errors import is_lost
+from baton.tls import Tls
 from baton.trust import KeyFile
 from baton.v1 import admin_pb2, admin_pb2_grpc
 
@@ -26,9 +27,12 @@ class ControllerClient:
         NoController: none is known, or the one that is does not answer, or refuses this router.
     """
 
-    def __init__(self, known: Callable[[], ControllerInfo | None], keys: KeyFile | None = None) -> None:
+    def __init__(
+        self, known: Callable[[], ControllerInfo | None], keys: KeyFile | None = None, tls: Tls | None = None
+    ) -> None:
         self._known = known
         self._keys = keys
+        self._tls = tls
 
     async def scale(self, request: admin_pb2.ScalePoolRequest) -> admin_pb2.ScalePoolResponse:
         answer: admin_pb2.ScalePoolResponse = await self._order("ScalePool", request)
@@ -49,9 +53,9 @@ class ControllerClient:
                 "no controller is known, so the pools cannot be changed; it runs as a part of `baton up`"
             )
         try:
-            async with channel(controller.address) as link:
+            async with channel(controller.address, self._tls) as opened:
                 proof = member_metadata(self._keys, f"/baton.v1.Admin/{method}", controller.incarnation)
-                return await getattr(admin_pb2_grpc.AdminStub(link), method)(request, metadata=proof)
+                return await getattr(admin_pb2_grpc.AdminStub(opened), method)(request, metadata=proof)
         except grpc.aio.AioRpcError as error:
             raise _typed(error, controller) from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ from baton.errors import BatonError, Forbidden, Unauthenticated
 from baton.rpc.errors import CallContext
 from baton.tasks import seen_through
 from baton.telemetry import tracing
+from baton.tls import names_in_call
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission import check_model
 from router.admission.tenants import Tenant, TenantBook, api_key_of, require_operator
@@ -31,8 +32,8 @@ CALLER: ContextVar[Tenant] = ContextVar("caller")
 
 
 class Authentication(grpc.aio.ServerInterceptor):
-    """Identifies the tenant of a call, or refuses the call before its message is parsed. `Admin` takes an operator's
-    key.
+    """Identifies the tenant of a call, or refuses the call before its message is parsed (or once it is, where it has no
+    key, and tenants have certificates). `Admin` takes an operator's.
 
     Health and reflection need no key: they say nothing of this cluster.
     """
@@ -44,14 +45,35 @@ class Authentication(grpc.aio.ServerInterceptor):
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         if details.method.startswith((INFERENCE, ADMIN)):
+            api_key, is_admin = api_key_of(details.invocation_metadata), details.method.startswith(ADMIN)
+            if not api_key and self._tenants.knows_certificates:
+                handler = await continuation(details)
+                return handler and self._by_certificate(handler, is_admin)
             try:
-                caller = self._tenants.identify(api_key_of(details.invocation_metadata))
-                if details.method.startswith(ADMIN):
-                    require_operator(caller)
-                CALLER.set(caller)
+                self._let_in(api_key, (), is_admin)
             except (Unauthenticated, Forbidden) as error:
                 return _refusal(error)
         return await continuation(details)
+
+    def _let_in(self, api_key: str | None, certificate: Sequence[str], is_admin: bool) -> None:
+        """Notes whose the call is. Raises Unauthenticated and Forbidden."""
+        caller = self._tenants.identify(api_key, certificate)
+        if is_admin:
+            require_operator(caller)
+        CALLER.set(caller)
+
+    def _by_certificate(self, handler: Any, is_admin: bool) -> Any:
+        """The handler, behind a look at the client's certificate, which is known only when the call begins."""
+        method = handler.unary_stream or handler.unary_unary
+
+        async def let_in(request: Any, context: CallContext) -> Any:
+            self._let_in(None, names_in_call(context.auth_context()), is_admin)
+            return await method(request, context)
+
+        make = (
+            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        return make(let_in, handler.request_deserializer, handler.response_serializer)
 
 
 def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:

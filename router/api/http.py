@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.errors import BatonError, Forbidden, InvalidRequest, Overloaded, QuotaExceeded, Unauthenticated, Unsupported
 from router.admission.tenants import TenantBook, api_key_of, require_operator
 from router.api.apis import add_apis, error_body
+from router.api.connections import CERTIFICATE_NAMES
 from router.api.document import OPENAPI_PATH
 from router.api.exchange import MAX_BODY_BYTES, REQUEST_ID, JsonAnswer, id_headers, limit_headers
 from router.api.fields import UNSUPPORTED
@@ -135,6 +136,26 @@ class _HostCheck:
         await response(scope, receive, send)
 
 
+def require_certificates(app: FastAPI) -> None:
+    """Has the application refuse clients that have shown no certificate, but for paths that need no API key."""
+    app.add_middleware(_CertificateCheck)
+
+
+class _CertificateCheck:
+    """Refuses a request without a client's certificate, before its body is read."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and CERTIFICATE_NAMES not in scope["state"]:
+            error = Unauthenticated("a client certificate is needed (router.tls_client_certificates)")
+            response = await _on_baton_error(Request(scope), error)
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
 class _HttpAuthentication:
     """Identifies the tenant, in `request.state.tenant`, or refuses a request before its body is read."""
 
@@ -145,10 +166,11 @@ class _HttpAuthentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             try:
-                tenant = self._tenants.identify(api_key_of(scope["headers"]))
+                state = scope.setdefault("state", {})
+                tenant = self._tenants.identify(api_key_of(scope["headers"]), state.get(CERTIFICATE_NAMES, ()))
                 if scope["path"].startswith(FOR_OPERATORS):
                     require_operator(tenant)
-                scope.setdefault("state", {})["tenant"] = tenant
+                state["tenant"] = tenant
             except (Unauthenticated, Forbidden) as error:
                 response = await _on_baton_error(Request(scope), error)
                 await response(scope, receive, send)

@@ -41,6 +41,7 @@ from baton.rpc.errors import from_failed
 from baton.rpc.outbox import MAX_FRAME_COMMANDS, Outbox
 from baton.scores import TokenScores
 from baton.telemetry import tracing
+from baton.tls import Certificates, Tls
 from baton.trust import KeyFile
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
@@ -221,11 +222,13 @@ class WorkerClient:
 
     Args:
         keys: by which the router proves to workers who it is; None: the cluster has no secret.
+        tls: what is shown to workers, and believed of them; None: plain text.
     """
 
-    def __init__(self, keys: KeyFile | None = None) -> None:
+    def __init__(self, keys: KeyFile | None = None, tls: Tls | None = None) -> None:
         self._keys = keys
-        self._channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
+        self._tls = tls
+        self._channels: dict[str, tuple[str, grpc.aio.Channel, Certificates | None]] = {}
         self._links: dict[str, _Link] = {}
 
     def decode(
@@ -252,7 +255,7 @@ class WorkerClient:
     async def forget_past_incarnations(self, workers: Collection[Worker]) -> None:
         """Closes the channels of workers that are listed at another address now; their calls have failed anyway."""
         addresses = {worker.info.id: worker.info.address for worker in workers}
-        for address, (worker_id, _) in list(self._channels.items()):
+        for address, (worker_id, _, _) in list(self._channels.items()):
             if addresses.get(worker_id, address) != address:
                 await self._close(address)
 
@@ -262,16 +265,22 @@ class WorkerClient:
 
     def _link(self, worker: Worker) -> _Link:
         address = worker.info.address
-        if address not in self._channels:
-            self._channels[address] = worker.info.id, channel(address)
         link = self._links.get(address)
         if link is None or link.is_broken:
             proof = member_metadata(self._keys, "/baton.v1.WorkerCalls/Serve", worker.info.incarnation)
-            link = self._links[address] = _Link(self._channels[address][1], proof)
+            link = self._links[address] = _Link(self._channel(worker), proof)
         return link
 
+    def _channel(self, worker: Worker) -> grpc.aio.Channel:
+        """The channel to a worker: a new one where there is none yet, or the certificates have changed since."""
+        address, shown = worker.info.address, self._tls.now() if self._tls else None
+        known = self._channels.get(address)
+        if known is None or known[2] is not shown:
+            known = self._channels[address] = worker.info.id, channel(address, self._tls), shown
+        return known[1]
+
     async def _close(self, address: str) -> None:
-        _, open_channel = self._channels.pop(address)
+        _, open_channel, _ = self._channels.pop(address)
         if (link := self._links.pop(address, None)) is not None:
             await link.close()
         await open_channel.close()

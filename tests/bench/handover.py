@@ -7,17 +7,21 @@ the machine can do, not what would serve.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from tests.bench.handover_peer import LINKS, TLS
 from tests.bench.peer import Peer
 from tests.bench.report import Report, Table
 from tests.bench.stats import interleaved, ratio, spread
+from tests.support.certificates import Authority
 
 TOKEN_BYTES = 46_080
 BLOCK_TOKENS = 16
 NUM_TOKENS = (512, 2000)
-ARMS = ("raw TCP", *(f"{link}, checksum {checksum}" for link in ("gloo", "tcp", "shm") for checksum in ("full", "off")))
+ARMS = ("raw TCP", *(f"{link}, checksum {checksum}" for link in LINKS for checksum in ("full", "off")))
 LAYER_S = 0.01
 
 
@@ -71,11 +75,20 @@ class HandoverPair:
 def run(quick: bool) -> Report:
     num_rounds, total_bytes = (3, 200_000_000) if quick else (9, 750_000_000)
     with (
-        Peer("tests.bench.handover_peer", "decode") as decode,
-        Peer("tests.bench.handover_peer", "prefill") as prefill,
+        tempfile.TemporaryDirectory() as folder,
+        handover_peer("decode", Path(folder)) as decode,
+        handover_peer("prefill", Path(folder)) as prefill,
     ):
         pair = HandoverPair(prefill, decode)
-        return Report("handover", [_end_to_end(pair, num_rounds, total_bytes), _tail(pair, num_rounds)])
+        tables = [_end_to_end(pair, num_rounds, total_bytes), _tail(pair, num_rounds)]
+        return Report("handover", [*tables, _tls(pair, num_rounds, total_bytes)])
+
+
+def handover_peer(role: str, folder: Path) -> Peer:
+    """One end, with the certificates of that folder, which are made where it has none."""
+    if not (folder / "member.crt").exists():
+        Authority.make(folder).sign("member")
+    return Peer("tests.bench.handover_peer", role, str(folder))
 
 
 def _end_to_end(pair: HandoverPair, num_rounds: int, total_bytes: int) -> Table:
@@ -101,6 +114,39 @@ def _end_to_end(pair: HandoverPair, num_rounds: int, total_bytes: int) -> Table:
                     ratio([m.gb_per_s for m in moved], [m.gb_per_s for m in found["raw TCP"]]),
                     spread([m.cpu_s_per_gb for m in moved]),
                     spread([m.wall_s * 1e3 / repeats for m in moved]),
+                )
+            )
+    return table
+
+
+def _tls(pair: HandoverPair, num_rounds: int, total_bytes: int) -> Table:
+    """Plain and encrypted alone beside each other: where other arms lie between, the machine has changed."""
+    table = Table(
+        f"KV over tcp with TLS against tcp without, {num_rounds} rounds",
+        ("", "tcp, GB/s", "tcp with TLS, GB/s", "ratio", "CPU-s/GB with TLS", "ratio"),
+        note="Gate: at least 0.5.",
+    )
+    for num_tokens in NUM_TOKENS:
+        repeats = max(1, total_bytes // (num_tokens * TOKEN_BYTES))
+        for checksum in ("full", "off"):
+            arms = (f"tcp, checksum {checksum}", f"{TLS}, checksum {checksum}")
+
+            def once(arm: str, num_tokens: int = num_tokens) -> Moved:
+                return pair.hand_over(num_tokens, arm)
+
+            plain, tls = measure(once, arms, num_rounds, repeats).values()
+            speeds, costs = (
+                [[getattr(moved, name) for moved in arm] for arm in (tls, plain)]
+                for name in ("gb_per_s", "cpu_s_per_gb")
+            )
+            table.rows.append(
+                (
+                    f"{num_tokens} tokens, checksum {checksum}",
+                    spread(speeds[1]),
+                    spread(speeds[0]),
+                    ratio(*speeds),
+                    spread(costs[0]),
+                    ratio(*costs),
                 )
             )
     return table

@@ -1,4 +1,6 @@
-"""One end of the hand-over benchmark: `python -m tests.bench.handover_peer prefill|decode`.
+"""One end of the hand-over benchmark: `python -m tests.bench.handover_peer prefill|decode FOLDER`.
+
+FOLDER has the certificates of both.
 
 Each operation answers with the CPU seconds that this process spent on it, all threads included, and the sending end
 with the seconds that passed as well.
@@ -12,6 +14,7 @@ import random
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -24,11 +27,13 @@ from baton.engine.core.kv_spec import KVSpec, LayerGroup
 from baton.engine.model.kv_cache import KVCache
 from baton.messages import Ticket
 from baton.rpc.server import SERVER_OPTIONS
+from baton.tls import Tls
 from baton.v1 import kv_pb2_grpc, worker_pb2
 from kvstore.transfer.local_worker import LocalWorker
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender
 from tests.bench.peer import serve
+from tests.support.certificates import member_files
 
 HOST = "127.0.0.1"
 NUM_LAYERS = 30
@@ -47,9 +52,11 @@ SPEC = KVSpec(
 )
 """SmolLM2-135M's: 46,080 bytes a token."""
 NUM_BLOCKS = 160
+TLS = "tcp, TLS"
+LINKS = {"gloo": "gloo", "tcp": "tcp", TLS: "tcp", "shm": "shm"}
 MODES = {
-    f"{link}, checksum {checksum}": TransferConfig(links=(link,), checksum=checksum)
-    for link in ("gloo", "tcp", "shm")
+    f"{name}, checksum {checksum}": TransferConfig(links=(link,), checksum=checksum)
+    for name, link in LINKS.items()
     for checksum in ("full", "off")
 }
 COMPUTE_S = 0.005
@@ -63,12 +70,23 @@ Answer = dict[str, Any]
 class _End:
     """The cache of either end, and the raw socket between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Tls) -> None:
         self.cache = KVCache(SPEC, NUM_BLOCKS, max_num_seqs=1)
         self.raw: socket.socket | None = None
+        self._tls = tls
 
-    def local(self, worker_id: str) -> LocalWorker:
-        return LocalWorker(worker_id=worker_id, incarnation="1", caches=(self.cache,), wire_compat="bench", host=HOST)
+    def tls(self, mode: str) -> Tls | None:
+        return self._tls if mode.startswith(TLS) else None
+
+    def local(self, worker_id: str, mode: str) -> LocalWorker:
+        return LocalWorker(
+            worker_id=f"{worker_id}-{mode}",
+            incarnation="1",
+            caches=(self.cache,),
+            wire_compat="bench",
+            host=HOST,
+            tls=self.tls(mode),
+        )
 
     def block_ids(self, num_tokens: int) -> list[int]:
         """Scattered over the cache, as a pool that has been in use gives them out."""
@@ -76,10 +94,10 @@ class _End:
 
 
 class Prefill(_End):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tls: Tls) -> None:
+        super().__init__(tls)
         self.cache.groups[0].uniform_(-1.0, 1.0)
-        self._senders = {mode: KvSender(self.local(f"prefill-{mode}"), config) for mode, config in MODES.items()}
+        self._senders = {mode: KvSender(self.local("prefill", mode), config) for mode, config in MODES.items()}
 
     async def hand_over(self, mode: str, num_tokens: int, ticket: str) -> Answer:
         """Everything is computed already, and the receiver has said yes meanwhile."""
@@ -129,8 +147,8 @@ class Prefill(_End):
 
 
 class Decode(_End):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tls: Tls) -> None:
+        super().__init__(tls)
         self._doors: dict[str, _Door] = {}
         self._servers: list[grpc.aio.Server] = []
         self._expected: tuple[str, Ticket, float] | None = None
@@ -138,10 +156,10 @@ class Decode(_End):
 
     async def start(self) -> None:
         for mode, config in MODES.items():
-            door = _Door(KvReceiver(self.local(f"decode-{mode}"), config))
+            door = _Door(KvReceiver(self.local("decode", mode), config))
             server = grpc.aio.server(options=SERVER_OPTIONS)
             kv_pb2_grpc.add_KvControlServicer_to_server(door, server)
-            door.receiver.kv_address = f"{HOST}:{server.add_insecure_port(f'{HOST}:0')}"
+            door.receiver.kv_address = f"{HOST}:{_port(server, self.tls(mode))}"
             await server.start()
             self._doors[mode] = door
             self._servers.append(server)
@@ -205,13 +223,23 @@ class _Door(kv_pb2_grpc.KvControlServicer):
         raise NotImplementedError
 
 
+def _port(server: grpc.aio.Server, tls: Tls | None) -> int:
+    any_port = f"{HOST}:0"
+    return (
+        server.add_insecure_port(any_port)
+        if tls is None
+        else server.add_secure_port(any_port, tls.server_credentials())
+    )
+
+
 def _ticket(text: str) -> Ticket:
     return wire.ticket_from_pb(worker_pb2.Ticket.FromString(bytes.fromhex(text)))
 
 
-async def _main(role: str) -> None:
+async def _main(role: str, folder: Path) -> None:
     torch.set_num_threads(1)
-    end: Prefill | Decode = Prefill() if role == "prefill" else Decode()
+    tls = Tls(member_files(folder), name="baton", clients="required")
+    end: Prefill | Decode = Prefill(tls) if role == "prefill" else Decode(tls)
     if isinstance(end, Decode):
         await end.start()
     names = ("hand_over", "hand_over_layers", "expect", "settle", "listen", "accept", "open_raw", "raw_flat")
@@ -221,4 +249,4 @@ async def _main(role: str) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(_main(sys.argv[1]))
+    uvloop.run(_main(sys.argv[1], Path(sys.argv[2])))

@@ -48,6 +48,7 @@ from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_
 from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import Fenced
 from baton.rpc import RpcServer
+from baton.tls import Tls, own_door_tls
 from baton.v1 import worker_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
@@ -70,6 +71,7 @@ class RouterProcess(Served):
 
     def __init__(self, config: Config) -> None:
         self.id = config.router.id
+        self.tls = own_door_tls(config)
         self.api_key = OPERATOR_KEY if config.router.tenants_file else ""
         self._log_file = tempfile.NamedTemporaryFile("w+", prefix=f"{self.id}-", suffix=".log")  # noqa: SIM115
         environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
@@ -209,8 +211,8 @@ class Fleet:
         shares_address: bool = False,
     ) -> None:
         secret = secret_file()
-        shared = ClusterConfig(grpc_port=free_port(), http_port=free_port(), routers=num_routers, secret=secret)
         config = replace(config, cluster=replace(config.cluster, secret=secret))
+        shared = replace(config.cluster, grpc_port=free_port(), http_port=free_port(), routers=num_routers)
         self.config = config
         self._numbers = {role: itertools.count() for role in Role}
         self.redis = redis
@@ -320,6 +322,7 @@ def running_fleet(
     faults: str = "",
     shares_address: bool = False,
     telemetry: TelemetryConfig | None = None,
+    cluster: ClusterConfig | None = None,
     model_path: Path | None = None,
     **engine: Any,
 ) -> Iterator[Fleet]:
@@ -344,6 +347,7 @@ def running_fleet(
             router=router,
             faults=FaultsConfig(spec=faults),
             telemetry=telemetry or TelemetryConfig(),
+            cluster=cluster or ClusterConfig(),
         )
         fleet = Fleet(config, redis, num_routers, shares_address)
         try:
@@ -376,8 +380,8 @@ def _announce_other_port(announced: int, listens: int) -> None:
     """In this process, which is one worker's."""
     bind = RpcServer.bind
 
-    def bind_there(self: RpcServer, host: str, port: int) -> int:
-        bind(self, host, listens)
+    def bind_there(self: RpcServer, host: str, port: int, tls: Tls | None = None) -> int:
+        bind(self, host, listens, tls)
         return announced
 
     RpcServer.bind = bind_there  # type: ignore[method-assign]

@@ -62,6 +62,11 @@ TOGGLES: dict[str, tuple[str, ...]] = {
         *("ingress.enabled=true", "ingress.host=baton.example", "ingress.grpcHost=grpc.example"),
         *("ingress.tlsSecret=tls", "ingress.className=nginx"),
     ),
+    "tls": (
+        *("tls.issuer.name=ca", "tls.issuer.kind=ClusterIssuer", "tls.dnsNames[0]=baton.example", *MONITORING),
+        "tls.clientCertificates=required",
+    ),
+    "tls-kuberay": ("tls.existingSecret=certificates", "orchestrator=kuberay", "monitoring.podMonitor.enabled=true"),
     "gateway": ("gateway.enabled=true", "gateway.parentRefs[0].name=door", "gateway.hostnames[0]=baton.example"),
     "policies": (
         *("networkPolicy.clients[0].namespaceSelector.matchLabels.team=a", "config.telemetry.otlp_endpoint=otlp:4317"),

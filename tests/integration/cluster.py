@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import psutil
 
 from baton.errors import BatonError
+from baton.tls import Tls
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from deploy.operator.client import Client
+from deploy.operator.client import Client, opened
 from deploy.processes import APART, tied
 from tests.support.logs import forget, show_on_failure
 from tests.support.operator import OPERATOR_KEY
@@ -42,6 +42,7 @@ class Served:
 
     Attributes:
         grpc, http: host:port.
+        tls: what its clients show and believe; None: plain text.
         client, inference: once connected.
         api_key: an operator's; empty: there are no tenants.
     """
@@ -49,11 +50,12 @@ class Served:
     api_key = ""
     grpc: str
     http: str
+    tls: Tls | None = None
     _log_file: tempfile._TemporaryFileWrapper[str]
 
     def connect(self) -> None:
-        self.client = Client(self.grpc, self.api_key)
-        self._channel = grpc.insecure_channel(self.grpc)
+        self.client = Client(self.grpc, self.api_key, self.tls)
+        self._channel = opened(self.grpc, self.tls)
         self.inference = inference_pb2_grpc.InferenceStub(self._channel)
         show_on_failure(self.grpc, lambda: self.log)
 

@@ -27,8 +27,9 @@ def sampling(num_tokens: int, **more: Any) -> dict[str, Any]:
 
 def exposition(cluster: Served) -> str:
     headers = {"Authorization": f"Bearer {cluster.api_key}"} if cluster.api_key else {}
-    request = urllib.request.Request(f"http://{cluster.http}/api/metrics", headers=headers)
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    scheme, context = ("https", cluster.tls.client_context()) if cluster.tls else ("http", None)
+    request = urllib.request.Request(f"{scheme}://{cluster.http}/api/metrics", headers=headers)
+    with urllib.request.urlopen(request, timeout=30, context=context) as answer:
         text: str = answer.read().decode()
     return text
 

@@ -66,7 +66,7 @@ def objective_of(options: BenchOptions) -> Objective:
 
 async def bench(trace: Trace, options: BenchOptions, log: Console) -> Benched:
     """Replays a trace on the cluster of the options. Raises as `run`."""
-    connection = BenchConnection(options.address, options.api_key)
+    connection = BenchConnection(options.address, options.api_key, options.trust.read())
     try:
         model, workers = await connection.model(), await connection.workers()
         plan = plan_for(trace, model.max_model_len, options.max_output)

@@ -9,7 +9,9 @@ import grpc
 
 from baton import wire
 from baton.api import GenerateRequest, TokenIds
+from baton.rpc import channel
 from baton.rpc.server import CHANNEL_OPTIONS
+from baton.tls import Tls
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from deploy.operator.client import metadata_of, require_port, typed
 
@@ -56,15 +58,16 @@ class BenchConnection:
     Args:
         address: host:port of a router.
         api_key: the key sent with every call, unless it is empty.
+        tls: the authorities that are believed, and what is shown; None: plain text.
 
     Raises:
         InvalidRequest: the key cannot be sent, or the port is none.
     """
 
-    def __init__(self, address: str, api_key: str = "") -> None:
+    def __init__(self, address: str, api_key: str = "", tls: Tls | None = None) -> None:
         require_port(address)
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = channel(address, tls, CHANNEL_OPTIONS)
         self._metadata = metadata_of(api_key)
         self._generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(GENERATE)
 

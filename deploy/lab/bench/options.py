@@ -10,6 +10,7 @@ import typer
 from baton.config import DEFAULT_ADDRESS
 from baton.errors import ConfigError
 from deploy.lab.traces.shape import TraceOptions
+from deploy.operator.trust import TrustOptions
 
 DEFAULT_VOCAB = 32_000
 """Vocabulary of Llama 1 and 2, Mistral and their descendants. SmolLM2 has 49,152 tokens, later families have more than
@@ -21,6 +22,7 @@ class BenchOptions:
     """The trace to replay, the cluster and the objectives. The annotated fields are options of the command."""
 
     trace: TraceOptions = field(default_factory=TraceOptions)
+    trust: TrustOptions = field(default_factory=TrustOptions)
     address: Annotated[str, typer.Option(help="The router, host:port.", envvar="BATON_ADDRESS")] = DEFAULT_ADDRESS
     api_key: Annotated[
         str,

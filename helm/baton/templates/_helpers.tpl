@@ -170,6 +170,9 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- if and $values.gateway.enabled (not $values.gateway.parentRefs) }}
 {{- fail "gateway.enabled needs gateway.parentRefs: the Gateway that takes the routes" }}
 {{- end }}
+{{- if and (ne $values.tls.clientCertificates "off") (not (include "baton.tlsSecretName" $)) }}
+{{- fail (printf "tls.clientCertificates is %s, which needs tls.issuer.name or tls.existingSecret" $values.tls.clientCertificates) }}
+{{- end }}
 {{- if and $values.monitoring.serviceMonitor.enabled $values.monitoring.podMonitor.enabled }}
 {{- fail "enable monitoring.serviceMonitor or monitoring.podMonitor, not both: every request would be counted twice" }}
 {{- end }}
@@ -241,6 +244,7 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
   "controller_port" 50052
   "state_file" "/var/lib/baton/state.json"
   "gpus_per_worker" $gpus }}
+{{- $cluster = merge $cluster (include "baton.tlsCluster" . | fromJson) }}
 {{- $kubernetes := dict
   "namespace" .Release.Namespace
   "prefill_pool" .Values.pools.prefill.name
@@ -268,6 +272,9 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- if .Values.router.preStopSeconds }}
 {{- $_ := set $router "max_connection_age_s" (mulf 0.8 .Values.router.preStopSeconds) }}
 {{- end }}
+{{- if ne .Values.tls.clientCertificates "off" }}
+{{- $_ := set $router "tls_client_certificates" .Values.tls.clientCertificates }}
+{{- end }}
 {{- $_ := set $set "router" $router }}
 {{- range $section, $values := mergeOverwrite $config $set }}
 {{- if $values }}
@@ -281,12 +288,12 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 
 {{/* What a worker reads. When only another section changes, workers need not restart. */}}
 {{- define "baton.workerConfigChecksum" -}}
-{{- pick .Values.config "model" "engine" "transfer" "index" "telemetry" "faults" | toJson | sha256sum }}
+{{- printf "%s%s" (pick .Values.config "model" "engine" "transfer" "index" "telemetry" "faults" | toJson) (include "baton.tlsSecretName" .) | sha256sum }}
 {{- end }}
 
 {{/* What the controller reads, and hands to workers. */}}
 {{- define "baton.controllerConfigChecksum" -}}
-{{- omit .Values.config "router" | toJson | sha256sum }}
+{{- printf "%s%s" (omit .Values.config "router" | toJson) (include "baton.tlsSecretName" .) | sha256sum }}
 {{- end }}
 
 {{/* Pods */}}
@@ -427,6 +434,7 @@ imagePullSecrets:
   mountPath: /var/cache/baton
 - name: tmp
   mountPath: /var/tmp
+{{- include "baton.tlsMount" . }}
 {{- end }}
 
 {{/* Of a Ray node: /tmp/ray is Ray's own; /dev/shm holds its object store. */}}
@@ -447,6 +455,7 @@ imagePullSecrets:
   readOnly: true
 - name: model-cache
   mountPath: /var/cache/baton
+{{- include "baton.tlsMount" . }}
 {{- end }}
 
 {{- define "baton.controllerMounts" -}}
@@ -480,6 +489,7 @@ imagePullSecrets:
 {{- else }}
   emptyDir: {}
 {{- end }}
+{{- include "baton.tlsVolume" . }}
 {{- end }}
 
 {{/* Of a Ray node. (shared-memory-size) */}}

@@ -9,9 +9,10 @@ from urllib.parse import unquote
 
 import grpc
 
-from baton.addresses import grpc_target, host_of, is_address
+from baton.addresses import host_of, is_address
 from baton.errors import TransferRefused
 from baton.messages import FromReceiver, FromSender, Ping, Rendezvous
+from baton.rpc import channel as opened_channel
 from baton.rpc.doors import member_metadata
 from baton.rpc.server import MEMBER_CHANNEL_OPTIONS
 from baton.v1 import kv_pb2_grpc
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from baton.config import TransferConfig
+    from baton.tls import Tls
     from baton.trust import KeyFile
 
 Out = TypeVar("Out", FromSender, FromReceiver)
@@ -42,7 +44,7 @@ class Peer:
     rank: int
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
     """Opens a channel with a TCP connection of its own, so that a peer's death is seen on it at once.
 
     The control stream shows whether a peer is alive: transports notice its death late, or never.
@@ -52,7 +54,7 @@ def open_channel(address: str) -> grpc.aio.Channel:
     """
     if not is_address(address):
         raise TransferRefused(f"{address!r:.100} is no host:port: no KV comes from there or goes there")
-    return grpc.aio.insecure_channel(grpc_target(address), options=OPTIONS)
+    return opened_channel(address, tls, OPTIONS)
 
 
 def caller_of(context: Any) -> str:

@@ -42,13 +42,14 @@ from kvstore.transfer.pipeline.thread import TransportThread
 from kvstore.transfer.protocol.machine import Send, TransferCommitted, TransferFailed
 from kvstore.transfer.protocol.send_state import Granted, SendInstruction, SendState, Unpin
 from kvstore.transfer.transport.base import SendingTransport
-from kvstore.transfer.transport.faults import FaultInjector, Faults, FaultyTransport
+from kvstore.transfer.transport.faults import FaultInjector, FaultyTransport
 from kvstore.transfer.transport.select import LocalRank, open_sender, slot_bytes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from baton.config import TransferConfig
+    from baton.tls import Tls
     from kvstore.transfer.protocol.plan import TransferPlan
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,9 @@ class OutgoingConnection:
         closed: the connection's task; done once stream, transport and thread are gone.
     """
 
-    def __init__(self, peer: Peer, hello: Hello, config: TransferConfig, local: LocalRank, faults: Faults) -> None:
+    def __init__(
+        self, peer: Peer, hello: Hello, config: TransferConfig, local: LocalRank, tls: Tls | None = None
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.peer = peer
         self.failure: BatonError | None = None
@@ -142,7 +145,6 @@ class OutgoingConnection:
         self._hello = hello
         self._config = config
         self._local = local
-        self._faults = faults
         self._num_sides_open = 0
         self._transport_is_gone = False
         self._stream: ControlStream[FromSender] = ControlStream(peer.worker_id, config, time.monotonic())
@@ -152,7 +154,7 @@ class OutgoingConnection:
         self._send_loop: SendLoop | None = None
         """None until the peer's Welcome has named the epoch."""
         self._thread: TransportThread[SendingTransport] | None = None
-        self._channel = open_channel(peer.address)
+        self._channel = open_channel(peer.address, tls)
         self._call = open_session(self._channel, peer, self._requests(), local.keys)
         self.closed = loop.create_task(self._run())
 
@@ -350,7 +352,7 @@ class OutgoingConnection:
             chosen, offered = f"a {welcome.link!r} transport", ", ".join(self._hello.links)
             raise TransferRefused(f"worker {peer.worker_id} chose {chosen}, this worker offered {offered}")
         self.transport_kind = welcome.link
-        spoiler = FaultInjector(self._faults, self._local.gpu) if self._faults.on_payload else None
+        spoiler = FaultInjector(self._local.faults, self._local.gpu) if self._local.faults.on_payload else None
         heartbeat_s = self._config.op_timeout_s / 4
         self._send_loop = SendLoop(welcome.pair_epoch, self._machine, heartbeat_s, spoiler)
         self._thread = TransportThread(
@@ -363,7 +365,7 @@ class OutgoingConnection:
 
     def _open_transport(self, kind: str) -> SendingTransport:
         end = self._local.end(kind, self._stream.rendezvous, self._config, host_of(self.peer.address))
-        transport, faults = open_sender(kind, end), self._faults
+        transport, faults = open_sender(kind, end), self._local.faults
         return FaultyTransport(transport, faults, gpu=self._local.gpu) if faults.on_transport else transport
 
     def _on_transport(self, error: TransferError | None) -> None:

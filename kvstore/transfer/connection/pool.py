@@ -90,9 +90,19 @@ class ConnectionPool:
     def __init__(self, worker: LocalWorker, hello: Hello, config: TransferConfig, faults: Faults) -> None:
         self.staging = StagingPools(config)
         self._hello = hello
-        self._ranks = tuple(LocalRank(worker.host, device, self.staging, worker.keys) for device in worker.devices)
+        self._tls = worker.tls
+        self._ranks = tuple(
+            LocalRank(
+                host=worker.host,
+                device=device,
+                staging=self.staging,
+                keys=worker.keys,
+                is_sealed=worker.tls is not None,
+                faults=faults,
+            )
+            for device in worker.devices
+        )
         self._config = config
-        self._faults = faults
         self._max_connections = config.max_pairs or num_connections_kept(hello.links, len(self._ranks))
         self._routes: dict[tuple[int, Peer], _Route] = {}
         self._replaced: set[OutgoingConnection] = set()
@@ -228,7 +238,7 @@ class ConnectionPool:
             hello = dataclasses.replace(
                 self._hello, links=links, gpu_id=gpu_id, gpu_uuid=gpu_uuid, rank=rank, peer_rank=peer.rank
             )
-            connection = OutgoingConnection(peer, hello, self._config, local, self._faults)
+            connection = OutgoingConnection(peer, hello, self._config, local, self._tls)
             self._alive.add(connection)
             connection.closed.add_done_callback(partial(self._gone, connection))
             try:

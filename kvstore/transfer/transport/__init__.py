@@ -2,8 +2,8 @@
 
 `base` has the Protocols and `select` the table of transports: TCP, shared memory (of a host, or of its GPUs: `ipc`),
 gloo and NCCL. `staging` owns the slots, `exports` the rings on a GPU, `streams` its streams, `packets` what says which
-slot of a ring has what; `rendezvous` exchanges what two ends must know, `faults` breaks a transport on purpose for
-tests.
+slot of a ring has what; `rendezvous` exchanges what two ends must know, `seal` encrypts, `faults` breaks a transport on
+purpose for tests.
 """
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "nccl_turns",
     "packets",
     "rendezvous",
+    "seal",
     "select",
     "shm",
     "socket_end",

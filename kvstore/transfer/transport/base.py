@@ -139,6 +139,8 @@ class TransportEnd:
     open_timeout_s: float
     op_timeout_s: float
     nccl_mode: str = "nonblocking-eager"
+    is_sealed: bool = False
+    """Whether a kind that can encrypts its messages; the rendezvous must then be secret, since it carries the key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +152,8 @@ class Nearness:
     """Both have their caches on one GPU, as far as NCCL knows."""
     may_read_gpu: bool = False
     """The receiver may be able to read the sender's GPU."""
+    must_be_sealed: bool = False
+    """What leaves a host must be encrypted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +175,8 @@ class TransportKind:
     """The sides must not share a GPU."""
     needs_readable_gpu: bool = False
     """The receiver reads the sender's GPU: it must not be known that its own does not reach that one."""
+    is_plain: bool = False
+    """Nothing that leaves a host over it is encrypted."""
     opens_slowly: bool = False
     """Opening takes seconds and may have to wait: KV travels over another kind meanwhile."""
     stages_on_gpu: bool = False
@@ -184,4 +190,5 @@ class TransportKind:
             (near.is_same_host or not self.needs_one_host)
             and (near.may_read_gpu or not self.needs_readable_gpu)
             and not (near.is_same_gpu and self.needs_two_gpus)
+            and not (self.is_plain and near.must_be_sealed and not near.is_same_host)
         )

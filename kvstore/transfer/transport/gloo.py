@@ -144,4 +144,5 @@ KIND = TransportKind(
     open_receiver=lambda end: GlooTransport(end, RECEIVER),
     is_well_formed=is_well_formed,
     is_usable=lambda devices: True,
+    is_plain=True,
 )

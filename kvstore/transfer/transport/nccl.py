@@ -394,4 +394,5 @@ KIND = TransportKind(
     needs_two_gpus=True,
     opens_slowly=True,
     stages_on_gpu=True,
+    is_plain=True,
 )

@@ -24,6 +24,7 @@ from kvstore.transfer.transport.base import (
     TransportEnd,
     TransportKind,
 )
+from kvstore.transfer.transport.faults import Faults
 from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.shm import host_id
 from kvstore.transfer.transport.staging import StagingPool
@@ -43,6 +44,7 @@ KINDS: dict[str, TransportKind] = {
     "gloo": gloo.KIND,
 }
 
+NO_FAULTS = Faults()
 _WARM_BYTES = 2**20
 """Half of what a core's second-level cache holds on today's machines."""
 
@@ -64,11 +66,14 @@ def choose_transport(offered: Sequence[str], usable: Sequence[str], near: Nearne
     return next((kind for kind in offered if kind in usable and KINDS[kind].fits(near)), None)
 
 
-def nearness(peer_host_id: str, peer_gpu_id: str, peer_gpu_uuid: str, device: torch.device) -> Nearness:
+def nearness(
+    peer_host_id: str, peer_gpu_id: str, peer_gpu_uuid: str, device: torch.device, *, must_be_sealed: bool = False
+) -> Nearness:
     """Compares what a sender says of itself with this process and the device of a cache in it."""
     gpu = gpu_of(device)
     return Nearness(
         is_same_host=peer_host_id == host_id(),
+        must_be_sealed=must_be_sealed,
         is_same_gpu=gpu is not None and peer_gpu_id != "" and peer_gpu_id == gpu.id,
         may_read_gpu=gpu is not None and peer_gpu_uuid != "" and gpu.may_read(peer_gpu_uuid),
     )
@@ -145,7 +150,7 @@ class StagingPools:
         return self._pools[str(at)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRank:
     """One rank of this worker, as its connections and their transports need it."""
 
@@ -156,6 +161,10 @@ class LocalRank:
     staging: StagingPools
     keys: KeyFile | None = None
     """The keys by which the worker proves to a peer who it is; None: the cluster has no secret."""
+    is_sealed: bool = False
+    """Whether what leaves this host must be encrypted."""
+    faults: Faults = NO_FAULTS
+    """What is injected into what it sends."""
 
     @property
     def gpu(self) -> GpuDevice | None:
@@ -174,6 +183,7 @@ class LocalRank:
             open_timeout_s=config.nccl_open_timeout_s if KINDS[kind].opens_slowly else config.open_timeout_s,
             op_timeout_s=config.op_timeout_s,
             nccl_mode=config.nccl_mode,
+            is_sealed=self.is_sealed,
         )
 
 

@@ -11,6 +11,9 @@ To open, the sender listens on a free port of its host, publishes it, and takes 
 random token published with it. The receiver connects to nothing but an IP address of the sender's host, which it knows
 from elsewhere. Any process may find the port: its connections are held until they have said something else, or until
 there are too many, and none of them keeps the receiver waiting.
+
+Where the control stream is encrypted, the messages are, too (`seal`): the sender draws a secret for the connection and
+publishes it there, so the process at the other end of that stream, and no other, can read and write them.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from baton.addresses import MAX_PORT
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport.base import RECEIVER, SENDER, FarSide, TransportEnd, TransportKind
+from kvstore.transfer.transport.seal import SECRET_BYTES, Seal
 from kvstore.transfer.transport.socket_end import SENT, SocketEnd
 
 if TYPE_CHECKING:
@@ -36,8 +40,10 @@ if TYPE_CHECKING:
     from kvstore.transfer.transport.base import Operation, SignalOperation
     from kvstore.transfer.transport.staging import Slot
 
-_ADDRESS, _JOINED = "tcp", "tcp/joined"
-"""Keys of the rendezvous: `token address port` of the sender, and that the receiver has connected to it."""
+_ADDRESS, _JOINED, _SECRET = "tcp", "tcp/joined", "tcp/secret"
+"""Keys of the rendezvous: `token address port` of the sender, that the receiver has connected to it, and the sender's
+secret for both."""
+_SECRET_FORM = re.compile(rb"[0-9a-f]{%d}" % (2 * SECRET_BYTES))
 _ADDRESS_FORM = re.compile(rb"[0-9a-f]{32} ([0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,15})?) ([1-9][0-9]{0,4})")
 _TIMEVAL = struct.Struct("@ll")
 _SLACK_S = 0.05
@@ -53,6 +59,8 @@ def is_well_formed(peer: FarSide, key: str, value: bytes) -> bool:
     if (peer.rank, key) == (SENDER, _ADDRESS):
         address = _ADDRESS_FORM.fullmatch(value)
         return address is not None and peer.is_at(address[1].decode()) and int(address[2]) <= MAX_PORT
+    if (peer.rank, key) == (SENDER, _SECRET):
+        return _SECRET_FORM.fullmatch(value) is not None
     return (peer.rank, key, value) == (RECEIVER, _JOINED, b"")
 
 
@@ -60,10 +68,16 @@ class _TcpEnd(SocketEnd):
     """A blocking socket with the kernel's own timeouts: a message moves in one call, where Python would poll first.
 
     Signals go both ways, though only NCCL's go to the sender.
+
+    Args:
+        rank: this side's.
+        secret: what both sides encrypt with; empty: they do not.
     """
 
-    def __init__(self, connection: socket.socket, op_timeout_s: float) -> None:
+    def __init__(self, connection: socket.socket, op_timeout_s: float, rank: int, secret: bytes) -> None:
         super().__init__("tcp", connection, op_timeout_s)
+        self._out = Seal(secret, rank) if secret else None
+        self._in = Seal(secret, 1 - rank) if secret else None
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         seconds, rest = divmod(op_timeout_s, 1)
@@ -81,22 +95,30 @@ class _TcpEnd(SocketEnd):
         """Hands all of `message` to the kernel."""
         deadline = time.monotonic() + self._op_timeout_s
         with self._errors_named():
-            while message:
-                with contextlib.suppress(BlockingIOError):
-                    message = message[self._socket.send(message) :]
-                self._require_in_time(message, deadline)
+            for record in (message,) if self._out is None else self._out.sealed(message):
+                self._send(record, deadline)
+
+    def _send(self, message: memoryview, deadline: float) -> None:
+        while message:
+            with contextlib.suppress(BlockingIOError):
+                message = message[self._socket.send(message) :]
+            self._require_in_time(message, deadline)
 
     def receive(self, message: memoryview) -> None:
-        """Fills all of `message`."""
+        """Fills all of `message`. Raises TransferCorrupted where it was encrypted and is not what the peer sent."""
         deadline = time.monotonic() + self._op_timeout_s
         with self._errors_named():
-            while message:
-                with contextlib.suppress(BlockingIOError):
-                    num_bytes = self._socket.recv_into(message, 0, socket.MSG_WAITALL)
-                    if num_bytes == 0:
-                        raise self._peer_is_gone()
-                    message = message[num_bytes:]
-                self._require_in_time(message, deadline)
+            for record in (message,) if self._in is None else self._in.opened(message):
+                self._receive(record, deadline)
+
+    def _receive(self, message: memoryview, deadline: float) -> None:
+        while message:
+            with contextlib.suppress(BlockingIOError):
+                num_bytes = self._socket.recv_into(message, 0, socket.MSG_WAITALL)
+                if num_bytes == 0:
+                    raise self._peer_is_gone()
+                message = message[num_bytes:]
+            self._require_in_time(message, deadline)
 
     @staticmethod
     def _require_in_time(rest: memoryview, deadline: float) -> None:
@@ -114,7 +136,9 @@ class TcpSender(_TcpEnd):
 
     def __init__(self, end: TransportEnd) -> None:
         self.slots = end.staging.share(end.max_slots)
-        super().__init__(_accept(end.rendezvous, end.host, end.open_timeout_s), end.op_timeout_s)
+        secret = _publish_secret(end.rendezvous) if end.is_sealed else b""
+        connection = _accept(end.rendezvous, end.host, end.open_timeout_s)
+        super().__init__(connection, end.op_timeout_s, SENDER, secret)
 
     def send_chunk(self, slot: Slot, num_bytes: int) -> Operation:
         self.send(slot.message(num_bytes).numpy().data)
@@ -126,7 +150,8 @@ class TcpReceiver(_TcpEnd):
 
     def __init__(self, end: TransportEnd) -> None:
         self.slots = end.staging.share(end.max_slots)
-        super().__init__(_connect(end.rendezvous, end.open_timeout_s), end.op_timeout_s)
+        secret = _published_secret(end.rendezvous, end.open_timeout_s) if end.is_sealed else b""
+        super().__init__(_connect(end.rendezvous, end.open_timeout_s), end.op_timeout_s, RECEIVER, secret)
 
     def has_next(self) -> bool:
         return False
@@ -167,6 +192,17 @@ class _TcpSignal:
     @property
     def header(self) -> bytes:
         return bytes(self._message)
+
+
+def _publish_secret(store: Store) -> bytes:
+    secret = secrets.token_bytes(SECRET_BYTES)
+    store.set(_SECRET, secret.hex())
+    return secret
+
+
+def _published_secret(store: Store, timeout_s: float) -> bytes:
+    store.wait([_SECRET], timedelta(seconds=timeout_s))
+    return bytes.fromhex(store.get(_SECRET).decode())
 
 
 def _accept(store: Store, host: str, timeout_s: float) -> socket.socket:

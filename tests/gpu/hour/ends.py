@@ -56,7 +56,7 @@ class Side:
         """Opens this side's end; `name` keeps the keys of several apart."""
         limits = {"op_timeout_s": OP_TIMEOUT_S, "nccl_open_timeout_s": 40.0, "slot_bytes": SLOT_BYTES}
         config = transfer_config(**limits | settings)
-        local = LocalRank(HOST, self.device, StagingPools(config))
+        local = LocalRank(host=HOST, device=self.device, staging=StagingPools(config))
         store: Any = PrefixStore(name, self._store)
         end = local.end(kind, store, config, HOST)
         return open_sender(kind, end) if self.sends else open_receiver(kind, end)

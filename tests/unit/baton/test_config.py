@@ -65,7 +65,7 @@ def another(name: str, value: Any) -> Any:
             return value + 1
         case str():
             other = {"full": "off", "auto": "split", "info": "debug", "text": "json", "end": "pass", "exact": "int8g"}
-            return other.get(value, value + "x")
+            return (other | {"off": "optional"}).get(value, value + "x")
         case tuple():
             return ("gloo",)
         case dict():

@@ -7,17 +7,21 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from baton.api import GenerateRequest, TokenIds
-from baton.errors import InvalidRequest, NoWorker
+from baton.errors import ConfigError, InvalidRequest, NoWorker
+from baton.tls import Tls
 from baton.v1 import inference_pb2
 from deploy.lab.bench.connection import BenchConnection
 from deploy.operator.client import Client
+from deploy.operator.trust import TrustOptions
 from tests.integration.cluster import free_port
+from tests.support.certificates import Authority
 from tests.support.proxy import Proxy
 
 REQUEST = GenerateRequest(prompt=TokenIds((1, 2, 3)))
@@ -80,6 +84,27 @@ def test_an_address_where_nobody_answers_is_given_up_with_the_reason() -> None:
     sentence = rf"no router answers at {address} \(Connection refused\); start one with `baton up`"
     with contextlib.closing(Client(address)) as client, pytest.raises(NoWorker, match=sentence):
         list(client.generate(REQUEST))
+
+
+def test_a_client_over_tls_reaches_its_own_routers_alone(tmp_path: Path) -> None:
+    """One without TLS, or whose authority has not signed the router's certificate, hears of that."""
+    authority, other = Authority.make(tmp_path), Authority.make(tmp_path, "other")
+    files = authority.sign("router")
+    router = new_router()
+    port = router.add_secure_port("127.0.0.1:0", Tls(files).server_credentials())
+    router.start()
+    address, ask = f"127.0.0.1:{port}", REQUEST
+    with contextlib.closing(Client(address, tls=TrustOptions(ca=authority.path).read())) as client:
+        assert len(list(client.generate(ask))) == 1
+    for trust in (TrustOptions(), TrustOptions(tls=True), TrustOptions(ca=other.path)):
+        with (
+            contextlib.closing(Client(address, tls=trust.read())) as client,
+            pytest.raises(NoWorker, match="no agreement on TLS"),
+        ):
+            list(client.generate(ask))
+    router.stop(None).wait()
+    with pytest.raises(ConfigError, match="need each other"):
+        TrustOptions(certificate=files.certificate).read()
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from baton.rpc.doors import WORKERS_RULES, member_doors
 from baton.rpc.errors import ErrorInterceptor
 from baton.rpc.server import SERVER_OPTIONS
 from baton.tasks import cancel_and_wait
+from baton.tls import Tls
 from baton.trust import KeyFile
 from baton.v1 import kv_pb2_grpc
 from kvstore.transfer.endpoint import KvEndpoint
@@ -209,12 +210,17 @@ class Prefill:
 
 @contextlib.asynccontextmanager
 async def served(
-    servicer: kv_pb2_grpc.KvControlServicer, doors: Sequence[grpc.aio.ServerInterceptor] = ()
+    servicer: kv_pb2_grpc.KvControlServicer,
+    doors: Sequence[grpc.aio.ServerInterceptor] = (),
+    tls: Tls | None = None,
 ) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """The address at which it answers, and the server."""
     server = grpc.aio.server(interceptors=[ErrorInterceptor(), *doors], options=SERVER_OPTIONS)
     kv_pb2_grpc.add_KvControlServicer_to_server(servicer, server)
-    address = f"{HOST}:{server.add_insecure_port(f'{HOST}:0')}"
+    if tls is None:
+        address = f"{HOST}:{server.add_insecure_port(f'{HOST}:0')}"
+    else:
+        address = f"{HOST}:{server.add_secure_port(f'{HOST}:0', tls.server_credentials())}"
     await server.start()
     try:
         yield address, server
@@ -229,6 +235,7 @@ def local_worker(
     compat: str = "kind-a",
     heads: Sequence[int] = (),
     *,
+    tls: Tls | None = None,
     keys: KeyFile | None = None,
 ) -> LocalWorker:
     return LocalWorker(
@@ -238,6 +245,7 @@ def local_worker(
         wire_compat=compat,
         host=HOST,
         num_kv_heads=heads,
+        tls=tls,
         keys=keys,
     )
 
@@ -251,11 +259,12 @@ async def decode_side(
     compat: str = "kind-a",
     caches: Sequence[KVCache] = (),
     heads: Sequence[int] = (),
+    tls: Tls | None = None,
 ) -> AsyncIterator[Decode]:
     caches = tuple(caches) or (KVCache(SPEC, NUM_BLOCKS, 8),)
-    receiver = KvReceiver(local_worker(name, incarnation, caches, compat, heads), config)
+    receiver = KvReceiver(local_worker(name, incarnation, caches, compat, heads, tls=tls), config)
     door = Door(receiver)
-    async with served(door) as (address, _):
+    async with served(door, tls=tls) as (address, _):
         receiver.kv_address = address
         try:
             yield Decode(receiver, tuple(caches), door)
@@ -273,10 +282,11 @@ async def prefill_side(
     incarnation: int = 1,
     caches: Sequence[KVCache] = (),
     heads: Sequence[int] = (),
+    tls: Tls | None = None,
 ) -> AsyncIterator[Prefill]:
     caches = tuple(caches) or (filled_cache(1),)
     spoiling = FaultsConfig(spec=faults)
-    sender = KvSender(local_worker(name, incarnation, caches, heads=heads), config, spoiling)
+    sender = KvSender(local_worker(name, incarnation, caches, heads=heads, tls=tls), config, spoiling)
     try:
         yield Prefill(sender, tuple(caches))
     finally:

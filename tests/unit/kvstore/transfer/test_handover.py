@@ -1109,7 +1109,8 @@ async def test_a_prefix_of_a_dead_source_is_computed_and_soon(link: str, death: 
         if death == "silent":
             source = dataclasses.replace(source, address=f"{HOST}:{nobody.getsockname()[1]}")
         if death == "forgets the answer":
-            there.kv.sender._connections._faults = parse_faults("link_stall=3")
+            connections, stalls = there.kv.sender._connections, parse_faults("link_stall=3")
+            connections._ranks = tuple(dataclasses.replace(rank, faults=stalls) for rank in connections._ranks)
         started = time.monotonic()
         pulling = asyncio.create_task(here.kv.prefixes.fetch(make_spec(PROMPT), source, time.monotonic(), Context()))
         if death == "in the middle":

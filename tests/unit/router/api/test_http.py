@@ -54,7 +54,7 @@ class Service:
 
 
 def app_of(service: Service, unready: str = "") -> Any:
-    tenants: Any = SimpleNamespace(is_open=False, identify=lambda key: DEFAULT_TENANT)
+    tenants: Any = SimpleNamespace(is_open=False, identify=lambda key, certificate: DEFAULT_TENANT)
     stand_in: Any = service
     return create_app(stand_in, tenants, lambda: unready, lambda: b"")
 

@@ -27,7 +27,7 @@ NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="needs node, which runs the page's script")
 
 
-def refusing(key: str | None) -> Any:
+def refusing(key: str | None, certificate: Any) -> Any:
     raise Unauthenticated("an API key is needed")
 
 

@@ -54,7 +54,7 @@ class Service:
 
 
 def app_of(service: Service) -> httpx2.ASGITransport:
-    tenants: Any = SimpleNamespace(is_open=False, identify=lambda key: DEFAULT_TENANT)
+    tenants: Any = SimpleNamespace(is_open=False, identify=lambda key, certificate: DEFAULT_TENANT)
     stand_in: Any = service
     app: Any = create_app(stand_in, tenants, lambda: "", lambda: b"")
     return httpx2.ASGITransport(app)

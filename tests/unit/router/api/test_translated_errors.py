@@ -45,7 +45,7 @@ async def answer(error: Exception, path: str = "/v1/messages", body: bytes | Non
     service: Any = Refusing(error)
     is_stranger = isinstance(error, Unauthenticated)
 
-    def identify(key: str | None) -> Any:
+    def identify(key: str | None, certificate: Any) -> Any:
         if is_stranger:
             raise error
         return Tenant(id="t")

@@ -39,6 +39,7 @@ from baton.rpc.doors import WORKERS_RULES, member_doors
 from baton.sampling import FinishReason
 from baton.scores import TokenScores
 from baton.tasks import cancel_and_wait
+from baton.tls import Tls
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.worker.calls import CallServicer
@@ -101,8 +102,10 @@ class Engine:
             self.freed.append(name)
 
 
-def serving(engine: Engine, port: int = 0) -> contextlib.AbstractAsyncContextManager[tuple[RpcServer, int]]:
-    return served(CallServicer(decode=engine.decode), port)
+def serving(
+    engine: Engine, port: int = 0, tls: Tls | None = None
+) -> contextlib.AbstractAsyncContextManager[tuple[RpcServer, int]]:
+    return served(CallServicer(decode=engine.decode), port, tls=tls)
 
 
 @contextlib.asynccontextmanager
@@ -110,10 +113,11 @@ async def served(
     servicer: worker_pb2_grpc.WorkerCallsServicer,
     port: int = 0,
     doors: Sequence[grpc.aio.ServerInterceptor] = (),
+    tls: Tls | None = None,
 ) -> AsyncIterator[tuple[RpcServer, int]]:
     rpc = RpcServer(("baton.v1.WorkerCalls",), doors)
     worker_pb2_grpc.add_WorkerCallsServicer_to_server(servicer, rpc.server)
-    port = rpc.bind("127.0.0.1", port)
+    port = rpc.bind("127.0.0.1", port, tls)
     await rpc.start()
     try:
         yield rpc, port

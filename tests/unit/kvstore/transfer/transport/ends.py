@@ -22,6 +22,8 @@ def transport_end(
     op_timeout_s: float = 5.0,
     nccl_mode: str = "nonblocking-eager",
     max_ring_bytes: int = 2**30,
+    *,
+    is_sealed: bool = False,
 ) -> TransportEnd:
     return TransportEnd(
         rendezvous=rendezvous,
@@ -33,4 +35,5 @@ def transport_end(
         open_timeout_s=open_timeout_s,
         op_timeout_s=op_timeout_s,
         nccl_mode=nccl_mode,
+        is_sealed=is_sealed,
     )

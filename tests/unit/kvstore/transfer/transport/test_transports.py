@@ -58,7 +58,7 @@ CPU = torch.device("cpu")
 HOST = "127.0.0.1"
 SLOT_BYTES = 1000
 WINDOW = 4
-KINDS = ("gloo", "ipc", "shm", "tcp", "faulty gloo", "faulty ipc", "faulty shm", "faulty tcp")
+KINDS = ("gloo", "ipc", "shm", "tcp", "sealed tcp", "faulty gloo", "faulty ipc", "faulty shm", "faulty tcp")
 T = TypeVar("T")
 
 
@@ -93,14 +93,18 @@ def opened(kind: str, op_timeout_s: float = 5.0) -> Iterator[Ends]:
         return lambda key, value: stores[other].deliver(key, value)
 
     stores += [RendezvousStore(publish_to(RECEIVER)), RendezvousStore(publish_to(SENDER))]
-    *faulty, kind = kind.split()
+    *how, kind = kind.split()
+    is_sealed = "sealed" in how
     with ThreadPoolExecutor(2) as threads:
-        ends = [transport_end(stores[side], pool(kind, side), WINDOW, 5.0, op_timeout_s) for side in (SENDER, RECEIVER)]
+        ends = [
+            transport_end(stores[side], pool(kind, side), WINDOW, 5.0, op_timeout_s, is_sealed=is_sealed)
+            for side in (SENDER, RECEIVER)
+        ]
         sending = threads.submit(open_sender, kind, ends[SENDER])
         receiving = threads.submit(open_receiver, kind, ends[RECEIVER])
         sender, receiver = sending.result(), receiving.result()
     try:
-        yield Ends(FaultyTransport(sender, Faults()) if faulty else sender, receiver, stores)
+        yield Ends(FaultyTransport(sender, Faults()) if "faulty" in how else sender, receiver, stores)
     finally:
         sender.close()
         receiver.close()

@@ -1,0 +1,293 @@
+"""Certificates of a process, as PEM files that are read again when they change.
+
+Whatever speaks TLS takes it from here: the router's two doors, gRPC between members, Redis and the receiver of traces.
+Connections that are open stay as they are; new ones use what the files hold now. Files that are wrong, or half written,
+change nothing: what was read before stays in use.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from cryptography import x509
+
+from baton.config import ClusterConfig, Config
+from baton.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+_GRPC_NAMES = {
+    "x509_common_name": "CN",
+    "peer_dns": "DNS",
+    "peer_uri": "URI",
+    "peer_email": "email",
+    "peer_ip": "IP",
+}
+_SSL_NAMES = {"DNS": "DNS", "URI": "URI", "email": "email", "IP Address": "IP"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateFiles:
+    """The paths of PEM files."""
+
+    certificate: str
+    """The certificate, followed by those between it and the authority, if there are any. Empty: none, for clients."""
+    key: str
+    authorities: tuple[str, ...] = ()
+    """Files of those who sign the certificates of the other side. Empty: the system's, or none for servers."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files that there are."""
+        return tuple(path for path in (self.certificate, self.key, *self.authorities) if path)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Certificates:
+    """What the files held when they were read; compared by identity."""
+
+    certificate: bytes
+    key: bytes
+    authorities: bytes
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+
+class Tls:
+    """One identity, and the authorities it believes. Any thread may use it.
+
+    Args:
+        name: DNS name that the certificate of every server must bear, whatever its address; empty: its host name.
+        clients: whether clients must present a certificate: off, optional (HTTP asks for one, gRPC does not) or
+            required (gRPC refuses those without; HTTP asks, and its application refuses).
+
+    Raises:
+        ConfigError: a file cannot be read, or is not what it should be.
+    """
+
+    def __init__(self, files: CertificateFiles, *, name: str = "", clients: str = "off") -> None:
+        self.name = name
+        self.clients = clients
+        self._files = files
+        self._lock = threading.Lock()
+        self._stamp = _stamp(files)
+        self._now = _read(files, clients)
+
+    def now(self) -> Certificates:
+        """Returns what the files hold, or held when they were right last."""
+        with self._lock:
+            if (stamp := _stamp(self._files)) != self._stamp:
+                self._stamp = stamp
+                try:
+                    self._now = _read(self._files, self.clients)
+                except ConfigError as error:
+                    logger.error("the new certificates are wrong, and those before them stay in use: %s", error)
+                else:
+                    logger.info("the certificates have changed: new connections use %s", self._files.certificate)
+            return self._now
+
+    # -- gRPC ----------------------------------------------------------------------------------------------------------
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Makes credentials for a gRPC server, which asks for changes at every connection."""
+        served = self.now()
+
+        def changed() -> Any:  # None stands for no change, whatever grpc's annotations say
+            nonlocal served
+            if (now := self.now()) is served:
+                return None
+            served = now
+            return _configuration(now)
+
+        return grpc.dynamic_ssl_server_credentials(_configuration(served), changed, self.clients == "required")
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Makes credentials of what the files hold now; a channel keeps them for its life."""
+        now = self.now()
+        return grpc.ssl_channel_credentials(now.authorities or None, now.key or None, now.certificate or None)
+
+    def channel_options(self) -> list[tuple[str, str]]:
+        """The options of a channel that holds servers to `name`."""
+        return [("grpc.ssl_target_name_override", self.name)] if self.name else []
+
+    # -- ssl -----------------------------------------------------------------------------------------------------------
+
+    def server_context(self) -> ssl.SSLContext:
+        """Makes a context for a server's whole life: each handshake goes on with what the files hold then."""
+        context = _server_context(self._files, self.clients)
+
+        def go_on(connection: ssl.SSLObject, name: str, initial: ssl.SSLContext) -> None:
+            connection.context = self.now().server
+
+        context.sni_callback = go_on  # called also when a client names no server
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """Returns a context for one connection as a client, which checks the server's host name."""
+        return self.now().client
+
+
+def member_tls(cluster: ClusterConfig) -> Tls | None:
+    """Returns what members show each other; None: they speak in plain text. Raises ConfigError as `Tls` does."""
+    given = [bool(path) for path in (cluster.tls_certificate, cluster.tls_key, cluster.tls_ca)]
+    if not any(given):
+        return None
+    if not (all(given) and cluster.tls_name):
+        raise ConfigError("cluster.tls_certificate, tls_key, tls_ca and tls_name need each other: one is empty")
+    files = CertificateFiles(certificate=cluster.tls_certificate, key=cluster.tls_key, authorities=(cluster.tls_ca,))
+    return Tls(files, name=cluster.tls_name, clients="required")
+
+
+def door_tls(config: Config) -> Tls | None:
+    """Returns what routers show their clients; None: they speak in plain text. Raises ConfigError as `Tls` does."""
+    router, cluster = config.router, config.cluster
+    if bool(router.tls_certificate) != bool(router.tls_key):
+        raise ConfigError("router.tls_certificate and router.tls_key need each other: one is empty")
+    certificate, key = router.tls_certificate or cluster.tls_certificate, router.tls_key or cluster.tls_key
+    clients = router.tls_client_certificates
+    # Members are clients, too: `baton up` asks its routers.
+    authorities = tuple(path for path in (router.tls_client_ca, cluster.tls_ca) if path) if clients != "off" else ()
+    if clients != "off" and not (certificate and authorities):
+        raise ConfigError(
+            f"router.tls_client_certificates is {clients}, which needs a certificate (router.tls_certificate or "
+            "cluster.tls_certificate) and authorities (router.tls_client_ca or cluster.tls_ca)"
+        )
+    if not certificate:
+        return None
+    return Tls(CertificateFiles(certificate=certificate, key=key, authorities=authorities), clients=clients)
+
+
+def own_door_tls(config: Config) -> Tls | None:
+    """Returns what the processes of a router's own machine see its door with; None: it takes plain text.
+
+    They believe its very certificate, however it was signed, and show that of members where there is one.
+
+    Raises:
+        ConfigError: as `Tls` does.
+    """
+    router, cluster = config.router, config.cluster
+    if not router.tls_certificate:
+        return member_tls(cluster)
+    seen = router.tls_certificate
+    files = CertificateFiles(certificate=cluster.tls_certificate, key=cluster.tls_key, authorities=(seen,))
+    return Tls(files, name=_first_name(seen))
+
+
+def client_tls(*, is_on: bool, ca: str, certificate: str, key: str) -> Tls | None:
+    """Returns what a client's options ask for; None: plain text. One that names a file asks for TLS.
+
+    Raises:
+        ConfigError: as `Tls` does, or a certificate or its key is missing.
+    """
+    if bool(certificate) != bool(key):
+        raise ConfigError("--certificate and --key need each other")
+    if not (is_on or ca or certificate):
+        return None
+    return Tls(CertificateFiles(certificate=certificate, key=key, authorities=(ca,) if ca else ()))
+
+
+def names_in_call(auth_context: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
+    """Returns the names in the certificate of a gRPC call's client, such as DNS:acme.example; none without one."""
+    return tuple(
+        f"{kind}:{value.decode(errors='replace')}"
+        for key, kind in _GRPC_NAMES.items()
+        for value in auth_context.get(key, ())
+    )
+
+
+def names_in_connection(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Returns the names in a certificate as `ssl` describes it, in the form of `names_in_call`."""
+    found = certificate or {}
+    common = [value for part in found.get("subject", ()) for name, value in part if name == "commonName"]
+    others = [f"{_SSL_NAMES[kind]}:{value}" for kind, value in found.get("subjectAltName", ()) if kind in _SSL_NAMES]
+    return (*(f"CN:{value}" for value in common), *others)
+
+
+def _configuration(now: Certificates) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(now.key, now.certificate)], now.authorities or None)
+
+
+def _stamp(files: CertificateFiles) -> tuple[tuple[int, int, int] | None, ...]:
+    """Differs once a file was written, replaced, or reached through another link."""
+    return tuple(_stamp_of(path) for path in files.paths)
+
+
+def _stamp_of(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _read(files: CertificateFiles, clients: str) -> Certificates:
+    before = _contents(files)
+    server = _server_context(files, clients) if files.certificate else ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    made = Certificates(**before, server=server, client=_client_context(files))
+    if _contents(files) != before:
+        raise ConfigError(f"{', '.join(files.paths)} are being written")
+    return made
+
+
+def _contents(files: CertificateFiles) -> dict[str, bytes]:
+    kinds = {"certificate": (files.certificate,), "key": (files.key,), "authorities": files.authorities}
+    try:
+        return {kind: b"\n".join(Path(path).read_bytes() for path in paths if path) for kind, paths in kinds.items()}
+    except OSError as error:
+        raise ConfigError(f"cannot read a certificate or its key: {error}") from error
+
+
+def _server_context(files: CertificateFiles, clients: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.num_tickets = 0  # a resumed session would not look at today's authorities
+    context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION
+    _load(context, files)
+    if clients != "off":
+        context.verify_mode = ssl.CERT_OPTIONAL
+    return context
+
+
+def _client_context(files: CertificateFiles) -> ssl.SSLContext:
+    context = ssl.create_default_context() if not files.authorities else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    _load(context, files)
+    return context
+
+
+def _load(context: ssl.SSLContext, files: CertificateFiles) -> None:
+    try:
+        if files.certificate:
+            context.load_cert_chain(files.certificate, files.key, password=_no_password)
+    except (OSError, ValueError) as error:
+        pair = f"{files.certificate} and {files.key}"
+        raise ConfigError(f"{pair} are not a PEM certificate and its key without a password: {error}") from error
+    for path in files.authorities:
+        try:
+            context.load_verify_locations(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} does not hold PEM certificates of authorities: {error}") from error
+
+
+def _first_name(path: str) -> str:
+    """A name that a certificate's server has. Raises ConfigError."""
+    try:
+        found = x509.load_pem_x509_certificate(Path(path).read_bytes())
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, x509.ExtensionNotFound) as error:
+        raise ConfigError(f"{path} is not a PEM certificate of a server: {error}") from error
+    hosts = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+    if not hosts:
+        raise ConfigError(f"{path} is not a certificate of a server: it names no host")
+    return hosts[0].replace("*", "any")
+
+
+def _no_password() -> str:
+    """Stands where OpenSSL would ask on the terminal."""
+    raise ValueError("it is encrypted")

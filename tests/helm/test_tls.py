@@ -1,0 +1,71 @@
+"""The chart's certificates: who gets them, and that every process and probe speaks what its peer speaks."""
+
+from __future__ import annotations
+
+import yaml
+
+from tests.helm.chart import MATRIX, Object, Values, of_kind, pods, render, template, the
+
+TLS, KUBERAY = MATRIX["tls"], MATRIX["tls-kuberay"]
+MOUNT = {"name": "tls", "mountPath": "/etc/baton-tls", "readOnly": True}
+WITHOUT = {"redis", "ray-store", "head"}
+"""Components that run none of Baton's own processes, or none that listens."""
+
+
+def _config(objects: tuple[Object, ...]) -> Object:
+    found: Object = yaml.safe_load(the(objects, "ConfigMap", "baton-config")["data"]["baton.yaml"])
+    return found
+
+
+def test_every_process_has_the_certificate_that_its_settings_name() -> None:
+    for values, secret in ((TLS, "baton-tls"), (KUBERAY, "certificates")):
+        objects = render(values)
+        cluster = _config(objects)["cluster"]
+        for name, file in (("tls_certificate", "tls.crt"), ("tls_key", "tls.key"), ("tls_ca", "ca.crt")):
+            assert cluster[name] == f"/etc/baton-tls/{file}"
+        volume = {"name": "tls", "secret": {"secretName": secret, "defaultMode": 0o440}}
+        for pod in pods(objects):
+            if pod.component in WITHOUT:
+                continue
+            assert volume in pod.spec["volumes"], pod.owner
+            own = [each for each in pod.containers if each["name"] != "ray"]
+            assert own
+            assert all(MOUNT in each["volumeMounts"] for each in own), pod.owner
+
+
+def test_an_issuer_draws_a_certificate_of_all_names() -> None:
+    spec = the(render(TLS), "Certificate", "baton")["spec"]
+    assert spec["issuerRef"] == {"name": "ca", "kind": "ClusterIssuer", "group": "cert-manager.io"}
+    assert {"baton", "localhost", "baton.serving.svc", "baton.example"} <= set(spec["dnsNames"])
+    assert {"server auth", "client auth"} <= set(spec["usages"])
+    assert not of_kind(render(KUBERAY), "Certificate"), "a Secret is named"
+    renamed = render(Values(sets=("tls.issuer.name=ca", "config.cluster.tls_name=members")))
+    assert "members" in the(renamed, "Certificate", "baton")["spec"]["dnsNames"]
+
+
+def test_probes_and_scrapers_speak_tls() -> None:
+    objects = render(TLS)
+    router = the(objects, "Deployment", "baton-router")["spec"]["template"]["spec"]["containers"][0]
+    controller = the(objects, "Deployment", "baton-controller")["spec"]["template"]["spec"]["containers"][1]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert router[probe]["httpGet"]["scheme"] == "HTTPS"
+        assert controller[probe]["tcpSocket"] == {"port": 50052}
+    (endpoint,) = the(objects, "ServiceMonitor", "baton")["spec"]["endpoints"]
+    assert (endpoint["scheme"], endpoint["tlsConfig"]["serverName"]) == ("https", "baton")
+    assert {port["appProtocol"] for port in the(objects, "Service", "baton")["spec"]["ports"]} == {"https"}
+    test = the(objects, "Pod", "baton-test-generate")["spec"]["containers"][0]
+    assert {"name": "BATON_CA", "value": "/etc/baton-tls/ca.crt"} in test["env"]
+    assert _config(objects)["router"]["tls_client_certificates"] == "required"
+
+
+def test_without_values_nothing_speaks_of_tls() -> None:
+    objects = render()
+    assert not of_kind(objects, "Certificate")
+    assert "tls" not in yaml.safe_dump_all(each for each in objects if each["kind"] != "ConfigMap")
+    assert not [name for section in _config(objects).values() for name in section if name.startswith("tls")]
+
+
+def test_what_needs_a_certificate_is_refused_without() -> None:
+    done = template(4, Values(sets=("tls.clientCertificates=required",)))
+    assert done.returncode != 0
+    assert "tls.issuer.name or tls.existingSecret" in done.stderr
