@@ -132,7 +132,7 @@ class EventReader:
         """Epoch and seq of the latest event of each worker that was proved."""
 
     def proved(self, events: Sequence[tuple[BlockEvent, bytes]]) -> list[bool]:
-        """Returns which events, each with its proof, are their workers'. A row of them takes one verification."""
+        """Returns which events, each with its proof, are their workers'; a run of them costs one verification."""
         links: dict[tuple[str, int], bytes] = {}
         found = []
         for event, proof in reversed(events):

@@ -16,6 +16,7 @@ from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo
 from baton.errors import Fenced, StoreUnavailable
 from baton.sampling import FinishReason
 from baton.trust import KeyFile, KeyRing, Principal
+from baton.trust.keys import SIGNATURE_BYTES
 from baton.trust.proofs import MAX_SKEW_S
 from kvstore.index import (
     BlockEvent,
@@ -296,7 +297,8 @@ async def test_a_forged_epoch_fences_no_worker(scene: Scene, ahead: int) -> None
     info = await scene.join()
     forged = info.epoch + ahead
     await scene.put(await scene.lease() | {"epoch": forged})
-    await scene.redis.call("SET", scene.keys.epoch("w"), forged)
+    claim = forged.to_bytes(8, "little") + bytes(SIGNATURE_BYTES)
+    await scene.redis.pipeline([("SET", scene.keys.epoch("w"), forged), ("SET", scene.keys.claim("w"), claim)])
     with pytest.raises(StoreUnavailable):
         await scene.worker.renew(info, builders.READY)
     assert await scene.worker.renew(info, builders.READY)
@@ -400,6 +402,12 @@ async def test_an_event_that_its_worker_has_not_signed_is_none(scene: Scene) -> 
         forged = fields | {name.encode(): value}
         await scene.redis.call("XADD", scene.keys.events, "*", *(part for field in forged.items() for part in field))
     assert await streamed(scene) == [genuine] + [None] * 9
+    await published(scene, info.epoch, 4, seq=2)
+    *before, last = await streamed(scene)
+    # Where only the signature is another one, the next event's link says that it is the genuine event once more.
+    assert before == [genuine] + [None] * 7 + [genuine, None], "nor before one that is signed"
+    assert last
+    assert last.seq == 2
     assert "not signed" in scene.noted("event")
 
 
