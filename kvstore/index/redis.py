@@ -112,6 +112,10 @@ class RedisIndex:
         if isinstance(size, WrongType):
             self._connection.note(keys.blocks(worker_id, epoch), size.reason)
             return 0  # the set is lost
+        author = self._author
+        if author is not None and (author.worker_id, author.epoch) == (worker_id, epoch) and size != author.num_entries:
+            self._connection.note(keys.blocks(worker_id, epoch), f"it has {size} entries, and was given others")
+            return 0
         return self._seq(keys.seq(worker_id, epoch), seq)
 
     async def state(self) -> IndexState:

@@ -89,6 +89,11 @@ class EventAuthor:
         self._link = _hash(message)
         return EventProof(proof, _SEAL.pack(event.seq, change, count, digest, signature))
 
+    @property
+    def num_entries(self) -> int | None:
+        """Number of entries in the set; None where it is unknown."""
+        return None if self._entries is None else len(self._entries)
+
     def lose(self) -> None:
         """Notes that the latest event was not applied, or perhaps not."""
         self._entries = None

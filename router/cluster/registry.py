@@ -59,9 +59,10 @@ class Registry:
         self._controller: ControllerInfo | None = None
         self._redis_ok = False
         self._boot = ""
-        self._keep_until_s = 0.0
-        self._unheard: set[str] = set()
-        """Ids of workers that were known when Redis lost its state and have not been listed since."""
+        self._keep_until_s: dict[str, float] = {}
+        """Workers that were known when Redis lost its state and have not been listed since -> how long they are kept. A
+        further loss does not prolong it: somebody may write boot tokens.
+        """
 
     async def run(self) -> None:
         """Polls until cancelled. While Redis is away, the last picture stays."""
@@ -87,15 +88,16 @@ class Registry:
         workers = await self._leases.list_workers()
         boot = await self._leases.boot()  # after it: a list that lacks what was lost is known for one
         listed = {worker.info.id for worker in workers}
+        now, unheard = time.monotonic(), self._keep_until_s
         if boot != self._boot:
-            self._boot, self._keep_until_s = boot, time.monotonic() + self._lease_s
-            self._unheard = listed | {worker.info.id for worker in self._pools.workers}
+            self._boot = boot
+            known = listed | {worker.info.id for worker in self._pools.workers}
+            until_s = {worker_id: unheard.get(worker_id, now + self._lease_s) for worker_id in known - listed}
+            self._keep_until_s = until_s | dict.fromkeys(listed, now + self._lease_s)
         else:
-            self._unheard -= listed  # what is missing from now on has left
-        if time.monotonic() < self._keep_until_s:
-            missing = self._unheard - listed
-            workers += [worker for worker in self._pools.workers if worker.info.id in missing]
-        return workers
+            self._keep_until_s = {each: until_s for each, until_s in unheard.items() if each not in listed}
+        kept = {each for each, until_s in self._keep_until_s.items() if now < until_s} - listed
+        return workers + [worker for worker in self._pools.workers if worker.info.id in kept]
 
     def status(self) -> ClusterStatus:
         workers = self._pools.workers

@@ -468,10 +468,12 @@ async def test_a_set_that_its_worker_has_not_signed_is_empty(scene: Scene) -> No
     assert await reader.snapshot("w", info.epoch) == (1, {key(1), key(2), key(3)})
     await scene.redis.call("SADD", blocks, key(9))
     assert await reader.snapshot("w", info.epoch) == (1, set()), "one more"
+    assert await scene.index.position("w", info.epoch) == 0, "its worker publishes it anew"
     await scene.redis.call("SREM", blocks, key(1))
     assert await reader.snapshot("w", info.epoch) == (1, set()), "another one"
     await scene.redis.pipeline([("SREM", blocks, key(9)), ("SADD", blocks, key(1))])
     assert (await reader.snapshot("w", info.epoch))[1] == {key(1), key(2), key(3)}
+    assert await scene.index.position("w", info.epoch) == 1
     await published(scene, info.epoch, 4, seq=2)
     assert (await reader.snapshot("w", info.epoch))[0] == 2
     await scene.redis.pipeline([("SET", seal, old_seal), ("SREM", blocks, key(4))])
