@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator
 
@@ -128,3 +129,17 @@ async def test_a_router_says_how_many_workers_it_knows_to_be_ready() -> None:
             await asyncio.sleep(POLL_S)
         assert said == [1]
         assert {worker.info.id for worker in pools.workers} >= {"ready"}
+
+
+async def test_boot_tokens_that_somebody_writes_keep_no_dead_worker() -> None:
+    store = MemoryStore()
+    leases = MemoryLeases(store)
+    async with followed(store, leases, lease_s=20 * POLL_S) as pools, asyncio.timeout(10):
+        await joins(leases, "w")
+        await comes_to(pools, "w")
+        store.leases.clear()
+        for number in itertools.count():
+            store.boot = str(number)
+            await pools.wait_for_change(1)
+            if not pools.workers:
+                break
