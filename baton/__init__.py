@@ -2,9 +2,9 @@
 
 The vocabulary is in plain modules (`api`, `messages`, `cluster`, `blocks`, `sampling`, `structure`, `scores`,
 `hypotheses`, `chat`, `tools`, `quota`, `addresses`, `errors`), settings are in `config`, the engine is in `engine`;
-`grammar` compiles structures for router and engine; protobuf stops at `wire`, `rpc` is gRPC, `trust` is who the members
-of a cluster are, `tls` has the certificates, `telemetry` declares every metric, and `v1` is generated from `proto/`.
-No other package of the product is imported here.
+`grammar` compiles structures for router and engine; protobuf stops at `wire`, `rpc` is gRPC, `trust` is who the
+members of a cluster are, `tls` has the certificates, `telemetry` declares every metric, and `v1` is generated from
+`proto/`. No other package of the product is imported here.
 """
 
 import os

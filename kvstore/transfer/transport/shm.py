@@ -79,7 +79,7 @@ class ShmReceiver(RingReceiver):
                 if not fds:
                     raise TransferError("the sender left while the transport was being opened")
                 num_slots, stride = _RING.unpack(message)
-                _require_lasting(fds[0], num_slots * stride)
+                _require_lasting(fds[0])
                 ring = _map(fds[0], num_slots, stride, shared=False)
             finally:
                 for fd in fds:
@@ -143,10 +143,10 @@ class _ReceiverSlots:
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def _require_lasting(memory: int, num_bytes: int) -> None:
-    """Raises TransferError if the memory has another size, or its owner could make it shorter."""
-    if os.fstat(memory).st_size != num_bytes or not fcntl.fcntl(memory, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        raise TransferError("the shm transport is broken: the sender's ring has another size, or may become shorter")
+def _require_lasting(memory: int) -> None:
+    """Raises TransferError if its owner could make the memory shorter. torch maps none that is too short already."""
+    if not fcntl.fcntl(memory, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise TransferError("the shm transport is broken: the sender's ring may become shorter")
 
 
 def _map(memory: int, num_slots: int, stride: int, shared: bool) -> torch.Tensor:
