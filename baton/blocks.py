@@ -58,12 +58,17 @@ def block_keys(seed: bytes, token_ids: Sequence[int], block_size: int = GRANULE)
     return chain[num_granules - 1 :: num_granules]
 
 
-def prefix_keys(seed: bytes, token_ids: Sequence[int], num_tokens: int) -> list[bytes]:
-    """Keys, one a granule, of the prefix of a sequence that can be pulled from where `num_tokens` of it are cached.
+def num_pullable(num_tokens: int, num_cached: int) -> int:
+    """Leading tokens of a sequence of `num_tokens` that can be pulled from where `num_cached` of them are cached.
 
-    The last token never comes from elsewhere: computing it gives the next one.
+    The last one never comes from elsewhere: computing it gives the next one.
     """
-    return block_keys(seed, token_ids[: min(num_tokens, len(token_ids) - 1)])
+    return max(0, min(num_cached, num_tokens - 1))
+
+
+def prefix_keys(seed: bytes, token_ids: Sequence[int], num_cached: int) -> list[bytes]:
+    """Keys, one a granule, of the prefix of a sequence that can be pulled from where `num_cached` tokens are cached."""
+    return block_keys(seed, token_ids[: num_pullable(len(token_ids), num_cached)])
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

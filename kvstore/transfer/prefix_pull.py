@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from baton import wire
-from baton.blocks import prefix_keys
+from baton.blocks import num_pullable, prefix_keys
 from baton.engine.core.outputs import Reserved
 from baton.engine.core.sequence import Purpose
 from baton.errors import BatonError, TransferTimeout
@@ -65,7 +65,7 @@ class PrefixPuller:
         if not self._engine.spec.supports_prefix_reuse or source.worker_id == self._worker_id:
             return 0
         block_size = self._receiver.layout.block_size
-        num_tokens = min(source.num_tokens, len(spec.token_ids) - 1) // block_size * block_size
+        num_tokens = num_pullable(len(spec.token_ids), source.num_tokens) // block_size * block_size
         if num_tokens <= 0:
             return 0
         prefix = spec.prefix(num_tokens)

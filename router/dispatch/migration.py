@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from baton.cluster import Worker
 from baton.errors import WorkerDraining
-from baton.messages import Decoding, SequenceSpec
+from baton.messages import Decoding, PrefixSource, SequenceSpec
 from baton.telemetry.instruments import Instruments
 from router.dispatch.choice import Assignment, Attempt
 from router.dispatch.selector import WorkerSelector
@@ -65,7 +65,8 @@ class Migration:
                 num_prompt_tokens=prompt.num_tokens,
                 num_expected_tokens=prompt.num_expected_tokens,
             )
-            if not await self._pull(attempt, spec, job, worker, leaving):
+            source = self._selector.source(prompt, leaving, worker, len(spec.token_ids))
+            if not await self._pull(attempt, spec, job, worker, source):
                 failed.add(worker.info.id)
                 continue
             split = Placement(mode=Mode.SPLIT, decode_worker=worker.info.id, prefill_worker=leaving.info.id)
@@ -73,9 +74,8 @@ class Migration:
                 placement=split, decode=worker, prefill=leaving, source=None, hint=None, moves_from=stream
             )
 
-    async def _pull(self, attempt: Attempt, spec: SequenceSpec, job: Job, worker: Worker, leaving: Worker) -> bool:
+    async def _pull(self, attempt: Attempt, spec: SequenceSpec, job: Job, worker: Worker, source: PrefixSource) -> bool:
         """Has a worker pull the sequence's KV from the leaving one. Returns whether it could."""
-        source = self._selector.source(spec, leaving, worker, len(spec.token_ids))
         try:
             with self._pools.decoding(worker, job):
                 async with self._client.fetch(worker, spec, source, trace=attempt.choice.trace) as fetching:

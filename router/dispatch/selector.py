@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from baton import wire
-from baton.blocks import GRANULE, block_keys, prefix_keys
+from baton.blocks import GRANULE, block_keys, num_pullable
 from baton.cluster import Role, Worker
 from baton.config import RouterConfig
 from baton.errors import NoWorker, Overloaded, Unsupported
@@ -38,11 +38,13 @@ class WorkerSelector:
 
     def prompt(self, spec: SequenceSpec) -> Prompt:
         """What placement needs to know of a sequence."""
+        granule_keys = tuple(block_keys(spec.cache_seed, spec.token_ids))
         keys: tuple[bytes, ...] = ()
         if spec.sampling.prompt_logprobs is None:  # else it takes nothing from a cache
-            keys = tuple(block_keys(spec.cache_seed, spec.token_ids, self.pools.block_size))
+            num_granules = self.pools.block_size // GRANULE
+            keys = granule_keys[num_granules - 1 :: num_granules]
         num_emitted = len(spec.token_ids) - spec.num_prompt_tokens
-        return Prompt(len(spec.token_ids), keys, max(1, spec.num_expected_tokens - num_emitted))
+        return Prompt(len(spec.token_ids), keys, max(1, spec.num_expected_tokens - num_emitted), granule_keys)
 
     async def place(self, choice: Choice, spec: SequenceSpec, prompt: Prompt) -> Assignment:
         """Waits, within bounds, until workers for a choice are there.
@@ -106,19 +108,19 @@ class WorkerSelector:
             return None
         return placement, prompt
 
-    def source(self, spec: SequenceSpec, source: Worker, puller: Worker, num_tokens: int) -> PrefixSource:
+    def source(self, prompt: Prompt, source: Worker, puller: Worker, num_tokens: int) -> PrefixSource:
         """Names to a worker the one from which to pull a prefix, with a permit where the cluster has a secret.
 
         A puller of a release that does not know permits gets none: a source that wants one refuses it, and the prompt
         is computed.
 
         Args:
-            spec: the sequence as the puller gets it.
+            prompt: the sequence, as the puller gets it.
             num_tokens: leading tokens that the source is believed to hold.
         """
         permit = b""
         if self._keys is not None and wire.PERMIT_FIELD not in wire.fields_unknown_to(puller.info.known_fields):
-            keys = prefix_keys(spec.cache_seed, spec.token_ids, num_tokens)
+            keys = prompt.granule_keys[: num_pullable(prompt.num_tokens, num_tokens) // GRANULE]
             permit = Permit(
                 puller=Party(puller.info.id, puller.info.incarnation),
                 address=puller.info.address,
@@ -158,7 +160,7 @@ class WorkerSelector:
         hint = self.hints.note(spec, prompt, pools.get(placement.computes), num_believed)
         if placement.source:
             puller = pools.get(placement.computes)
-            source = self.source(spec, pools.get(placement.source), puller, placement.source_tokens)
+            source = self.source(prompt, pools.get(placement.source), puller, placement.source_tokens)
         return Assignment(
             placement=placement,
             decode=pools.get(placement.decode_worker),

@@ -66,6 +66,8 @@ class Prompt:
     block_keys: tuple[bytes, ...]
     num_expected_tokens: int = 128
     """Expected tokens of the answer."""
+    granule_keys: tuple[bytes, ...] = ()
+    """Keys of all full granules, which permits to pull name; the pools' blocks may be larger."""
 
 
 @dataclass(slots=True, kw_only=True)

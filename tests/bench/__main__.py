@@ -25,6 +25,7 @@ BENCHMARKS = (
     "kv_dtypes",
     "memory",
     "overload",
+    "permits",
     "placement",
     "recovery",
     "router",

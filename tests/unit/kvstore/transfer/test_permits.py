@@ -91,7 +91,7 @@ async def test_what_the_router_permits_is_pulled(secret: Path, link: str, ours: 
     router = router_with(KeyFile(secret, Principal.ROUTER))
     async with two_workers(secret, link, ours, theirs) as (puller, source):
         for num_held in (40, 100):
-            named = router.source(make_spec(PROMPT), leased(source), leased(puller), num_held)
+            named = router.source(router.prompt(make_spec(PROMPT)), leased(source), leased(puller), num_held)
             assert named.permit
             await fetched(puller, named)
         assert puller.kv.counts().pulled_tokens == NUM_PULLED
@@ -102,7 +102,7 @@ async def test_what_the_router_permits_is_pulled(secret: Path, link: str, ours: 
 async def test_without_a_secret_nobody_asks_for_permits() -> None:
     router = router_with(None)
     async with two_workers(None) as (puller, source):
-        named = router.source(make_spec(PROMPT), leased(source), leased(puller), 100)
+        named = router.source(router.prompt(make_spec(PROMPT)), leased(source), leased(puller), 100)
         assert named == PrefixSource("source", source.address, 100)
         assert await fetched(puller, named) == NUM_PULLED
 
@@ -113,7 +113,7 @@ async def test_an_older_puller_gets_no_permit_and_computes_the_prompt(secret: Pa
     older = wire.KNOWN_FIELDS.replace("PrefixSource:1,2,3", "PrefixSource:9,1,2,3").replace(",5 ", " ")
     assert wire.PERMIT_FIELD in wire.fields_unknown_to(older)
     async with two_workers(secret) as (puller, source):
-        named = router.source(make_spec(PROMPT), leased(source), leased(puller, known_fields=older), 100)
+        named = router.source(router.prompt(make_spec(PROMPT)), leased(source), leased(puller, known_fields=older), 100)
         assert named.permit == b""
         assert await fetched(puller, named) == 0
         assert await puller.generate(make_spec(PROMPT)) == await source.generate(make_spec(PROMPT))

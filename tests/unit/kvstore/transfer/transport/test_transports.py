@@ -327,9 +327,9 @@ def test_an_shm_receiver_maps_no_memory_that_may_end_under_it(flaw: str, tmp_pat
         listener.listen(1)
         opening = thread.submit(open_receiver, "shm", transport_end(store, pool(), WINDOW))
         connection, _ = listener.accept()
+        says = struct.pack("<IQ", 5 if flaw == "is shorter" else 4, 4096)
+        socket.send_fds(connection, [says], [memory])
         with connection, pytest.raises(TransferError, match=r"may become shorter|could not be opened"):
-            says = struct.pack("<IQ", 5 if flaw == "is shorter" else 4, 4096)
-            socket.send_fds(connection, [says], [memory])
             opening.result().close()
     wait_until_settled(before)
     os.close(memory)
