@@ -65,7 +65,7 @@ def leased(worker: peers.Worker) -> Worker:
 
 @contextlib.asynccontextmanager
 async def pair_of(link: str, secret: Path | None) -> AsyncIterator[Pair]:
-    config = peers.with_link(link, slot_bytes=2**20)
+    config = peers.with_link(link, slot_bytes=2**20, pull_timeout_s=60.0)
     keys = KeyFile(secret, Principal.WORKER) if secret else None
     hints = HintTracker(Mirror(), Instruments(builders.cluster_status))
     router = WorkerSelector(
@@ -82,7 +82,7 @@ async def pair_of(link: str, secret: Path | None) -> AsyncIterator[Pair]:
 
 
 def run(quick: bool) -> Report:
-    num_rounds = 20 if quick else 200
+    num_rounds = 20 if quick else 100
     return Report("permits", [asyncio.run(_table(num_rounds))])
 
 
