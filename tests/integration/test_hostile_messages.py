@@ -512,6 +512,35 @@ def test_a_message_against_the_workers_own_facts_is_refused_at_once(
     assert (got.kind, sentence in got.text) == (expected, True), got
 
 
+DRAIN = "/baton.v1.WorkerControl/Drain"
+
+
+@pytest.mark.parametrize(
+    ("method", "caller"),
+    [(SERVE, Principal.ROUTER), (DRAIN, Principal.CONTROLLER), (PULL, Principal.WORKER), (SESSION, Principal.WORKER)],
+)
+def test_a_door_opens_for_one_kind_of_member(loop: Loop, cluster: Cluster, method: str, caller: Principal) -> None:
+    """Not for a stranger, nor for a proof that was used, or was made for another worker."""
+    member, other = cluster.prefill, cluster.decode
+    used = proof(member, caller, method)
+
+    async def knock(metadata: Any) -> grpc.StatusCode:
+        async with channel(member.info.address) as link:
+            stream: Any = link.stream_stream(method)(metadata=metadata)
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await stream.write(b"\xff")  # which no message begins with: who reads it says so
+            return await stream.code()
+
+    async def refused() -> list[bool]:
+        strangers = [proof(member, each, method) for each in Principal if each is not caller]
+        return [
+            await knock(metadata) is grpc.StatusCode.UNAUTHENTICATED
+            for metadata in ((), used, used, proof(other, caller, method), *strangers)
+        ]
+
+    assert within_limits(loop, cluster, refused) == [True, False, *[True] * (1 + len(Principal))]
+
+
 def test_a_message_that_no_router_could_send_is_not_even_parsed(loop: Loop, cluster: Cluster) -> None:
     """A gigabyte of memory and a second of the loop, in a prefill's ticket: its layout has 16 million groups."""
     raw = b"\x1a\x00" * 16_000_000
