@@ -120,9 +120,7 @@ def keys(
     """
     from deploy.local.keys import follow_secret, write_keys
 
-    write_keys(secret, out, role)
-    if follow:
-        follow_secret(secret, out, role)
+    (follow_secret if follow else write_keys)(secret, out, role)
 
 
 def _loaded(config: Path | None) -> Config:

@@ -28,8 +28,15 @@ def write_keys(secret: Path, out: Path, member: Principal) -> None:
 
 
 def follow_secret(secret: Path, out: Path, member: Principal) -> None:
-    """Writes the file again whenever the secret changes, until the process ends. A wrong secret changes nothing."""
+    """Writes a member's file of keys, and again whenever the secret changes, until the process ends.
+
+    A wrong secret changes nothing.
+
+    Raises:
+        ConfigError: at first, as `write_keys` raises it.
+    """
     followed = FollowedSecret(secret, {member: out})
+    followed.write()
     while True:
         time.sleep(FOLLOW_S)
         followed.look()
