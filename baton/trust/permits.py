@@ -25,6 +25,7 @@ from baton.trust.proofs import MAX_SKEW_S
 
 if TYPE_CHECKING:
     from baton.messages import Ticket
+    from baton.trust.key_file import KeyFile
     from baton.trust.keys import KeyRing
 
 PERMIT_S = 120.0
@@ -83,7 +84,7 @@ def keys_digest(block_keys: Sequence[bytes]) -> bytes:
     return hashlib.sha256(b"".join(block_keys)).digest()
 
 
-def open_permit(data: bytes, keys: KeyRing) -> Permit:
+def open_permit(data: bytes, keys: KeyFile | KeyRing) -> Permit:
     """Returns what a permit says.
 
     Raises:

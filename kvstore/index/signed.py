@@ -115,7 +115,7 @@ class SightBook:
         if last is not None and last.found == found:
             last.is_new = False
             return last
-        if not self._keys.keys.verify("value", author, found.message, found.signature):
+        if not self._keys.verify("value", author, found.message, found.signature):
             raise ValueError(f"it is not signed by a {author} of this cluster")
         if last is not None and found[:2] <= last.found[:2]:
             raise ValueError("it is older than what was read there before")

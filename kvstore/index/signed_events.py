@@ -160,7 +160,7 @@ class EventReader:
         seq: int
         seq, change, count, digest, signature = _SEAL.unpack(seal)
         message = _message(self._stream, (worker_id, epoch, seq), change, count, digest)
-        if not self._keys.keys.verify("event", Principal.WORKER, message, signature):
+        if not self._keys.verify("event", Principal.WORKER, message, signature):
             raise ValueError("it is not signed by a worker of this cluster")
         if (epoch, seq) < self._latest.get(worker_id, (0, 0)):
             raise ValueError("it is older than what was read before")
@@ -189,7 +189,7 @@ class EventReader:
         message = _message(self._stream, _position(event), change, count, digest)
         if expected is not None and _hash(message) == expected:
             return bytes(before)
-        is_signed = self._keys.keys.verify("event", Principal.WORKER, message, signature)
+        is_signed = self._keys.verify("event", Principal.WORKER, message, signature)
         return bytes(before) if is_signed else None
 
     def _note(self, worker_id: str, epoch: int, seq: int) -> None:

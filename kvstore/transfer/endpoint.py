@@ -135,7 +135,7 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         pull = wire.pull_from_pb(request, max_keys=self._max_keys)
         ticket = pull.ticket
         if self._keys is not None:
-            permit = open_permit(pull.permit, self._keys.keys)
+            permit = open_permit(pull.permit, self._keys)
             check_permit(permit, self._party, ticket, pull.block_keys, time.time())
         pin = await self._engine.pin_prefix(pull.block_keys)
         try:

@@ -13,7 +13,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -60,7 +60,7 @@ from baton.messages import (
 from baton.rpc import channel
 from baton.rpc.doors import member_metadata
 from baton.rpc.errors import ERROR_KEY
-from baton.trust import Principal
+from baton.trust import PERMIT_S, Party, Permit, Principal, keys_digest
 from baton.v1 import kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.worker.member import Member
@@ -379,7 +379,8 @@ async def answer(cluster: Cluster, kind: str, change: Change) -> Answer:
     if kind == "pull":
         spec = small_spec(spec.request_id, tuple(range(next(cluster.numbers), 100 + next(cluster.numbers))))
         async with reserved_for_a_prefix(cluster, spec) as ticket:
-            return await pull(prefill, Pull(ticket, tuple(block_keys(spec.cache_seed, spec.token_ids))), change)
+            named = tuple(block_keys(spec.cache_seed, spec.token_ids))
+            return await pull(prefill, Pull(ticket, named, permitted(cluster, ticket, named)), change)
     async with reserved(cluster, spec) as (ticket, _):
         if kind == "prefill":
             return await call(prefill, PrefillRequest(spec, ticket, None), change)
@@ -412,6 +413,18 @@ async def answer(cluster: Cluster, kind: str, change: Change) -> Answer:
         said = [Welcome(ticket.incarnation, "shm", 1), LinkReady(), Ping(), Grant(*ids)]
         async with served(HostileReceiver(said, change)) as (address, _server):
             return await call(prefill, PrefillRequest(spec, replace(ticket, kv_address=address), None), lambda _: None)
+
+
+def permitted(cluster: Cluster, ticket: Ticket, keys: Sequence[bytes]) -> bytes:
+    """A router's permit for what is asked for."""
+    return Permit(
+        puller=Party(ticket.decode_worker_id, ticket.incarnation),
+        address=ticket.kv_address,
+        source=Party(cluster.prefill.worker_id, cluster.prefill.incarnation),
+        keys=keys_digest(keys),
+        num_tokens=ticket.num_tokens,
+        until_s=time.time() + PERMIT_S,
+    ).signed(keys_of(Principal.ROUTER).keys)
 
 
 KINDS = ("decode", "reserve", "fetch", "prefill", "pull", "session", "receive")
@@ -529,7 +542,8 @@ def test_a_door_opens_for_one_kind_of_member(loop: Loop, cluster: Cluster, metho
             stream: Any = link.stream_stream(method)(metadata=metadata)
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await stream.write(b"\xff")  # which no message begins with: who reads it says so
-            return await stream.code()
+            code: grpc.StatusCode = await stream.code()
+            return code
 
     async def refused() -> list[bool]:
         strangers = [proof(member, each, method) for each in Principal if each is not caller]

@@ -22,6 +22,7 @@ from baton.cluster import Role
 from baton.config import RouterConfig
 from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.messages import PrefixSource, Pull, SequenceSpec, Ticket
+from baton.rpc.doors import member_metadata
 from baton.telemetry.instruments import Instruments
 from baton.trust import PERMIT_S, KeyFile, Party, Permit, Principal, draw_secret, keys_digest, write_private
 from baton.v1 import kv_pb2_grpc
@@ -103,7 +104,7 @@ async def test_without_a_secret_nobody_asks_for_permits() -> None:
     router = router_with(None)
     async with two_workers(None) as (puller, source):
         named = router.source(router.prompt(make_spec(PROMPT)), leased(source), leased(puller), 100)
-        assert named == PrefixSource("source", source.address, 100)
+        assert named == PrefixSource("source", source.address, 100, "source.1")
         assert await fetched(puller, named) == NUM_PULLED
 
 
@@ -196,7 +197,7 @@ async def test_a_thief_gets_no_blocks_with_a_permit_that_it_has_stolen(secret: P
             (astray, mixed, "for other blocks"),
             (dataclasses.replace(astray, num_tokens=97), named, "97 are asked for"),
         ):
-            kind, text = await refusal(source, Pull(ticket, tuple(keys), stolen))
+            kind, text = await refusal(source, Pull(ticket, tuple(keys), stolen), KeyFile(secret, Principal.WORKER))
             assert kind == "TransferRefused"
             assert said in text
         assert not thief.door.messages, "nobody has come to the thief"
@@ -205,11 +206,13 @@ async def test_a_thief_gets_no_blocks_with_a_permit_that_it_has_stolen(secret: P
         await source.check_idle()
 
 
-async def refusal(source: Worker, pull: Pull) -> tuple[str, str]:
+async def refusal(source: Worker, pull: Pull, keys: KeyFile | None = None) -> tuple[str, str]:
+    """How the source refuses a pull of who has a worker's keys, where the cluster has any."""
+    proof = member_metadata(keys, "/baton.v1.KvControl/Pull", source.incarnation)
     async with open_channel(source.address) as channel:
         stub: Any = kv_pb2_grpc.KvControlStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await stub.Pull(wire.pull_to_pb(pull))
+            await stub.Pull(wire.pull_to_pb(pull), metadata=proof)
     trailers = dict(error.value.trailing_metadata() or ())
     return str(trailers.get("baton-error", trailers)), error.value.details() or ""
 
