@@ -28,6 +28,7 @@ SET_BY_CHART = {
     "model": {"path"},
     "index": {"redis_url"},
     "router": {"id", "cache_secret", "max_connection_age_s", "tenants_file", "tls_client_certificates"},
+    "telemetry": {"host", "port"},
     "cluster": {
         *("advertise_host", "cache_dir", "controller_host", "controller_port", "decode", "gpus_per_worker"),
         *("grpc_port", "host", "http_port", "name", "prefill", "ray_address", "ray_node_ip", "routers", "state_file"),

@@ -1,4 +1,4 @@
-"""Secrets in settings: how they are told from the rest of a URL, and messages that do not quote them."""
+"""Secrets in settings: how a password is taken out of a URL, and messages that quote none."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class TelemetryConfig:
     """Share of the requests whose traces are exported. A client that brings a trace of its own does not raise it; one
     that wants its trace unsampled gets that."""
     host: String = "127.0.0.1"
-    """Address on which a router listens at `port`. Whoever reaches it reads the metrics without a key."""
+    """Address on which a router listens at `port`. Who reaches it needs no key to read the metrics."""
     port: Port = 0
     """Port of a router's `/metrics` and probes. Where tenants are configured it is the only one with `/metrics`, which
     name the tenants; without tenants the HTTP port has them, too. 0: none."""

@@ -28,7 +28,7 @@ Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
 _tracer = trace.get_tracer("baton")
 
 
-class _Share(Sampler):
+class _DrawnShare(Sampler):
     """Samples a share of the traces, drawn here: clients choose the ids of theirs."""
 
     def __init__(self, ratio: float) -> None:
@@ -50,7 +50,7 @@ def sampler(ratio: float, *, faces_clients: bool) -> Sampler:
         faces_clients: callers are clients, whose wish to be sampled counts for no more than having a trace at all; one
             that is not sampled stays so. Other callers have decided for us.
     """
-    share = _Share(ratio)
+    share = _DrawnShare(ratio)
     return ParentBased(share, remote_parent_sampled=share) if faces_clients else ParentBased(share)
 
 

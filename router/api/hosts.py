@@ -1,7 +1,7 @@
 """Which hosts an HTTP request may name, against a website that has its own name lead to this router (DNS rebinding).
 
 A browser lets the pages of a website ask that website's host, and the website says which address this is: perhaps a
-laptop's router, which asks nobody for a key. What tells such a request from others is its header Host. An IP address, a
+laptop's router, which asks nobody for a key. Such a request differs from others in its header Host. An IP address, a
 name of one word and the router's own names are no website's, so they are always answered.
 
 Other names are answered only if `router.allowed_hosts` lists them. If it lists none, all are, but for requests that
@@ -30,7 +30,7 @@ class Hosts:
     allowed: tuple[str, ...] = ()
     """`router.allowed_hosts`: further names, in which * stands for anything."""
     needs_key: bool = False
-    """Whether what is told here needs a key, which a website has not."""
+    """Whether answers need a key, which a website has not."""
 
     @staticmethod
     def configured(config: Config, needs_key: bool) -> Hosts:

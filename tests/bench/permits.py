@@ -59,7 +59,7 @@ class Pair:
 
 
 def leased(worker: peers.Worker) -> Worker:
-    info = {"address": worker.address, "incarnation": f"{worker.id}.1", "known_fields": wire.KNOWN_FIELDS}
+    info: dict[str, Any] = {"address": worker.address, "incarnation": f"{worker.id}.1", "known_fields": wire.KNOWN_FIELDS}
     return builders.worker(worker.id, Role.DECODE, **info)
 
 

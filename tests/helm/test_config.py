@@ -6,6 +6,7 @@ import base64
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,11 @@ def test_the_router_listens_to_all_and_says_where_it_is(tmp_path: Path) -> None:
     assert config.router.id == "a-pod"
     assert len(config.router.cache_secret) >= 32
     ports = {port["name"]: port["containerPort"] for port in pod.spec["containers"][0]["ports"]}
-    assert ports == {"grpc": config.cluster.grpc_port, "http": config.cluster.http_port}
+    assert ports == {
+        "grpc": config.cluster.grpc_port,
+        "http": config.cluster.http_port,
+        "metrics": config.telemetry.port,
+    }
     folder, file = config.router.tenants_file.rsplit("/", 1)
     (mount,) = (each for each in pod.spec["containers"][0]["volumeMounts"] if each["mountPath"] == folder)
     (volume,) = (each for each in pod.spec["volumes"] if each["name"] == mount["name"])
@@ -241,7 +246,8 @@ def test_settings_that_the_schema_offers_are_taken(tmp_path: Path) -> None:
     objects = tuple(document for document in yaml.safe_load_all(done.stdout) if document)
     config = loaded(objects, pod_of(objects, "router").spec["containers"][0], tmp_path)
     default = Config()
-    for section in ("engine", "transfer", "autoscale", "telemetry", "faults", "model"):
+    assert replace(config.telemetry, host=default.telemetry.host, port=default.telemetry.port) == default.telemetry
+    for section in ("engine", "transfer", "autoscale", "faults", "model"):
         assert getattr(config, section) == getattr(default, section)
 
 

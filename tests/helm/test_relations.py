@@ -13,6 +13,7 @@ from deploy.cli.app import app
 from deploy.ray_pools.actor import POOL_LABEL
 from tests.helm.chart import (
     MATRIX,
+    MONITORING,
     NAMESPACE,
     Object,
     Values,
@@ -174,7 +175,7 @@ def test_the_policies_let_in_and_out_what_is_meant() -> None:
     ]
     assert [[port["port"] for port in rule["ports"]] for rule in clients["spec"]["ingress"]] == [
         ["grpc", "http"],
-        ["http"],
+        ["metrics"],
     ]
     (outside,) = (each for each in of_kind(objects, "NetworkPolicy") if each["metadata"]["name"] == "baton-outside")
     assert [port["port"] for port in outside["spec"]["egress"][0]["ports"]] == [443, 4317]
@@ -268,6 +269,29 @@ def test_monitors_find_the_routers_metrics(values: Values) -> None:
         (pod,) = (pod for pod in pods(objects) if selects(monitor["spec"]["selector"], pod.labels))
         for endpoint in monitor["spec"]["podMetricsEndpoints"]:
             assert endpoint["port"] in ports_of(pod.spec["containers"][0])
+
+
+@pytest.mark.parametrize(
+    ("sets", "is_open"),
+    [
+        ((), False),
+        (MONITORING, True),
+        ((*MONITORING, "router.tenants.existingSecret=tenants"), False),
+        ((*MONITORING, "networkPolicy.clients[0].podSelector.matchLabels.a=b"), False),
+    ],
+)
+def test_metrics_name_the_tenants_so_only_named_peers_reach_them(sets: tuple[str, ...], is_open: bool) -> None:
+    """Nor does who reaches the Service for clients."""
+    peer = "networkPolicy.monitoring[0].podSelector.matchLabels.app=prometheus"
+    for named, expected in (
+        (sets, [None] if is_open else []),
+        ((*sets, peer), [[{"podSelector": {"matchLabels": {"app": "prometheus"}}}]]),
+    ):
+        objects = render(Values(sets=named))
+        rules = [rule for policy in of_kind(objects, "NetworkPolicy") for rule in policy["spec"].get("ingress", [])]
+        metrics = [rule for rule in rules if {"port": "metrics", "protocol": "TCP"} in rule.get("ports", [])]
+        assert [rule.get("from") for rule in metrics] == expected
+        assert {port["name"] for port in the(objects, "Service", "baton")["spec"]["ports"]} == {"grpc", "http"}
 
 
 def test_rules_and_dashboards_come_as_they_are() -> None:

@@ -16,7 +16,8 @@ from baton.telemetry.prometheus import Definition
 HEAD = f"""\
 # Metrics
 
-Every router serves `/metrics` on its HTTP port, for Prometheus. Routers also report metrics of all workers, which they
+Every router serves `/metrics` on its HTTP port, for Prometheus; where there are tenants, on `telemetry.port` alone,
+because metrics name them ([operators](accounts.md#operators)). Routers also report metrics of all workers, which they
 read from Redis, so that all routers report the same for a worker: take each worker once, with `max by (worker, ...)`.
 Counters of requests are each router's own: `sum` them. Times are differences of one process's monotonic clock.
 

@@ -255,7 +255,8 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- $_ := set $kubernetes "prefill_deployment" (printf "%s-%s" $full (first $groups)) }}
 {{- $_ := set $kubernetes "decode_deployment" (printf "%s-%s" $full (last $groups)) }}
 {{- end }}
-{{- $set := dict "cluster" $cluster "kubernetes" $kubernetes }}
+{{- $telemetry := dict "host" "0.0.0.0" "port" 9464 }}
+{{- $set := dict "cluster" $cluster "kubernetes" $kubernetes "telemetry" $telemetry }}
 {{- if $gpus }}
 {{- $_ := set $set "engine" (dict "tensor_parallel" $gpus) }}
 {{- end }}
@@ -545,4 +546,11 @@ imagePullSecrets:
     {{- toYaml . | nindent 4 }}
     {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* Whether anybody may scrape: the peers that are named, or all if a monitor is on and nothing is to be kept from anyone. */}}
+{{- define "baton.scrapers" -}}
+{{- $scrapes := or .Values.monitoring.serviceMonitor.enabled .Values.monitoring.podMonitor.enabled }}
+{{- $isOpen := not (or .Values.networkPolicy.clients (include "baton.tenantsSecretName" .)) }}
+{{- if or .Values.networkPolicy.monitoring (and $scrapes $isOpen) }}yes{{ end }}
 {{- end }}

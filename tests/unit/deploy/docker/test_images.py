@@ -208,7 +208,7 @@ def test_only_the_ports_of_this_machine_are_opened_and_nothing_is_privileged() -
 def test_prometheus_and_grafana_find_each_other_and_the_router() -> None:
     prometheus = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
     (job,) = prometheus["scrape_configs"]
-    assert job["static_configs"][0]["targets"] == [f"router:{ClusterConfig().http_port}"]
+    assert job["static_configs"][0]["targets"] == [f"router:{environment(SERVICES['router'])['BATON_TELEMETRY_PORT']}"]
     (source,) = yaml.safe_load((FOLDER / "grafana" / "datasource.yaml").read_text())["datasources"]
     assert source["url"] == "http://prometheus:9090"
     (provider,) = yaml.safe_load((FOLDER / "grafana" / "dashboards.yaml").read_text())["providers"]
