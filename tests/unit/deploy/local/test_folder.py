@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,9 +25,10 @@ def test_only_what_was_left_by_the_dead_is_removed(tmp_path: Path) -> None:
         assert process.stdout
         theirs = Path(process.stdout.readline().strip())
         with own_folder(tmp_path) as first:
-            assert (theirs / "password").exists(), "its process lives"
-            process.send_signal(signal.SIGKILL)
+            is_kept = (theirs / "password").exists()
+            process.kill()
             process.wait()
+            assert is_kept, "its process lived"
             with own_folder(tmp_path) as second:
                 assert not theirs.exists()
                 assert first != second
