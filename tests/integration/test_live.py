@@ -152,5 +152,5 @@ def is_served(cluster: Cluster) -> bool:
 def test_the_page_and_its_metrics_are_there(arithmetic_cluster: Cluster) -> None:
     page = httpx2.get(f"http://{arithmetic_cluster.http}/")
     assert page.status_code == 200
-    assert 'fetch("metrics"' in page.text
+    assert 'fetch("api/metrics"' in page.text
     assert "baton_pool_workers" in httpx2.get(f"http://{arithmetic_cluster.http}/metrics").text
