@@ -29,7 +29,7 @@ import redis
 from baton.errors import BatonError
 from baton.v1 import inference_pb2
 from deploy.operator.client import Client
-from tests.integration.cluster import Cluster, request, running_cluster
+from tests.integration.cluster import Cluster, free_port, request, running_cluster
 from tests.observability.prometheus import Prometheus, binaries, running_prometheus
 from tests.observability.shipped import JOB, RULES, dashboards, recorded, shown, substituted
 from tests.support.asking import exposition, prompt_of, sampling
@@ -203,11 +203,14 @@ def seen(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     tenants = folder / "tenants.yaml"
     tenants.write_text(TENANTS.format(**{name: hashlib.sha256(key_of(name).encode()).hexdigest() for name in NAMES}))
     files = {"router_tenants_file": str(tenants), "router_usage_log": str(folder / "usage.jsonl")}
-    with running_cluster("--prefill", "2", "--decode", "2", **files, **SETTINGS) as cluster:
+    metrics_port = free_port()
+    with running_cluster(
+        "--prefill", "2", "--decode", "2", telemetry_port=str(metrics_port), **files, **SETTINGS
+    ) as cluster:
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": [str(path) for path in RULES.glob("*.yaml")],
-            "scrape_configs": [{"job_name": JOB, "static_configs": [{"targets": [cluster.http]}]}],
+            "scrape_configs": [{"job_name": JOB, "static_configs": [{"targets": [f"127.0.0.1:{metrics_port}"]}]}],
         }
         with running_prometheus(folder, config) as prometheus, Load(cluster), Trouble(cluster, tenants):
             yield cluster, prometheus
