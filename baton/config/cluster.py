@@ -8,8 +8,8 @@ from pydantic import Field
 
 from baton.config.section import (
     NUMBER,
-    Address,
     AtLeastOne,
+    HostPort,
     Int,
     Must,
     NotNegative,
@@ -70,7 +70,7 @@ class ClusterConfig:
     """Folder of the converted models. Empty: the user's cache folder, `baton/`."""
     routers: AtLeastOne = 1
     """Router processes that `baton up` runs behind one address. They share nothing but Redis."""
-    ray_address: Address = ""
+    ray_address: HostPort = ""
     """host:port of a Ray cluster to join. Each of its nodes takes as many workers as it has of the resource
     `baton_worker`; a node whose label `baton.dev/pool` names a pool takes only workers that start in that pool. This
     machine must be one of the nodes; the others must reach `index.redis_url` and have the model at the same path.

@@ -125,7 +125,7 @@ Secret: TypeAlias = Annotated[str, ON_OFF, SECRET]
 AtLeastOne: TypeAlias = Annotated[int, Field(ge=1), WHOLE, Must.be("at least 1")]
 NotNegative: TypeAlias = Annotated[int, Field(ge=0), WHOLE, Must.be("at least 0")]
 Port: TypeAlias = Annotated[int, Field(ge=0, le=MAX_PORT), WHOLE, Must.be(f"a port, 0 to {MAX_PORT}")]
-Address: TypeAlias = Annotated[
+HostPort: TypeAlias = Annotated[
     str, ON_OFF, BeforeValidator(_address), Must(f"the port of {{name}} must be a number of 0 to {MAX_PORT}")
 ]
 """An address, or a URL, whose port is checked; a refusal does not show it, since a URL may hold a password."""

@@ -15,9 +15,9 @@ from baton.config.section import (
     NUMBER,
     ON_OFF,
     SECRET,
-    Address,
     AtLeastOne,
     Float,
+    HostPort,
     Int,
     Must,
     OneOf,
@@ -38,7 +38,7 @@ DEFAULT_CLASS = "default"
 class IndexConfig:
     """The index of cached prefixes and the leases of the processes, both kept in Redis."""
 
-    redis_url: Annotated[Address, SECRET] = field(default="", repr=False)
+    redis_url: Annotated[HostPort, SECRET] = field(default="", repr=False)
     """redis://[USER:PASSWORD@]HOST:PORT/DB, rediss://... (TLS) or unix://PATH. Empty: `baton up` starts an embedded
     one. A password in it does not go to workers through Ray: they have it from `redis_password_file`, or from
     BATON_INDEX_REDIS_URL in the environment of their Ray node. For workers of this machine `baton up` writes the file

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from baton.config.section import Address, Float, OneOf, Port, String, Switch, section
+from baton.config.section import Float, HostPort, OneOf, Port, String, Switch, section
 
 
 @section("telemetry")
 class TelemetryConfig:
     """Traces, logs and metrics of every process."""
 
-    otlp_endpoint: Address = ""
+    otlp_endpoint: HostPort = ""
     """host:port of an OTLP gRPC receiver for traces; empty: spans are not exported."""
     otlp_tls: Switch = False
     """Whether that receiver is spoken to over TLS. `cluster.tls_ca` must have signed its certificate, and each process
