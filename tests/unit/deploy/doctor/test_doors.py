@@ -118,6 +118,8 @@ def test_a_configuration_says_where_the_doors_are() -> None:
         ray_asks_token=True,
         traces="collector",
     )
+    assert not configured(config, {"RAY_AUTH_MODE": "disabled"}).ray_asks_token
+    assert not configured(config, {}).ray_asks_token
     assert not any("pw" in check.found + check.mend for check in doors.checks(configured(config, {})))
 
 
