@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
-from baton.config import Config
+from baton.config import Config, password_of
 from deploy.doctor.checks import Check, names
 from deploy.doctor.reach import is_loopback
 from deploy.operator.client import StatusJson
@@ -33,6 +33,8 @@ class Doors:
     asks_key: bool
     """Whether a client needs a tenant's key."""
     clients_encrypted: bool = False
+    metrics: str = ""
+    """Host of a port for the metrics alone; empty: there is none."""
     controller: str = LOCAL
     workers: tuple[str, ...] = (LOCAL,)
     """Hosts of the workers' ports, of which KV is read."""
@@ -41,6 +43,7 @@ class Doors:
     members_encrypted: bool = False
     redis_url: str = ""
     """The URL of Redis; empty: `baton up` starts one that only its own user reaches."""
+    redis_asks_password: bool = False
     redis_takes_anybody: bool = False
     """Whether Redis took us without a password, as far as it was tried."""
     ray: str = ""
@@ -61,7 +64,9 @@ def configured(config: Config, environ: Mapping[str, str], redis_takes_anybody: 
         controller=cluster.controller_host,
         workers=(ray or LOCAL,),  # they listen at the address of their Ray node
         asks_proof=bool(cluster.secret),
+        metrics=config.telemetry.host if config.telemetry.port else "",
         redis_url=config.index.redis_url,
+        redis_asks_password=bool(config.index.redis_password_file or password_of(config.index.redis_url)),
         redis_takes_anybody=redis_takes_anybody,
         ray=ray,
         ray_asks_token=ray_asks_token,
@@ -77,6 +82,8 @@ def announced(doors: Doors, status: StatusJson, asks_key: bool | None) -> Doors:
         asks_key: whether a router asked us for a key; None: none was tried.
     """
     controller = status.get("controller")
+    if not doors.redis_url:  # whether that Redis asks for a password was tried, and is not configured here
+        doors = replace(doors, redis_url=status["redis"]["address"], redis_asks_password=True)
     return replace(
         doors,
         clients=tuple(_host(router[kind]) for router in status["routers"] for kind in ("grpc", "http")),
@@ -126,12 +133,14 @@ def _clients(doors: Doors) -> Iterator[Check]:
             "takes keys and prompts, and gives answers, in plain text",
             "let a proxy or an Ingress end TLS before it",
         )
+
+    if at := _others([*(() if doors.asks_key else doors.clients), doors.metrics]):
         yield _door(
             "metrics",
-            others,
+            at,
             "",
-            "shows /metrics to anybody who reaches its HTTP port: names of tenants, and how much they use",
-            "keep /metrics from clients at the proxy or Ingress",
+            "shows /metrics to anybody who reaches it: how much is asked, and by which tenants",
+            f"let Prometheus alone reach them (telemetry.port), or {OWN_NETWORK}",
         )
 
 
@@ -165,13 +174,13 @@ def _members(doors: Doors) -> Iterator[Check]:
 def _redis(doors: Doors) -> Iterator[Check]:
     host = _host(doors.redis_url)
     others = _others([host]) if host else []
-    has_password = bool(host and urlsplit(doors.redis_url).password)
+    gives = "delete what the cluster knows of itself" if doors.asks_proof else "write leases, and so become a worker"
     yield _door(
         "redis",
-        others if doors.redis_takes_anybody or not has_password else [],
+        others if doors.redis_takes_anybody or not doors.redis_asks_password else [],
         "asks for a password" if others else "only this machine reaches it",
-        "lets anybody who reaches it write leases, and so become a worker",
-        f"give it a password (in index.redis_url), or {OWN_NETWORK}",
+        f"lets anybody who reaches it {gives}",
+        f"give it a password (index.redis_password_file), or {OWN_NETWORK}",
     )
     if others and not doors.redis_url.startswith("rediss:"):
         mend = f"use rediss://, or {ENCRYPTED_NETWORK}"
@@ -195,7 +204,7 @@ def _door(name: str, open_at: list[str], shut: str, gives: str, mend: str) -> Ch
 
 def _others(hosts: list[str] | tuple[str, ...]) -> list[str]:
     """The hosts that other machines reach."""
-    return sorted({host for host in hosts if not is_loopback(host)})
+    return sorted({host for host in hosts if host and not is_loopback(host)})
 
 
 def _host(address: str) -> str:

@@ -109,12 +109,11 @@ def is_loopback(host: str) -> bool:
 
 
 def takes_anybody(url: str) -> bool:
-    """Whether a Redis whose URL has a password answers without one, too; False where that cannot be tried."""
+    """Whether the Redis at a URL answers without a password, too; False where that cannot be tried."""
     try:
         parts = urlsplit(url)
-        return bool(parts.password) and asyncio.run(
-            _answers(urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])))
-        )
+        bare = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+        return bool(parts.hostname) and asyncio.run(_answers(bare))
     except ValueError:  # it is no URL
         return False
 

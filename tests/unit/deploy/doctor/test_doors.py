@@ -20,6 +20,7 @@ TOKEN = {"RAY_AUTH_MODE": "token"}
 WIDE = Doors(
     clients=("0.0.0.0",),
     asks_key=False,
+    metrics="0.0.0.0",
     controller="10.0.0.2",
     workers=("127.0.0.1", "10.0.0.3"),
     redis_url="redis://redis:6379/0",
@@ -31,9 +32,11 @@ GUARDED = replace(
     WIDE,
     asks_key=True,
     clients_encrypted=True,
+    metrics="127.0.0.1",
     asks_proof=True,
     members_encrypted=True,
-    redis_url="rediss://:secret@redis:6379/0",
+    redis_url="rediss://redis:6379/0",
+    redis_asks_password=True,
     ray_asks_token=True,
     traces="localhost",
 )
@@ -76,27 +79,29 @@ def test_every_door_that_is_open_to_others_is_named_with_what_it_gives_and_what_
 
 
 def test_what_is_guarded_is_shut() -> None:
-    assert is_open(GUARDED) == {"metrics"}, "nothing guards /metrics on the clients' port"
-    assert all(check.mend == "" for name, check in found(GUARDED).items() if name != "metrics")
+    assert is_open(GUARDED) == set()
+    assert all(check.mend == "" for check in found(GUARDED).values())
 
 
 @pytest.mark.parametrize(
     ("changed", "opened"),
     [
-        ({"asks_key": False}, "clients"),
+        ({"asks_key": False}, "clients metrics"),
+        ({"metrics": "10.0.0.1"}, "metrics"),
         ({"clients_encrypted": False}, "clients' network"),
         ({"asks_proof": False, "workers": ("127.0.0.1",)}, "controller"),
         ({"asks_proof": False, "controller": "127.0.0.1"}, "workers"),
         ({"members_encrypted": False}, "members' network"),
-        ({"redis_url": "rediss://redis:6379/0"}, "redis"),
+        ({"redis_asks_password": False}, "redis"),
         ({"redis_takes_anybody": True}, "redis"),
-        ({"redis_url": "redis://:secret@redis:6379/0"}, "redis' network"),
+        ({"redis_url": "redis://redis:6379/0"}, "redis' network"),
         ({"ray_asks_token": False}, "ray"),
         ({"traces": "collector"}, "traces"),
     ],
 )
 def test_each_guard_shuts_a_door_of_its_own(changed: dict[str, Any], opened: str) -> None:
-    assert is_open(replace(GUARDED, **changed)) == {"metrics", opened}
+    expected = {opened} if "'" in opened else set(opened.split())
+    assert is_open(replace(GUARDED, **changed)) == expected
 
 
 def test_a_configuration_says_where_the_doors_are() -> None:
@@ -104,15 +109,17 @@ def test_a_configuration_says_where_the_doors_are() -> None:
         cluster=ClusterConfig(host="0.0.0.0", controller_host="0.0.0.0", ray_address="head:6379", secret="/s"),
         index=IndexConfig(redis_url="redis://:pw@r:1/0"),
         router=RouterConfig(tenants_file="/tenants"),
-        telemetry=TelemetryConfig(otlp_endpoint="collector:4317"),
+        telemetry=TelemetryConfig(otlp_endpoint="collector:4317", host="0.0.0.0", port=9464),
     )
     assert configured(config, TOKEN, redis_takes_anybody=True) == Doors(
         clients=("0.0.0.0",),
         asks_key=True,
+        metrics="0.0.0.0",
         controller="0.0.0.0",
         workers=("head",),
         asks_proof=True,
         redis_url="redis://:pw@r:1/0",
+        redis_asks_password=True,
         redis_takes_anybody=True,
         ray="head",
         ray_asks_token=True,
@@ -120,6 +127,10 @@ def test_a_configuration_says_where_the_doors_are() -> None:
     )
     assert not configured(config, {"RAY_AUTH_MODE": "disabled"}).ray_asks_token
     assert not configured(config, {}).ray_asks_token
+    of_a_file = Config(index=IndexConfig(redis_url="redis://r:1/0", redis_password_file="/password"))
+    assert configured(of_a_file, {}).redis_asks_password
+    assert not configured(Config(index=IndexConfig(redis_url="redis://r:1/0")), {}).redis_asks_password
+    assert configured(Config(telemetry=TelemetryConfig(host="0.0.0.0")), {}).metrics == "", "there is no such port"
     assert not any("pw" in check.found + check.mend for check in doors.checks(configured(config, {})))
 
 
@@ -128,13 +139,17 @@ def test_a_running_cluster_says_where_it_listens() -> None:
         "routers": [{"grpc": "10.0.0.1:50051", "http": "[fd00::1]:8000"}],
         "workers": [{"address": "10.0.0.3:4000"}, {"address": "[::1"}],
         "controller": {"address": "10.0.0.2:50052"},
+        "redis": {"address": "redis://10.0.0.5:6379/0"},
     }
     quiet = configured(Config(), {})
     seen = announced(quiet, status, asks_key=True)
     assert (seen.clients, seen.controller, seen.workers) == (("10.0.0.1", "fd00::1"), "10.0.0.2", ("10.0.0.3", ""))
     assert seen.asks_key
+    assert is_open(seen) == {"clients' network", "controller", "workers", "members' network", "redis' network"}
+    assert "redis" in is_open(replace(seen, redis_takes_anybody=True))
+    assert announced(replace(quiet, redis_url="redis://r:1/0"), status, asks_key=True).redis_url == "redis://r:1/0"
     assert not announced(quiet, status, asks_key=None).asks_key
-    alone = announced(quiet, {"routers": [], "workers": [], "controller": None}, asks_key=False)
+    alone = announced(quiet, status | {"routers": [], "workers": [], "controller": None}, asks_key=False)
     assert (alone.controller, alone.workers) == ("127.0.0.1", ("127.0.0.1",))
 
 
@@ -149,11 +164,13 @@ def test_a_password_that_redis_does_not_ask_for_is_none() -> None:
     with EmbeddedRedis(port=free_port()) as server:
         url = server.url.replace("redis://", "redis://:secret@")
         assert takes_anybody(url)
-        assert not takes_anybody(server.url), "no password is given that could be left out"
+        assert takes_anybody(server.url)
         asyncio.run(protect(server.url))
         assert not takes_anybody(url)
+        assert not takes_anybody(server.url)
     assert not takes_anybody(url), "nobody answers"
     assert not takes_anybody("redis://:x@[::1")
+    assert not takes_anybody("unix:///run/redis.sock")
 
 
 @pytest.mark.parametrize("part", [DoctorPart.ROUTER, DoctorPart.CONTROLLER])
