@@ -165,7 +165,8 @@ def verdict(
         why = "; ".join(found.problem for found in answers if found.problem) or "no database has them"
         which = ", ".join(unseen[:3]) + (f" and {len(unseen) - 3} more" if len(unseen) > 3 else "")
         lines.append(
-            f"{len(unseen)} of {len(versions)} packages were compared with no vulnerabilities ({which}): {why}"
+            f"{len(unseen)} of {len(versions)} packages could be looked up in no database of vulnerabilities "
+            f"({which}): {why}"
         )
     return status, lines or [f"{len(versions)} packages: no known vulnerability, and every licence is allowed"]
 

@@ -22,14 +22,17 @@ SEEN = Answers(seen=frozenset({"torch", "h11"}))
 def test_all_is_well_only_where_every_package_was_looked_up() -> None:
     assert verdict(PINS, [SEEN], LICENCES) == (0, ["2 packages: no known vulnerability, and every licence is allowed"])
     status, (line,) = verdict(PINS, [Answers(seen=frozenset({"h11"})), Answers(problem="no route")], LICENCES)
-    assert (status, line) == (UNSEEN, "1 of 2 packages were compared with no vulnerabilities (torch): no route")
+    assert (status, line) == (
+        UNSEEN,
+        "1 of 2 packages could be looked up in no database of vulnerabilities (torch): no route",
+    )
     assert verdict(PINS, [Answers(seen=frozenset({"h11"})), Answers(seen=frozenset({"torch"}))], LICENCES)[0] == 0
 
 
 def test_a_vulnerability_counts_more_than_a_database_out_of_reach() -> None:
     status, lines = verdict(PINS, [Answers({"h11": ["CVE-1", "CVE-2"]}, frozenset({"h11"}))], LICENCES)
     assert (status, lines[0]) == (FOUND, "h11 0.16.0: CVE-1, CVE-2")
-    assert lines[1].startswith("1 of 2 packages were compared with no vulnerabilities (torch)")
+    assert lines[1].startswith("1 of 2 packages could be looked up in no database of vulnerabilities (torch)")
 
 
 @pytest.mark.parametrize("licence", ["GPL-3.0-only", ""])
