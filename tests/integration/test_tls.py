@@ -28,6 +28,7 @@ from tests.integration.cluster import Answer, request
 from tests.integration.test_operator_errors import baton
 from tests.support.asking import prompt_of, sampling
 from tests.support.certificates import Authority, cluster_settings, copy, serial_of
+from tests.support.operator import OPERATOR_ENTRY, OPERATOR_KEY
 from tests.support.waiting import wait_until
 
 PATIENCE_S = 120.0
@@ -48,7 +49,7 @@ def client_files(authority: Authority) -> CertificateFiles:
 @pytest.fixture(scope="module")
 def fleet(authority: Authority, client_files: CertificateFiles) -> Iterator[Fleet]:
     tenants = authority.folder / "tenants.yaml"
-    tenants.write_text('archive: {certificates: ["DNS:archive.example"]}\n')
+    tenants.write_text(OPERATOR_ENTRY + 'archive: {certificates: ["DNS:archive.example"]}\n')
     members = ClusterConfig(**cluster_settings(authority.sign("member")))
     router = RouterConfig(mode="split", tenants_file=str(tenants), tls_client_certificates="required")
     with running_fleet(TransferConfig(links=("tcp",)), router, cluster=members, step_ms=1.0) as fleet:
@@ -83,6 +84,7 @@ def test_a_certificate_opens_both_doors_and_the_command_line(
     assert answer.token_ids == expected_tokens(prompt, NUM_TOKENS)
     assert _over_http(fleet, tenant, prompt) == (answer.text, NUM_TOKENS)
     files = {"BATON_CERTIFICATE": client_files.certificate, "BATON_KEY": client_files.key, "BATON_CA": authority.path}
+    files["BATON_API_KEY"] = OPERATOR_KEY
     status = baton("status", "--json", BATON_ADDRESS=fleet.routers[0].grpc, **files)
     assert len(json.loads(status.stdout)["workers"]) == 2, status.stderr
     plain = baton("status", BATON_ADDRESS=fleet.routers[0].grpc)
