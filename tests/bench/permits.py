@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from opentelemetry.context import Context
 
@@ -59,8 +60,8 @@ class Pair:
 
 
 def leased(worker: peers.Worker) -> Worker:
-    info: dict[str, Any] = {"address": worker.address, "incarnation": f"{worker.id}.1", "known_fields": wire.KNOWN_FIELDS}
-    return builders.worker(worker.id, Role.DECODE, **info)
+    info: dict[str, Any] = {"address": worker.address, "incarnation": f"{worker.id}.1"}
+    return builders.worker(worker.id, Role.DECODE, known_fields=wire.KNOWN_FIELDS, **info)
 
 
 @contextlib.asynccontextmanager
