@@ -6,11 +6,12 @@ gRPC (`baton.wire`) and HTTP (`router.api.http`) both turn their bytes into thes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from baton.chat import ChatMessage
+from baton.errors import InvalidRequest
 from baton.quota import Quota
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, TokenScores
@@ -48,16 +49,6 @@ class Chat:
     """See `Text`."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenIds:
-    """A prompt that the client has tokenized itself."""
-
-    ids: tuple[int, ...]
-
-
-PromptInput = Text | Chat | TokenIds
-
-
 class TruncationSide(StrEnum):
     LEFT = "left"
     """The prompt loses its begin."""
@@ -77,6 +68,42 @@ class Truncation:
         """Returns what is kept of a prompt, at most `num_tokens`, which is positive."""
         is_left = self.side is TruncationSide.LEFT
         return tuple(token_ids[-self.num_tokens :] if is_left else token_ids[: self.num_tokens])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """A prompt that the client has tokenized itself."""
+
+    ids: tuple[int, ...]
+
+    @staticmethod
+    def of(token_ids: Sequence[int], most: int, truncation: Truncation | None) -> TokenIds:
+        """Copies what a client sent, but no more of it than a model could take.
+
+        Args:
+            most: the longest prompt.
+            truncation: what the client wants a prompt to be cut to.
+
+        Raises:
+            InvalidRequest: they are too many, and are not to be cut.
+        """
+        if truncation is None:
+            check_num_tokens(len(token_ids), most)
+            return TokenIds(tuple(token_ids))
+        return TokenIds(replace(truncation, num_tokens=most).of(token_ids))
+
+
+def check_num_tokens(num_tokens: int, most: int, model: str = "this model") -> None:
+    """Raises InvalidRequest for a prompt of more tokens than the model takes."""
+    if num_tokens > most:
+        raise InvalidRequest(
+            f"the prompt has {num_tokens} tokens, but {model} takes at most {most} (its context window less one "
+            "token of answer); shorten the prompt",
+            "input",
+        )
+
+
+PromptInput = Text | Chat | TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

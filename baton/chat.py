@@ -114,6 +114,12 @@ def tool_call(*, call_id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def check_num_messages(num_messages: int) -> None:
+    """Raises InvalidRequest for a chat of no messages, or of too many; before they are looked at."""
+    if not 1 <= num_messages <= MAX_MESSAGES:
+        raise InvalidRequest(f"messages must hold 1 to {MAX_MESSAGES} messages; it holds {num_messages}.", "messages")
+
+
 def check_one_end(*, begins: bool, continues: bool) -> None:
     """Raises InvalidRequest for a chat that begins another message and continues the last one."""
     if begins and continues:

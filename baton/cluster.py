@@ -178,6 +178,8 @@ class WorkerLoad:
     """Guessed tokens that a draft model proposed."""
     model_accepted_tokens: int = 0
     """Guessed tokens that a draft model proposed and that proved right."""
+    malformed: int = 0
+    """Messages that the worker was sent and that are not in protobuf's form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +230,8 @@ class ControllerInfo:
     version: str = ""
     incarnation: str = ""
     """The random identity of its process, to which the proof of a call is bound."""
+    malformed: int = 0
+    """Messages that it was sent and that are not in protobuf's form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,3 +273,5 @@ class ClusterStatus:
     """Blocks that each worker holds according to the answering router's copy of the index."""
     store_garbage: tuple[StoreGarbage, ...] = ()
     """Unreadable values that the answering router has met."""
+    malformed: int = 0
+    """Messages that the answering router was sent and that are not in protobuf's form."""

@@ -6,6 +6,7 @@
     │   └── TooLarge               RESOURCE_EXHAUSTED   413   alone it needs more memory than a worker's device has
     ├── Unauthenticated            UNAUTHENTICATED      401   no API key, or one that is no tenant's
     ├── Forbidden                  PERMISSION_DENIED    403   a known tenant's key, for what only operators may do
+    ├── NotRead                    RESOURCE_EXHAUSTED   408   the client has not read its answer
     ├── Unsupported                UNIMPLEMENTED        400   a field or method not built yet, or that no worker knows
     ├── Overloaded                 RESOURCE_EXHAUSTED   429   try again after `retry_after_s`
     │   └── QuotaExceeded          RESOURCE_EXHAUSTED   429   the tenant has used up a limit of its own
@@ -90,6 +91,11 @@ class Unauthenticated(BatonError):
 class Forbidden(BatonError):
     status = "PERMISSION_DENIED"
     http = 403
+
+
+class NotRead(BatonError):
+    status = "RESOURCE_EXHAUSTED"
+    http = 408
 
 
 class Unsupported(BatonError):

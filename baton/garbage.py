@@ -4,13 +4,18 @@ start has needed and freed would stay with the C library.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import gc
+import resource
+from pathlib import Path
 
 THRESHOLDS = (20_000, 20, 20)
 """Python's own, 700 new objects, has the collector run several times a request. What a request leaves behind is freed
 by its reference counts; cycles, of exceptions mostly, may wait."""
+LOOK_S = 1.0
+GROWTH_BYTES = 16 * 2**20
 
 
 def keep_what_is_loaded() -> None:
@@ -18,7 +23,35 @@ def keep_what_is_loaded() -> None:
     anything is served. What has been freed goes back to the system, where the C library can do that.
     """
     gc.collect()
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    give_back()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
+
+
+def give_back() -> None:
+    """Gives what has been freed back to the system, where the C library can do that. Takes some milliseconds, in which
+    other threads run.
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+async def keep_small() -> None:
+    """Gives memory back whenever the process has grown, until cancelled: what a long request has needed for a moment
+    stays with the C library otherwise.
+    """
+    least = _resident_bytes()
+    while True:
+        await asyncio.sleep(LOOK_S)
+        least = min(least, now := _resident_bytes())
+        if now > least + GROWTH_BYTES:
+            await asyncio.to_thread(give_back)
+            least = _resident_bytes()
+
+
+def _resident_bytes() -> int:
+    """Bytes of the process in main memory; 0: the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except FileNotFoundError:
+        return 0

@@ -19,7 +19,7 @@ from baton.tls import Tls, door_tls
 from router.admission.tenants import TenantBook
 from router.api.connections import BoundedProtocol, ConnectionLimits, OpenConnections
 from router.api.hosts import Hosts
-from router.api.http import create_app, create_scraped_app, require_certificates
+from router.api.http import StreamLimit, create_app, create_scraped_app, require_certificates
 from router.service import RouterService
 
 
@@ -59,6 +59,7 @@ def http_servers(
     app = create_app(service, tenants, is_ready, metrics, hosts)
     if tls is not None and tls.clients == "required":
         require_certificates(app)
+    app.add_middleware(StreamLimit, most=config.router.max_streams_per_client)
     servers = (_server(config, app, config.cluster.host, config.cluster.http_port, tls),)
     if not config.telemetry.port:
         return servers
@@ -68,7 +69,9 @@ def http_servers(
 
 def _server(config: Config, app: FastAPI, host: str, port: int, tls: Tls | None) -> HttpServer:
     limits = ConnectionLimits(
-        max_connections=config.router.max_connections, max_per_client=config.router.max_connections_per_client
+        max_connections=config.router.max_connections,
+        max_per_client=config.router.max_connections_per_client,
+        stall_s=config.router.stall_s,
     )
     protocol: Any = partial(BoundedProtocol, OpenConnections(limits))
     return HttpServer(

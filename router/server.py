@@ -11,6 +11,7 @@ from pathlib import Path
 
 from opentelemetry.sdk.trace import TracerProvider
 
+from baton import garbage
 from baton.api import ModelCard
 from baton.blocks import content_id
 from baton.cluster import VERSION, RouterInfo, ServedModel
@@ -18,7 +19,7 @@ from baton.config import Config
 from baton.errors import ConfigError
 from baton.rpc import RpcServer
 from baton.rpc.doors import require_keys
-from baton.rpc.server import CLIENTS_PING_TIMEOUT_S
+from baton.rpc.server import CLIENTS_PING_TIMEOUT_S, ClientLimits
 from baton.telemetry import tracing
 from baton.telemetry.instruments import Instruments
 from baton.tls import Tls, door_tls, member_tls
@@ -137,6 +138,7 @@ class Router:
                     tasks.create_task(self.accounts.run(), name="accounts"),
                     tasks.create_task(self.usage_book.run(), name="usage"),
                     tasks.create_task(self._report_health(), name="health"),
+                    tasks.create_task(garbage.keep_small(), name="memory"),
                 ]
                 serving = [tasks.create_task(each.serve_all(), name="http") for each in self.http]
                 await stop.wait()
@@ -184,7 +186,9 @@ def build(config: Config) -> Router:
     pools = PoolView(store.mirror.lookup, time.monotonic, model.facts.max_model_len, config.index.lease_s)
     client, slo_counts, decisions = WorkerClient(keys, members), SloCounts(), DecisionLog()
     rpc, grpc_port = _bind(config, tenants, door)
-    registry = _registry(config, model, store, pools, client=client, slo_counts=slo_counts, grpc_port=grpc_port)
+    registry = _registry(
+        config, model, store, pools, client=client, slo_counts=slo_counts, rpc=rpc, grpc_port=grpc_port
+    )
     readiness = Readiness(pools, config.router.mode == "split", config.router.worker_wait_s, time.monotonic)
     aliases = model.facts.id if config.telemetry.vllm_aliases else ""
     instruments = Instruments(registry.status, config.router.slo_classes, aliases)
@@ -204,7 +208,7 @@ def build(config: Config) -> Router:
         slo_counts=slo_counts,
         worker_limit=pools.max_model_len,
     )
-    inference = InferenceServicer(service, Ingress(config.cluster.host, grpc_port))
+    inference = InferenceServicer(service, Ingress(config.cluster.host, grpc_port), stall_s=config.router.stall_s)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, rpc.server)
     admin = AdminServicer(registry.status, decisions.explain, ControllerClient(registry.controller, keys, members))
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
@@ -258,6 +262,7 @@ def _registry(
     *,
     client: WorkerClient,
     slo_counts: SloCounts,
+    rpc: RpcServer,
     grpc_port: int,
 ) -> Registry:
     return Registry(
@@ -269,6 +274,7 @@ def _registry(
         slo_counts=slo_counts,
         models=(ServedModel(model.facts.id, config.model.path),),
         redis=store.redis,
+        malformed=rpc.malformed,
         poll_s=config.index.poll_s,
         lease_s=config.index.lease_s,
     )
@@ -302,6 +308,7 @@ def _bind(config: Config, tenants: TenantBook, tls: Tls | None) -> tuple[RpcServ
         [Authentication(tenants)],
         shares_port=config.cluster.routers > 1,
         max_message_bytes=MAX_BODY_BYTES,
+        clients=ClientLimits(config.router.max_connections, config.router.max_streams_per_client),
         max_connection_age_s=config.router.max_connection_age_s,
         ping_timeout_s=CLIENTS_PING_TIMEOUT_S,
     )

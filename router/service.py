@@ -104,7 +104,8 @@ class RouterService:
         self._sequences = SequenceBuilder(model.content_id, model.facts.vocab_size, config.cache_secret)
 
     def close(self) -> None:
-        """Ends the process that it has started. Nothing is served any more."""
+        """Ends the process and the threads that it has started. Nothing is served any more."""
+        self._encoder.close()
         self._structures.close()
 
     @property
@@ -194,7 +195,7 @@ class RouterService:
             Forbidden: see `check_special`.
         """
         check_special(prompt, tenant)
-        return await self._encoder.encode(prompt, tenant.scope, self.facts, truncation)
+        return await self._encoder.encode(prompt, tenant, self.facts, truncation)
 
     async def _prompt_ids(self, request: GenerateRequest, params: SamplingParams, tenant: Tenant) -> tuple[int, ...]:
         """The token ids of a request's prompt, cut to the length that it asks for."""

@@ -110,9 +110,15 @@ class RouterConfig:
     max_in_flight: AtLeastOne = 512
     """Choices served at a time; further requests are refused."""
     max_connections: AtLeastOne = 8192
-    """HTTP connections of all clients; further ones get 503."""
+    """Connections of all clients, of HTTP and of gRPC each; further ones of HTTP get 503, of gRPC are closed."""
     max_connections_per_client: AtLeastOne = 1024
     """HTTP connections from one address. All clients behind one proxy have its address."""
+    max_streams_per_client: AtLeastOne = 1024
+    """Requests in progress of one client: on one gRPC connection, where further ones wait at the client, and from one
+    address over HTTP, where they get 429."""
+    stall_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = 30.0
+    """Time after which a client is ended that does not read its answer. An answer that is not read takes its place
+    among `max_in_flight` only until its last token is computed."""
     max_attempts: AtLeastOne = 4
     """Consecutive failed attempts, with almost no progress in between, before the client gets the error."""
     drain_timeout_s: Float = 5.0

@@ -5,8 +5,8 @@ servers, `errors` maps the error tree to statuses and back, `outbox` is the queu
 a worker.
 """
 
-from baton.rpc.errors import from_rpc_error
+from baton.rpc.errors import MalformedCount, from_rpc_error
 from baton.rpc.members import members_only
 from baton.rpc.server import RpcServer, channel
 
-__all__ = ["RpcServer", "channel", "from_rpc_error", "members_only"]
+__all__ = ["MalformedCount", "RpcServer", "channel", "from_rpc_error", "members_only"]

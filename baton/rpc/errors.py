@@ -11,12 +11,13 @@ import contextlib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
 
 from baton import wire
-from baton.errors import BatonError, Overloaded, WorkerFailed, error_of, kind_of
+from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerFailed, error_of, kind_of
 from baton.messages import Failed
 
 ERROR_KEY = "baton-error"
@@ -24,44 +25,81 @@ RETRY_AFTER_KEY = "retry-after"
 MAX_MESSAGE_CHARACTERS = 1024
 CLIENTS_METHODS = ("/baton.v1.Inference/", "/baton.v1.Admin/")
 CallContext = grpc.aio.ServicerContext[Any, Any]
-MessageCheck = Callable[[Any], None]
+MessageCheck = Callable[[Any], object]
 
 logger = logging.getLogger(__name__)
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps every `BatonError` raised by a handler of `baton.v1` to its status code.
+@dataclass(slots=True)
+class MalformedCount:
+    """How many messages a server was sent that are not in protobuf's form."""
 
-    A client's message that cannot be read, or has a field that this release does not know, is refused before its
-    handler runs.
+    total: int = 0
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Maps every `BatonError` raised by a handler to its status code.
+
+    A message that cannot be read is refused before its handler sees it, and a client's that has a field that this
+    release does not know.
+
+    Args:
+        malformed: counts messages that cannot be read.
     """
+
+    def __init__(self, malformed: MalformedCount) -> None:
+        self._malformed = malformed
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         handler = await continuation(details)
-        if handler is None or not details.method.startswith("/baton.v1."):
-            return handler
-        # A handler without a deserializer refuses every message.
-        is_clients = details.method.startswith(CLIENTS_METHODS) and handler.request_deserializer is not None
-        check = wire.check_known if is_clients else None
-        deserializer = handler.request_deserializer
-        if is_clients:
-            deserializer = wire.readable(deserializer)
+        if handler is None or handler.request_deserializer is None:  # without one it refuses every message
+            return handler and self._guarded(handler, None, None)
+        read = wire.readable(handler.request_deserializer)
+        if handler.request_streaming:
+            # What it raises comes out where the handler asks for the next message.
+            return self._guarded(handler, lambda raw: self._checked(read(raw)), None)
+        if details.method.startswith(CLIENTS_METHODS):
+            return self._guarded(handler, lambda raw: _known(read(raw)), self._checked)
+        return self._guarded(handler, read, self._checked)
+
+    def _checked(self, message: Any) -> Any:
+        if isinstance(message, wire.Unreadable):
+            self._malformed.total += 1
+            raise InvalidRequest(f"the message is not in protobuf's form: {message.reason}")
+        if isinstance(message, BatonError):
+            raise message
+        return message
+
+    def _guarded(
+        self, handler: grpc.RpcMethodHandler[Any, Any], read: Callable[[bytes], Any] | None, check: MessageCheck | None
+    ) -> Any:
+        method: Any
         if handler.response_streaming:
             method = handler.stream_stream if handler.request_streaming else handler.unary_stream
             # A handler that writes to the context instead of yielding is guarded like a unary one.
             guard = _guard_stream if inspect.isasyncgenfunction(method) else _guard_unary
-            wrapped = guard(method, check)
-            make = (
+            make: Any = (
                 grpc.stream_stream_rpc_method_handler
                 if handler.request_streaming
                 else grpc.unary_stream_rpc_method_handler
             )
         else:
-            wrapped = _guard_unary(handler.unary_unary, check)
-            make = grpc.unary_unary_rpc_method_handler
-        return make(wrapped, deserializer, handler.response_serializer)
+            method, guard, make = handler.unary_unary, _guard_unary, grpc.unary_unary_rpc_method_handler
+        return make(guard(method, check), read, handler.response_serializer)
+
+
+def _known(message: Any) -> Any:
+    """Returns the message of a client, or in its place, so that it is not kept until the refusal has been read, the
+    error with which it is refused.
+    """
+    try:
+        if not isinstance(message, wire.Unreadable):
+            wire.check_known(message)
+    except BatonError as error:
+        return error.with_traceback(None)
+    return message
 
 
 def _guard_unary(method: Callable[..., Awaitable[Any]], check: MessageCheck | None) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -11,7 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.addresses import grpc_target
 from baton.errors import ConfigError
-from baton.rpc.errors import ErrorInterceptor
+from baton.rpc.errors import ErrorInterceptor, MalformedCount
 from baton.tls import Tls
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -55,10 +56,33 @@ MEMBER_CHANNEL_OPTIONS = [
 """The options of a channel between members of a cluster."""
 
 
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """What a server allows its clients, who may be anybody."""
+
+    max_connections: int
+    max_streams: int
+    """Calls on one connection; further ones wait at the client."""
+    handshake_s: float = 10.0
+    """Longest time from a connection's begin to the client's settings."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The options of a gRPC server."""
+        return {
+            "grpc.max_allowed_incoming_connections": self.max_connections,
+            "grpc.max_concurrent_streams": self.max_streams,
+            "grpc.server_handshake_timeout_ms": round(self.handshake_s * 1e3),
+        }
+
+
 class RpcServer:
     """An asyncio gRPC server with health checking, and for clients with reflection of the given services.
 
     Add servicers to `server`, then `start`.
+
+    Attributes:
+        malformed: counts messages that could not be read.
 
     Args:
         interceptors: further ones. They see a call before its handler does, and their handlers may raise typed errors.
@@ -66,6 +90,7 @@ class RpcServer:
             of them.
         max_connection_age_s: a client is asked to connect anew after so long. What runs on its old connection goes on.
         max_message_bytes: a longer message ends its call, before it is parsed.
+        clients: limits on clients; by default there are none.
         ping_timeout_s: a connection whose other end does not answer a ping for so long is closed.
         describes_itself: whether it answers reflection, for clients that do not have the contract. Members have it.
     """
@@ -78,15 +103,21 @@ class RpcServer:
         shares_port: bool = False,
         max_connection_age_s: float = math.inf,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        clients: ClientLimits | None = None,
         ping_timeout_s: float = PING_TIMEOUT_S,
         describes_itself: bool = True,
     ) -> None:
         options = dict([*SERVER_OPTIONS, *_keepalive(ping_timeout_s)])
         options["grpc.so_reuseport"] = int(shares_port)
         options["grpc.max_receive_message_length"] = max_message_bytes
+        if clients is not None:
+            options |= clients.options
         if max_connection_age_s < math.inf:
             options["grpc.max_connection_age_ms"] = round(max_connection_age_s * 1e3)
-        self.server = grpc.aio.server(interceptors=[ErrorInterceptor(), *interceptors], options=list(options.items()))
+        self.malformed = MalformedCount()
+        self.server = grpc.aio.server(
+            interceptors=[ErrorInterceptor(self.malformed), *interceptors], options=list(options.items())
+        )
         self._health = health.aio.HealthServicer()
         self._service_names = service_names
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)

@@ -74,6 +74,14 @@ def _worker_infos(status: ClusterStatus) -> Iterable[Observation]:
         yield Observation(1, {**_labels(worker), **more, **makes})
 
 
+def _malformed(status: ClusterStatus) -> Iterable[Observation]:
+    """Yields a row for each member whose counts all routers show."""
+    if status.controller is not None:
+        yield Observation(status.controller.malformed, {"worker": "controller", "role": "controller"})
+    for worker in status.workers:
+        yield Observation(worker.load.malformed, _labels(worker))
+
+
 def _scaling(status: ClusterStatus) -> tuple[PoolScaling, ...]:
     return status.controller.scaling if status.controller is not None else ()
 
@@ -186,6 +194,19 @@ OBSERVED: tuple[ObservedMetric, ...] = (
         description="Values in Redis that this router could not read and skipped, counted every time, by what they "
         "are: lease, router, event, epoch, boot, ...",
         observe=lambda s: [Observation(each.times, {"what": each.what}) for each in s.store_garbage],
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.malformed_messages",
+        description="gRPC messages to this router that are not in protobuf's form, and were refused.",
+        observe=lambda s: [Observation(s.malformed)],
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.member_malformed_messages",
+        description="gRPC messages to a worker, or to the controller, that are not in protobuf's form, and were "
+        "refused.",
+        observe=_malformed,
         is_counter=True,
     ),
     # KV between workers: hand-overs and pulled prefixes. Both sides count each transfer; the sender counts the seconds.

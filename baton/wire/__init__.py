@@ -29,6 +29,7 @@ from baton.wire.inference import (
 from baton.wire.known_fields import (
     KNOWN_FIELDS,
     PERMIT_FIELD,
+    Unreadable,
     check_known,
     fields_in,
     fields_unknown_to,
@@ -66,6 +67,7 @@ __all__ = [
     "MAX_COMMANDS",
     "MAX_CONTROL_BYTES",
     "PERMIT_FIELD",
+    "Unreadable",
     "cancel_command",
     "check_known",
     "commands",

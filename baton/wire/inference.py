@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton import api
-from baton.chat import ChatMessage, check_one_end, tool_call
+from baton.chat import ChatMessage, check_num_messages, check_one_end, tool_call
 from baton.errors import InvalidRequest, Unsupported
 from baton.sampling import FinishReason, SamplingParams
 from baton.scores import NO_SCORES, TokenScores
@@ -21,11 +21,22 @@ SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingPa
 """Fields of the contract's `SamplingParams` that this release has."""
 
 
+UNBOUNDED = 2**31
+MAX_ITEMS = 4096
+"""Items of a repeated field: as many as the longest may have."""
+
+
 def write_sampling(params: SamplingParams, message: inference_pb2.SamplingParams) -> None:
     """Writes what is not at its default into an empty message."""
     message.SetInParent()
     if asked := params.asked:
         message.MergeFrom(_asked_sampling(asked))
+
+
+def check_items(name: str, num_items: int) -> None:
+    """Raises InvalidRequest for more items than any field may have, but for the token ids of a prompt."""
+    if num_items > MAX_ITEMS:
+        raise InvalidRequest(f"{name} holds {num_items} items; send at most {MAX_ITEMS}", name)
 
 
 def sampling_from_pb(message: inference_pb2.SamplingParams) -> SamplingParams:
@@ -39,14 +50,19 @@ def sampling_from_pb(message: inference_pb2.SamplingParams) -> SamplingParams:
 
 
 def _sampling_set_in(message: inference_pb2.SamplingParams) -> dict[str, Any]:
-    """Raises Unsupported for a field that the contract has and this release has not."""
+    """Raises Unsupported for a field that the contract has and this release has not, and InvalidRequest for one of more
+    items than any may have: before they are copied.
+    """
     found: dict[str, Any] = {}
     for field, value in message.ListFields():
         if field.name not in SAMPLING_NAMES:
             raise Unsupported(f"sampling.{field.name} is not supported yet; leave it unset", field.name)
+        if field.is_repeated:
+            check_items(field.name, len(value))
         if field.name == "logit_bias":
             found[field.name] = tuple(sorted(value.items()))
         elif field.name == "bad_word_ids":
+            check_items(field.name, sum(len(word.ids) for word in value))
             found[field.name] = tuple(tuple(word.ids) for word in value)
         elif field.name == "structured_outputs":
             found[field.name] = _structure_from_pb(value)
@@ -60,15 +76,26 @@ def _structure_from_pb(message: inference_pb2.StructuredOutputs) -> StructuredOu
     return from_pb(message, StructuredOutputs)
 
 
-def generate_request_from_pb(message: inference_pb2.GenerateRequest) -> api.GenerateRequest:
+def generate_request_from_pb(
+    message: inference_pb2.GenerateRequest, max_prompt_tokens: int = UNBOUNDED
+) -> api.GenerateRequest:
     """Reads a client's request.
 
+    Args:
+        max_prompt_tokens: more token ids are not copied.
+
     Raises:
-        InvalidRequest: it has no input.
+        InvalidRequest: it has no input, or more of something than any request may have.
         Unsupported: it sets a field that is not built yet; the message names it.
     """
+    check_items("resume_from", len(message.resume_from))
+    truncation = _truncation_from_pb(message)
+    if message.WhichOneof("input") == "token_ids":
+        prompt: api.PromptInput = api.TokenIds.of(message.token_ids.ids, max_prompt_tokens, truncation)
+    else:
+        prompt = _prompt_from_pb(message)
     return api.GenerateRequest(
-        prompt=_prompt_from_pb(message),
+        prompt=prompt,
         request_id=message.request_id,
         model=message.model,
         sampling=_sampling_set_in(message.sampling),
@@ -79,7 +106,7 @@ def generate_request_from_pb(message: inference_pb2.GenerateRequest) -> api.Gene
         itl_ms=message.slo.itl_ms if message.slo.HasField("itl_ms") else None,
         e2e_ms=message.slo.e2e_ms if message.slo.HasField("e2e_ms") else None,
         resume_from=dict(message.resume_from),
-        truncation=_truncation_from_pb(message),
+        truncation=truncation,
     )
 
 
@@ -269,8 +296,6 @@ def _prompt_from_pb(message: inference_pb2.GenerateRequest | inference_pb2.Token
             return api.Text(message.text, message.parse_special, adds)
         case "chat":
             return _chat_from_pb(message.chat, parse_special=message.parse_special)
-        case "token_ids" if isinstance(message, inference_pb2.GenerateRequest):
-            return api.TokenIds(tuple(message.token_ids.ids))
     raise InvalidRequest("the request has no input; set one of text, chat or token_ids", "input")
 
 
@@ -278,6 +303,8 @@ def _chat_from_pb(message: inference_pb2.ChatInput, *, parse_special: bool) -> a
     continues = message.continue_final_message
     begins = message.add_generation_prompt if message.HasField("add_generation_prompt") else not continues
     check_one_end(begins=begins, continues=continues)
+    check_num_messages(len(message.messages) or 1)
+    check_items("documents_json", len(message.documents_json))
     kwargs = message.template_kwargs_json
     return api.Chat(
         messages=tuple(_chat_message_from_pb(each, index) for index, each in enumerate(message.messages)),

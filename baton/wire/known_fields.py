@@ -15,10 +15,10 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from baton.errors import InvalidRequest, Unsupported
+from baton.errors import Unsupported
 from baton.messages import ROUTERS_SAMPLING
 from baton.v1 import inference_pb2, worker_pb2
-from baton.wire.inference import SAMPLING_NAMES
+from baton.wire.inference import SAMPLING_NAMES, check_items
 
 _Fields = tuple[tuple[str, bool, "_Fields"], ...]
 """Fields of a message that hold messages: name, whether the field is repeated, and the same of what it holds."""
@@ -26,13 +26,15 @@ _Fields = tuple[tuple[str, bool, "_Fields"], ...]
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Bytes of a client that are no message stand for themselves: `check_known` refuses them."""
+    """Stands for bytes that are no message: gRPC hands them on to what refuses them."""
 
     reason: str
 
 
 def readable(parse: Callable[[bytes], Message]) -> Callable[[bytes], Message | Unreadable]:
-    """Returns the same parser, which does not raise: gRPC would end the call as after a defect of the server."""
+    """Returns the same parser, which does not raise: gRPC would end the call as after a defect of the server, and log a
+    traceback.
+    """
 
     def read(raw: bytes) -> Message | Unreadable:
         try:
@@ -43,15 +45,13 @@ def readable(parse: Callable[[bytes], Message]) -> Callable[[bytes], Message | U
     return read
 
 
-def check_known(message: Message | Unreadable) -> None:
+def check_known(message: Message) -> None:
     """Checks a client's message.
 
     Raises:
-        InvalidRequest: it cannot be read.
+        InvalidRequest: a field holds more messages than any may.
         Unsupported: it has a field, at any depth, that this release does not know.
     """
-    if isinstance(message, Unreadable):
-        raise InvalidRequest(f"the message is not in protobuf's form: {message.reason}")
     if path := unknown_field(message):
         raise Unsupported(
             f"{message.DESCRIPTOR.name} has a field {path} that this release does not know, or not in this form; "
@@ -61,7 +61,11 @@ def check_known(message: Message | Unreadable) -> None:
 
 
 def unknown_field(message: Message) -> str:
-    """The path of a field, at any depth, that this release does not know, as "sampling.99"; empty: there is none."""
+    """The path of a field, at any depth, that this release does not know, as "sampling.99"; empty: there is none.
+
+    Raises:
+        InvalidRequest: a field holds more messages than any may.
+    """
     return _unknown_field(message, _message_fields(message.DESCRIPTOR))
 
 
@@ -71,6 +75,7 @@ def _unknown_field(message: Message, fields: _Fields) -> str:
     for name, is_repeated, inner in fields:
         if is_repeated:
             items = getattr(message, name)
+            check_items(name, len(items))
             for index in range(len(items)):  # where there is nothing, its iterator costs more than all the rest
                 if path := _unknown_field(items[index], inner):
                     return f"{name}[{index}].{path}"

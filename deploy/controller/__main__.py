@@ -134,6 +134,7 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         controller = Controller(
             config,
             me=me,
+            malformed=rpc.malformed,
             actors=actors,
             leases=leases,
             mirror=mirror,

@@ -32,6 +32,7 @@ from baton.cluster import (
 )
 from baton.config import Config, without_password
 from baton.errors import StoreUnavailable
+from baton.rpc import MalformedCount
 from baton.rpc.doors import MemberLink
 from baton.tls import Tls
 from baton.trust import KeyFile
@@ -76,6 +77,7 @@ class Controller:
 
     Args:
         me: the controller as routers find it.
+        malformed: counts what its server was sent and could not read.
         state: the state to begin with; from now on `path` holds it.
         is_first: nothing has run in this cluster yet, and a worker that cannot start as configured ends `run`.
         tls: what is shown to workers; None: plain text.
@@ -87,6 +89,7 @@ class Controller:
         config: Config,
         *,
         me: ControllerInfo,
+        malformed: MalformedCount,
         actors: RayActors,
         leases: LeaseStore,
         mirror: Mirror,
@@ -104,6 +107,7 @@ class Controller:
         self._specs = PoolSpecs(config)
         self._lives = WorkerLives(config.cluster, actors, self._specs, must_start=is_first, link=MemberLink(keys, tls))
         self._watch = LeaseWatch(config.index, me, leases, self._lives, self._file)
+        self._malformed = malformed
         self._is_whole = asyncio.Event()
 
     async def adopt(self) -> None:
@@ -308,6 +312,7 @@ class Controller:
 
     async def _reconcile(self) -> None:
         while True:
+            self._watch.me = replace(self._watch.me, malformed=self._malformed.total)
             self._lives.due.clear()
             self.step()
             with contextlib.suppress(TimeoutError):

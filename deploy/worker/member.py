@@ -25,7 +25,7 @@ from baton.engine.core.loop import EngineEvent, EngineLoop, Idle
 from baton.engine.core.runner import Runner
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.errors import StoreUnavailable
-from baton.rpc import RpcServer
+from baton.rpc import MalformedCount, RpcServer
 from baton.tasks import cancel_and_wait
 from baton.tls import member_tls
 from baton.trust import Principal, open_keys
@@ -88,6 +88,7 @@ class Member:
         self._role = role
         self._state = WorkerState.STARTING
         self._info: WorkerInfo | None = None
+        self._malformed = MalformedCount()
 
     @property
     def info(self) -> WorkerInfo:
@@ -120,7 +121,7 @@ class Member:
             A task that ends, with the error, when the worker can no longer be part of the cluster: it was fenced by a
             newer incarnation, or a part of it failed.
         """
-        settings = self.config.index
+        settings, self._malformed = self.config.index, rpc.malformed
         async with contextlib.AsyncExitStack() as stack:
             index = RedisIndex(
                 RedisConnection(settings.url, tls=self.tls),
@@ -237,6 +238,7 @@ class Member:
             self_check=self.loop.self_check,
             transfers=self.kv.counts(),
             links=self.kv.links(),
+            malformed=self._malformed.total,
         )
 
     def _on_engine_event(self, event: EngineEvent) -> None:

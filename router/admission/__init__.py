@@ -2,7 +2,7 @@
 
 `tenants` and `validate` refuse what may not be served at all, `limiter` what is too much for one tenant of a full
 router, `accounts` what is beyond a tenant's own limits, over all routers, and `gate` what would come too late, by the
-predicted time of its first token.
+predicted time of its first token. `turns` shares out what long prompts take of the router itself.
 """
 
 from router.admission.accounts import Accounts, Charge
@@ -11,6 +11,7 @@ from router.admission.gate import PATIENCE, Gate, QueueEntry
 from router.admission.history import AnswerHistory
 from router.admission.ledger import Ledger, MemoryLedger, RedisLedger
 from router.admission.limiter import Limiter
+from router.admission.turns import Turns
 from router.admission.validate import (
     MAX_SETTLED,
     ModelFacts,
@@ -41,6 +42,7 @@ __all__ = [
     "QueueEntry",
     "RedisLedger",
     "SloCounts",
+    "Turns",
     "check_length",
     "check_model",
     "check_prompt",

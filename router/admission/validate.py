@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.api import GenerateRequest, PromptInput, TokenIds, Truncation
+from baton.api import GenerateRequest, PromptInput, TokenIds, Truncation, check_num_tokens
 from baton.errors import Forbidden, InvalidRequest, ModelNotFound
 from baton.sampling import UNDRAWN, SamplingParams
 from router.admission.tenants import Tenant
@@ -56,12 +56,7 @@ def check_prompt(token_ids: Sequence[int], model: ModelFacts) -> None:
     """Raises InvalidRequest unless these are 1 to max_model_len - 1 tokens."""
     if not token_ids:
         raise InvalidRequest("the prompt is empty; send at least one token", "input")
-    if len(token_ids) >= model.max_model_len:
-        raise InvalidRequest(
-            f"the prompt has {len(token_ids)} tokens, but {model.id} takes at most {model.max_model_len - 1} "
-            "(its context window less one token of answer); shorten the prompt",
-            "input",
-        )
+    check_num_tokens(len(token_ids), model.max_model_len - 1, model.id)
 
 
 def check_vocabulary(token_ids: Sequence[int], model: ModelFacts) -> None:

@@ -77,7 +77,8 @@ async def answered(
         return JsonAnswer(body, headers=id_headers(request) | limit_headers(quota))
     # The first chunk is awaited here, so that a refusal still becomes a status code.
     first = await unless_disconnected(request, anext(chunks))
-    return EventStream(form.events(first, chunks), id_headers(request) | limit_headers(first.quota))
+    headers = id_headers(request) | limit_headers(first.quota)
+    return EventStream(form.events(first, chunks), headers, request.app.state.ahead)
 
 
 async def _whole(chunks: AsyncGenerator[GenerateChunk], form: AnswerForm) -> tuple[Quota | None, dict[str, Any]]:

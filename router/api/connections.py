@@ -3,7 +3,7 @@
 uvicorn's own parser takes a head of any length, joins its pieces in quadratic time, and waits for the rest of a request
 for ever, so that one client can hold a router's loop, its memory or its descriptors. Here a head has a length and a
 time, a body a rate (as of Apache's mod_reqtimeout), and connections a number, of a client's and of all. What breaks a
-bound is answered 431, 408 or 503, and closed.
+bound is answered 431, 408 or 503, and closed. A connection whose client does not read its answer is ended.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class ConnectionLimits:
     """Longest time of a body, beside that of its bytes."""
     body_bytes_s: int = 4096
     """Bytes of a body that have to come in a second."""
+    stall_s: float = 30.0
+    """Longest time in which a client may read nothing of what waits for it."""
 
 
 @dataclass(slots=True)
@@ -89,6 +91,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_refused = False
         self._timer: asyncio.TimerHandle | None = None
         self._names: tuple[str, ...] = ()
+        self._num_unread = 0
+        """Bytes that waited to be sent at the latest progress, which was `_read_s` on the loop's clock."""
+        self._read_s = 0.0
+        self._reading_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -102,6 +108,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._open.leave(self._address)
         self._stop_timer()
+        self._stop_watching()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -161,6 +168,40 @@ class BoundedProtocol(HttpToolsProtocol):
         rate = f"{self._limits.body_bytes_s} bytes a second"
         self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"the body comes more slowly than {rate}")
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_watching()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect_reading()
+
+    def _expect_reading(self) -> None:
+        """Watches how what waits to be sent becomes less, as nothing is added to it, until it is sent."""
+        if self._reading_timer is None and (num_unread := self.transport.get_write_buffer_size()):
+            self._num_unread, self._read_s = num_unread, self.loop.time()
+            self._reading_timer = self.loop.call_later(self._limits.stall_s / 8, self._look_at_reading)
+
+    def _look_at_reading(self) -> None:
+        num_unread, now_s = self.transport.get_write_buffer_size(), self.loop.time()
+        if num_unread < self._num_unread:
+            self._read_s = now_s
+        self._num_unread, self._reading_timer = num_unread, None
+        if now_s - self._read_s >= self._limits.stall_s:
+            logger.info("a connection of %s is ended: it has not read for %g s", self._address, self._limits.stall_s)
+            self.transport.abort()
+        elif num_unread:
+            self._reading_timer = self.loop.call_later(self._limits.stall_s / 8, self._look_at_reading)
+
+    def _stop_watching(self) -> None:
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
+            self._reading_timer = None
+
     def _wake_in(self, seconds: float, wake: Callable[[], None]) -> None:
         self._stop_timer()
         self._timer = self.loop.call_later(seconds, wake)
@@ -186,6 +227,7 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.disconnected = True  # what reads the body or answers ends when the connection does
         if cycle is None or cycle.response_complete or not cycle.response_started:
             self.transport.write(_answer(status, reason))
+            self._expect_reading()
         self._wake_in(LINGER_S, self.transport.close)
 
 

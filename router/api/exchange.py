@@ -7,6 +7,7 @@ import contextlib
 import email.message
 import json
 import math
+import sys
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.quota import Quota
 from router.admission import check_request_id
+from router.api.delivery import ReadAhead, deliver
 from router.api.unserved import is_anthropics
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -37,11 +39,12 @@ async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
     Raises:
         RequestValidationError: it is no JSON, or not what is asked for.
         HTTPException: it is no text.
+        InvalidRequest, Overloaded: see `BodyParser.parse`.
     """
     value: Any = await request.body()
     try:
         if value and _is_json(request.headers.get("content-type", "")):
-            value = json.loads(value)
+            value = await request.app.state.parser.parse(value, request.state.tenant.id)
     except json.JSONDecodeError as error:
         raise RequestValidationError([{"loc": ("body", error.pos), "msg": "JSON decode error"}]) from error
     except (ValueError, RecursionError) as error:
@@ -119,13 +122,25 @@ class JsonAnswer(JSONResponse):
 
 
 class EventStream(StreamingResponse):
-    """Closes its generator when the client leaves, at whatever point, so that the request ends everywhere at once."""
+    """A stream of events, each written as it comes.
+
+    Closes its generator when the client leaves, at whatever point, so that the request ends everywhere at once.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], headers: Mapping[str, str], ahead: ReadAhead) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", **headers})
         self._events = events
+        self._ahead = ahead
+
+    async def stream_response(self, send: Send) -> None:
+        async def write(data: bytes) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await deliver(self._events, write, size=sys.getsizeof, ahead=self._ahead)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self._events):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import grpc
 
 from baton import wire
+from baton.api import GenerateChunk
 from baton.cluster import ClusterStatus
 from baton.errors import BatonError, Forbidden, Unauthenticated
 from baton.rpc.errors import CallContext
@@ -21,10 +23,12 @@ from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grp
 from router.admission import check_model
 from router.admission.tenants import Tenant, TenantBook, api_key_of, require_operator
 from router.api.controller_client import ControllerClient
+from router.api.delivery import ReadAhead, deliver
 from router.dispatch.decisions import PlacementDecision, explained
 from router.request.model import UNKNOWN_INGRESS, Ingress
 from router.service import RouterService
 
+CHUNK_BYTES, SCORE_BYTES = 400, 64
 SERVICE_NAMES = ("baton.v1.Inference", "baton.v1.Admin")
 INFERENCE, ADMIN = (f"/{name}/" for name in SERVICE_NAMES)
 CALLER: ContextVar[Tenant] = ContextVar("caller")
@@ -86,27 +90,46 @@ def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Args:
     ingress: where it serves.
+    stall_s: a client that does not read for so long has its call ended.
     """
 
-    def __init__(self, service: RouterService, ingress: Ingress = UNKNOWN_INGRESS) -> None:
+    def __init__(
+        self, service: RouterService, ingress: Ingress = UNKNOWN_INGRESS, *, stall_s: float = math.inf
+    ) -> None:
         self._service = service
         self._ingress = ingress
+        self._stall_s = stall_s
+        self._ahead = ReadAhead()
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - the generated name
         self, request: inference_pb2.GenerateRequest, context: CallContext
     ) -> None:
         """Streams an answer. Writes instead of yielding, so that a call can be ended while its client does not read."""
         trace = tracing.from_metadata(context.invocation_metadata())
-        chunks = self._service.generate(wire.generate_request_from_pb(request), trace, CALLER.get(), self._ingress)
+        is_first = True
+
+        async def write(chunk: GenerateChunk) -> None:
+            nonlocal is_first
+            if not is_first:
+                await context.write(wire.generate_response(chunk))
+                return
+            # Were the first message cancelled half-way, gRPC could not end the call with a status.
+            is_first = False
+            writing = asyncio.create_task(context.write(wire.generate_response(chunk)))
+            await seen_through(writing)
+            writing.result()
+
+        asked = wire.generate_request_from_pb(request, self._service.facts.max_model_len - 1)
+        with self._service.calls.conflict_when_taken_over():
+            chunks = self._chunks(self._service.generate(asked, trace, CALLER.get(), self._ingress))
+            await deliver(chunks, write, size=_size, ahead=self._ahead, stall_s=self._stall_s)
+
+    async def _chunks(self, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[GenerateChunk]:
+        """Yields the chunks; says so where another call has taken the request over while they were read ahead."""
         with self._service.calls.conflict_when_taken_over():
             async with contextlib.aclosing(chunks):
-                if (chunk := await anext(chunks, None)) is not None:
-                    # Were the first message cancelled half-way, gRPC could not end the call with a status.
-                    writing = asyncio.create_task(context.write(wire.generate_response(chunk)))
-                    await seen_through(writing)
-                    writing.result()
                 async for chunk in chunks:
-                    await context.write(wire.generate_response(chunk))
+                    yield chunk
 
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, context: CallContext
@@ -121,6 +144,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ListModelsRequest, context: CallContext
     ) -> inference_pb2.ListModelsResponse:
         return wire.list_models_response([self._service.card])
+
+
+def _size(chunk: GenerateChunk) -> int:
+    """The size of a chunk in memory, in bytes, roughly."""
+    scored = len(chunk.scores.logprobs) + len(chunk.scores.top_logprobs)
+    if chunk.prompt_scores is not None:
+        scored += len(chunk.prompt_scores.scores.logprobs) + len(chunk.prompt_scores.scores.top_logprobs)
+    return CHUNK_BYTES + len(chunk.text) + len(chunk.reasoning) + SCORE_BYTES * scored
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):

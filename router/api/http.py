@@ -7,6 +7,7 @@ page, its data and the probes. Where tenants are configured, /metrics is on a po
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
@@ -22,11 +23,13 @@ from baton.errors import BatonError, Forbidden, InvalidRequest, Overloaded, Quot
 from router.admission.tenants import TenantBook, api_key_of, require_operator
 from router.api.apis import add_apis, error_body
 from router.api.connections import CERTIFICATE_NAMES
+from router.api.delivery import ReadAhead
 from router.api.document import OPENAPI_PATH
 from router.api.exchange import MAX_BODY_BYTES, REQUEST_ID, JsonAnswer, id_headers, limit_headers
 from router.api.fields import UNSUPPORTED
 from router.api.hosts import ANY, Hosts
 from router.api.page import HEADERS, PAGE
+from router.api.parsing import BodyParser
 from router.api.unserved import why_unserved
 from router.service import RouterService
 
@@ -79,6 +82,7 @@ def create_scraped_app(is_ready: Callable[[], str], metrics: Callable[[], bytes]
 
 def _app() -> FastAPI:
     app = FastAPI(title="Baton", openapi_url=None, telemetry=NO_TELEMETRY)
+    app.state.ahead, app.state.parser = ReadAhead(), BodyParser()
     app.add_exception_handler(BatonError, _on_baton_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -176,6 +180,38 @@ class _HttpAuthentication:
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class StreamLimit:
+    """Refuses requests of an address that has many in progress.
+
+    Args:
+        most: requests of one address, at a time.
+    """
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+        self._num_of: Counter[str] = Counter()
+        """Requests in progress, by the client's address."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        client = (scope.get("client") or ("", 0))[0]
+        if self._num_of[client] >= self._most:
+            error = Overloaded(f"this client has {self._most} requests in progress; send more once some have ended")
+            response = await _on_baton_error(Request(scope), error)
+            await response(scope, receive, send)
+            return
+        self._num_of[client] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_of[client] -= 1
+            if not self._num_of[client]:
+                del self._num_of[client]
 
 
 class _BodyLimit:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Role, RouterInfo, ServedModel, Worker, WorkerState
 from baton.config import without_password
 from baton.errors import StoreUnavailable
+from baton.rpc import MalformedCount
 from kvstore.index import MirrorFollower, RedisConnection
 from kvstore.leases import LeaseStore
 from router.admission import SloCounts
@@ -28,6 +29,7 @@ class Registry:
     Args:
         me: this router, with addresses; its mirror lag and `slo_counts` are filled in.
         redis: where `leases` are, for people to read.
+        malformed: counts what this router's server was sent and could not read.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Registry:
         slo_counts: SloCounts,
         models: tuple[ServedModel, ...],
         redis: RedisConnection,
+        malformed: MalformedCount,
         poll_s: float,
         lease_s: float,
     ) -> None:
@@ -52,6 +55,7 @@ class Registry:
         self._slo_counts = slo_counts
         self._models = models
         self._redis = redis
+        self._malformed = malformed
         self._poll_s = poll_s
         self._lease_s = lease_s
         self._routers: tuple[RouterInfo, ...] = ()
@@ -112,6 +116,7 @@ class Registry:
             controller=self._controller,
             mirrored_blocks=self._follower.mirror.workers(),
             store_garbage=self._redis.garbage.seen(),
+            malformed=self._malformed.total,
         )
 
     def num_routers(self) -> int:

@@ -20,7 +20,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from baton.api import Chat
-from baton.chat import MAX_MESSAGES, ChatMessage
+from baton.chat import ChatMessage, check_num_messages
 from baton.errors import InvalidRequest, ModelLoadError
 from baton.nesting import check_levels
 from baton.tools import check_tools
@@ -111,10 +111,7 @@ class ChatTemplate:
                 "This model has no chat template, so it cannot answer a chat; send the prompt as text instead.",
                 "messages",
             )
-        if not 1 <= len(chat.messages) <= MAX_MESSAGES:
-            raise InvalidRequest(
-                f"messages must hold 1 to {MAX_MESSAGES} messages; it holds {len(chat.messages)}.", "messages"
-            )
+        check_num_messages(len(chat.messages))
         check_tools(chat.tools, chat.tool_choice)
         check_levels(chat.documents, "documents")
         check_levels(chat.template_kwargs, "chat_template_kwargs")

@@ -16,6 +16,7 @@ Most chats hold nothing of that kind, and are encoded as `SegmentEncoder` does i
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
@@ -29,6 +30,8 @@ from baton.chat import ROLES
 from baton.errors import InvalidRequest
 from router.prompt.segment_cache import encode_batch, longest_of
 
+BATCH = 1024
+"""Pieces that are encoded at a time: each takes a kilobyte meanwhile."""
 EDGE = "\0"
 """Stands before and behind each text where all of a client's are searched at once."""
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
@@ -129,11 +132,13 @@ class LiteralEncoder:
             begin, before = match.end(), STRIPS_RIGHT if found[1].rstrip else ANCHOR
         pieces.append(before + text[begin:])
         plain = [piece.replace(mark, "").replace(escape, "") for piece in pieces]
-        encoded = encode_batch(self._literal, plain, add_special_tokens=False)
+        ends.append([])
         token_ids: list[int] = []
-        for ids, end in zip(encoded, [*ends, []], strict=True):
-            token_ids += (token_id for token_id in ids if token_id not in self._anchors)
-            token_ids += end
+        for first in range(0, len(plain), BATCH):
+            encoded = encode_batch(self._literal, plain[first : first + BATCH], add_special_tokens=False)
+            for ids, end in zip(encoded, ends[first : first + BATCH], strict=True):
+                token_ids += (token_id for token_id in ids if token_id not in self._anchors)
+                token_ids += end
         return token_ids
 
 
@@ -275,9 +280,8 @@ def _collect(value: Any, names: Collection[str], texts: list[str]) -> None:
 def _marked(value: Any, finder: _Finder, mark: str, names: Collection[str]) -> Any:
     match value:
         case str():
-            for place in sorted(set(finder.places(value)), reverse=True):
-                value = value[:place] + mark + value[place:]
-            return value
+            places = [0, *sorted(set(finder.places(value))), len(value)]
+            return mark.join(value[begin:end] for begin, end in itertools.pairwise(places))
         case Mapping():
             return {
                 key if key in names else _marked(key, finder, mark, names): (

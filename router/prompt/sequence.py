@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any
 
@@ -16,46 +18,58 @@ from baton.api import Chat, PromptInput, Text, TokenIds, Truncation
 from baton.blocks import cache_seed
 from baton.messages import ROUTERS_SAMPLING, SequenceSpec
 from baton.sampling import SamplingParams
-from router.admission import MAX_SETTLED, ModelFacts, check_length, check_prompt, check_vocabulary
+from baton.tasks import seen_through
+from router.admission import MAX_SETTLED, ModelFacts, Turns, check_length, check_prompt, check_vocabulary
 from router.admission.tenants import Tenant
 from router.prompt.tokenizer import Tokenizer
 
 MAX_INLINE_CHARACTERS = 16_384
 """Longest prompt that is tokenized on the event loop, in about 10 ms; longer ones go to a thread."""
+MESSAGE_CHARACTERS = 64
+"""What a message costs beside its text, in characters."""
+MAX_THREADS = 4
+"""Threads that tokenize at the same time, where there are as many processors. Most of the time they let the event loop
+run: tokenizers give Python's lock back, templates do not."""
+MAX_WAITING_CHARACTERS = 64 * 2**20
 _NO_ROUTERS_SAMPLING: dict[str, Any] = {f.name: f.default for f in fields(SamplingParams) if f.name in ROUTERS_SAMPLING}
 
 
 class PromptEncoder:
-    """Prompts of one model."""
+    """Prompts of one model. Short ones are encoded at once, long ones in a few threads in which tenants take turns."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        num_threads = max(2, min(MAX_THREADS, os.cpu_count() or 1))
+        self._threads = ThreadPoolExecutor(num_threads, "prompts")
+        self._turns = Turns(num_threads, MAX_WAITING_CHARACTERS)
+
+    def close(self) -> None:
+        """Ends the threads. Nothing is encoded any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def encode(
-        self, prompt: PromptInput, scope: str, facts: ModelFacts, truncation: Truncation | None = None
+        self, prompt: PromptInput, tenant: Tenant, facts: ModelFacts, truncation: Truncation | None = None
     ) -> tuple[int, ...]:
-        """The prompt's token ids.
+        """The prompt's token ids. What has been encoded for the tenant's cache scope is not encoded again.
 
         Args:
-            scope: the tenant's cache scope: what has been encoded for it is not encoded again.
             truncation: what is kept of a longer prompt.
 
         Raises:
             InvalidRequest: the prompt is empty, too long, not renderable, or has ids outside the vocabulary.
+            Overloaded: many long prompts wait.
         """
-        num_characters = 0
-        match prompt:
-            case Text(text):
-                num_characters = len(text)
-            case Chat(messages=messages, tools=tools):
-                num_characters = sum(message.num_characters for message in messages)
-                num_characters += sum(tool.num_characters for tool in tools)
+        num_characters = _num_characters(prompt)
         if truncation is None:
             check_length(num_characters, self._tokenizer.longest_token, facts)
-        if num_characters > MAX_INLINE_CHARACTERS:
-            token_ids = await asyncio.to_thread(self._encode, prompt, scope)
+        cost = num_characters + _overhead(prompt)
+        if cost > MAX_INLINE_CHARACTERS:
+            async with self._turns.turn(tenant.id, cost):
+                work = self._threads.submit(self._encode, prompt, tenant.scope)
+                await seen_through(encoding := asyncio.wrap_future(work))
+            token_ids = encoding.result()
         else:
-            token_ids = self._encode(prompt, scope)
+            token_ids = self._encode(prompt, tenant.scope)
         if truncation is not None:
             token_ids = truncation.of(token_ids)
         check_prompt(token_ids, facts)
@@ -72,6 +86,24 @@ class PromptEncoder:
                 return tuple(self._tokenizer.encode_chat(prompt, scope=scope))
             case TokenIds():
                 return prompt.ids
+
+
+def _num_characters(prompt: PromptInput) -> int:
+    match prompt:
+        case Text(text):
+            return len(text)
+        case Chat(messages=messages, tools=tools):
+            texts = sum(message.num_characters for message in messages)
+            return texts + sum(tool.num_characters for tool in tools)
+    return 0
+
+
+def _overhead(prompt: PromptInput) -> int:
+    """What a prompt costs beside its texts, in characters."""
+    if not isinstance(prompt, Chat):
+        return 0
+    of_any_size = bool(prompt.documents or prompt.template_kwargs)
+    return MESSAGE_CHARACTERS * len(prompt.messages) + MAX_INLINE_CHARACTERS * of_any_size
 
 
 class SequenceBuilder:

@@ -14,6 +14,7 @@ import pytest
 from baton.blocks import KEY_BYTES
 from baton.cluster import ControllerInfo, Role, RouterInfo, Worker
 from baton.config import Config, IndexConfig
+from baton.rpc import MalformedCount
 from baton.trust import Principal
 from deploy.controller.controller import Controller
 from deploy.controller.state import ControllerState
@@ -72,6 +73,7 @@ class Plane:
             slo_counts=SloCounts(),
             models=(),
             redis=self.redis,
+            malformed=MalformedCount(),
             poll_s=POLL_S,
             lease_s=5 * POLL_S,
         )
@@ -80,6 +82,7 @@ class Plane:
         self.controller = Controller(
             config,
             me=ControllerInfo(pid=1, address="h:1"),
+            malformed=MalformedCount(),
             actors=LocalActors(),
             leases=self.leases,
             mirror=Mirror(),

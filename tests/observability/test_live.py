@@ -133,7 +133,13 @@ class Trouble:
 
     def _happen(self) -> None:
         for number in itertools.count():
-            for each in (partial(self._drain, f"long-{number}"), self._flood, self._no_redis, self._new_tenants):
+            for each in (
+                partial(self._drain, f"long-{number}"),
+                self._write_malformed,
+                self._flood,
+                self._no_redis,
+                self._new_tenants,
+            ):
                 if self._stop.is_set():
                     return
                 each()
@@ -156,6 +162,14 @@ class Trouble:
             (workers,) = store.keys("kv:{*}:workers")
             store.sadd(workers, "stranger")
             store.set(workers.removesuffix(b"workers") + b"lease:stranger", "x")
+
+    def _write_malformed(self) -> None:
+        """Bytes that are no message, to the router and to a worker."""
+        status = self._cluster.client.status()
+        for address in (status["routers"][0]["grpc"], status["workers"][0]["address"]):
+            with grpc.insecure_channel(address) as channel, contextlib.suppress(grpc.RpcError):
+                check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+                check(b"\xff", timeout=10)
 
     def _new_tenants(self) -> None:
         """The tenants' file changes."""

@@ -152,6 +152,17 @@ TROUBLE = Section(
             queries={"{{what}}": "sum by (what) (rate(baton_store_garbage_total{$cluster}[$__rate_interval]))"},
         ),
         Panel(
+            title="Malformed messages",
+            description="gRPC messages a second that are not in protobuf's form, by who was sent them: a client that "
+            "is broken, or that probes. To a worker or the controller only members should speak.",
+            unit="ops",
+            queries={
+                "routers": "sum(rate(baton_malformed_messages_total{$cluster}[$__rate_interval]))",
+                "{{worker}}": "max by (worker) (rate(baton_member_malformed_messages_total{$cluster}"
+                "[$__rate_interval]))",
+            },
+        ),
+        Panel(
             title="Versions",
             description="Routers by version: during a roll-out there are two.",
             unit="short",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from baton import wire
-from baton.errors import TransferCorrupted, TransferError, TransferRefused, text_of
+from baton.errors import InvalidRequest, TransferCorrupted, TransferError, TransferRefused, text_of
 from baton.messages import (
     Abort,
     Commit,
@@ -104,6 +104,9 @@ class IncomingConnection:
 
         A failure on this side is sent as a message, and the sender hangs up: if the server ended the stream while the
         client writes, gRPC would hide the status, and the messages before it.
+
+        Raises:
+            InvalidRequest: what came is no message.
         """
         reading, writing, _ = tasks = [
             asyncio.create_task(self._failing_as_a_whole(work))
@@ -117,6 +120,8 @@ class IncomingConnection:
             self._end(TransferError(f"worker {self._peer_id} is gone"))
             self._reservations.detach(self._source)
             await cancel_and_wait(tasks)
+        if not reading.cancelled():
+            reading.result()
 
     def break_off(self, error: TransferError) -> None:
         """Ends the connection from this side, and sends the reason to the peer. Idempotent."""
@@ -141,6 +146,9 @@ class IncomingConnection:
             await work()
         except TransferRefused as error:
             self.break_off(error)
+        except InvalidRequest as error:
+            self.break_off(TransferRefused(str(error)))
+            raise
         except Exception as bug:
             logger.exception("the KV connection with worker %s failed", self._peer_id)
             self.break_off(TransferError(f"the session failed: {bug!r}"))

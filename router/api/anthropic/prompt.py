@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -101,6 +100,8 @@ def _assistants(turn: Sequence[tuple[int, Any]], known_calls: set[str]) -> ChatM
 def _users(turn: Sequence[tuple[int, Any]], known_calls: set[str]) -> list[ChatMessage]:
     """Texts in a row are one message, and each result is one."""
     messages: list[ChatMessage] = []
+    texts: list[str] = []
+    """Of the message that is being read."""
     for place, message in turn:
         content = message.content
         blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
@@ -110,14 +111,19 @@ def _users(turn: Sequence[tuple[int, Any]], known_calls: set[str]) -> list[ChatM
                     if block.tool_use_id not in known_calls:
                         where = f"messages[{place}].content[{index}].tool_use_id"
                         raise InvalidRequest(f"{where} names no call of a message before it", where)
+                    messages += _user(texts)
+                    texts = []
                     written = f"{ERROR if block.is_error else ''}{_text(block.content)}"
                     messages.append(ChatMessage(role="tool", content=written, tool_call_id=block.tool_use_id))
                 case TextBlock(text=text):
-                    if messages and messages[-1].role == "user":
-                        messages[-1] = replace(messages[-1], content=f"{messages[-1].content}\n{text}")
-                    else:
-                        messages.append(ChatMessage(role="user", content=text))
+                    texts.append(text)
+    messages += _user(texts)
     return messages or [ChatMessage(role="user", content="")]
+
+
+def _user(texts: Sequence[str]) -> list[ChatMessage]:
+    """A user's message of texts in a row; empty: there are none."""
+    return [ChatMessage(role="user", content="\n".join(texts))] if texts else []
 
 
 def _systems(message: Any) -> ChatMessage:

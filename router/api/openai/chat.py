@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from baton.api import Chat, PromptInput, Text
-from baton.chat import ChatMessage, check_one_end
+from baton.chat import ChatMessage, check_num_messages, check_one_end
 from baton.errors import InvalidRequest
 from baton.tools import ANY_TOOL, Tool, ToolChoice
 from router.api.openai.body import Body
@@ -64,8 +64,10 @@ def chat_of(body: ChatBody | TokenizeBody, tool_choice: ToolChoice = ANY_TOOL) -
     continues = bool(body.continue_final_message)
     begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     check_one_end(begins=begins, continues=continues)
+    messages = body.messages or ()
+    check_num_messages(len(messages) or 1)
     return Chat(
-        messages=tuple(ChatMessage.parse(message, index) for index, message in enumerate(body.messages or ())),
+        messages=tuple(ChatMessage.parse(message, index) for index, message in enumerate(messages)),
         tool_choice=tool_choice,
         tools=tuple(Tool.parse(tool, index) for index, tool in enumerate(body.tools or ())),
         documents=tuple(body.documents or ()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from baton.api import PromptInput, Text, TokenIds
@@ -12,6 +13,7 @@ from router.prompt import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions."""
+NO_PROMPT = "prompt must be a string, a list of strings, or lists of token ids"
 
 
 class CompletionBody(Body):
@@ -24,33 +26,39 @@ class CompletionBody(Body):
     add_special_tokens: bool | None = None
     """Whether what the model wants around a text is added; None: yes."""
 
-    def prompts(self) -> list[PromptInput]:
+    def prompts(self, max_tokens: int) -> list[PromptInput]:
         """One text, a list of texts, one list of token ids, or a list of such lists.
 
-        Raises:
-            InvalidRequest: it is none of that, or more than MAX_PROMPTS.
-        """
-        prompts = self._prompts()
-        if len(prompts) > MAX_PROMPTS:
-            raise InvalidRequest(f"prompt holds {len(prompts)} prompts; send at most {MAX_PROMPTS}", "prompt")
-        return prompts
+        Args:
+            max_tokens: the longest prompt of token ids.
 
-    def _prompts(self) -> list[PromptInput]:
+        Raises:
+            InvalidRequest: it is none of that, more than MAX_PROMPTS, or longer than the model takes.
+        """
         match self.prompt:
             case str(text):
                 return [self._text(text)]
-            case [_, *_] as texts if all(isinstance(item, str) for item in texts):
-                return [self._text(item) for item in texts]
-            case list(ids) if all(_is_token_id(item) for item in ids):
-                return [TokenIds(tuple(ids))]
-            case list(lists) if all(isinstance(ids, list) and all(_is_token_id(i) for i in ids) for ids in lists):
-                return [TokenIds(tuple(ids)) for ids in lists]
-        raise InvalidRequest("prompt must be a string, a list of strings, or lists of token ids", "prompt")
+            case [str() | list(), *_] as prompts:
+                if len(prompts) > MAX_PROMPTS:
+                    raise InvalidRequest(f"prompt holds {len(prompts)} prompts; send at most {MAX_PROMPTS}", "prompt")
+                if all(isinstance(item, str) for item in prompts):
+                    return [self._text(item) for item in prompts]
+                if all(isinstance(item, list) for item in prompts):
+                    return [self._ids(item, max_tokens) for item in prompts]
+            case list(ids):
+                return [self._ids(ids, max_tokens)]
+        raise InvalidRequest(NO_PROMPT, "prompt")
+
+    def _ids(self, token_ids: list[Any], max_tokens: int) -> TokenIds:
+        kept = TokenIds.of(token_ids, max_tokens, self.truncation)
+        if not all(_is_token_id(item) for item in kept.ids):
+            raise InvalidRequest(NO_PROMPT, "prompt")
+        return kept
 
     def _text(self, text: str) -> Text:
         return Text(text, bool(self.parse_special), self.add_special_tokens is not False)
 
-    def echoed(self, tokenizer: Tokenizer) -> tuple[str, ...]:
+    def echoed(self, prompts: Sequence[PromptInput], tokenizer: Tokenizer) -> tuple[str, ...]:
         """Returns the texts with which the answers of each prompt begin; empty: the client does not ask for them.
 
         Raises:
@@ -59,7 +67,7 @@ class CompletionBody(Body):
         if self.echo and self.truncate_prompt_tokens is not None:
             raise InvalidRequest("an echo is of the whole prompt; unset echo, or truncate_prompt_tokens", "echo")
         texts = []
-        for prompt in self.prompts() if self.echo else ():
+        for prompt in prompts if self.echo else ():
             match prompt:
                 case Text(text=text):
                     texts.append(text)

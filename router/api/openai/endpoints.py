@@ -9,12 +9,12 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from baton.api import GenerateRequest, PromptInput
+from baton.api import GenerateRequest, PromptInput, check_num_tokens
 from baton.errors import InvalidRequest
 from router.admission import check_model
 from router.admission.tenants import Tenant
 from router.api.answering import answered, chunks_of
-from router.api.exchange import named, read_body
+from router.api.exchange import JsonAnswer, named, read_body
 from router.api.openai.answers import Shape
 from router.api.openai.body import SloBody
 from router.api.openai.chat import ChatBody, prompt_of
@@ -37,7 +37,7 @@ def _add_openai(app: FastAPI, service: RouterService) -> None:
 
     async def completions(request: Request) -> Response:
         body = await read_body(request, CompletionBody)
-        return await _answer(service, request, body, body.prompts(), is_chat=False)
+        return await _answer(service, request, body, body.prompts(service.facts.max_model_len - 1), is_chat=False)
 
     # Not as FastAPI's own routes, whose machinery for dependencies costs half as much as the rest of a request.
     app.add_route("/v1/chat/completions", chat_completions, ["POST"])
@@ -54,22 +54,26 @@ def _add_openai(app: FastAPI, service: RouterService) -> None:
 
 
 def _add_vllm(app: FastAPI, service: RouterService) -> None:
-    @app.post("/tokenize")
-    async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
+        body = await read_body(request, TokenizeBody)
         check_model(body.model or "", service.facts)
         prompt = prompt_of(body)
         tokens = await service.tokenize(prompt, request.state.tenant)
         answer = {"tokens": tokens, "count": len(tokens), "max_model_len": service.facts.max_model_len}
         if body.return_token_strs:
             answer["token_strs"] = [service.model.tokenizer.token(token) for token in tokens]
-        return answer
+        return JsonAnswer(answer)
 
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> dict[str, str]:
+    async def detokenize(request: Request) -> Response:
+        body = await read_body(request, DetokenizeBody)
         check_model(body.model or "", service.facts)
+        check_num_tokens(len(body.tokens), service.facts.max_model_len)
         if any(not 0 <= token < service.facts.vocab_size for token in body.tokens):
             raise InvalidRequest(f"tokens must be ids from 0 to {service.facts.vocab_size - 1}", "tokens")
-        return {"prompt": service.model.tokenizer.decode_all(body.tokens)}
+        return JsonAnswer({"prompt": service.model.tokenizer.decode_all(body.tokens)})
+
+    app.add_route("/tokenize", tokenize, ["POST"])
+    app.add_route("/detokenize", detokenize, ["POST"])
 
 
 async def _answer(
@@ -89,7 +93,7 @@ async def _answer(
         continuous_usage=body.continuous_usage,
         tokenizer=service.model.tokenizer,
         num_choices=body.n or 1,
-        echo=body.echoed(service.model.tokenizer) if isinstance(body, CompletionBody) else (),
+        echo=body.echoed(prompts, service.model.tokenizer) if isinstance(body, CompletionBody) else (),
         has_prompt_logprobs=body.prompt_logprobs is not None,
     )
     slo = body.slo or SloBody()

@@ -24,13 +24,14 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.api import GenerateChunk, GenerateRequest, ModelCard, Text
+from baton.api import GenerateChunk, GenerateRequest, ModelCard, Text, TokenIds
 from baton.config import RouterConfig
 from baton.messages import NewTokens
 from baton.rpc import RpcServer
 from baton.sampling import FinishReason
 from baton.telemetry.instruments import Instruments
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from baton.wire import generate_request_from_pb
 from kvstore.index import MemoryStore
 from kvstore.leases import MemoryRecords
 from router.admission import Accounts, Limiter, MemoryLedger, ModelFacts, SloCounts
@@ -46,6 +47,7 @@ from router.request.usage_marks import MemoryMarks
 from router.service import RouterService
 from tests.support.asking import VOCABULARY
 from tests.support.builders import cluster_status
+from tests.support.waiting import until
 
 MODEL = "smollm2-135m-instruct"
 
@@ -78,6 +80,32 @@ class TwoTokens(OneToken):
         await asyncio.Event().wait()
 
 
+class ManyTokens(OneToken):
+    """A dispatcher whose choices have more tokens than gRPC sends to a client that reads none.
+
+    Args:
+        ends: whether they come to their end.
+    """
+
+    NUM = 8000
+
+    def __init__(self, *, ends: bool) -> None:
+        super().__init__()
+        self._ends = ends
+
+    async def run(self, group: ChoiceGroup) -> AsyncIterator[tuple[Choice, NewTokens]]:
+        (choice,) = group.choices
+        for number in range(1, self.NUM + 1):
+            is_last = self._ends and number == self.NUM
+            reason = FinishReason.LENGTH if is_last else None
+            choice.emitted.append(5)
+            yield choice, NewTokens(token_ids=(5,), finish_reason=reason)
+            if number % 100 == 0:
+                await asyncio.sleep(0)
+        if not self._ends:
+            await asyncio.Event().wait()
+
+
 class Router:
     """Both doors of a router.
 
@@ -96,6 +124,7 @@ class Router:
         self.dispatcher = dispatcher or OneToken()
         stand_in: Any = self.dispatcher
         instruments = Instruments(cluster_status)
+        self.limiter = Limiter(RouterConfig().max_in_flight)
         self.service = RouterService(
             LoadedModel(
                 card=ModelCard(id=MODEL, path="", max_model_len=8192, created=0, weights="exact", kv_dtype="auto"),
@@ -104,7 +133,7 @@ class Router:
                 facts=facts,
             ),
             dispatcher=stand_in,
-            limiter=Limiter(RouterConfig().max_in_flight),
+            limiter=self.limiter,
             accounts=Accounts(MemoryLedger(), instruments, lambda: 1),
             journal=Journal(MemoryRecords(MemoryStore())),
             usage_book=UsageBook(None, MemoryMarks(), instruments),
@@ -118,13 +147,15 @@ class Router:
         self.service.close()
 
     @contextlib.asynccontextmanager
-    async def inference(self) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
+    async def inference(self, stall_s: float = 30.0) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
         rpc = RpcServer(SERVICE_NAMES, [Authentication(self._tenants)])
-        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self.service), rpc.server)
+        servicer = InferenceServicer(self.service, stall_s=stall_s)
+        inference_pb2_grpc.add_InferenceServicer_to_server(servicer, rpc.server)
         port = rpc.bind("127.0.0.1", 0)
         await rpc.start()
         try:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            small_window = [("grpc.http2.bdp_probe", 0)]
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=small_window) as channel:
                 stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
                 yield stub
         finally:
@@ -202,6 +233,21 @@ INVALID = {
     "priority": (asked(text="a", priority=1), "priority must be at most 0"),
     "no time": (asked(text="a", slo={"ttft_ms": 0}), "slo.ttft_ms must be a positive"),
     "nan": (asked(text="a", slo={"itl_ms": float("nan")}), "slo.itl_ms must be a posi"),
+    "millions of ids": (asked(token_ids=ids(*[5] * 2_000_000)), "the prompt has 2000000 tokens"),
+    "many messages": (
+        asked(chat=chat(*[("user", "a")] * 3000)),
+        "messages must hold 1 to 1024 messages; it holds 3000",
+    ),
+    "very many messages": (asked(chat=chat(*[("user", "a")] * 5000)), "messages holds 5000 items; send at most 4096"),
+    "many bad words": (
+        asked(text="a", sampling={"bad_word_ids": [ids(*[5] * 100)] * 50}),
+        "bad_word_ids holds 5000 items; send at most 4096",
+    ),
+    "many stop ids": (asked(text="a", sampling={"stop_token_ids": [5] * 5000}), "stop_token_ids holds 5000 items"),
+    "many choices to resume": (
+        asked(text="a", request_id="r", resume_from=dict.fromkeys(range(5000), 1)),
+        "resume_from holds 5000 items",
+    ),
     "nothing to resume": (asked(text="a", resume_from={0: 3}), "resume_from continues the request of a request_id"),
 }
 
@@ -457,3 +503,70 @@ async def test_an_odd_body_gets_an_answer_of_openais_shape_and_no_worker_hears_o
         error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert error["message"]
+
+
+async def test_a_slot_is_free_when_the_last_token_is_computed_whenever_it_is_read(tokenizer: Tokenizer) -> None:
+    router = Router(tokenizer, ManyTokens(ends=True))
+    async with router.inference() as inference, asyncio.timeout(60):
+        message = asked(text="a", sampling={"max_tokens": ManyTokens.NUM})
+        calls = [inference.Generate(message) for _ in range(3)]
+        await until(lambda: router.limiter.num_in_flight == 3)
+        await until(lambda: router.limiter.num_in_flight == 0)
+        for call in calls:
+            token_ids = [token_id async for chunk in call for token_id in chunk.token_ids]
+            assert token_ids == [5] * ManyTokens.NUM
+    router.close()
+
+
+async def test_a_client_that_does_not_read_is_ended(tokenizer: Tokenizer) -> None:
+    router = Router(tokenizer, ManyTokens(ends=False))
+    async with router.inference(stall_s=0.5) as inference, asyncio.timeout(60):
+        call = inference.Generate(asked(text="a", sampling={"max_tokens": ManyTokens.NUM + 1}))
+        await until(lambda: router.limiter.num_in_flight == 1)
+        await until(lambda: router.limiter.num_in_flight == 0)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "has not read for 0.5 s" in (caught.value.details() or "")
+    router.close()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+async def test_ids_that_are_to_be_cut_may_be_many_and_few_are_copied(router: Router, side: str) -> None:
+    kept = [7] * 10
+    others = [5] * 2_000_000
+    token_ids = others + kept if side == "left" else kept + others
+    message = asked(token_ids=ids(*token_ids), truncate_prompt_tokens=10, truncation_side=side)
+    read = generate_request_from_pb(message, 8191)
+    assert isinstance(read.prompt, TokenIds)
+    assert len(read.prompt.ids) == 8191
+    async with router.inference() as inference:
+        chunks = [chunk async for chunk in inference.Generate(message)]
+    assert chunks[-1].usage.prompt_tokens == 10
+
+
+COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "millions of ids": ({"prompt": [5] * 2_000_000}, "the prompt has 2000000 tokens"),
+    "several": ({"prompt": [[5], [5] * 20_000]}, "the prompt has 20000 tokens"),
+    "prompts": ({"prompt": [[5]] * 20_000}, "prompt holds 20000 prompts"),
+    "lists": ({"prompt": [[]] * 200_000}, "objects and lists"),
+}
+
+
+@pytest.mark.parametrize(("body", "part_of_sentence"), COMPLETIONS.values(), ids=COMPLETIONS)
+async def test_what_is_too_much_is_refused_by_its_number(
+    router: Router, body: dict[str, Any], part_of_sentence: str
+) -> None:
+    answer = await router.post("/v1/completions", body)
+    assert (answer.status_code, router.dispatcher.num_asked) == (400, 0)
+    assert part_of_sentence in answer.json()["error"]["message"]
+
+
+async def test_many_messages_are_refused_by_their_number(router: Router) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}] * 20_000}
+    answer = await router.post("/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert "it holds 20000" in answer.json()["error"]["message"]
+    answer = await router.post("/detokenize", {"tokens": [5] * 20_000})
+    assert answer.status_code == 400

@@ -304,6 +304,20 @@ def test_vllms_names_show_the_same_values() -> None:
     assert "# TYPE vllm:e2e_request_latency_seconds histogram" in lines
 
 
+def test_what_could_not_be_read_is_counted_by_who_was_sent_it() -> None:
+    workers = worker("w-0"), worker("w-1", load=WorkerLoad(malformed=3))
+    controller = ControllerInfo(pid=1, address="h:1", malformed=2)
+    exposition = Instruments(lambda: cluster_status(*workers, malformed=1, controller=controller)).exposition()
+    assert [
+        line for line in exposition.decode().splitlines() if "malformed_messages_total" in line and "#" not in line
+    ] == [
+        "baton_malformed_messages_total 1.0",
+        'baton_member_malformed_messages_total{role="controller",worker="controller"} 2.0',
+        'baton_member_malformed_messages_total{role="decode",worker="w-0"} 0.0',
+        'baton_member_malformed_messages_total{role="decode",worker="w-1"} 3.0',
+    ]
+
+
 def test_what_is_skipped_in_redis_is_counted_by_what_it_is() -> None:
     garbage = (StoreGarbage("event", 2, "there"), StoreGarbage("lease", 5, "here"))
     exposition = Instruments(lambda: cluster_status(store_garbage=garbage)).exposition()

@@ -17,7 +17,7 @@ import pytest
 from baton.cluster import ControllerInfo, PoolStatus, Role, Worker, WorkerLoad, WorkerState
 from baton.config import ClusterConfig, Config, IndexConfig
 from baton.errors import ConfigError, Conflict, InvalidRequest, StoreUnavailable, WorkerFailed
-from baton.rpc import RpcServer
+from baton.rpc import MalformedCount, RpcServer
 from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.controller import controller as controller_module
@@ -140,6 +140,7 @@ class Bench:
         self.controller = Controller(
             config,
             me=me,
+            malformed=MalformedCount(),
             actors=self.actors,
             leases=self.leases,
             mirror=Mirror(),

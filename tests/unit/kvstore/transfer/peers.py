@@ -29,7 +29,7 @@ from baton.engine.model.kv_cache import KVCache
 from baton.kv_layout import KvLayout
 from baton.messages import HandedOver, PrefixSource, SequenceSpec, Ticket
 from baton.rpc.doors import WORKERS_RULES, member_doors
-from baton.rpc.errors import ErrorInterceptor
+from baton.rpc.errors import ErrorInterceptor, MalformedCount
 from baton.rpc.server import SERVER_OPTIONS
 from baton.tasks import cancel_and_wait
 from baton.tls import Tls
@@ -215,7 +215,7 @@ async def served(
     tls: Tls | None = None,
 ) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """The address at which it answers, and the server."""
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(), *doors], options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(MalformedCount()), *doors], options=SERVER_OPTIONS)
     kv_pb2_grpc.add_KvControlServicer_to_server(servicer, server)
     if tls is None:
         address = f"{HOST}:{server.add_insecure_port(f'{HOST}:0')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -34,6 +35,10 @@ class Server:
         self.open = OpenConnections(ConnectionLimits(**(most | limits)))
         self.num_left = 0
         self.port = 0
+        self.pieces: list[bytes] = []
+        """Of the answer; empty: it is the length of what was sent."""
+        self.num_asked, self.num_ended = 0, 0
+        self.protocol: type[BoundedProtocol] = BoundedProtocol
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
         length = 0
@@ -45,14 +50,17 @@ class Server:
             length += len(message["body"])
             if not message["more_body"]:
                 break
-        body = str(length).encode()
-        headers = [(b"content-length", str(len(body)).encode())]
+        self.num_asked += 1
+        pieces = self.pieces or [str(length).encode()]
+        headers = [(b"content-length", str(sum(map(len, pieces))).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        for number, piece in enumerate(pieces, 1):
+            await send({"type": "http.response.body", "body": piece, "more_body": number < len(pieces)})
+        self.num_ended += 1
 
     @asynccontextmanager
     async def runs(self) -> AsyncIterator[Server]:
-        protocol: Any = partial(BoundedProtocol, self.open)
+        protocol: Any = partial(self.protocol, self.open)
         config = uvicorn.Config(self.app, port=0, http=protocol, interface="asgi3", log_config=None, lifespan="off")
         server = uvicorn.Server(config)
         server.config.load()
@@ -172,3 +180,37 @@ async def test_more_connections_are_refused_until_some_are_closed(limits: dict[s
             assert b"2 connections" in said
         await until(lambda: server.open.num_of.total() == 1)
         assert (await server.says(request(b"ab"))).endswith(b"\r\n\r\n2")
+
+
+class Roomy(BoundedProtocol):
+    """A connection that takes whole answers, so that nothing waits to be written."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=10**9)
+
+
+@pytest.mark.parametrize("protocol", [Roomy, BoundedProtocol], ids=["which is written", "while it is written"])
+async def test_a_client_that_does_not_read_its_answer_is_ended(protocol: type[BoundedProtocol]) -> None:
+    server = Server(stall_s=0.5)
+    server.protocol = protocol
+    server.pieces = [b"x" * 1_000_000] * 40
+    async with server.runs(), server.client() as (reader, writer):
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(request(b"", b""))
+        await until(lambda: server.num_asked == 1)
+        await server.until_empty()
+        await until(lambda: server.num_ended == 1)
+
+
+async def test_a_client_that_reads_slowly_gets_all_of_its_answer() -> None:
+    server = Server(stall_s=1.0)
+    server.pieces = [b"x" * 500_000] * 80
+    async with server.runs(), server.client() as (reader, writer), asyncio.timeout(PATIENCE_S):
+        began_s, num_read = time.monotonic(), 0
+        writer.write(request(b""))
+        while piece := await reader.read(1_000_000):
+            num_read += len(piece)
+            await asyncio.sleep(0.04)
+        assert num_read > 40_000_000
+        assert time.monotonic() - began_s > server.open.limits.stall_s

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 from fastapi import Request
+from fastapi.responses import Response
 
 from baton.errors import Overloaded, QuotaExceeded, error_of
 from baton.quota import UNLIMITED, Quota, RateLimit
 from router.api.exchange import duration, limit_headers
-from router.api.http import _on_baton_error
+from router.api.http import StreamLimit, _on_baton_error
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,37 @@ async def test_a_refusal_carries_them_and_says_when_to_come_back() -> None:
     assert answer.headers["x-ratelimit-limit-tokens"] == "9"
     told = json.loads(bytes(answer.body))["error"]
     assert told == {"message": "used up", "type": "rate_limit_error", "param": None, "code": "rate_limit_exceeded"}
+
+
+async def test_an_address_has_so_many_requests_in_progress() -> None:
+    going_on, num_asked = asyncio.Event(), 0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        await going_on.wait()
+        await Response()(scope, receive, send)
+
+    async def status(client: str, path: str = "/v1/completions") -> int:
+        said: list[Any] = []
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "client": (client, 1)}
+        await limit(scope, receive, send)
+        return int(said[0]["status"])
+
+    receive: Any = None
+    limit = StreamLimit(app, most=2)
+    running = [asyncio.create_task(status(client)) for client in ("a", "a", "b")]
+    await until(lambda: num_asked == 3)
+    assert await status("a") == 429
+    probe = asyncio.create_task(status("a", "/healthz"))
+    await until(lambda: num_asked == 4)
+    going_on.set()
+    assert await asyncio.gather(*running, probe) == [200] * 4
+    assert await status("a") == 200
 
 
 def test_between_processes_it_is_still_a_refusal_with_a_time() -> None:

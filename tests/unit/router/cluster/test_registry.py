@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 
 from baton.cluster import RouterInfo, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.rpc import MalformedCount
 from baton.tasks import cancel_and_wait
 from kvstore.index import MemoryIndex, MemoryStore, Mirror, MirrorFollower, RedisConnection
 from kvstore.leases import MemoryLeases
@@ -50,6 +51,7 @@ async def followed(store: MemoryStore, leases: MemoryLeases, lease_s: float) -> 
         slo_counts=SloCounts(),
         models=(),
         redis=RedisConnection("redis://127.0.0.1:1/0"),
+        malformed=MalformedCount(),
         poll_s=POLL_S,
         lease_s=lease_s,
     )

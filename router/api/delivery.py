@@ -1,0 +1,184 @@
+"""An answer on its way to its client, who may read slowly or not at all.
+
+Each piece is written as it comes. When a write waits, because the client does not read, the answer is read ahead: what
+it holds in the cluster is free once its last token is computed, whenever that is read. What has been read ahead has a
+bound, of all clients together; beyond it an answer goes no faster than its client reads. Whose write waits too long has
+its answer ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Generic, TypeVar
+
+from baton.errors import NotRead
+from baton.tasks import cancel_and_wait, seen_through
+
+T = TypeVar("T")
+LOOK_S = 1.0
+"""Time between two looks at whether a client reads."""
+MAX_AHEAD_BYTES = 32 * 2**20
+
+
+class ReadAhead:
+    """What has been read ahead of all clients of one door, in bytes.
+
+    Args:
+        max_bytes: beyond so many, an answer is read ahead only as far as its client has read.
+    """
+
+    def __init__(self, max_bytes: int = MAX_AHEAD_BYTES) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._waiting: set[asyncio.Event] = set()
+
+    def add(self, num_bytes: int) -> None:
+        """Counts what is kept, or with a negative number, what is not kept any more."""
+        self.num_bytes += num_bytes
+        if not self.is_full:
+            for each in self._waiting:
+                each.set()
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_bytes >= self._max_bytes
+
+    async def changes(self, event: asyncio.Event) -> None:
+        """Waits until there is room for more, or an event is set, whichever comes first."""
+        self._waiting.add(event)
+        try:
+            event.clear()
+            await event.wait()
+        finally:
+            self._waiting.discard(event)
+
+
+async def deliver(
+    items: AsyncGenerator[T],
+    write: Callable[[T], Awaitable[None]],
+    *,
+    size: Callable[[T], int],
+    ahead: ReadAhead,
+    stall_s: float = math.inf,
+) -> None:
+    """Writes all items, in order, and closes them, at whatever point it ends, be it in a scope that is cancelled.
+
+    Args:
+        write: returns once the client, or what lies between, has taken an item.
+        size: of an item in memory, in bytes.
+        ahead: what is read ahead is counted here.
+        stall_s: longest time that a write may take.
+
+    Raises:
+        NotRead: a write took longer. The items are closed by then; `write` was cancelled, and has ended.
+    """
+    delivery = _Delivery(items, size, ahead, stall_s)
+    try:
+        while (item := await delivery.next()) is not None:
+            delivery.begins_to_write()
+            await write(item)
+            delivery.has_written()
+    except asyncio.CancelledError:
+        if delivery.is_given_up:
+            _current_task().uncancel()
+            raise NotRead(f"the client has not read for {stall_s:g} s") from None
+        raise
+    finally:
+        await delivery.close()
+
+
+class _Delivery(Generic[T]):
+    """The state of one delivery. Of the items, one task at a time asks for the next."""
+
+    def __init__(self, items: AsyncGenerator[T], size: Callable[[T], int], ahead: ReadAhead, stall_s: float) -> None:
+        self.is_given_up = False
+        self._items = items
+        self._has_ended = False
+        self._size = size
+        self._ahead = ahead
+        self._stall_s = stall_s
+        self._writer = _current_task()
+        self._loop = asyncio.get_running_loop()
+        self._waits_since_s = math.inf
+        """When the write that waits began; infinite: none waits."""
+        self._reading: asyncio.Task[None] | None = None
+        """The task that reads ahead; None: nothing had to be."""
+        self._kept: deque[T] = deque()
+        self._has_none = asyncio.Event()
+        """Set when the client has taken what was kept."""
+        self._has_more = asyncio.Event()
+        """Set while something is kept, or the reading has ended."""
+        self._timer = self._loop.call_later(LOOK_S, self._look)
+        self._closing: asyncio.Task[None] | None = None
+
+    async def next(self) -> T | None:
+        """The next item; None: there are no more. Raises what the items raise."""
+        if self._reading is None:
+            item = await anext(self._items, None)
+            self._has_ended = item is None
+            return item
+        await self._has_more.wait()
+        if self._kept:
+            item = self._kept.popleft()
+            self._ahead.add(-self._size(item))
+            if not self._kept and not self._reading.done():
+                self._has_more.clear()
+                self._has_none.set()
+            return item
+        self._reading.result()
+        return None
+
+    def begins_to_write(self) -> None:
+        self._waits_since_s = self._loop.time()
+
+    def has_written(self) -> None:
+        self._waits_since_s = math.inf
+
+    async def close(self) -> None:
+        """Ends the reading, and closes the items. Idempotent."""
+        self._timer.cancel()
+        if self._has_ended and self._reading is None:
+            return
+        self._closing = self._closing or asyncio.create_task(self._close())
+        await seen_through(self._closing)
+
+    async def _close(self) -> None:
+        if self._reading is not None:
+            await cancel_and_wait((self._reading,))
+        self._ahead.add(-sum(map(self._size, self._kept)))
+        self._kept.clear()
+        await self._items.aclose()
+
+    def _look(self) -> None:
+        waited_s = self._loop.time() - self._waits_since_s
+        if waited_s >= self._stall_s:
+            # A write may not be cancelled at once, and what the answer holds is not to wait for that.
+            self.is_given_up = True
+            self._closing = self._closing or asyncio.create_task(self._close())
+            self._writer.cancel()
+            return
+        if waited_s >= LOOK_S and self._reading is None:
+            self._reading = asyncio.create_task(self._read_ahead())
+        self._timer = self._loop.call_later(min(LOOK_S, self._stall_s), self._look)
+
+    async def _read_ahead(self) -> None:
+        try:
+            async with contextlib.aclosing(self._items):
+                async for item in self._items:
+                    self._kept.append(item)
+                    self._ahead.add(self._size(item))
+                    self._has_more.set()
+                    while self._kept and self._ahead.is_full:
+                        await self._ahead.changes(self._has_none)
+        finally:
+            self._has_more.set()
+
+
+def _current_task() -> asyncio.Task[object]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task

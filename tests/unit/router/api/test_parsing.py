@@ -1,0 +1,71 @@
+"""Bodies are bounded by what is made of them, and long ones leave the event loop to others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+
+from baton.errors import InvalidRequest
+from router.api import parsing
+from router.api.parsing import MAX_NODES, BodyParser, check_nodes
+
+
+def body_of(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[%b]" % b",".join([b"{}"] * MAX_NODES),
+        b'{"a":"\\\\","b":[%b]}' % b",".join([b"[]"] * MAX_NODES),
+        b"[" * 2_000_000,
+        b'["open, [%b' % (b"[" * MAX_NODES),
+    ],
+    ids=["objects", "behind an escape", "depth", "no end of a string"],
+)
+def test_too_many_objects_and_lists_are_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match=f"objects and lists; send at most {MAX_NODES}"):
+        check_nodes(body)
+
+
+@pytest.mark.parametrize("text", ["{[" * MAX_NODES, '"[' * MAX_NODES, "\\[" * MAX_NODES, '\\"{' * MAX_NODES])
+def test_those_in_a_text_are_none(text: str) -> None:
+    check_nodes(body_of({"messages": [{"role": "user", "content": text}] * 8}))
+
+
+async def test_a_long_body_is_the_value_that_it_has() -> None:
+    value = {"prompt": "[{" * parsing.LONG_BYTES}
+    parser = BodyParser()
+    assert await parser.parse(body_of(value), "t") == value
+    with pytest.raises(ValueError, match="Expecting"):
+        await parser.parse(b" " * parsing.LONG_BYTES + b"{", "t")
+    with pytest.raises(InvalidRequest):
+        await parser.parse(body_of([[]] * (MAX_NODES + 1) + ["x" * parsing.LONG_BYTES]), "t")
+    assert await parser.parse(body_of(value), "t") == value
+
+
+async def test_between_long_bodies_there_is_a_pause_and_short_ones_go_by() -> None:
+    parser, took_s = BodyParser(), 0.05
+    long = body_of(["x" * parsing.LONG_BYTES])
+
+    def slowly(body: bytes) -> Any:
+        time.sleep(took_s)
+
+    async def begun(body: bytes) -> float:
+        await parser.parse(body, "t")
+        return time.monotonic()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(parsing, "check_nodes", slowly)
+        first = asyncio.create_task(begun(long))
+        second = asyncio.create_task(begun(long))
+        ended_s = await first
+        short_s = await begun(b"[]")
+        assert not second.done()
+    assert short_s < await second
+    assert await second - ended_s >= parsing.PAUSE * took_s
