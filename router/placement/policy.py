@@ -60,14 +60,12 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What placement needs to know of a sequence."""
+    """What placement needs to know of a sequence and of its answer; `granule_keys` are for permits to pull."""
 
     num_tokens: int
     block_keys: tuple[bytes, ...]
     num_expected_tokens: int = 128
-    """Expected tokens of the answer."""
     granule_keys: tuple[bytes, ...] = ()
-    """Keys of all full granules, which permits to pull name; the pools' blocks may be larger."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -60,8 +60,8 @@ class Pair:
 
 
 def leased(worker: peers.Worker) -> Worker:
-    info: dict[str, Any] = {"address": worker.address, "incarnation": f"{worker.id}.1"}
-    return builders.worker(worker.id, Role.DECODE, known_fields=wire.KNOWN_FIELDS, **info)
+    known, incarnation = wire.KNOWN_FIELDS, f"{worker.id}.1"
+    return builders.worker(worker.id, Role.DECODE, address=worker.address, incarnation=incarnation, known_fields=known)
 
 
 @contextlib.asynccontextmanager
