@@ -109,6 +109,60 @@ def figures(*answers: tuple[float, str]) -> dict[str, Any]:
     return shown
 
 
+BROWSER = """
+const elements = new Map(), stored = new Map(), sent = [], shown = [];
+const node = () => ({
+  hidden: true, textContent: "", value: "", style: {}, append() {}, replaceChildren() {}, setAttribute() {},
+  addEventListener(_, listener) { this.listener = listener; },
+});
+const place = (id) => elements.get(id) ?? elements.set(id, node()).get(id);
+globalThis.document = { getElementById: place, createElement: node, createElementNS: node, title: "" };
+const getItem = (name) => stored.get(name) ?? null, setItem = (name, value) => stored.set(name, value);
+globalThis.sessionStorage = { getItem, setItem };
+globalThis.Node = class {};
+globalThis.setInterval = globalThis.setTimeout = () => {};
+globalThis.fetch = async (path, { headers }) => {
+  const key = headers.Authorization ?? "";
+  sent.push([path, key]);
+  const status = { "Bearer ops": 200, "Bearer acme": 403 }[key] ?? 401;
+  return { status, ok: status === 200, text: async () => "baton_redis_up 1.0" };
+};
+(async () => {
+  eval(SCRIPT + "; globalThis.again = ask");
+  for (const key of ["", "acme", " ops "]) {
+    if (key) {
+      place("key").value = key;
+      place("key-form").listener({ preventDefault() {} });
+    }
+    await again();
+    const texts = ["ask-reason", "redis"].map((id) => place(id).textContent);
+    shown.push([place("ask").hidden, place("lost").hidden, ...texts]);
+  }
+  process.stdout.write(JSON.stringify({ sent: sent.slice(1), shown, left: place("key").value }));
+})();
+"""
+"""Enough of a browser for the page's script, which is SCRIPT, and a user who tries keys."""
+
+
+@needs_node
+def test_the_page_asks_for_an_operators_key_and_sends_it() -> None:
+    script = "\n".join(re.findall(r"<script[^>]*>(.*?)</script>", TEXT, re.DOTALL))
+    assert NODE
+    done = subprocess.run(
+        [NODE, "-e", f"const SCRIPT = {json.dumps(script)};{BROWSER}"],
+        capture_output=True, text=True, check=False, timeout=30,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["sent"] == [["api/metrics", ""], ["api/metrics", "Bearer acme"], ["api/metrics", "Bearer ops"]]
+    assert seen["shown"] == [
+        [False, True, "", ""],
+        [False, True, "this key is no operator's", ""],
+        [True, True, "this key is not known", "Redis ok"],
+    ]
+    assert seen["left"] == "", "the key is not left on the page"
+
+
 CLUSTER = """
 # HELP baton_pool_workers Workers of a pool, desired and ready.
 # TYPE baton_pool_workers gauge
