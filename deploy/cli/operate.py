@@ -68,31 +68,28 @@ def role(
 
 @options_from_fields
 def status(
-    trust: TrustOptions,
-    address: Address = baton_config.DEFAULT_ADDRESS,
-    api_key: ApiKey = "",
+    target: ClientOptions,
     explain: Annotated[
         str, typer.Option(metavar="REQUEST", help="Explain how the request with this id was placed.")
     ] = "",
     live: Annotated[
         bool, typer.Option("--watch", help="Show goodput, latencies and workers, updated every second.")
     ] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Show pools, workers, routers, controller and Redis; or explain how a request was placed."""
     if live:
         from deploy.operator.watch import watch
 
-        if explain or as_json:
+        if explain or target.as_json:
             raise InvalidRequest("--watch shows a picture that changes; leave out --explain and --json")
-        watch(address, Console(), Access(api_key, trust.read()))
+        watch(target.address, Console(), Access(target.api_key, target.read()))
         return
-    with contextlib.closing(Client(address, api_key, trust.read())) as client:
+    with contextlib.closing(target.client()) as client:
         if explain:
-            print_explanations(client.explain(explain), explain, as_json)
+            print_explanations(client.explain(explain), explain, target.as_json)
             return
         report = client.status()
-    if as_json:
+    if target.as_json:
         print(json.dumps(report, indent=2))  # noqa: T201
     else:
         print_status(report)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from baton.blocks import content_id
 from baton.cluster import VERSION, ControllerInfo, Role
-from baton.config import Config, process_config
+from baton.config import Config, IndexConfig, process_config
 from baton.errors import BatonError, ConfigError
 from baton.rpc import RpcServer, members_only
 from baton.rpc.doors import CONTROLLERS_RULES, member_doors, require_keys
@@ -124,13 +124,7 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         index = RedisIndex(RedisConnection(config.index.url, tls=tls), content, keys=keys)
         stack.push_async_callback(index.close)
         mirror = Mirror()
-        follower = MirrorFollower(
-            index,
-            mirror,
-            poll_s=config.index.poll_s,
-            lease_s=config.index.lease_s,
-            blocks_ttl_s=config.index.blocks_ttl_s,
-        )
+        follower = _follower(index, mirror, config.index)
         controller = Controller(
             config,
             me=me,
@@ -151,6 +145,10 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
             await controller.end_workers()
         else:
             await controller.let_go()
+
+
+def _follower(index: RedisIndex, mirror: Mirror, config: IndexConfig) -> MirrorFollower:
+    return MirrorFollower(index, mirror, poll_s=config.poll_s, lease_s=config.lease_s, blocks_ttl_s=config.blocks_ttl_s)
 
 
 def _workers_config(config: Config, arguments: Arguments) -> Config:

@@ -26,7 +26,7 @@ RECORDS_A_KEY = 2**16
 """16 GiB: far below what AES-GCM may encrypt with one key."""
 
 
-class Seal:
+class RecordSeal:
     """One direction of a connection, at one of its ends. Not for several threads.
 
     Args:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from baton.addresses import MAX_PORT
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport.base import RECEIVER, SENDER, FarSide, TransportEnd, TransportKind
-from kvstore.transfer.transport.seal import SECRET_BYTES, Seal
+from kvstore.transfer.transport.seal import SECRET_BYTES, RecordSeal
 from kvstore.transfer.transport.socket_end import SENT, SocketEnd
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ class _TcpEnd(SocketEnd):
 
     def __init__(self, connection: socket.socket, op_timeout_s: float, rank: int, secret: bytes) -> None:
         super().__init__("tcp", connection, op_timeout_s)
-        self._out = Seal(secret, rank) if secret else None
-        self._in = Seal(secret, 1 - rank) if secret else None
+        self._out = RecordSeal(secret, rank) if secret else None
+        self._in = RecordSeal(secret, 1 - rank) if secret else None
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         seconds, rest = divmod(op_timeout_s, 1)

@@ -16,7 +16,7 @@ from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport import seal, tcp
 from kvstore.transfer.transport.base import RECEIVER, SENDER, FarSide, Nearness
 from kvstore.transfer.transport.rendezvous import RendezvousStore
-from kvstore.transfer.transport.seal import RECORD_BYTES, TAG_BYTES, Seal
+from kvstore.transfer.transport.seal import RECORD_BYTES, TAG_BYTES, RecordSeal
 from kvstore.transfer.transport.select import choose_transport, open_sender
 from kvstore.transfer.transport.staging import StagingPool
 from tests.unit.kvstore.transfer.transport.ends import transport_end
@@ -25,15 +25,15 @@ SECRET = secrets.token_bytes(seal.SECRET_BYTES)
 SIZES = (0, 1, HEADER_BYTES, RECORD_BYTES, RECORD_BYTES + 1, 3 * RECORD_BYTES - 7)
 
 
-def _records(by: Seal, message: bytes) -> list[bytes]:
+def _records(by: RecordSeal, message: bytes) -> list[bytes]:
     return [bytes(record) for record in by.sealed(memoryview(message))]
 
 
-def _second_record(by: Seal) -> bytes:
+def _second_record(by: RecordSeal) -> bytes:
     return [_records(by, bytes([1]) * 100) for _ in range(2)][1][0]
 
 
-def _message(by: Seal, records: list[bytes], num_bytes: int) -> bytes:
+def _message(by: RecordSeal, records: list[bytes], num_bytes: int) -> bytes:
     into = bytearray(num_bytes)
     for room, record in zip(by.opened(memoryview(into)), records, strict=True):
         room[:] = record
@@ -41,7 +41,7 @@ def _message(by: Seal, records: list[bytes], num_bytes: int) -> bytes:
 
 
 def test_messages_arrive_as_they_were_and_cost_a_tag_a_record() -> None:
-    sender, receiver = Seal(SECRET, 0), Seal(SECRET, 0)
+    sender, receiver = RecordSeal(SECRET, 0), RecordSeal(SECRET, 0)
     for size in SIZES:
         message = secrets.token_bytes(size)
         records = _records(sender, message)
@@ -51,7 +51,7 @@ def test_messages_arrive_as_they_were_and_cost_a_tag_a_record() -> None:
 
 def test_no_record_is_like_another_though_the_message_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seal, "RECORDS_A_KEY", 3)
-    sender, receiver, back = Seal(SECRET, 0), Seal(SECRET, 0), Seal(SECRET, 1)
+    sender, receiver, back = RecordSeal(SECRET, 0), RecordSeal(SECRET, 0), RecordSeal(SECRET, 1)
     message = bytes(64)
     seen = set()
     for _ in range(10):
@@ -63,15 +63,15 @@ def test_no_record_is_like_another_though_the_message_is_the_same(monkeypatch: p
 
 @pytest.mark.parametrize("harm", ["changed", "repeated", "left out", "sent back", "of another connection"])
 def test_a_record_that_is_not_the_next_one_is_refused(harm: str) -> None:
-    sender, receiver = Seal(SECRET, 0), Seal(SECRET, 0)
+    sender, receiver = RecordSeal(SECRET, 0), RecordSeal(SECRET, 0)
     records = [_records(sender, bytes([number]) * 100)[0] for number in range(3)]
     assert _message(receiver, records[:1], 100) == bytes(100)
     wrong = {
         "changed": bytes([records[1][0] ^ 1]) + records[1][1:],
         "repeated": records[0],
         "left out": records[2],
-        "sent back": _second_record(Seal(SECRET, 1)),
-        "of another connection": _second_record(Seal(secrets.token_bytes(32), 0)),
+        "sent back": _second_record(RecordSeal(SECRET, 1)),
+        "of another connection": _second_record(RecordSeal(secrets.token_bytes(32), 0)),
     }[harm]
     with pytest.raises(TransferCorrupted, match="not what the peer encrypted"):
         _message(receiver, [wrong], 100)
@@ -94,7 +94,7 @@ def test_what_is_on_the_wire_is_no_plain_text_and_only_the_rendezvous_can_read_i
             sender.close()
             assert peer.recv(1) == b""
     assert b"AAAA" not in on_the_wire
-    by = Seal(bytes.fromhex(published["tcp/secret"].decode()), SENDER)
+    by = RecordSeal(bytes.fromhex(published["tcp/secret"].decode()), SENDER)
     assert _message(by, [on_the_wire], HEADER_BYTES) == b"A" * HEADER_BYTES
 
 
