@@ -26,13 +26,14 @@ BEGIN, END = "<!-- values: written by `python -m tools.chart_docs` -->", "<!-- e
 
 SET_BY_CHART = {
     "model": {"path"},
-    "index": {"redis_url"},
+    "index": {"redis_url", "redis_password_file"},
     "router": {"id", "cache_secret", "max_connection_age_s", "tenants_file", "tls_client_certificates"},
-    "telemetry": {"host", "port"},
     "cluster": {
         *("advertise_host", "cache_dir", "controller_host", "controller_port", "decode", "gpus_per_worker"),
-        *("grpc_port", "host", "http_port", "name", "prefill", "ray_address", "ray_node_ip", "routers", "state_file"),
+        *("grpc_port", "host", "http_port", "name", "prefill", "ray_address", "ray_node_ip", "routers", "secret"),
+        "state_file",
     },
+    "telemetry": {"host", "port"},
 }
 """Settings that are not the user's: the chart knows them."""
 CHART_SECTIONS = {"kubernetes"}

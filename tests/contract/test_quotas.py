@@ -25,8 +25,8 @@ ARRIVAL = replace(ENTRY, needs=(1, 1, 1), amounts=(1, 0, 0), num_held=1, num_ask
 def ledger(backend: Backend) -> Ledger:
     if backend.store:
         return MemoryLedger(backend.clock)
-    assert backend.connection
-    return RedisLedger(backend.connection, backend.namespace, backend.clock)
+    assert backend.router
+    return RedisLedger(backend.router, backend.namespace, backend.clock)
 
 
 async def test_requests_of_two_routers_count_together(ledger: Ledger, backend: Backend) -> None:

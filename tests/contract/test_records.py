@@ -34,8 +34,8 @@ A, B = b"router-a", b"router-b"
 def records(backend: Backend) -> RecordStore:
     if backend.store:
         return MemoryRecords(backend.store)
-    assert backend.connection
-    return RedisRecords(backend.connection, backend.namespace)
+    assert backend.router
+    return RedisRecords(backend.router, backend.namespace)
 
 
 def part(

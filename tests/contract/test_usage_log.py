@@ -36,8 +36,8 @@ WHOLE = replace(CUT, usage=Usage(10, 9, 8, 1), finish_reasons=("stop",), status=
 def marks(backend: Backend) -> MarkStore:
     if backend.store:
         return MemoryMarks(backend.clock)
-    assert backend.connection
-    return RedisMarks(backend.connection, backend.namespace, backend.clock)
+    assert backend.router
+    return RedisMarks(backend.router, backend.namespace, backend.clock)
 
 
 @pytest.fixture

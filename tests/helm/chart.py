@@ -25,6 +25,8 @@ class Values(NamedTuple):
     sets: tuple[str, ...] = ()
     """As for `--set`."""
     name: str = "baton"
+    kube: str = ""
+    """Kubernetes' version; empty: the one that helm knows."""
 
 
 AUTOSCALE = ("config.autoscale.enabled=true", "config.autoscale.dry_run=true", "config.autoscale.max_workers=8")
@@ -41,6 +43,8 @@ TOGGLES: dict[str, tuple[str, ...]] = {
     "redis-with-a-password": ("redis.enabled=false", "redis.external.existingSecret=redis"),
     "own-secrets": (
         *("router.cacheSecret.existingSecret=cache", "ray.token.existingSecret=ray", "huggingFace.existingSecret=hub"),
+        "clusterSecret.existingSecret=cluster",
+        *("redis.passwords.existingSecret=index", "ray.store.password.existingSecret=store"),
         *("router.tenants.existingSecret=tenants", "test.apiKey.existingSecret=key", "imagePullSecrets[0].name=pull"),
     ),
     "tenants": (f"router.tenants.inline.acme.key_sha256[0]={HASH}", "router.tenants.inline.acme.operator=true"),
@@ -124,6 +128,8 @@ def template(major: int, values: Values) -> subprocess.CompletedProcess[str]:
     arguments = ["template", values.name, str(CHART), "--namespace", NAMESPACE]
     if values.file:
         arguments += ["--values", str(CHART / f"values-{values.file}.yaml")]
+    if values.kube:
+        arguments += ["--kube-version", values.kube]
     for item in values.sets:
         arguments += ["--set", item]
     return helm(major, *arguments)

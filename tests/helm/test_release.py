@@ -123,7 +123,7 @@ def test_a_pool_that_was_paused_by_hand_stays_so(api: RunningApi, commands: Comm
 
 def test_secrets_are_drawn_once(api: RunningApi, commands: Commands) -> None:
     install(commands)
-    names = ("baton-router", "baton-ray")
+    names = ("baton-router", "baton-ray", "baton-redis", "baton-ray-store", "baton-cluster")
     before = {name: api.store.get(Key(SECRETS, NAMESPACE, name))["data"] for name in names}
     upgrade(commands, "router.replicas=3")
     assert {name: api.store.get(Key(SECRETS, NAMESPACE, name))["data"] for name in names} == before

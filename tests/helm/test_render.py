@@ -8,7 +8,9 @@ import yaml
 from tests.helm import schemas
 from tests.helm.chart import CHART, MAJORS, MATRIX, Object, Values, helm, of_kind, pods, render, the
 
-VERSIONS = ("1.27", "1.31", "1.34", "1.35", "1.37")
+OLDEST = "1.27"
+"""It has no sidecars, so it gets other objects."""
+VERSIONS = ("1.31", "1.34", "1.35", "1.37")
 SIDECARS = ("1.29", "1.31", "1.34", "1.35", "1.37")
 """KubeRay's head pod needs them."""
 VALUES_FILES = sorted(path.name for path in CHART.glob("values-*.yaml"))
@@ -56,6 +58,12 @@ def test_kubernetes_takes_every_object(values: Values) -> None:
         for error in schemas.template_errors(pod.template, version)
     ]
     assert not wrong
+
+
+@pytest.mark.parametrize("name", ["cpu-deployments", "gpus", "monitoring"])
+def test_the_oldest_kubernetes_takes_every_object(name: str) -> None:
+    for each in render(MATRIX[name]._replace(kube=f"{OLDEST}.0")):
+        assert not list(schemas.errors(each, OLDEST)), each["metadata"]["name"]
 
 
 def test_the_schemas_refuse_what_is_wrong() -> None:

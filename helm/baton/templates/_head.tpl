@@ -33,8 +33,12 @@ spec:
         - --no-monitor # of Ray's autoscaler, which has nothing to do
         - --disable-usage-stats
         - --temp-dir=/tmp/ray
-        - --min-worker-port=0
-        - --max-worker-port=0
+        {{- range $name, $port := include "baton.rayPorts" . | fromYaml }}
+        - --{{ $name }}={{ $port | int }}
+        {{- end }}
+        {{- if .Values.ray.store.enabled }}
+        - --redis-password=$(RAY_STORE_PASSWORD)
+        {{- end }}
       {{- end }}
       env:
         {{- include "baton.podEnv" . | nindent 8 }}
@@ -42,6 +46,8 @@ spec:
         {{- if .Values.ray.store.enabled }}
         {{- include "baton.rayWaitEnv" . | trim | nindent 8 }}
         {{- if not $kuberay }}
+        - name: RAY_STORE_PASSWORD
+          valueFrom: {secretKeyRef: {name: {{ include "baton.rayStoreSecretName" . }}, key: {{ .Values.ray.store.password.key }}}}
         - name: RAY_REDIS_ADDRESS
           value: {{ include "baton.rayStoreHost" . }}:6379
         - name: RAY_external_storage_namespace

@@ -31,6 +31,18 @@
 {{ include "baton.fullname" . }}-redis.{{ .Release.Namespace }}.svc
 {{- end }}
 
+{{- define "baton.redisSecretName" -}}
+{{ .Values.redis.passwords.existingSecret | default (printf "%s-redis" (include "baton.fullname" .)) }}
+{{- end }}
+
+{{- define "baton.rayStoreSecretName" -}}
+{{ .Values.ray.store.password.existingSecret | default (printf "%s-ray-store" (include "baton.fullname" .)) }}
+{{- end }}
+
+{{- define "baton.clusterSecretName" -}}
+{{ .Values.clusterSecret.existingSecret | default (printf "%s-cluster" (include "baton.fullname" .)) }}
+{{- end }}
+
 {{- define "baton.cacheSecretName" -}}
 {{ .Values.router.cacheSecret.existingSecret | default (printf "%s-router" (include "baton.fullname" .)) }}
 {{- end }}
@@ -260,9 +272,7 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- if $gpus }}
 {{- $_ := set $set "engine" (dict "tensor_parallel" $gpus) }}
 {{- end }}
-{{- if .Values.redis.enabled }}
-{{- $_ := set $set "index" (dict "redis_url" (printf "redis://%s:6379/0" (include "baton.redisHost" .))) }}
-{{- else if .Values.redis.external.url }}
+{{- if .Values.redis.external.url }}
 {{- $_ := set $set "index" (dict "redis_url" .Values.redis.external.url) }}
 {{- end }}
 {{- $router := dict }}
@@ -277,6 +287,7 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- $_ := set $router "tls_client_certificates" .Values.tls.clientCertificates }}
 {{- end }}
 {{- $_ := set $set "router" $router }}
+{{- $_ := set $set "telemetry" (dict "host" "0.0.0.0" "port" 9464) }}
 {{- range $section, $values := mergeOverwrite $config $set }}
 {{- if $values }}
 {{ $section }}:
@@ -368,9 +379,20 @@ imagePullSecrets:
   value: /var/cache/baton/huggingface
 - name: TRITON_CACHE_DIR
   value: /var/cache/baton/triton
-{{- with .Values.redis.external.existingSecret }}
+{{- end }}
+
+{{/* Where the index is, for a user of it: router, worker, controller or doctor. (list user root) */}}
+{{- define "baton.redisEnv" -}}
+{{- $root := index . 1 }}
+{{- with $root.Values.redis.external.existingSecret }}
 - name: BATON_INDEX_REDIS_URL
-  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.redis.external.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $root.Values.redis.external.key }}}}
+{{- end }}
+{{- if $root.Values.redis.enabled }}
+- name: INDEX_REDIS_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ include "baton.redisSecretName" $root }}, key: {{ index . 0 }}}}
+- name: BATON_INDEX_REDIS_URL
+  value: redis://{{ index . 0 }}:$(INDEX_REDIS_PASSWORD)@{{ include "baton.redisHost" $root }}:6379/0
 {{- end }}
 {{- end }}
 
@@ -397,6 +419,9 @@ imagePullSecrets:
 
 {{- define "baton.routerEnv" -}}
 {{ include "baton.env" . }}
+{{- include "baton.redisEnv" (list "router" .) }}
+- name: BATON_CLUSTER_SECRET
+  value: /run/baton-keys/keys
 - name: BATON_ROUTER_ID
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
 - name: BATON_ROUTER_CACHE_SECRET
@@ -409,6 +434,9 @@ imagePullSecrets:
 
 {{- define "baton.controllerEnv" -}}
 {{ include "baton.env" . }}
+{{- include "baton.redisEnv" (list "controller" .) }}
+- name: BATON_CLUSTER_SECRET
+  value: /run/baton-keys/keys
 {{ include "baton.rayEnv" . }}
 {{- include "baton.rayWaitEnv" . }}
 - name: BATON_CLUSTER_RAY_ADDRESS
@@ -421,6 +449,9 @@ imagePullSecrets:
 
 {{- define "baton.workerEnv" -}}
 {{ include "baton.env" . }}
+{{- include "baton.redisEnv" (list "worker" .) }}
+- name: BATON_CLUSTER_SECRET
+  value: /run/baton-keys/keys
 {{ include "baton.rayEnv" . }}
 {{- include "baton.rayWaitEnv" . }}
 - name: BATON_CLUSTER_RAY_ADDRESS
@@ -511,9 +542,79 @@ imagePullSecrets:
 {{ include "baton.ownVolumes" (index . 1) }}
 {{- end }}
 
-{{/* The model first, then the check of what the part needs.
-     (dict "part" "image" "env" "mounts" "resources" "securityContext" "extraEnv" "extraVolumeMounts" "root") */}}
+{{/* The keys with which a pod's processes prove to others who they are, each member's in a volume of its own; the secret
+     from which they are made is in these containers alone. They follow a change of it where Kubernetes has sidecars, but
+     in a pod whose containers see each other's processes they must have ended: by /proc the others would see the secret.
+     (dict "members" "sharesProcesses" "image" "securityContext" "root"), members: name of container and volume -> role */}}
+{{- define "baton.keysContainers" -}}
+{{- $follows := and (not .sharesProcesses) (semverCompare ">=1.29.0-0" .root.Capabilities.KubeVersion.Version) }}
+{{- range $name, $role := .members }}
+{{- $file := printf "/run/baton-%s/keys" $name }}
+- name: {{ $name }}
+  image: {{ include "baton.image" (list $.image $.root) }}
+  imagePullPolicy: {{ $.image.pullPolicy }}
+  command: [baton, keys, --role, {{ $role }}, --secret, /etc/baton-cluster/secret, --out, {{ $file }}{{ $follows | ternary ", --follow" "" }}]
+  {{- if $follows }}
+  restartPolicy: Always
+  startupProbe:
+    exec: {command: [test, -s, {{ $file }}]}
+    periodSeconds: 1
+    failureThreshold: 120
+  readinessProbe:
+    exec: {command: [test, -s, {{ $file }}]}
+    periodSeconds: 10
+  livenessProbe:
+    exec: {command: [test, -s, {{ $file }}]}
+    periodSeconds: 30
+    timeoutSeconds: 5
+  {{- end }}
+  env:
+    - name: HOME
+      value: /var/tmp
+    - name: TMPDIR
+      value: /var/tmp
+  resources:
+    {{- toYaml $.root.Values.clusterSecret.resources | nindent 4 }}
+  securityContext:
+    {{- toYaml $.securityContext | nindent 4 }}
+  volumeMounts:
+    - name: cluster-secret
+      mountPath: /etc/baton-cluster
+      readOnly: true
+    - name: {{ $name }}
+      mountPath: /run/baton-{{ $name }}
+    - name: tmp
+      mountPath: /var/tmp
+{{- end }}
+{{- end }}
+
+{{- define "baton.keysMount" -}}
+- name: keys
+  mountPath: /run/baton-keys
+  readOnly: true
+{{- end }}
+
+{{/* (list names root) */}}
+{{- define "baton.keysVolumes" -}}
+{{- $root := index . 1 -}}
+- name: cluster-secret
+  secret:
+    secretName: {{ include "baton.clusterSecretName" $root }}
+    defaultMode: 0440
+    items:
+      - {key: {{ $root.Values.clusterSecret.key }}, path: secret}
+{{- range index . 0 }}
+- name: {{ . }}
+  emptyDir:
+    medium: Memory
+    sizeLimit: 1Mi
+{{- end }}
+{{- end }}
+
+{{/* The keys first, then the model, then the check of what the part needs.
+     (dict "part" "members" "sharesProcesses" "image" "env" "mounts" "resources" "securityContext" "extraEnv" "extraVolumeMounts" "root") */}}
 {{- define "baton.initContainers" -}}
+{{- include "baton.keysContainers" . }}
 {{- $names := list "model" }}
 {{- if .root.Values.checks.enabled }}
 {{- $names = append $names "check" }}
@@ -528,7 +629,8 @@ imagePullSecrets:
   command: [baton, doctor, --part, {{ $.part }}, --wait, "60", --config, /etc/baton/baton.yaml]
   {{- end }}
   env:
-    {{- $.env | nindent 4 }}
+    {{- /* Who fetches the model needs no other secret. */}}
+    {{- eq $name "model" | ternary (include "baton.env" $.root) $.env | nindent 4 }}
     {{- if and (eq $name "model") $.root.Values.huggingFace.existingSecret }}
     - name: HF_TOKEN
       valueFrom: {secretKeyRef: {name: {{ $.root.Values.huggingFace.existingSecret }}, key: {{ $.root.Values.huggingFace.key }}}}
@@ -542,6 +644,9 @@ imagePullSecrets:
     {{- toYaml $.securityContext | nindent 4 }}
   volumeMounts:
     {{- $.mounts | nindent 4 }}
+    {{- if eq $name "check" }}
+    {{- include "baton.keysMount" $.root | nindent 4 }}
+    {{- end }}
     {{- with $.extraVolumeMounts }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

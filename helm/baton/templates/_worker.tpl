@@ -25,6 +25,7 @@ spec:
   initContainers:
     {{- include "baton.initContainers" (dict
         "part" "worker"
+        "members" (dict "keys" "worker" "operator-keys" "operator")
         "image" $root.Values.image.worker
         "env" (include "baton.workerEnv" $root)
         "mounts" (include "baton.rayMounts" $root)
@@ -54,18 +55,24 @@ spec:
       lifecycle:
         preStop:
           exec:
-            command: [baton, leave, --config, /etc/baton/baton.yaml, --timeout, {{ include "baton.leaveSeconds" $root | quote }}]
+            # Who orders workers to leave is an operator.
+            command: [env, BATON_CLUSTER_SECRET=/run/baton-operator-keys/keys, baton, leave, --config, /etc/baton/baton.yaml, --timeout, {{ include "baton.leaveSeconds" $root | quote }}]
       resources:
         {{- toYaml $resources | nindent 8 }}
       securityContext:
         {{- toYaml $securityContext | nindent 8 }}
       volumeMounts:
         {{- include "baton.rayMounts" $root | nindent 8 }}
+        {{- include "baton.keysMount" $root | nindent 8 }}
+        - name: operator-keys
+          mountPath: /run/baton-operator-keys
+          readOnly: true
         {{- with $pool.extraVolumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
   volumes:
     {{- include "baton.rayVolumes" (list $pool.sharedMemory $root) | nindent 4 }}
+    {{- include "baton.keysVolumes" (list (list "keys" "operator-keys") $root) | nindent 4 }}
     {{- with $pool.extraVolumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -109,8 +116,9 @@ spec:
 - --num-gpus={{ index . 0 }}
 - --object-store-memory=100000000
 - --temp-dir=/tmp/ray
-- --min-worker-port=0
-- --max-worker-port=0
+{{- range $name, $port := include "baton.rayPorts" . | fromYaml }}
+- --{{ $name }}={{ $port | int }}
+{{- end }}
 - --disable-usage-stats
 {{- end }}
 
@@ -127,4 +135,16 @@ livenessProbe:
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
+{{- end }}
+
+{{/* Ports of a Ray node, all below those that the kernel gives away, so that policies can tell a worker's from them. */}}
+{{- define "baton.rayPorts" -}}
+node-manager-port: 6380
+object-manager-port: 6381
+runtime-env-agent-port: 6382
+metrics-export-port: 6383
+dashboard-agent-listen-port: 6384
+dashboard-agent-grpc-port: 6385
+min-worker-port: 10002
+max-worker-port: 19999
 {{- end }}

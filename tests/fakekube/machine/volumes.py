@@ -73,8 +73,11 @@ class PodFolder:
             if volume["name"] in mounted and _is_from_objects(volume):
                 place = self._place(self._own(pod, container), n, volume)
                 for name, value in self._files(volume, pod).items():
-                    (place / name).parent.mkdir(parents=True, exist_ok=True)
-                    (place / name).write_bytes(_translated(value, translation))
+                    file = place / name
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.unlink(missing_ok=True)  # of the container's life before; it may have been read-only
+                    file.write_bytes(_translated(value, translation))
+                    file.chmod(_mode(volume))
 
     def remove(self) -> None:
         """May come twice."""
@@ -127,6 +130,11 @@ class PodFolder:
 
 def _is_from_objects(volume: Object) -> bool:
     return any(kind in volume for kind in FROM_OBJECTS)
+
+
+def _mode(volume: Object) -> int:
+    """The permissions of its files."""
+    return next(int(volume[kind].get("defaultMode", 0o644)) for kind in FROM_OBJECTS if kind in volume)
 
 
 def _translated(value: bytes, translation: Translation) -> bytes:

@@ -3,6 +3,7 @@ are ours, and hadolint has nothing to say."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,12 +14,16 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
+from redis import Redis
+from redis.exceptions import AuthenticationError
 
 from baton import config as baton_config
 from baton.config import ClusterConfig, Config
 from baton.errors import ConfigError
 from deploy.cli.app import app
 from deploy.doctor import machine
+from deploy.embedded_redis import valkey_binary
+from tests.support.waiting import wait_until
 from tools.lock import read
 
 ROOT = Path(__file__).parents[4]
@@ -27,8 +32,13 @@ DOCKERFILES = sorted(FOLDER.glob("*.Dockerfile"))
 COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = {name: service for name, service in SERVICES.items() if service["image"].startswith("baton-")}
-GIVEN = {"RAY_AUTH_TOKEN": "token", "BATON_ROUTER_CACHE_SECRET": "secret"}
-"""What whoever starts it has to give."""
+GIVEN = {
+    "CLUSTER_SECRET": "cluster",
+    "RAY_AUTH_TOKEN": "token",
+    "BATON_ROUTER_CACHE_SECRET": "secret",
+    **{f"REDIS_{user.upper()}_PASSWORD": f"word-{user}" for user in ("router", "worker", "controller", "doctor")},
+}
+"""What secrets.sh draws."""
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
 
@@ -37,12 +47,14 @@ def environment(service: dict[str, Any]) -> dict[str, str]:
     found = {}
     for name, value in service.get("environment", {}).items():
         assert isinstance(value, str), f"{name}: compose wants a string"
-        if match := re.fullmatch(r"\$\{(\w+)(:-|:\?)(.*)\}", value):
-            variable, kind, rest = match.groups()
-            value = GIVEN[variable] if kind == ":?" else rest
-        assert "$" not in value
-        found[name] = value
+        found[name] = re.sub(r"\$\{(\w+)(:-|:\?)([^}]*)\}", _filled_in, value)
+        assert "$" not in found[name]
     return found
+
+
+def _filled_in(match: re.Match[str]) -> str:
+    variable, kind, rest = match.groups()
+    return GIVEN[variable] if kind == ":?" else rest
 
 
 def parsed(group: Any, words: list[str]) -> dict[str, Any]:
@@ -141,7 +153,9 @@ def test_the_commands_of_the_images_are_ours() -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_every_setting_of_compose_is_one(name: str) -> None:
     config = baton_config.load(environ=environment(OURS[name]))
-    assert config.index.redis_url in ("", "redis://redis:6379/0")
+    user = {"prefill": "worker", "decode": "worker"}.get(name, name)
+    url = f"redis://{user}:word-{user}@redis:6379/0" if user in ("router", "worker", "controller") else ""
+    assert config.index.redis_url == url, "who needs none has no password"
     with pytest.raises(ConfigError):
         baton_config.load(environ=environment(OURS[name]) | {"BATON_NO_SUCH": "1"})
 
@@ -162,6 +176,25 @@ def test_the_parts_agree_with_each_other() -> None:
     assert SERVICES["router"]["ports"] == [
         f"127.0.0.1:{port}:{port}" for port in (ours.cluster.grpc_port, ours.cluster.http_port)
     ], "on this machine only, and where clients look first"
+
+
+def test_each_member_has_its_own_keys_and_nobody_else_the_secret() -> None:
+    members = {"router": "router", "controller": "controller", "prefill": "worker", "decode": "worker"}
+    assert COMPOSE["secrets"] == {"cluster": {"environment": "CLUSTER_SECRET"}}
+    for name, service in SERVICES.items():
+        assert bool(service.get("secrets")) == name.startswith("keys-")
+    for name, member in members.items():
+        writer = SERVICES[f"keys-{member}"]
+        made = parsed(typer.main.get_command(app), writer["command"][1:])
+        assert made["role"] == member
+        assert str(made["secret"]) == writer["secrets"][0]["target"]
+        assert str(made["out"]) == environment(SERVICES[name])["BATON_CLUSTER_SECRET"]
+        (volume,) = writer["volumes"]
+        assert volume in SERVICES[name]["volumes"]
+        assert str(made["out"]).startswith(volume.partition(":")[2] + "/")
+        assert SERVICES[name]["depends_on"][f"keys-{member}"] == {"condition": "service_completed_successfully"}
+        others = {f"keys-{other}" for other in {"router", "worker"} - {member}}
+        assert others.isdisjoint(each.partition(":")[0] for each in SERVICES[name]["volumes"])
 
 
 def test_everything_that_is_mounted_or_built_from_exists() -> None:
@@ -208,9 +241,51 @@ def test_only_the_ports_of_this_machine_are_opened_and_nothing_is_privileged() -
 def test_prometheus_and_grafana_find_each_other_and_the_router() -> None:
     prometheus = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
     (job,) = prometheus["scrape_configs"]
-    assert job["static_configs"][0]["targets"] == [f"router:{environment(SERVICES['router'])['BATON_TELEMETRY_PORT']}"]
+    metrics = baton_config.load(environ=environment(SERVICES["router"])).telemetry
+    assert metrics.host == "0.0.0.0"
+    assert job["static_configs"][0]["targets"] == [f"router:{metrics.port}"]
     (source,) = yaml.safe_load((FOLDER / "grafana" / "datasource.yaml").read_text())["datasources"]
     assert source["url"] == "http://prometheus:9090"
     (provider,) = yaml.safe_load((FOLDER / "grafana" / "dashboards.yaml").read_text())["providers"]
     mounts = [volume.split(":")[1] for volume in SERVICES["grafana"]["volumes"]]
     assert provider["options"]["path"] in mounts
+
+
+def test_secrets_are_drawn_once_and_for_nobody_else(tmp_path: Path) -> None:
+    script = tmp_path / "secrets.sh"
+    script.write_text((FOLDER / "secrets.sh").read_text())
+    subprocess.run(["sh", script], check=True)
+    drawn = dict(line.split("=") for line in (tmp_path / ".env").read_text().splitlines())
+    assert set(drawn) == set(GIVEN)
+    assert all(re.fullmatch(r"[0-9a-f]{48}", value) for value in drawn.values())
+    assert len(set(drawn.values())) == len(drawn)
+    assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
+    subprocess.run(["sh", script], check=True)
+    assert dict(line.split("=") for line in (tmp_path / ".env").read_text().splitlines()) == drawn
+    ignored = {name: (ROOT / name).read_text().splitlines() for name in (".gitignore", ".dockerignore")}
+    assert "/deploy/docker/.env" in ignored[".gitignore"]
+    assert ignored[".dockerignore"].index("**/.env") > ignored[".dockerignore"].index("!deploy/")
+
+
+def test_redis_of_compose_lets_in_its_users_alone(tmp_path: Path) -> None:
+    """As it starts, but for its paths, its port and the server, which is the one that there is."""
+    service, (_, _, script) = SERVICES["redis"], SERVICES["redis"]["command"]
+    assert [volume.split(":")[1] for volume in service["volumes"]] == ["/etc/baton-redis"]
+    assert service["tmpfs"][0].startswith("/run/baton-redis:")
+    assert service["healthcheck"]["test"][1].endswith("grep -q NOAUTH")
+    places = {"/etc/baton-redis": str(ROOT / "helm" / "baton" / "redis"), "/run/baton-redis": str(tmp_path)}
+    for path, place in places.items():
+        script = script.replace(path, place)
+    socket = f"--port 0 --unixsocket {tmp_path}/s"
+    script = script.replace("redis-server ", f"{valkey_binary()} {socket} ").replace("$$", "$")
+    names = {**environment(service), "PATH": os.defpath}
+    with subprocess.Popen(["sh", "-c", script], cwd=tmp_path, env=names, stdout=subprocess.DEVNULL) as process:
+        try:
+            wait_until((tmp_path / "s").exists, 60)
+            for user in ("router", "worker", "controller", "doctor"):
+                with Redis.from_url(f"unix://{user}:word-{user}@{tmp_path}/s", protocol=2) as redis:
+                    assert redis.ping()
+            with Redis.from_url(f"unix://{tmp_path}/s", protocol=2) as redis, pytest.raises(AuthenticationError):
+                redis.ping()
+        finally:
+            process.terminate()

@@ -1,15 +1,16 @@
-"""What keeps a worker's process reports why it does not start."""
+"""What keeps a worker's process gives it what is its node's, and reports why it does not start."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from baton.config import ClusterConfig, Config, EngineConfig
+from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig, process_config
 from baton.errors import ConfigError
 from baton.trust import KeyFile, Principal, draw_secret, write_private
-from deploy.ray_pools.actor import WorkerActor
+from deploy.ray_pools.actor import WorkerActor, own_redis_url
 
 
 class Alone(WorkerActor):
@@ -26,3 +27,16 @@ async def test_a_node_with_another_secret_says_so_and_where(tmp_path: Path) -> N
     config = Config(engine=EngineConfig(runner="arithmetic"), cluster=ClusterConfig(secret=str(tmp_path / "theirs")))
     with pytest.raises(ConfigError, match=r"theirs on .* are not those of this cluster's controller: cluster\.secret"):
         await Alone("decode", "decode-0", "127.0.0.1", config.to_json(), fingerprint).start()
+
+
+def test_a_worker_asks_redis_as_the_user_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ray passes on is the controller's, without its password."""
+    given = Config(index=IndexConfig(redis_url="redis://controller:word@redis:6379/0")).for_workers()
+    own = "redis://worker:other@redis:6379/0"
+    url = own_redis_url(given, {"BATON_INDEX_REDIS_URL": own})
+    assert url == "redis://worker:***@redis:6379/0"
+    config = dataclasses.replace(given, index=dataclasses.replace(given.index, redis_url=url))
+    monkeypatch.setenv("BATON_CONFIG_JSON", config.to_json())
+    monkeypatch.setenv("BATON_INDEX_REDIS_URL", own)
+    assert process_config().index.url == own
+    assert own_redis_url(given, {}) == given.index.redis_url
