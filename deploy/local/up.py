@@ -30,7 +30,7 @@ from baton.config import ClusterConfig, Config, password_of, with_password, with
 from baton.errors import ConfigError, StoreUnavailable
 from baton.tasks import cancel_and_wait
 from baton.tls import door_tls, member_tls
-from baton.trust import Principal
+from baton.trust import KeyFile, Principal
 from deploy.controller.state import load, sizes_problem
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.local import preflight
@@ -224,7 +224,8 @@ async def _run(config: Config, console: Console, on_ready: OnReady) -> None:
             await router.start()
         console.print("==> Starting Ray and the workers", style="dim")
         try:
-            await _first_of(_started(ray, config), *(_unexpected_end(router) for router in routers))
+            own = KeyFile(keys.files[Principal.OPERATOR], Principal.OPERATOR)
+            await _first_of(_started(ray, config, own), *(_unexpected_end(router) for router in routers))
         except TimeoutError:
             raise _not_ready(config) from None
         async with asyncio.TaskGroup() as tasks:
@@ -363,8 +364,11 @@ def _not_ready(config: Config) -> ConfigError:
     )
 
 
-async def _started(ray: RayCluster, config: Config) -> None:
+async def _started(ray: RayCluster, config: Config, keys: KeyFile) -> None:
     """Waits until every worker runs and the routers know them all.
+
+    Args:
+        keys: those by which it knows what members have written to Redis.
 
     Raises:
         TimeoutError: it took longer than `cluster.start_timeout_s`.
@@ -372,7 +376,7 @@ async def _started(ray: RayCluster, config: Config) -> None:
     async with asyncio.timeout(config.cluster.start_timeout_s):
         await ray.start()
         redis = RedisConnection(config.index.url, tls=member_tls(config.cluster))
-        leases = RedisLeases(redis, content_id(config.kv_identity))
+        leases = RedisLeases(redis, content_id(config.kv_identity), keys=keys)
         try:
             while True:
                 with contextlib.suppress(StoreUnavailable):
