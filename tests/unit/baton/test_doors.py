@@ -16,6 +16,7 @@ import pytest
 from google.protobuf.empty_pb2 import Empty
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.config import ClusterConfig, Config, IndexConfig
 from baton.errors import ConfigError, NotAMember
 from baton.rpc import RpcServer, channel, from_rpc_error
 from baton.rpc.doors import (
@@ -31,6 +32,7 @@ from baton.rpc.errors import CLIENTS_METHODS
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from deploy.controller import __main__ as controller
 from deploy.worker import process as worker
+from router import server as router
 from router.api.grpc_api import SERVICE_NAMES as ROUTERS_SERVICES
 from tests.support.waiting import until
 
@@ -194,6 +196,22 @@ async def _settled(process: psutil.Process, at_most: int) -> None:
 async def test_without_a_secret_calls_have_no_proof_and_need_none() -> None:
     assert member_doors(None, INCARNATION, WORKERS_RULES) == ()
     assert member_metadata(None, CALL, INCARNATION) == ()
+
+
+async def test_no_process_of_a_cluster_without_a_secret_starts_for_others() -> None:
+    """A router faces clients, but speaks to members, too."""
+    index = IndexConfig(redis_url="redis://127.0.0.1:1")
+    cluster = ClusterConfig(host="0.0.0.0", controller_host="0.0.0.0")
+    config = Config(index=index, cluster=cluster)
+    with pytest.raises(ConfigError, match=r"without cluster\.secret .* cluster\.host is 0\.0\.0\.0"):
+        router.build(config)
+    arguments = controller.Arguments(
+        cluster="c", state_file=Path("s"), worker_host="", worker_keys="", ready_fd=None, shows_logs=False, end=False
+    )
+    with pytest.raises(ConfigError, match=r"without cluster\.secret .* cluster\.controller_host is 0\.0\.0\.0"):
+        await controller.run(config, arguments, controller.Stop(), controller.Ready(None))
+    with pytest.raises(ConfigError, match=r"without cluster\.secret .* this worker's address is 0\.0\.0\.0"):
+        worker.require_clusters_keys(config, "0.0.0.0", "")
 
 
 @pytest.mark.parametrize(
