@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvstore.index.protocol import PrefixIndex
 
 logger = logging.getLogger(__name__)
-GATHER_S = 0.05
+GATHER_S = 0.1
 """Pause after events were read: one read of several costs little more than one of a single event."""
 
 
