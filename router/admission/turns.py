@@ -1,8 +1,8 @@
 """Turns at what is scarce, fair between tenants.
 
 The tenants take turns, one job at a time, whatever each of them has waiting. Of one tenant's jobs a smaller one may
-overtake a larger one that came a little earlier, so that whoever sends many large ones makes nobody wait who sends
-small ones, and the larger one does not wait for ever.
+overtake a larger one that came a little earlier, so that many large ones make no small one wait, and the larger one
+does not wait for ever.
 """
 
 from __future__ import annotations

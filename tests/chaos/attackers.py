@@ -92,9 +92,9 @@ async def prompts(grpc_address: str, http: str) -> None:
 
 async def readers(grpc_address: str, http: str) -> None:
     """600 clients that never read their answers, of more than gRPC sends unread, 60 of them over HTTP."""
-    sampling = inference_pb2.SamplingParams(max_tokens=600, ignore_eos=True, logprobs=5)
+    sampling = inference_pb2.SamplingParams(max_tokens=250, ignore_eos=True, logprobs=20)
     message = inference_pb2.GenerateRequest(text="hello", sampling=sampling)
-    body = b'{"prompt":"hello","max_tokens":600,"ignore_eos":true,"logprobs":5,"stream":true}'
+    body = b'{"prompt":"hello","max_tokens":250,"ignore_eos":true,"logprobs":20,"stream":true}'
     posts = [_http(http, _post("/v1/completions", body), reads=False) for _ in range(60)]
     await asyncio.gather(*posts, *(_generate(grpc_address, message, reads=False) for _ in range(540)))
 

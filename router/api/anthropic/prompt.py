@@ -101,7 +101,7 @@ def _users(turn: Sequence[tuple[int, Any]], known_calls: set[str]) -> list[ChatM
     """Texts in a row are one message, and each result is one."""
     messages: list[ChatMessage] = []
     texts: list[str] = []
-    """Of the message that is being read."""
+    """The texts of the message that is being read."""
     for place, message in turn:
         content = message.content
         blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
