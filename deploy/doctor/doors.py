@@ -21,7 +21,7 @@ LOCAL = "127.0.0.1"
 TOKEN = "token"
 """What RAY_AUTH_MODE is where Ray asks for a token."""
 OWN_NETWORK = "keep it on a network that only the cluster shares (the chart's networkPolicy)"
-ENCRYPTED_NETWORK = "use a network that encrypts, such as WireGuard of the CNI"
+ENCRYPTED_NETWORK = "or use a network that encrypts, such as WireGuard of the CNI"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Doors:
     """The host of a Ray cluster that is joined; empty: `baton up` starts one on loopback, with a token."""
     ray_asks_token: bool = False
     traces: str = ""
-    """The host that gets the traces; empty: none does."""
+    """The host that gets the traces in plain text; empty: none does."""
 
 
 def configured(config: Config, environ: Mapping[str, str], redis_takes_anybody: bool = False) -> Doors:
@@ -60,17 +60,19 @@ def configured(config: Config, environ: Mapping[str, str], redis_takes_anybody: 
     ray_asks_token = environ.get("RAY_AUTH_MODE") == TOKEN
     return Doors(
         clients=(cluster.host,),
-        asks_key=bool(config.router.tenants_file),
+        asks_key=bool(config.router.tenants_file) or config.router.tls_client_certificates == "required",
+        clients_encrypted=bool(config.router.tls_certificate or cluster.tls_certificate),
         controller=cluster.controller_host,
         workers=(ray or LOCAL,),  # they listen at the address of their Ray node
         asks_proof=bool(cluster.secret),
+        members_encrypted=bool(cluster.tls_certificate),
         metrics=config.telemetry.host if config.telemetry.port else "",
         redis_url=config.index.redis_url,
         redis_asks_password=bool(config.index.redis_password_file or password_of(config.index.redis_url)),
         redis_takes_anybody=redis_takes_anybody,
         ray=ray,
         ray_asks_token=ray_asks_token,
-        traces=_host(config.telemetry.otlp_endpoint),
+        traces="" if config.telemetry.otlp_tls else _host(config.telemetry.otlp_endpoint),
     )
 
 
@@ -112,7 +114,7 @@ def checks(doors: Doors) -> Iterator[Check]:
             _others([doors.traces]),
             "stay on this machine",
             "gets traces in plain text: ids of requests, names of workers",
-            ENCRYPTED_NETWORK,
+            f"set telemetry.otlp_tls, {ENCRYPTED_NETWORK}",
         )
 
 
@@ -131,7 +133,7 @@ def _clients(doors: Doors) -> Iterator[Check]:
             [] if doors.clients_encrypted else others,
             "is encrypted",
             "takes keys and prompts, and gives answers, in plain text",
-            "let a proxy or an Ingress end TLS before it",
+            "set router.tls_certificate and tls_key, or let a proxy or an Ingress end TLS before it",
         )
 
     if at := _others([*(() if doors.asks_key else doors.clients), doors.metrics]):
@@ -167,7 +169,7 @@ def _members(doors: Doors) -> Iterator[Check]:
             [] if doors.members_encrypted else others,
             "is encrypted",
             "carries prompts and KV in plain text",
-            ENCRYPTED_NETWORK,
+            f"set cluster.tls_certificate, tls_key and tls_ca, {ENCRYPTED_NETWORK}",
         )
 
 
@@ -183,7 +185,7 @@ def _redis(doors: Doors) -> Iterator[Check]:
         f"give it a password (index.redis_password_file), or {OWN_NETWORK}",
     )
     if others and not doors.redis_url.startswith("rediss:"):
-        mend = f"use rediss://, or {ENCRYPTED_NETWORK}"
+        mend = f"use rediss://, {ENCRYPTED_NETWORK}"
         yield _door("redis' network", others, "", "takes its password, and shows leases, in plain text", mend)
 
 

@@ -28,7 +28,7 @@ def test_every_process_has_the_certificate_that_its_settings_name() -> None:
             if pod.component in WITHOUT:
                 continue
             assert volume in pod.spec["volumes"], pod.owner
-            own = [each for each in pod.containers if not each["name"].startswith(("ray", "keys"))]
+            own = [each for each in pod.containers if not each["name"].endswith(("ray", "keys"))]
             assert own
             assert all(MOUNT in each["volumeMounts"] for each in own), pod.owner
 

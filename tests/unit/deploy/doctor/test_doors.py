@@ -127,6 +127,12 @@ def test_a_configuration_says_where_the_doors_are() -> None:
     )
     assert not configured(config, {"RAY_AUTH_MODE": "disabled"}).ray_asks_token
     assert not configured(config, {}).ray_asks_token
+    certified = ClusterConfig(tls_certificate="/c", tls_key="/k", tls_ca="/a")
+    encrypted = configured(Config(cluster=certified, telemetry=TelemetryConfig(otlp_endpoint="c:1", otlp_tls=True)), {})
+    assert (encrypted.clients_encrypted, encrypted.members_encrypted, encrypted.traces) == (True, True, "")
+    clients = RouterConfig(tls_certificate="/c", tls_key="/k", tls_client_certificates="required", tls_client_ca="/a")
+    of_clients = configured(Config(router=clients), {})
+    assert (of_clients.clients_encrypted, of_clients.members_encrypted, of_clients.asks_key) == (True, False, True)
     of_a_file = Config(index=IndexConfig(redis_url="redis://r:1/0", redis_password_file="/password"))
     assert configured(of_a_file, {}).redis_asks_password
     assert not configured(Config(index=IndexConfig(redis_url="redis://r:1/0")), {}).redis_asks_password
