@@ -76,7 +76,7 @@ class SequenceSpec:
         return len(self.token_ids) > self.num_prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSource:
     """A worker that is believed to hold a longer prefix of the prompt, from which it can be pulled."""
 

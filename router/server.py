@@ -175,8 +175,7 @@ def build(config: Config) -> Router:
     """
     if not config.index.redis_url:
         raise ConfigError("the router needs index.redis_url (BATON_INDEX_REDIS_URL)")
-    keys = open_keys(config.cluster.secret, Principal.ROUTER)
-    require_keys(keys, config.cluster.host, "cluster.host")
+    keys = _keys(config)
     tenants = TenantsFile.load(config.router)
     usage_file = UsageFile(config.router.usage_log) if config.router.usage_log else None
     members, door = member_tls(config.cluster), door_tls(config)
@@ -186,9 +185,7 @@ def build(config: Config) -> Router:
     pools = PoolView(store.mirror.lookup, time.monotonic, model.facts.max_model_len, config.index.lease_s)
     client, slo_counts, decisions = WorkerClient(keys, members), SloCounts(), DecisionLog()
     rpc, grpc_port = _bind(config, tenants, door)
-    registry = _registry(
-        config, model, store, pools, client=client, slo_counts=slo_counts, rpc=rpc, grpc_port=grpc_port
-    )
+    registry = _registry(config, model, store, pools, client=client, slo_counts=slo_counts, bound=(rpc, grpc_port))
     readiness = Readiness(pools, config.router.mode == "split", config.router.worker_wait_s, time.monotonic)
     aliases = model.facts.id if config.telemetry.vllm_aliases else ""
     instruments = Instruments(registry.status, config.router.slo_classes, aliases)
@@ -254,6 +251,13 @@ def _load_model(config: Config) -> LoadedModel:
     )
 
 
+def _keys(config: Config) -> KeyFile | None:
+    """Raises ConfigError: there are none where others than this machine listen, or they are wrong."""
+    keys = open_keys(config.cluster.secret, Principal.ROUTER)
+    require_keys(keys, config.cluster.host, "cluster.host")
+    return keys
+
+
 def _registry(
     config: Config,
     model: LoadedModel,
@@ -262,9 +266,9 @@ def _registry(
     *,
     client: WorkerClient,
     slo_counts: SloCounts,
-    rpc: RpcServer,
-    grpc_port: int,
+    bound: tuple[RpcServer, int],
 ) -> Registry:
+    rpc, grpc_port = bound
     return Registry(
         leases=store.leases,
         pools=pools,

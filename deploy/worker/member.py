@@ -51,8 +51,8 @@ class Member:
         self.host = host
         self.config = config
         self.keys = open_keys(config.cluster.secret, Principal.WORKER)
-        """By which it proves to other members who it is; read again when their file changes. None: the cluster has no
-        secret."""
+        """The keys by which it proves to other members who it is, read again when their file changes. None: the cluster
+        has no secret."""
         self.incarnation = os.urandom(8).hex()
         """Random identity of this process, to which hand-overs and the proofs of calls are bound."""
         self.content_id = content_id(config.kv_identity)

@@ -52,17 +52,18 @@ class RedisIndex:
         self._blocks_ttl_ms = int(blocks_ttl_s * 1000)
         self._stream_max_events = stream_max_events
         self._member = keys
-        self._author: EventAuthor | None = None
-        """Signs for the worker that publishes here; None: nothing is published, or nothing is signed."""
+        self._authors: dict[str, EventAuthor] = {}
+        """What signs for each worker that publishes here, in its latest epoch."""
         self._reader = None if keys is None else EventReader(keys, self._keys.events)
 
     async def apply(self, event: BlockEvent) -> IndexAnswer:
         if self._member is None:
             return await self._apply(event, UNSIGNED)
         worker, epoch = event.worker_id, event.epoch
-        if self._author is None or (self._author.worker_id, self._author.epoch) != (worker, epoch):
-            self._author = EventAuthor(self._member, self._keys.events, worker, epoch)
-        proof, is_applied = self._author.sign(event), False
+        author = self._authors.get(worker)
+        if author is None or author.epoch != epoch:
+            author = self._authors[worker] = EventAuthor(self._member, self._keys.events, worker, epoch)
+        proof, is_applied = author.sign(event), False
         try:
             answer = await self._apply(event, proof)
             is_applied = answer.outcome is IndexOutcome.APPLIED
@@ -74,13 +75,13 @@ class RedisIndex:
             return IndexAnswer(IndexOutcome.RESYNC, event.seq)  # forged: the lease's next renewal puts it right
         finally:
             if not is_applied:
-                self._author.lose()
-        if answer.seq > self._author.highest:
+                author.lose()
+        if answer.seq > author.highest:
             keys = self._keys
-            self._connection.note(keys.seq(worker, epoch), f"its worker's latest is {self._author.highest}")
+            self._connection.note(keys.seq(worker, epoch), f"its worker's latest is {author.highest}")
             owned = (keys.seq(worker, epoch), keys.blocks(worker, epoch), keys.parts(worker, epoch))
             await self._connection.call("UNLINK", *owned, keys.seal(worker, epoch))
-            return IndexAnswer(answer.outcome, self._author.highest)
+            return IndexAnswer(answer.outcome, author.highest)
         return answer
 
     async def _apply(self, event: BlockEvent, proof: EventProof) -> IndexAnswer:
@@ -112,8 +113,8 @@ class RedisIndex:
         if isinstance(size, WrongType):
             self._connection.note(keys.blocks(worker_id, epoch), size.reason)
             return 0  # the set is lost
-        author = self._author
-        if author is not None and (author.worker_id, author.epoch) == (worker_id, epoch) and size != author.num_entries:
+        author = self._authors.get(worker_id)
+        if author is not None and author.epoch == epoch and size != author.num_entries:
             self._connection.note(keys.blocks(worker_id, epoch), f"it has {size} entries, and was given others")
             return 0
         return self._seq(keys.seq(worker_id, epoch), seq)

@@ -130,7 +130,9 @@ class WorkerSelector:
                 until_s=time.time() + PERMIT_S,
             ).signed(self._keys.keys)
         info = source.info
-        return PrefixSource(info.id, info.address, num_tokens, info.incarnation, permit)
+        return PrefixSource(
+            worker_id=info.id, address=info.address, num_tokens=num_tokens, incarnation=info.incarnation, permit=permit
+        )
 
     def _decider(
         self, choice: Choice, no_sources: Collection[str] = ()

@@ -88,4 +88,5 @@ def _matches(rule: Object, target: Place, port: int) -> bool:
         return True
     if isinstance(rule["port"], str):
         return target.ports.get(rule["port"]) == port
-    return int(rule["port"]) <= port <= int(rule.get("endPort", rule["port"]))
+    first = int(rule["port"])
+    return first <= port <= int(rule.get("endPort") or first)

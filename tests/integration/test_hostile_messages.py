@@ -369,7 +369,12 @@ async def answer(cluster: Cluster, kind: str, change: Change) -> Answer:
     """Sends one message, or one conversation, of a kind; `change` makes it what it should not be."""
     prefill, decode = cluster.prefill, cluster.decode
     spec = small_spec(f"{kind}-{next(cluster.numbers)}")
-    source = PrefixSource(prefill.worker_id, prefill.info.address, len(PROMPT), prefill.incarnation)
+    source = PrefixSource(
+        worker_id=prefill.worker_id,
+        address=prefill.info.address,
+        num_tokens=len(PROMPT),
+        incarnation=prefill.incarnation,
+    )
     if kind == "decode":
         return await call(decode, DecodeRequest(spec, False, source), change)
     if kind == "reserve":

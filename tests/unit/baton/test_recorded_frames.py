@@ -100,7 +100,7 @@ SPEC = m.SequenceSpec(
     itl_s=0.125,
     num_expected_tokens=64,
 )  # fmt: skip
-SOURCE = m.PrefixSource("prefill-1", "10.0.0.1:7001", 640)
+SOURCE = m.PrefixSource(worker_id="prefill-1", address="10.0.0.1:7001", num_tokens=640)
 REPORT = m.PrefillReport(
     num_cached_tokens=64, queue_s=0.25, prefill_s=0.5, num_pulled_tokens=32, pull_s=0.125, room_s=0.0625
 )

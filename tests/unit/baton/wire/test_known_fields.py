@@ -262,7 +262,10 @@ COMMANDS: dict[str, tuple[PrefillRequest | DecodeRequest | FetchRequest, Callabl
     "decode.99": (DecodeRequest(SPEC, False), lambda command: command.decode),
     "decode.sequence.99": (DecodeRequest(SPEC, False), lambda command: command.decode.sequence),
     "prefill.ticket.layout.99": (PrefillRequest(SPEC, TICKET), lambda command: command.prefill.ticket.layout),
-    "fetch.source.99": (FetchRequest(SPEC, PrefixSource("w", "h:1", 16)), lambda command: command.fetch.source),
+    "fetch.source.99": (
+        FetchRequest(SPEC, PrefixSource(worker_id="w", address="h:1", num_tokens=16)),
+        lambda command: command.fetch.source,
+    ),
 }
 
 

@@ -275,7 +275,7 @@ def test_the_largest_structures_are_read_and_nothing_else_as_long(kind: str, str
 
     def request(spec: m.SequenceSpec) -> m.PrefillRequest | m.DecodeRequest | m.FetchRequest:
         if kind == "fetch":
-            return m.FetchRequest(spec, m.PrefixSource("w", "h:1", 2))
+            return m.FetchRequest(spec, m.PrefixSource(worker_id="w", address="h:1", num_tokens=2))
         return m.PrefillRequest(spec, None) if kind == "prefill" else m.DecodeRequest(spec, await_kv=True)
 
     def read(spec: m.SequenceSpec) -> Any:

@@ -339,7 +339,9 @@ class Worker:
         return self.kv.receiver.kv_address
 
     def source(self, num_tokens: int) -> PrefixSource:
-        return PrefixSource(self.id, self.address, num_tokens, self.incarnation)
+        return PrefixSource(
+            worker_id=self.id, address=self.address, num_tokens=num_tokens, incarnation=self.incarnation
+        )
 
     async def generate(self, spec: SequenceSpec) -> list[int]:
         async with self.loop.sequence(spec, Purpose.GENERATE) as handle:

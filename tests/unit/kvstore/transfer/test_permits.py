@@ -104,7 +104,7 @@ async def test_without_a_secret_nobody_asks_for_permits() -> None:
     router = router_with(None)
     async with two_workers(None) as (puller, source):
         named = router.source(router.prompt(make_spec(PROMPT)), leased(source), leased(puller), 100)
-        assert named == PrefixSource("source", source.address, 100, "source.1")
+        assert named == PrefixSource(worker_id="source", address=source.address, num_tokens=100, incarnation="source.1")
         assert await fetched(puller, named) == NUM_PULLED
 
 
@@ -230,7 +230,7 @@ async def test_a_ticket_that_names_no_host_and_port_leads_nowhere(secret: Path) 
             "h:0",
             "h:65536",
         ):
-            named = PrefixSource("source", address, 100)
+            named = PrefixSource(worker_id="source", address=address, num_tokens=100)
             assert await fetched(puller, named) == 0
             ticket = dataclasses.replace(await ticket_of(puller), kv_address=address)
             kind, text = await refusal(source, Pull(ticket, tuple(prefix_keys(b"seed", PROMPT, 100))))

@@ -117,7 +117,9 @@ async def test_a_failed_attempts_source_is_not_named_again(failure: BatonError, 
     async with bench_of(workers, roles, "aggregated", {"owner": 20, "next": 10}) as bench:
         assert await collected(bench.tokens()) == [5]
     held = {"owner": 320, "next": 160}
-    assert sources(workers) == [PrefixSource(name, bench.address, held[name]) for name in expected]
+    assert sources(workers) == [
+        PrefixSource(worker_id=name, address=bench.address, num_tokens=held[name]) for name in expected
+    ]
 
 
 async def test_kv_is_handed_over_to_where_the_decode_workers_lease_is_from() -> None:
@@ -214,7 +216,7 @@ async def test_who_could_not_hand_over_is_no_source_of_the_next_attempt() -> Non
     async with bench_of(workers, roles, "auto", {"p0": 20, "p1": 10}) as bench:
         assert await collected(bench.tokens(record)) == [5]
     assert (record.retries, record.mode) == (1, Mode.AGGREGATED)
-    assert sources(workers) == [None, PrefixSource("p1", bench.address, 160)]
+    assert sources(workers) == [None, PrefixSource(worker_id="p1", address=bench.address, num_tokens=160)]
 
 
 @pytest.mark.parametrize(
@@ -856,7 +858,7 @@ async def test_a_choice_moves_to_nobody_without_room(
     assert (record.decode_worker, record.retries) == ("d2", 0)
     fetch, decode, prefill = workers.requests[1:]
     assert isinstance(fetch, FetchRequest)
-    assert fetch.source == PrefixSource("d0", bench.address, NUM_PROMPT + 1)
+    assert fetch.source == PrefixSource(worker_id="d0", address=bench.address, num_tokens=NUM_PROMPT + 1)
     assert isinstance(decode, DecodeRequest)
     assert decode.await_kv
     assert decode.sequence.token_ids == prefill.sequence.token_ids == (*SPEC.token_ids, 4)

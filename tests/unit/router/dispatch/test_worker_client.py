@@ -599,7 +599,7 @@ async def test_a_ticket_that_is_too_long_is_not_read() -> None:
         TICKET,
         layout=replace(
             TICKET.layout,
-            groups=(GroupLayout(name="", layers=(), num_kv_heads=0, k_dim=0, v_dim=0, dtype=""),) * 50_000,
+            groups=(GroupLayout(name="x" * 1000, layers=(), num_kv_heads=0, k_dim=0, v_dim=0, dtype=""),) * 4_000,
         ),
     )
     async with raw_stream(CallServicer(decode=Engine().decode, max_model_len=8192)) as stream:
