@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,16 @@ from baton.trust import KeyFile, Principal, ProofBook, prove
 from baton.trust.proofs import PROOF_KEY
 
 Rules = Mapping[str, frozenset[Principal]]
-"""The members that may call a service, by its full name."""
+"""The members that may call a service, by its full name, or one of its methods, by `service/Method`."""
 WORKERS_RULES: Rules = {
     "baton.v1.WorkerCalls": frozenset({Principal.ROUTER}),
     "baton.v1.WorkerControl": frozenset({Principal.CONTROLLER}),
     "baton.v1.KvControl": frozenset({Principal.WORKER}),
 }
-CONTROLLERS_RULES: Rules = {"baton.v1.Admin": frozenset({Principal.ROUTER, Principal.OPERATOR})}
+CONTROLLERS_RULES: Rules = {
+    "baton.v1.Admin": frozenset({Principal.ROUTER}),
+    "baton.v1.Admin/DrainWorker": frozenset({Principal.ROUTER, Principal.OPERATOR}),  # `baton leave`
+}
 OPEN_SERVICE = "grpc.health.v1.Health"
 """The service that every process answers to everybody: probes ask it, and learn no more than whether it serves."""
 
@@ -45,10 +48,11 @@ class MemberDoor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        service = details.method.strip("/").partition("/")[0]
+        method = details.method.strip("/")
+        service = method.partition("/")[0]
         if service != OPEN_SERVICE:
             proof: Any = next((value for name, value in details.invocation_metadata or () if name == PROOF_KEY), b"")
-            members: Collection[Principal] = self._rules.get(service, ())
+            members = self._rules.get(method, self._rules.get(service, frozenset()))
             try:
                 self._book.check(proof if isinstance(proof, bytes) else b"", details.method, members)
             except NotAMember as error:

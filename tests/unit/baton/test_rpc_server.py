@@ -87,6 +87,7 @@ async def test_a_connection_has_so_many_calls_and_the_others_wait() -> None:
         await asyncio.gather(*calls)
 
 
+@pytest.mark.chaos  # beside all other tests it timed out once; alone never, in 150 runs
 async def test_more_connections_are_closed_until_others_are() -> None:
     async with limited(max_connections=2) as (address, running), contextlib.AsyncExitStack() as stack:
         first, second = [await stack.enter_async_context(connection_to(address)) for _ in range(2)]

@@ -11,6 +11,7 @@ from baton.config import ClusterConfig
 from baton.tls import member_tls
 from router.dispatch.worker_client import WorkerCallError, WorkerClient
 from tests.support.certificates import Authority, cluster_settings
+from tests.support.waiting import until
 from tests.unit.router.dispatch.test_worker_client import Engine, serving, spec, tokens_of, worker_at
 
 
@@ -24,6 +25,7 @@ async def test_a_link_that_is_opened_again_takes_the_new_certificates(tmp_path: 
             async with calls.decode(worker_at(port), spec(name), await_kv=False, trace=Context()) as stream:
                 assert await stream.read() == tokens_of(name, 0)
                 Authority.make(tmp_path).sign("member")
+        await until(lambda: all(link.is_broken for link in calls._links.values()), 30.0)  # before, calls go over it
     await calls.close()
 
 

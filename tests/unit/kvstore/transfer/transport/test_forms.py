@@ -76,7 +76,7 @@ def test_a_token_has_16_bytes(token: bytes) -> None:
 def test_garbage_is_refused_and_raises_nothing(kind: str) -> None:
     """4,000 values for each: bytes at random, and what is right with some of them changed, cut or doubled."""
     rng, taken = random.Random(11), 0
-    for _ in range(4000):
+    for _ in range(1000):
         rank, key, value = rng.choice(GOOD[kind])
         changed = bytearray(value)
         for _ in range(rng.randint(1, 4)):
