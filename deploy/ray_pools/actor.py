@@ -23,6 +23,7 @@ from deploy.ray_pools.gpus import memory_share
 from kvstore.transfer.transport.nccl_env import nccl_environment
 
 RESOURCE = "baton_worker"
+SECRET = "BATON_CLUSTER_SECRET"
 """Both roles ask for the same Ray resource, so that a change of role changes nothing for Ray."""
 POOL_LABEL = "baton.dev/pool"
 """A Ray node with this label, prefill or decode, is for workers that begin in that pool: pools may have other GPUs.
@@ -100,6 +101,7 @@ class WorkerActor:
             config,
             engine=dataclasses.replace(config.engine, memory_share=share),
             index=dataclasses.replace(config.index, redis_url=own_redis_url(config, os.environ)),
+            cluster=dataclasses.replace(config.cluster, secret=own_secret(config, os.environ)),
         )
         arguments = [self._role, self._worker_id, self._host or _node_address(), "--ready-fd", str(ready_fd)]
         if self._fingerprint:
@@ -139,6 +141,11 @@ def own_redis_url(config: Config, environ: Mapping[str, str]) -> str:
     another user, where there is one.
     """
     return without_password(environ.get(REDIS_URL, "")) or config.index.redis_url
+
+
+def own_secret(config: Config, environ: Mapping[str, str]) -> str:
+    """Returns the path of the keys of a worker on this Ray node: the node's own, where its environment names one."""
+    return environ.get(SECRET) or config.cluster.secret
 
 
 def worker_environment(config: Config) -> dict[str, str]:

@@ -548,7 +548,8 @@ def test_a_door_opens_for_one_kind_of_member(loop: Loop, cluster: Cluster, metho
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await stream.write(b"\xff")  # which no message begins with: who reads it says so
             code: grpc.StatusCode = await stream.code()
-            return code
+        # On a machine that is busy a connection may fail, and the proof has not been seen then.
+        return code if code is not grpc.StatusCode.UNAVAILABLE else await knock(metadata)
 
     async def refused() -> list[bool]:
         strangers = [proof(member, each, method) for each in Principal if each is not caller]

@@ -34,7 +34,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
 
-NUM_REQUESTS = int(os.environ.get("TRANSPARENT_REQUESTS", "120"))
+NUM_REQUESTS = int(os.environ.get("TRANSPARENT_REQUESTS", "240"))
 NUM_CLIENTS = 16
 NUM_EXPECTED = 76
 """Answers that are worked out without a cluster, too."""

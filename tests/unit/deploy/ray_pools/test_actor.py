@@ -10,7 +10,7 @@ import pytest
 from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig, process_config
 from baton.errors import ConfigError
 from baton.trust import KeyFile, Principal, draw_secret, write_private
-from deploy.ray_pools.actor import WorkerActor, own_redis_url
+from deploy.ray_pools.actor import WorkerActor, own_redis_url, own_secret
 
 
 class Alone(WorkerActor):
@@ -40,3 +40,10 @@ def test_a_worker_asks_redis_as_the_user_of_its_node(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("BATON_INDEX_REDIS_URL", own)
     assert process_config().index.url == own
     assert own_redis_url(given, {}) == given.index.redis_url
+
+
+def test_a_worker_has_the_keys_of_its_own_node() -> None:
+    """A pod's lie where its own container has put them; elsewhere they are at the same path on every machine."""
+    given = Config(cluster=ClusterConfig(secret="/run/keys"))
+    assert own_secret(given, {}) == "/run/keys"
+    assert own_secret(given, {"BATON_CLUSTER_SECRET": "/node/keys"}) == "/node/keys"
