@@ -17,7 +17,7 @@ from kvstore.index import GarbageBook, MemoryIndex, MemoryStore, RedisConnection
 from kvstore.index.keys import Keys
 from kvstore.leases import MemoryLeases, RedisLeases
 from tests.contract import redis7, roles
-from tests.support.keys import MemberKeys, keys_of
+from tests.support.keys import MemberKeys, draw_keys
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -51,9 +51,9 @@ class Backend:
     clock: Clock
     namespace: str
     connection: RedisConnection | None = None
-    """That of a user who may do all."""
+    """The connection of a user who may do all."""
     router: RedisConnection | None = None
-    """That of a router's user."""
+    """The connection of a router's user."""
     store: MemoryStore | None = None
 
     async def lapse(self, worker_id: str) -> None:
@@ -202,7 +202,7 @@ async def own_server(tmp_path: Path) -> AsyncIterator[RedisServer]:
 @pytest.fixture
 def member_keys(tmp_path: Path) -> MemberKeys:
     """The keys of every member of one cluster."""
-    return keys_of(tmp_path / "secret")
+    return draw_keys(tmp_path / "secret")
 
 
 @pytest.fixture(params=[*UNSIGNED, "signed"])

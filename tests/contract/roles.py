@@ -56,4 +56,4 @@ LEASE_USERS = {
     **dict.fromkeys(("announce_controller", "set_desired"), "controller"),
     "announce_router": "router",
 }
-"""Whose part calls a method; the others are called by routers and by the controller alike."""
+"""The part that calls a method; the others are called by routers and by the controller alike."""

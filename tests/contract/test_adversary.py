@@ -42,7 +42,7 @@ from router.request.usage_marks import RedisMarks
 from router.request.usage_record import UsageMark
 from tests.contract.conftest import Clock, RedisServer
 from tests.support import builders
-from tests.support.keys import MemberKeys, keys_of
+from tests.support.keys import MemberKeys, draw_keys
 
 LEASE_S = 10.0
 KEY, OTHER_KEY = RecordKey("acme", "r"), RecordKey("zeta", "r")
@@ -123,7 +123,7 @@ async def scene(server: RedisServer, namespace: str, member_keys: MemberKeys) ->
 async def test_a_lease_that_no_worker_of_the_cluster_has_signed_is_not_there(scene: Scene, tmp_path: Path) -> None:
     await scene.join()
     lease = await scene.lease()
-    strangers = keys_of(tmp_path / "another")
+    strangers = draw_keys(tmp_path / "another")
     forged = {"epoch": lease["epoch"], "info": lease["info"], "load": lease["load"]}
     cases: dict[str, Mapping[str, Any]] = {
         "unsigned": forged,
@@ -573,7 +573,7 @@ def test_stamps_rise_whatever_the_clock_does() -> None:
 
 def test_signatures_of_a_secret_that_is_given_up_end_with_their_lease(tmp_path: Path, member_keys: MemberKeys) -> None:
     """Two secrets are valid while the cluster changes from one to the other."""
-    old, new = keys_of(tmp_path / "old"), keys_of(tmp_path / "new")
+    old, new = draw_keys(tmp_path / "old"), draw_keys(tmp_path / "new")
     both = tmp_path / "both"
     both.write_text((tmp_path / "new").read_text() + "\n" + (tmp_path / "old").read_text())
     both.chmod(0o600)

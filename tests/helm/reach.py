@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tests.helm.chart import Object, Pod, of_kind, selects
 
 POD_ADDRESS = "10.244.3.7"
-"""Of every pod: no policy of the chart tells two of them apart by it."""
+"""The address of every pod: no policy of the chart tells two of them apart by it."""
 
 
 class Place(NamedTuple):
@@ -21,7 +21,7 @@ class Place(NamedTuple):
     namespace: dict[str, str] | None = None
     """Labels of its namespace; None: the release's."""
     ports: dict[str, int] = {}  # noqa: RUF012
-    """Of its containers, by name."""
+    """The ports of its containers, by name."""
 
 
 def place_of(pod: Pod) -> Place:

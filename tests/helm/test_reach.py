@@ -46,7 +46,7 @@ def table() -> dict[str, dict[str, bool]]:
 
 
 def places(objects: tuple[Object, ...], component: str) -> list[Place]:
-    """Of a row or a column; both pools are the table's `worker`."""
+    """The places of a row or a column; both pools are the table's `worker`."""
     if component == "stranger":
         return [STRANGER]
     if not component:
