@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from baton.errors import Unauthenticated
+from baton.errors import NotAMember
 from baton.rpc.errors import CallContext
 from baton.tls import Tls, names_in_call
 
@@ -56,9 +56,7 @@ class MembersOnly(grpc.aio.ServerInterceptor):
 
     def _require_member(self, context: CallContext) -> None:
         if f"DNS:{self._name}" not in names_in_call(context.auth_context()):
-            raise Unauthenticated(
-                f"only members of the cluster may call this: a certificate of {self._name!r} is needed"
-            )
+            raise NotAMember(f"only members of the cluster may call this: a certificate of {self._name!r} is needed")
 
 
 def members_only(tls: Tls | None) -> list[grpc.aio.ServerInterceptor]:

@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from baton.config import ClusterConfig, Config, RouterConfig, TransferConfig
-from baton.errors import ConfigError, Unauthenticated
+from baton.errors import ConfigError, NotAMember
 from baton.rpc import RpcServer, channel, from_rpc_error, members_only
 from baton.tls import CertificateFiles, Tls, door_tls, member_tls, names_in_call, names_in_connection
 from tests.support.certificates import Authority, cluster_settings, copy, serial_of
@@ -99,25 +99,26 @@ async def test_a_certificate_of_the_same_authority_makes_no_member(tmp_path: Pat
     rpc.server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("baton.v1.Test", handlers)])
     port = rpc.bind("127.0.0.1", 0, member)
     await rpc.start()
-    for tls in (member, tenant):
-        async with channel(f"127.0.0.1:{port}", tls) as connection:
-            one: Any = connection.unary_unary("/baton.v1.Test/Who")
-            many: Any = connection.unary_stream("/baton.v1.Test/Whole")
-            both: Any = connection.stream_stream("/baton.v1.Test/Session")
-            calls: list[Callable[[], Awaitable[bytes]]] = [
-                partial(one, b"", timeout=WAIT_S),
-                partial(_first, many, b""),
-                partial(_first, both, [b""]),
-            ]
-            for call in calls:
-                if tls is member:
-                    assert b"DNS:baton" in await call()
-                    continue
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await call()
-                assert type(from_rpc_error(refused.value, "member")) is Unauthenticated
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(rpc.stop, 0)
+        for tls in (member, tenant):
+            async with channel(f"127.0.0.1:{port}", tls) as connection:
+                one: Any = connection.unary_unary("/baton.v1.Test/Who")
+                many: Any = connection.unary_stream("/baton.v1.Test/Whole")
+                both: Any = connection.stream_stream("/baton.v1.Test/Session")
+                calls: list[Callable[[], Awaitable[bytes]]] = [
+                    partial(one, b"", timeout=WAIT_S),
+                    partial(_first, many, b""),
+                    partial(_first, both, [b""]),
+                ]
+                for call in calls:
+                    if tls is member:
+                        assert b"DNS:baton" in await call()
+                        continue
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        await call()
+                    assert type(from_rpc_error(refused.value, "member")) is NotAMember
     assert members_only(None) == []
-    await rpc.stop(0)
 
 
 async def test_new_connections_use_what_the_files_hold_now(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
