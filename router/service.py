@@ -108,6 +108,10 @@ class RouterService:
         self._encoder.close()
         self._structures.close()
 
+    def is_crowded(self) -> bool:
+        """Returns whether requests are refused, as too many answers are being generated."""
+        return self._limiter.is_crowded
+
     @property
     def facts(self) -> ModelFacts:
         """What requests are checked against: the model's limits, or the workers' where those are tighter."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -13,6 +15,8 @@ SMOOTHING = 0.1
 """Weight of the newest duration in the moving average."""
 CROWDED = 0.8
 """Share of the limit up to which anybody may take what is free; above it, each tenant its own share."""
+CROWDED_S = 30.0
+"""After a refusal, others are likely to be refused for so long."""
 
 
 class Limiter:
@@ -29,6 +33,13 @@ class Limiter:
         self._refused: set[str] = set()
         """Tenants refused since it became crowded: what frees is kept for those that have less than their share."""
         self._mean_duration_s = 1.0
+        self._refused_s = -math.inf
+        """When somebody was refused last."""
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether somebody was refused lately."""
+        return time.monotonic() - self._refused_s < CROWDED_S
 
     @contextlib.contextmanager
     def slot(self, request_id: str, num_choices: int, tenant: Tenant = DEFAULT_TENANT) -> Iterator[None]:
@@ -44,6 +55,7 @@ class Limiter:
         self._weights[tenant.id] = tenant.weight
         if self.num_in_flight + num_choices > self._limit_of(tenant):
             self._refused.add(tenant.id)
+            self._refused_s = time.monotonic()
             raise Overloaded(
                 f"{self.num_in_flight} of at most {self.max_in_flight} answers are being generated, "
                 f"{self._by_tenant[tenant.id]} of them yours; try again later",

@@ -14,6 +14,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from baton.api import GenerateChunk, GenerateRequest
+from baton.errors import BatonError
 from baton.quota import Quota
 from baton.telemetry import tracing
 from router.admission.tenants import Tenant
@@ -35,6 +36,10 @@ class AnswerForm(Protocol):
 
         An error is an event as well: the status is long sent.
         """
+        ...
+
+    def broken(self, error: BatonError) -> bytes:
+        """Returns the event that comes after whatever events, when there will be no more for this reason."""
         ...
 
 
@@ -78,7 +83,7 @@ async def answered(
     # The first chunk is awaited here, so that a refusal still becomes a status code.
     first = await unless_disconnected(request, anext(chunks))
     headers = id_headers(request) | limit_headers(first.quota)
-    return EventStream(form.events(first, chunks), headers, request.app.state.ahead)
+    return EventStream(form.events(first, chunks), headers, request.app.state.ahead, form.broken)
 
 
 async def _whole(chunks: AsyncGenerator[GenerateChunk], form: AnswerForm) -> tuple[Quota | None, dict[str, Any]]:

@@ -3,7 +3,7 @@
 Each piece is written as it comes. When a write waits, because the client does not read, the answer is read ahead: what
 it holds in the cluster is free once its last token is computed, whenever that is read. What has been read ahead has a
 bound, of all clients together; beyond it an answer goes no faster than its client reads. Whose write waits too long has
-its answer ended.
+its answer ended; sooner, if others are refused meanwhile and the answer is still being computed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ T = TypeVar("T")
 LOOK_S = 1.0
 """Time between two looks at whether a client reads."""
 MAX_AHEAD_BYTES = 32 * 2**20
+CROWDED_STALL_S = 5.0
+"""The longest time that a write may take while others are refused and the answer keeps a place from them."""
 
 
 class ReadAhead:
@@ -29,10 +31,12 @@ class ReadAhead:
 
     Args:
         max_bytes: beyond so many, an answer is read ahead only as far as its client has read.
+        is_crowded: says whether requests are refused, as too many answers are being computed.
     """
 
-    def __init__(self, max_bytes: int = MAX_AHEAD_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_AHEAD_BYTES, *, is_crowded: Callable[[], bool] = lambda: False) -> None:
         self.num_bytes = 0
+        self.is_crowded = is_crowded
         self._max_bytes = max_bytes
         self._waiting: set[asyncio.Event] = set()
 
@@ -71,7 +75,7 @@ async def deliver(
         write: returns once the client, or what lies between, has taken an item.
         size: of an item in memory, in bytes.
         ahead: what is read ahead is counted here.
-        stall_s: longest time that a write may take.
+        stall_s: longest time that a write may take; see also CROWDED_STALL_S.
 
     Raises:
         NotRead: a write took longer. The items are closed by then; `write` was cancelled, and has ended.
@@ -83,9 +87,9 @@ async def deliver(
             await write(item)
             delivery.has_written()
     except asyncio.CancelledError:
-        if delivery.is_given_up:
+        if delivery.reason:
             _current_task().uncancel()
-            raise NotRead(f"the client has not read for {stall_s:g} s") from None
+            raise NotRead(delivery.reason) from None
         raise
     finally:
         await delivery.close()
@@ -95,7 +99,8 @@ class _Delivery(Generic[T]):
     """The state of one delivery. Of the items, one task at a time asks for the next."""
 
     def __init__(self, items: AsyncGenerator[T], size: Callable[[T], int], ahead: ReadAhead, stall_s: float) -> None:
-        self.is_given_up = False
+        self.reason = ""
+        """Why it was given up; empty: it was not."""
         self._items = items
         self._has_ended = False
         self._size = size
@@ -155,15 +160,24 @@ class _Delivery(Generic[T]):
 
     def _look(self) -> None:
         waited_s = self._loop.time() - self._waits_since_s
-        if waited_s >= self._stall_s:
+        self.reason = self._why_not_longer(waited_s)
+        if self.reason:
             # A write may not be cancelled at once, and what the answer holds is not to wait for that.
-            self.is_given_up = True
             self._closing = self._closing or asyncio.create_task(self._close())
             self._writer.cancel()
             return
         if waited_s >= LOOK_S and self._reading is None:
             self._reading = asyncio.create_task(self._read_ahead())
         self._timer = self._loop.call_later(min(LOOK_S, self._stall_s), self._look)
+
+    def _why_not_longer(self, waited_s: float) -> str:
+        """Returns why a write that has waited so long is given up; empty: it is not."""
+        if waited_s >= self._stall_s:
+            return f"the client has not read for {self._stall_s:g} s"
+        is_computed = self._has_ended or (self._reading is not None and self._reading.done())
+        if waited_s >= CROWDED_STALL_S and not is_computed and self._ahead.is_crowded():
+            return f"the client has not read for {CROWDED_STALL_S:g} s, and others wait for the place of its answer"
+        return ""
 
     async def _read_ahead(self) -> None:
         try:

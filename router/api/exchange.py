@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from baton.errors import BatonError, NotRead
 from baton.quota import Quota
 from router.admission import check_request_id
 from router.api.delivery import ReadAhead, deliver
@@ -125,21 +126,34 @@ class EventStream(StreamingResponse):
     """A stream of events, each written as it comes.
 
     Closes its generator when the client leaves, at whatever point, so that the request ends everywhere at once.
+
+    Args:
+        broken: returns the event that comes last where the client has not read for too long.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], headers: Mapping[str, str], ahead: ReadAhead) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        headers: Mapping[str, str],
+        ahead: ReadAhead,
+        broken: Callable[[BatonError], bytes],
+    ) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", **headers})
         self._events = events
         self._ahead = ahead
+        self._broken = broken
 
     async def stream_response(self, send: Send) -> None:
         async def write(data: bytes) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await deliver(self._events, write, size=sys.getsizeof, ahead=self._ahead)
+        try:
+            await deliver(self._events, write, size=sys.getsizeof, ahead=self._ahead)
+        except NotRead as error:
+            await write(self._broken(error))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -99,7 +99,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._service = service
         self._ingress = ingress
         self._stall_s = stall_s
-        self._ahead = ReadAhead()
+        self._ahead = ReadAhead(is_crowded=lambda: service.is_crowded())
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - the generated name
         self, request: inference_pb2.GenerateRequest, context: CallContext

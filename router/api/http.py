@@ -60,6 +60,7 @@ def create_app(
         hosts: the hosts that requests may name.
     """
     app = _app()
+    app.state.ahead = ReadAhead(is_crowded=lambda: service.is_crowded())
     app.add_middleware(_BodyLimit)
     app.add_middleware(_HttpAuthentication, tenants=tenants)
     app.add_middleware(_HostCheck, hosts=hosts)  # the last is the first that a request meets
@@ -82,7 +83,7 @@ def create_scraped_app(is_ready: Callable[[], str], metrics: Callable[[], bytes]
 
 def _app() -> FastAPI:
     app = FastAPI(title="Baton", openapi_url=None, telemetry=NO_TELEMETRY)
-    app.state.ahead, app.state.parser = ReadAhead(), BodyParser()
+    app.state.parser = BodyParser()
     app.add_exception_handler(BatonError, _on_baton_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)

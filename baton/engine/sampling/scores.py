@@ -16,6 +16,8 @@ from baton.scores import NO_SCORES, TokenScores
 
 LEAST = -9999.0
 """The log probability of what is impossible: infinity is no JSON."""
+BLOCK = 64
+"""Tokens whose largest logit is found at once, before the largest of all are looked for."""
 
 
 def scores_of(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> TokenScores:
@@ -41,12 +43,28 @@ def scores_of(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> T
 def _likeliest(logits: torch.Tensor, count: int) -> tuple[list[list[int]], torch.Tensor]:
     """Returns the likeliest tokens of each row, `[rows, count]`, in falling order, and their logits."""
     count = min(count, logits.shape[-1])
-    best = logits.topk(min(count + 1, logits.shape[-1]), dim=-1)
-    ids = best.indices[:, :count].tolist()
-    is_tied = (best.values[:, 1:] == best.values[:, :-1]).any(-1)
+    best, found = _largest(logits, min(count + 1, logits.shape[-1]))
+    ids = found[:, :count].tolist()
+    is_tied = (best[:, 1:] == best[:, :-1]).any(-1)
     for row in is_tied.nonzero()[:, 0].tolist() if count else ():
-        ids[row] = falling(logits[row], best.values[row, count - 1])[0][:count].tolist()
-    return ids, best.values[:, :count]
+        ids[row] = falling(logits[row], best[row, count - 1])[0][:count].tolist()
+    return ids, best[:, :count]
+
+
+def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the largest values of each row, in falling order, and their places, each `[rows, count]`.
+
+    The largest ones lie in the blocks with the largest maxima, as many as are looked for: a `topk` of these maxima, and
+    another one of what is in these blocks, take half the time of one of the whole row.
+    """
+    rows, size = logits.shape
+    if size % BLOCK or count * BLOCK >= size:
+        whole = logits.topk(count, dim=-1)
+        return whole.values, whole.indices
+    blocks = logits.reshape(rows, -1, BLOCK)
+    chosen = blocks.amax(-1).topk(count, dim=-1, sorted=False).indices
+    best = blocks.gather(1, chosen[:, :, None].expand(-1, -1, BLOCK)).flatten(1).topk(count, dim=-1)
+    return best.values, chosen.gather(1, best.indices // BLOCK) * BLOCK + best.indices % BLOCK
 
 
 class RawLogits:
@@ -66,7 +84,9 @@ class RawLogits:
         self._logits.copy_(asking)
         best = self._logits.amax(-1, keepdim=True)
         shares = torch.sub(self._logits, best, out=buffers.like("products", asking)).exp_()
-        self._log_sums = best[:, 0].double() + shares.sum(-1, dtype=torch.float64).log()
+        # Sums of few float32 numbers are exact enough, and those of all of them in float64 take as long as the rest.
+        partial = shares.view(len(asking), -1, BLOCK).sum(-1) if shares.shape[-1] % BLOCK == 0 else shares
+        self._log_sums = best[:, 0].double() + partial.sum(-1, dtype=torch.float64).log()
 
     def scores(self, token_ids: Sequence[int]) -> list[TokenScores]:
         """Returns the scores of one token for each of all rows."""

@@ -63,7 +63,10 @@ class MessageForm:
                 async for each in self._typed(first, chunks):
                     yield event(each, each["type"])
             except BatonError as error:
-                yield event(error_body(error, self.request_id), "error")
+                yield self.broken(error)
+
+    def broken(self, error: BatonError) -> bytes:
+        return event(error_body(error, self.request_id), "error")
 
     async def _typed(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[MessageEvent]:
         """Yields the events of all chunks; the last one comes only if the answer has come to its end."""

@@ -65,8 +65,11 @@ class CompletionForm:
                     usage, timing = chunk.usage or usage, chunk.timing or timing
                     chunk = await anext(chunks, None)
             except BatonError as error:
-                yield event(error_body(error))
+                yield self.broken(error)
                 return
         if self.include_usage and usage is not None:
             yield event(shape.usage_chunk(usage, timing))
         yield b"data: [DONE]\n\n"
+
+    def broken(self, error: BatonError) -> bytes:
+        return event(error_body(error))

@@ -12,7 +12,7 @@ from typing import Any
 from baton.api import GenerateChunk
 from baton.errors import BatonError
 from router.api.exchange import event
-from router.api.responses.writer import ResponseEvent, ResponseWriter
+from router.api.responses.writer import ResponseEvent, ResponseWriter, error_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,9 @@ class ResponseForm:
                 return
         for each in _sent(writer.end(int(time.time()))):
             yield each
+
+    def broken(self, error: BatonError) -> bytes:
+        return event({"type": "error", **error_fields(error)}, "error")
 
 
 def _sent(events: Iterable[ResponseEvent]) -> Iterable[bytes]:

@@ -83,9 +83,7 @@ class ResponseWriter:
         response["output"] += [self._open.item("incomplete")] if self._open else []
         response["error"] = {"code": _code(error), "message": str(error)}
         yield self._event("response.failed", response=response)
-        body = error_body(error)["error"]
-        flat = {name: body[name] for name in ("code", "message", "param")}
-        yield self._event("error", **flat, error=body)
+        yield self._event("error", **error_fields(error))
 
     def _part(self, part: PartBegin | PartMore | PartEnd, status: str) -> Iterator[ResponseEvent]:
         match part:
@@ -194,6 +192,12 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
+
+
+def error_fields(error: BatonError) -> dict[str, Any]:
+    """Returns the fields of an `error` event: flat, as OpenAI has them, and as its other APIs do."""
+    body = error_body(error)["error"]
+    return {**{name: body[name] for name in ("code", "message", "param")}, "error": body}
 
 
 def _code(error: BatonError) -> str:

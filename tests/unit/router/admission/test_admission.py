@@ -23,7 +23,7 @@ from router.admission import (
     sampling_params,
     with_lengths,
 )
-from router.admission.limiter import CROWDED
+from router.admission.limiter import CROWDED, CROWDED_S
 from router.admission.tenants import Tenant
 
 FACTS = ModelFacts(
@@ -212,6 +212,20 @@ def test_a_tenant_whose_weight_changes_keeps_what_it_has() -> None:
         with limiter.slot("c", 2, Tenant(id="acme", weight=3.0)):
             assert limiter.num_in_flight == 10
     assert limiter.num_in_flight == 0
+
+
+def test_a_router_is_crowded_for_a_while_after_it_refused_somebody(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    limiter = Limiter(1)
+    with limiter.slot("a", 1):
+        assert not limiter.is_crowded, "full, but nobody is refused"
+        with pytest.raises(Overloaded):
+            limiter.slot("b", 1).__enter__()
+    crowded = [limiter.is_crowded]
+    now_s += CROWDED_S
+    crowded.append(limiter.is_crowded)
+    assert crowded == [True, False]
 
 
 def test_the_limiter_counts_choices() -> None:

@@ -140,6 +140,34 @@ async def test_who_does_not_read_for_long_is_ended(max_bytes: int) -> None:
     assert not client.taken
 
 
+async def test_who_does_not_read_loses_the_place_of_the_answer_where_others_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(delivery, "CROWDED_STALL_S", 0.1)
+    is_crowded = False
+    answer, client, ahead = Answer(), Client(), ReadAhead(10, is_crowded=lambda: is_crowded)
+    delivering = asyncio.create_task(deliver(answer.items(), client.take, size=lambda item: 3, ahead=ahead))
+    await asyncio.sleep(0.3)
+    assert not answer.has_ended, "nobody is refused"
+    is_crowded = True
+    with pytest.raises(NotRead, match=r"for 0\.1 s, and others wait for the place of its answer"):
+        await delivering
+    assert (answer.has_ended, ahead.num_bytes) == (True, 0)
+
+
+async def test_an_answer_that_is_computed_keeps_no_place_and_waits_for_its_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(delivery, "CROWDED_STALL_S", 0.1)
+    answer, client, ahead = Answer(), Client(), ReadAhead(is_crowded=lambda: answer.has_ended)
+    delivering = asyncio.create_task(deliver(answer.items(), client.take, size=lambda item: 3, ahead=ahead))
+    await until(lambda: answer.has_ended)
+    await asyncio.sleep(0.3)
+    client.reads.set()
+    await delivering
+    assert client.taken == ALL
+
+
 async def test_what_is_held_is_free_though_the_write_cannot_be_cancelled() -> None:
     answer, client, ahead = Answer(), Client(), ReadAhead(10)
 

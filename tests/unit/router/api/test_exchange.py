@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
-from router.api.exchange import JsonAnswer, event
+from baton.errors import NotRead
+from router.api import delivery
+from router.api.anthropic.events import MessageForm
+from router.api.delivery import ReadAhead
+from router.api.exchange import EventStream, JsonAnswer, event
+from router.api.responses.form import ResponseForm
 
 
 @pytest.mark.parametrize(
@@ -27,3 +34,34 @@ def test_any_value_is_one_line_of_ascii(value: dict[str, Any]) -> None:
     assert json.loads(data.removeprefix("data: ")) == json.loads(json.dumps(value))
     assert event(value) == data.encode() + b"\n\n"
     assert JsonAnswer(value).body == data.removeprefix("data: ").encode()
+
+
+async def test_the_stream_of_a_client_that_does_not_read_ends_in_an_error_and_not_as_if_it_were_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(delivery, "LOOK_S", 0.02)
+    monkeypatch.setattr(delivery, "CROWDED_STALL_S", 0.05)
+    sent: list[bytes] = []
+    reads = asyncio.Event()
+
+    async def events() -> AsyncGenerator[bytes]:
+        for number in range(100):
+            yield b"%d\n" % number
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            if message["body"] == b"0\n":
+                await reads.wait()
+            sent.append(message["body"])
+
+    stream = EventStream(events(), {}, ReadAhead(8, is_crowded=lambda: True), lambda error: str(error).encode())
+    await stream.stream_response(send)
+    assert sent == [b"the client has not read for 0.05 s, and others wait for the place of its answer", b""]
+
+
+def test_an_answer_that_breaks_off_ends_in_the_error_of_its_api() -> None:
+    error = NotRead("it has not read")
+    message = json.loads(MessageForm("msg_1", "m", "given").broken(error).decode().split("data: ")[1])
+    assert (message["type"], message["error"]["message"]) == ("error", "it has not read")
+    response = json.loads(ResponseForm({}).broken(error).decode().split("data: ")[1])
+    assert (response["type"], response["message"]) == ("error", "it has not read")

@@ -17,7 +17,7 @@ from baton.engine.sampling.history import MAX_KEPT, Histories, History
 from baton.engine.sampling.pipeline import Sampler
 from baton.engine.sampling.random import DRAW, XTC, uniform
 from baton.engine.sampling.row import Row
-from baton.engine.sampling.scores import scores_of
+from baton.engine.sampling.scores import BLOCK, scores_of
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES
 from tests.unit.baton.engine.sampling import reference
@@ -294,6 +294,19 @@ def test_scores_are_of_the_models_own_distribution(asked: dict[str, Any]) -> Non
         assert list(found.top_logprobs) == pytest.approx(best.values.tolist(), abs=1e-5)
         alone = Sampler(EOS_IDS).sample_and_score(logits[index : index + 1].clone(), [rows[index]])
         assert (alone.token_ids, alone.scores) == ([tokens[index]], [found])
+
+
+@pytest.mark.parametrize("size", [BLOCK * 40, BLOCK * 40 + 1, BLOCK * 3])
+def test_the_likeliest_tokens_are_those_of_the_whole_row_wherever_they_lie(size: int) -> None:
+    logits = torch.randn(8, size, generator=torch.Generator().manual_seed(size)).double().float()
+    logits[1, 5:25] += 20  # all in one block
+    logits[2, ::BLOCK] += 20  # one in each
+    logits[3, BLOCK - 1 : BLOCK + 1] += 20
+    logits[4] = logits[4].round()  # many are equal
+    for count in (1, 5, 20):
+        found = scores_of(logits, [0] * 8, count)
+        ids = torch.tensor(found.top_ids).view(8, count)
+        assert torch.equal(ids, logits.sort(-1, descending=True, stable=True).indices[:, :count])
 
 
 def test_scores_of_tokens_that_a_client_names() -> None:
