@@ -20,7 +20,7 @@ from tests.support.logs import ends_of_logs
 from tests.support.order import ByFile, put_first
 
 # By default a test fails if one of its examples takes 200 ms, which a busy machine needs for anything.
-settings.register_profile("baton", deadline=None)
+settings.register_profile("baton", deadline=None, max_examples=50)
 settings.load_profile("baton")
 
 MORE_EXAMPLES = 20

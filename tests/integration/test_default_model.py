@@ -73,6 +73,7 @@ def test_text_under_the_models_own_prediction(model: Any, model_dir: Path) -> No
     assert loss == pytest.approx(2.642, abs=0.01)
 
 
+@pytest.mark.chaos
 def test_conversion_from_scratch_writes_the_same_files(model_dir: Path, tmp_path: Path) -> None:
     folder = catalogue_folder(CATALOGUE["smollm2-135m-instruct"], tmp_path, ignore_progress)
     assert folder.name == model_dir.name

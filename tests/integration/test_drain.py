@@ -284,6 +284,7 @@ def test_a_worker_that_ends_waits_until_its_last_choice_has_moved(split_fleet: F
         assert {(stream.timing.decode_worker, stream.retries) for stream in streams} == {("decode-4", 0)}
 
 
+@pytest.mark.chaos
 def test_two_workers_that_leave_at_once_lose_no_kv(aggregated_fleet: Fleet) -> None:
     """The one that was to take over leaves as well: what the first one holds is pulled from there all the same."""
     num_streams, num_prompt_tokens, max_tokens = 4, 1500, 1000

@@ -76,6 +76,7 @@ ONE_OF_EACH_SLOT = [
 @pytest.mark.parametrize(
     "checks", [["handover-small"], pytest.param(ONE_OF_EACH_SLOT, marks=pytest.mark.chaos)], ids=len
 )
+@pytest.mark.chaos
 def test_what_says_something_on_a_cpu_is_right_there(checks: list[str]) -> None:
     lines = run("--rehearse", "--slot", *"123456", "--only", *checks)
     assert {line["check"]: (line["status"], line["reason"]) for line in lines} == dict.fromkeys(checks, ("pass", ""))

@@ -128,6 +128,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("layers", [0, 1])
 @pytest.mark.parametrize("most", [1, 2, 5])
 @pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.chaos
 async def test_a_smaller_step_gives_the_same_tokens(model: Path, most: int, layers: int, ahead: bool) -> None:
     alone = await answers(engine_of(runner_of(model), ENGINE), specs())
     assert not any(isinstance(each, Exception) for each in alone)

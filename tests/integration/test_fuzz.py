@@ -39,7 +39,7 @@ from tests.support.bodies import BODIES, MESSAGES
 from tests.support.operator import OPERATOR_ENTRY
 from tests.support.spoiling import spoiled, spoiled_json, spoiled_wire
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "6"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "4"))
 SEED = int(os.environ.get("FUZZ_SEED") or secrets.randbelow(2**31))
 NUMBER = os.environ.get("FUZZ_NUMBER")
 ANSWER_S = 120.0

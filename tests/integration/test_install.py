@@ -96,6 +96,7 @@ def project(index: str, tmp_path: Path) -> Project:
     return Project(folder, environment | own)
 
 
+@pytest.mark.chaos
 def test_the_build_of_torch_is_that_of_the_machine(project: Project, index: str, tmp_path: Path) -> None:
     cpu, cuda = {CPU, "needstorch 1"}, {CUDA, "nvidia_cublas 1", "needstorch 1"}
     assert project.install(NVIDIA="", TORCH_CPU_INDEX=f"{index}/cpu") == cpu, "no driver"
@@ -110,6 +111,7 @@ def test_beside_a_driver_the_cpu_build_is_not_taken_for_its_higher_version(proje
     assert CUDA in project.install(NVIDIA="yes", TORCH_CPU_INDEX=NOWHERE)
 
 
+@pytest.mark.chaos
 def test_beside_a_driver_a_cpu_build_is_better_than_none(project: Project, index: str) -> None:
     project.environment["PIP_INDEX_URL"] = f"{index}/cpu"
     assert project.install(NVIDIA="yes") == {CPU, "needstorch 1"}

@@ -123,6 +123,7 @@ def test_the_list_of_models_names_both(cluster: Cluster) -> None:
     assert (model["weights"], model["kv_dtype"]) == ("int8g", "int8")
 
 
+@pytest.mark.chaos
 def test_pages_of_another_type_are_refused_by_name_and_no_token_is_wrong(
     cluster: Cluster, model_dir: Path, redis_url: str
 ) -> None:
@@ -143,6 +144,7 @@ def test_pages_of_another_type_are_refused_by_name_and_no_token_is_wrong(
     assert "in group 'all', int8 cannot be converted to float32" in cluster.log
 
 
+@pytest.mark.chaos
 def test_a_worker_of_other_weights_is_another_models(cluster: Cluster, redis_url: str) -> None:
     with decode_worker_beside(redis_url, "exact", "int8"):
         _, checks = doctor(cluster)

@@ -101,6 +101,7 @@ def test_steps_one_behind_the_other_copy_once_and_wait_for_nothing(
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.chaos
 def test_what_a_token_is_drawn_by_is_copied_without_waiting(
     name: str, runner: TransformersRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ from tests.integration.test_engine_models import (
     make_engine,
     make_spec,
     num_as_generate,
+    often_on_one,
     refer,
     rows_of,
     same_up_to_near_ties,
@@ -100,7 +101,7 @@ def native_engine(folder: Path, config: EngineConfig = ENGINE) -> Engine:
     return engine_of(native_runner(folder, config), config)
 
 
-@pytest.mark.parametrize(("kind", "extra"), CASES)
+@pytest.mark.parametrize(("kind", "extra"), often_on_one(CASES, 0))
 def test_a_tiny_model_of_each_type_answers_as_generate(kind: str, extra: dict[str, Any], tmp_path: Path) -> None:
     save_tiny(kind, extra, tmp_path)
     num_same = num_as_generate(native_engine(tmp_path), load_reference(tmp_path))
@@ -608,6 +609,7 @@ def test_weights_that_only_the_native_step_makes_are_refused_elsewhere(
         make_runner(model, ENGINE, cache)
 
 
+@pytest.mark.chaos
 def test_weights_that_compute_something_else_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny("llama", {}, tmp_path)
 

@@ -99,6 +99,7 @@ def packed_in(cache: Path) -> Path:
     return path
 
 
+@pytest.mark.chaos
 def test_two_that_start_together_and_one_later_compute_the_same_and_one_packs(model: Path, cache: Path) -> None:
     def begin() -> subprocess.Popen[str]:
         command = [sys.executable, "-c", START, str(model), str(cache.parent)]

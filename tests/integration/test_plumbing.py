@@ -97,7 +97,8 @@ def test_a_repeated_prompt_lands_on_its_owner_and_survives_the_owner(arithmetic_
 
 
 @pytest.mark.parametrize(
-    ("role", "num_requests", "num_prompt_tokens", "num_tokens"), [("prefill", 96, 1200, 8), ("decode", 32, 200, 600)]
+    ("role", "num_requests", "num_prompt_tokens", "num_tokens"),
+    [pytest.param("prefill", 96, 1200, 8, marks=pytest.mark.chaos), ("decode", 32, 200, 600)],
 )
 def test_a_killed_worker_loses_no_stream(
     arithmetic_cluster: Cluster, role: str, num_requests: int, num_prompt_tokens: int, num_tokens: int
@@ -436,6 +437,7 @@ def test_the_router_restarts(arithmetic_cluster: Cluster) -> None:
     assert cluster.generate(token_ids=prompt, sampling=sampling(5)).token_ids == expected_tokens(prompt, 5)
 
 
+@pytest.mark.chaos
 def test_pools_too_small_for_all_streams_preempt_and_stay_exact() -> None:
     """24 streams of 600 tokens and more, in pools of 1,024: received sequences are preempted and computed again."""
     prompts = [prompt_of(500 + i, 30 + 7 * i) for i in range(24)]

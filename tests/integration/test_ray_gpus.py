@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import pytest
 import ray
 
 from baton.cluster import Role
@@ -15,6 +16,7 @@ from deploy.ray_pools.actors import RayActors
 from deploy.ray_pools.gpus import gpus_per_worker
 
 
+@pytest.mark.chaos
 async def test_three_workers_find_their_parts_of_two_gpus() -> None:
     ray.init(
         address="local",

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 
 import psutil
+import pytest
 
 from deploy.local.child import Child
 from tests.support.processes import command_line, running
 from tests.support.waiting import wait_until
 
 
+@pytest.mark.chaos
 async def test_it_leaves_no_process_when_its_raylet_is_killed() -> None:
     """The agents then report to the GCS, and when that is gone as well they try for a minute."""
     head = Child("Ray", "deploy.ray_pools.head", (), {})

@@ -85,7 +85,10 @@ def requests_of_every_kind(fleet: Fleet) -> list[GenerateRequest]:
     return [replace(kind, request_id=next(REQUEST_IDS)) for kind in kinds * 3]
 
 
-@pytest.mark.parametrize("has_redis", [True, False], ids=["with a record", "without Redis"])
+@pytest.mark.parametrize(
+    "has_redis",
+    [pytest.param(True, id="with a record"), pytest.param(False, id="without Redis", marks=pytest.mark.chaos)],
+)
 def test_a_killed_router_loses_no_stream(fleet: Fleet, has_redis: bool) -> None:
     requests = requests_of_every_kind(fleet)
     victim, survivor = alive(fleet)[0], fleet.routers[-1]
@@ -145,6 +148,7 @@ def test_it_goes_on_from_every_token(fleet: Fleet, is_elsewhere: bool) -> None:
         listener.same_as(whole)
 
 
+@pytest.mark.chaos
 def test_it_goes_on_from_every_token_whatever_was_noted(fleet: Fleet) -> None:
     """What the dead router has noted is behind what the client has, or ahead of it, or all there is."""
     request, whole = stopped_request(fleet)
@@ -235,6 +239,7 @@ def num_noted(fleet: Fleet, request: GenerateRequest) -> int:
 
 
 @pytest.mark.parametrize("num_heard", [0, pytest.param(100, marks=pytest.mark.chaos)])
+@pytest.mark.chaos
 def test_the_same_router_goes_on_with_what_it_has(fleet: Fleet, num_heard: int) -> None:
     """The client has lost its connection, and the router has not noticed. The new stream brings at once all that the
     old one has generated, also what no record in Redis can have yet.
@@ -373,6 +378,7 @@ def test_a_client_of_ours_does_not_notice(fleet: Fleet) -> None:
     heard.same_as(whole)
 
 
+@pytest.mark.chaos
 def test_routers_behind_one_address_stop_and_die_one_after_the_other() -> None:
     """One stops as an operator asks it to and then breaks off, one is killed: clients hear unbroken streams."""
     num_clients = 12

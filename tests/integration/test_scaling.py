@@ -244,6 +244,7 @@ def test_only_this_machine_reaches_the_controller(cluster: Cluster) -> None:
     assert {host} == bound == {"127.0.0.1"}
 
 
+@pytest.mark.chaos
 def test_workers_outlive_the_controller_and_so_do_orders(cluster: Cluster) -> None:
     cluster.client.scale("decode", 2)
     before = cluster.wait_for(has(1, 2))

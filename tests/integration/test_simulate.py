@@ -61,6 +61,7 @@ def test_the_table_fits_a_terminal_and_the_workers_may_be_split(trace: Path) -> 
     assert "30 requests, prefill:decode workers 2:3" in done.stderr.replace("\n", " ")
 
 
+@pytest.mark.chaos
 def test_a_grid_of_loads_and_pools_in_a_table_and_in_pictures(trace: Path, tmp_path: Path) -> None:
     grid = ("--pools", "0:3", "--pools", "1:2", "--load", "1", "--load", "4", "--plot", str(tmp_path / "pictures"))
     done = baton(str(trace), *ARGUMENTS, *grid)

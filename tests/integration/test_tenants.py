@@ -247,6 +247,7 @@ def test_a_bad_tenants_file_stops_the_cluster_from_starting(tmp_path: Path) -> N
         assert sentence in result.stderr.splitlines()[-1], "told by this process, not by a router that it has started"
 
 
+@pytest.mark.chaos
 def test_the_doctor_asks_for_a_key_and_tries_it(cluster: Served) -> None:
 
     def tried(*words: str, **settings: str) -> tuple[int, dict[str, str]]:

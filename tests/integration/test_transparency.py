@@ -34,7 +34,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
 
-NUM_REQUESTS = int(os.environ.get("TRANSPARENT_REQUESTS", "240"))
+NUM_REQUESTS = int(os.environ.get("TRANSPARENT_REQUESTS", "120"))
 NUM_CLIENTS = 16
 NUM_EXPECTED = 76
 """Answers that are worked out without a cluster, too."""
@@ -186,6 +186,7 @@ def test_every_end_occurs_over_other_apis(other_answers: list[ApiAnswer]) -> Non
     assert items == {"reasoning", "message", "function_call"}
 
 
+@pytest.mark.chaos
 def test_split_or_not(split_fleet: Fleet, all_answers: list[Listening | ApiAnswer]) -> None:
     same(all_of(ALL, lambda request: heard_from(split_fleet, request)), all_answers)
 
@@ -316,6 +317,7 @@ def test_a_search_goes_on_where_the_leaving_worker_was(split_fleet: Fleet) -> No
     split_fleet.wait_for(split_fleet.add(Role.DECODE))
 
 
+@pytest.mark.chaos
 def test_a_router_dies_in_the_middle(split_fleet: Fleet, answers: list[Answer], other_answers: list[ApiAnswer]) -> None:
     """Each client has half of its answer, and gets the rest from the other router; with another API all of it, anew."""
     first, second = split_fleet.routers

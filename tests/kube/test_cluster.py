@@ -35,6 +35,7 @@ SETTINGS = (
 STALL_S = 8.0
 
 
+@pytest.mark.chaos
 def test_a_release_from_its_first_to_its_last_day(tmp_path: Path, model_dir: Path) -> None:
     """Install, scale, stand still, upgrade, uninstall: under load from the first answer on."""
     with kube_cluster(4, tmp_path, model_dir.parents[1], *SETTINGS) as release:

@@ -51,7 +51,7 @@ from tests.unit.kvstore.transfer.peers import (
 
 pytestmark = [pytest.mark.first, pytest.mark.timeout(280)]
 
-NUM_TRANSFERS = int(os.environ.get("NUM_TRANSFERS", "3000"))
+NUM_TRANSFERS = int(os.environ.get("NUM_TRANSFERS", "1200"))
 SPEC = KVSpec(
     (LayerGroup(name="all", layers=tuple(range(4)), num_kv_heads=1, k_dim=4, v_dim=4, block_size=16, dtype="float32"),)
 )
@@ -267,7 +267,7 @@ class TransportLoop:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("link", ["gloo", "shm", "tcp"])
+@pytest.mark.parametrize("link", [pytest.param("gloo", marks=pytest.mark.chaos), "shm", "tcp"])
 async def test_not_one_wrong_byte_is_taken_for_right(link: str, case: str, injected: Injected) -> None:
     breaks = case in (*BREAKING, "link_flip", "everything") or (case == "link_truncate" and link == "tcp")
     config = TransferConfig(

@@ -77,7 +77,7 @@ CONTROL = (">offer", "<grant", ">commit", "<commit_ack", ">abort", "<abort_ack",
 """The messages of transfers; what else a session says does not depend on them."""
 
 
-@pytest.fixture(params=["gloo", "shm", "tcp"])
+@pytest.fixture(params=[pytest.param("gloo", marks=pytest.mark.chaos), "shm", "tcp"])
 def link(request: pytest.FixtureRequest) -> str:
     kind: str = request.param
     return kind

@@ -74,7 +74,7 @@ def spelled(draw: st.DrawFn, kind: tokenizers.Tokenizer) -> tuple[str, list[str]
     return source, texts
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(data=st.data())
 @pytest.mark.parametrize("name", KINDS)
 def test_no_text_completes_a_special_token_that_the_template_begins(name: str, data: st.DataObject) -> None:
