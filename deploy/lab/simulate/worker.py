@@ -189,6 +189,7 @@ class SimulatedWorker:
 
     def begin(self, now: float) -> list[BlocksReserved]:
         """Begins the next step, if there is anything to do. Returns the sequences that got blocks to receive KV."""
+        assert self._step is None, "one step at a time"
         step, outputs = self.engine.schedule(now)
         self.engine.take_block_events()
         if step:

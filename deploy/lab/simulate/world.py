@@ -73,7 +73,7 @@ class World:
         self._flights: dict[EngineSequence, Flight] = {}
         self._numbers, self._order = itertools.count(), itertools.count()
         self._scaler = Scaler(scaling, self.members) if scaling else None
-        self._evacuated: SimulatedWorker | None = None
+        self._evacuating: set[int] = set()
         self._is_expecting = False
         self.num_moved = 0
         """Answers that went to another worker on their way."""
@@ -187,7 +187,7 @@ class World:
 
     def _wake(self, worker: SimulatedWorker) -> None:
         """Something is new on a worker: an idle one begins a step, a busy one may end earlier than was expected."""
-        if worker is self._evacuated:
+        if worker.index in self._evacuating:
             return
         if worker.ends_s is None:
             self._advance(worker)
@@ -208,6 +208,8 @@ class World:
             self._apply(worker, happened)
         if self.members.is_leaving(worker):
             self._evacuate(worker)
+        if worker.ends_s is not None:  # what became of that woke it
+            return
         for admitted in worker.begin(self.now):
             self._apply(worker, admitted)
         self._await(worker)
@@ -315,7 +317,7 @@ class World:
 
     def _evacuate(self, worker: SimulatedWorker) -> None:
         """Moves away what a worker holds that leaves; called between two of its steps."""
-        self._evacuated = worker
+        self._evacuating.add(worker.index)
         for sequence, flight in list(self._flights.items()):
             if sequence not in self._flights or not flight.concerns(worker, sequence):
                 continue
@@ -325,7 +327,7 @@ class World:
                     self._withdraw(flight)
             elif sequence is not flight.held and (waits or sequence.status is Status.RUNNING):
                 self._move_on(flight, sequence, worker)
-        self._evacuated = None
+        self._evacuating.discard(worker.index)
         if self.members.try_to_leave(worker, self.now) and self._scaler is not None:
             self._carry_out(self._scaler)
 
