@@ -7,6 +7,8 @@ PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --q
 STAMP := $(VENV)/.installed
 # What only `make lock` and `make audit` need stands in an environment of its own.
 TOOLS := $(VENV)/tools
+# So does what builds the site of the documents.
+DOCS := $(VENV)/docs
 LOCK_TOOLS := uv==0.13.9 pip-audit==2.10.1
 TORCH := 2.13.0
 # Asked beside pip's own indexes where there is no NVIDIA driver: PyPI has only the build that brings CUDA, gigabytes of it.
@@ -86,6 +88,7 @@ generated: $(STAMP)
 	$(BIN)/python -m tools.dashboards
 	$(BIN)/python -m tools.chart_docs
 	$(BIN)/python -m tools.api_docs
+	$(BIN)/python -m tools.reference_docs
 
 .PHONY: proto-is-current
 proto-is-current: $(STAMP)
@@ -107,6 +110,18 @@ lock: $(STAMP) $(TOOLS)/.installed
 # Known vulnerabilities and licences of what the locks name, and dist/sbom/. Status 3: no database could be asked.
 audit: $(STAMP) $(TOOLS)/.installed
 	$(BIN)/python -m tools.audit --pip-audit $(TOOLS)/bin/pip-audit
+
+# The site of the documents, with its links checked, in dist/site. It needs nothing of the rest.
+.PHONY: docs
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(DOCS)/bin/python -m mkdocs build --strict --quiet
+	@echo "==> dist/site/index.html"
+
+$(DOCS)/.installed: pyproject.toml
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --no-compile --disable-pip-version-check --quiet $$($(DOCS)/bin/python -c \
+		'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench

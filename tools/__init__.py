@@ -3,10 +3,12 @@
 dashboards   Grafana dashboards and the catalogue of metrics, from the instruments
 api_docs     the tables of docs/http.md, from the declared fields
 chart_docs   the chart's schema and table of values, from the settings
+reference_docs  the tables of docs/configuration.md and docs/grpc.md, from settings, protos and errors
+site         the documents as a site, with mkdocs
 lock         what the images install, with the hash of each file
 audit        known vulnerabilities, licences and a bill of materials of what the locks name
 mutants      faults of one line, each of which a test must see
 walk         the files that a prompt passes, from a traced request
 """
 
-__all__ = ["api_docs", "audit", "chart_docs", "dashboards", "lock", "mutants", "walk"]
+__all__ = ["api_docs", "audit", "chart_docs", "dashboards", "lock", "mutants", "reference_docs", "site", "walk"]

@@ -1,0 +1,153 @@
+"""Generates the tables of docs/configuration.md and docs/grpc.md: `python -m tools.reference_docs`.
+
+    baton/config ────── JSON schema by pydantic ──> every setting, its default and its description
+    public protos ───── their comments ───────────> every method and field of both services
+    baton/errors.py ─── the tree that it draws ───> every error, its status and its code
+
+The rest of both pages is written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+
+from baton import errors
+from baton.config import Config
+from baton.config.load import SHORT_NAMES
+
+ROOT = Path(__file__).parents[1]
+SETTINGS_PAGE, GRPC_PAGE = Path("docs/configuration.md"), Path("docs/grpc.md")
+BEGIN, END = "<!-- written by `python -m tools.reference_docs` -->", "<!-- end -->"
+PUBLIC = ("inference", "admin")
+VARIABLES = {f"{section}.{field}": name for name, (section, field) in SHORT_NAMES.items()}
+"""Settings whose environment variable is not made of section and field."""
+
+
+def settings_tables() -> str:
+    """The tables of all settings, a section each."""
+    schema = json.loads(to_json(TypeAdapter(Config).json_schema(), inf_nan_mode="null"))
+    defaults = json.loads(TypeAdapter(Config).dump_json(Config()))
+    lines = []
+    for name, value in schema["properties"].items():
+        section = schema["$defs"][value["$ref"].removeprefix("#/$defs/")]
+        lines += [f"## {name}", "", _one_line(section["description"]), "", "| Setting | Default | |", "|---|---|---|"]
+        for key, field in section["properties"].items():
+            lines.append(_setting(f"{name}.{key}", field, defaults[name].get(key)))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _setting(name: str, field: dict[str, Any], default: Any) -> str:
+    text = _one_line(field.get("description", ""))
+    if choices := field.get("enum", ()):
+        text += f" One of: {', '.join(f'`{choice}`' for choice in choices)}."
+    if name in VARIABLES:
+        text += f" In the environment: `{VARIABLES[name]}`."
+    shown = "unlimited" if default is None else f"`{json.dumps(default, ensure_ascii=False)}`"
+    return f"| `{name}` | {shown} | {_cell(text)} |"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of a proto's block, with the comment before it."""
+
+    text: str
+    comment: str
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A service or a message."""
+
+    kind: str
+    name: str
+    comment: str
+    entries: tuple[Entry, ...]
+
+
+def blocks_of(proto: str) -> Iterator[Block]:
+    """The services and messages of a proto, in its order; what is in a oneof says so."""
+    head, comment, within, entries = ("", "", ""), "", "", list[Entry]()
+    for line in map(str.strip, proto.splitlines()):
+        if line.startswith("//"):
+            comment = f"{comment} {line[2:].strip()}".strip()
+            continue
+        if found := re.match(r"(service|message) (\w+) \{(\}?)", line):
+            head, entries = (found[1], found[2], comment), []
+            if found[3]:
+                yield Block(*head, ())
+                head = ("", "", "")
+        elif found := re.match(r"oneof (\w+) \{", line):
+            within = found[1]
+        elif line == "}" and within:
+            within = ""
+        elif line == "}" and head[0]:
+            yield Block(*head, tuple(entries))
+            head = ("", "", "")
+        elif head[0] and line.endswith(";"):
+            of = f"One of `{within}`. " if within else ""
+            entries.append(Entry(line.rstrip(";"), of + comment))
+        comment = ""
+
+
+def grpc_tables() -> str:
+    """The tables of the public services and their messages, and of the errors."""
+    lines: list[str] = []
+    for proto in PUBLIC:
+        for block in blocks_of((ROOT / f"proto/baton/v1/{proto}.proto").read_text(encoding="utf-8")):
+            lines += [f"## {block.name}", "", *([block.comment, ""] if block.comment else []), *_entries(block), ""]
+    return "\n".join([*lines, *_errors(), ""])
+
+
+def _entries(block: Block) -> list[str]:
+    if not block.entries:
+        return ["It has no fields."]
+    rows = ["| Method | |" if block.kind == "service" else "| Field | Type | |"]
+    rows.append("|---|---|" if block.kind == "service" else "|---|---|---|")
+    for entry in block.entries:
+        if called := re.match(r"rpc (\w+)\((\w+)\) returns \((stream )?(\w+)\)", entry.text):
+            name, asked, stream, answered = called.groups()
+            rows.append(f"| `{name}({asked})` | {stream or ''}`{answered}`. {_cell(entry.comment)} |")
+        elif field := re.match(r"(.+) (\w+) = \d+$", entry.text):
+            rows.append(f"| `{field[2]}` | `{field[1]}` | {_cell(entry.comment)} |")
+    return rows
+
+
+def _errors() -> list[str]:
+    tree = re.findall(r"[├└]── (\w+) +([A-Z_]+) +(\d{3}) *(.*)", errors.__doc__ or "")
+    rows = ["## Errors", "", "| Error | gRPC | HTTP | |", "|---|---|---|---|"]
+    return rows + [f"| {kind} | {status} | {code} | {_cell(text)} |" for kind, status, code, text in tree]
+
+
+def written() -> dict[Path, str]:
+    """Both pages with today's tables, by their paths in the repository."""
+    return {
+        SETTINGS_PAGE: _between_marks(SETTINGS_PAGE, settings_tables()),
+        GRPC_PAGE: _between_marks(GRPC_PAGE, grpc_tables()),
+    }
+
+
+def _between_marks(page: Path, tables: str) -> str:
+    before, _, rest = (ROOT / page).read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{tables}\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    for path, content in written().items():
+        (ROOT / path).write_text(content, encoding="utf-8")
