@@ -1,0 +1,184 @@
+"""Commands of the documents can be given as they stand: options and settings are there, and a test runs each kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+from typer.core import TyperGroup
+from typer.exceptions import TyperException
+
+from baton.config import Config
+from baton.config.load import NOT_SETTINGS, SHORT_NAMES
+from deploy.cli.app import app
+from tests.unit.test_docs import PAGES, ROOT
+from tools.chart_docs import CHART_SECTIONS
+
+FENCE = re.compile(
+    r"^(?:<!-- needs: (?P<needs>[^>]+) -->\n)?```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+INLINE = re.compile(r"`((?:(?:\.venv/bin/)?baton|make)(?: [^`]*)?)`")
+SHELL = {"", "sh", "bash"}
+SETTINGS = {section.name: dataclasses.fields(section.default_factory) for section in dataclasses.fields(Config)}  # type: ignore[arg-type]
+VARIABLES = {
+    *(f"BATON_{section}_{field.name}".upper() for section, fields in SETTINGS.items() for field in fields),
+    *SHORT_NAMES,
+    *NOT_SETTINGS,
+}
+STEP_BY_STEP = [
+    *(page for page in PAGES if page.parts[:2] == ("docs", "quickstart")),
+    Path("README.md"),
+    Path("docs/serving.md"),
+]
+"""Pages whose commands a newcomer types one after the other: nothing in them is left unsaid."""
+COMMANDS = typer.main.get_command(app)
+PLACEHOLDERS = {"N": "3", "L": "1.5", "--help": "", "HOST:PORT": "127.0.0.1:50051", "...": ""}
+RUN_BY = {
+    "make": "tests/integration/test_install.py",
+    "curl": "tests/integration/test_tenants.py",
+    "buf": "tests/integration/test_real_model.py",
+    "up": "tests/integration/cluster.py",
+    "generate": "tests/integration/test_real_model.py",
+    "scale": "tests/integration/test_scaling.py",
+    "drain": "tests/integration/test_drain.py",
+    "role": "tests/integration/test_scaling.py",
+    "status": "tests/integration/test_plumbing.py",
+    "autoscale": "tests/integration/test_autoscale.py",
+    "doctor": "tests/integration/test_doctor.py",
+    "bench": "tests/integration/test_bench.py",
+    "simulate": "tests/integration/test_simulate.py",
+}
+"""What the step by step pages give without a mark, and the test that runs it whole, against processes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Command:
+    """One command of a page, as words, and what the reader needs for it; empty: a machine."""
+
+    page: Path
+    words: tuple[str, ...]
+    needs: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: {' '.join(self.words)}"
+
+
+def commands_of(page: Path) -> Iterator[Command]:
+    """The shell commands in the fenced blocks of a page, and those of Baton within its text."""
+    text = (ROOT / page).read_text()
+    for fence in FENCE.finditer(text):
+        if fence["kind"] in SHELL:
+            for line in fence["text"].replace("\\\n", " ").splitlines():
+                yield from (Command(page, words, fence["needs"] or "") for words in split(line))
+    for code in INLINE.findall(FENCE.sub("", text)):
+        yield from (Command(page, words, "") for words in split(code))
+
+
+def split(line: str) -> Iterator[tuple[str, ...]]:
+    """The words of each command of a line, without variables that are set for it and without what it writes into."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;")
+    lexer.whitespace_split = True
+    try:
+        found = list(lexer)
+    except ValueError:  # a part of a longer text, such as a document that is written to a file
+        return
+    words: list[str] = []
+    for word in [*found, ";"]:
+        if set(word) <= set("|&;"):
+            while words and re.match(r"\w+=", words[0]):
+                words.pop(0)
+            if words:
+                yield tuple(words[: words.index(">")] if ">" in words else words)
+            words = []
+        else:
+            words.append(word)
+
+
+def of_baton(command: Command) -> bool:
+    return command.words[0].removeprefix(".venv/bin/") == "baton"
+
+
+ALL = [command for page in PAGES for command in commands_of(page)]
+
+
+def parse(words: tuple[str, ...]) -> None:
+    """Reads arguments as the command would, and runs nothing."""
+    group, arguments = COMMANDS, [PLACEHOLDERS.get(word, word) for word in words]
+    assert isinstance(group, TyperGroup)
+    if not arguments or arguments[0].startswith("-"):
+        group.make_context("baton", arguments, resilient_parsing=True)
+        return
+    command = group.commands[arguments[0]]
+    is_whole = len(arguments) > 1 and "" not in arguments
+    command.make_context(arguments[0], [word for word in arguments[1:] if word], resilient_parsing=not is_whole)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_commands_of_baton_have_the_options_that_a_page_gives_them(page: Path) -> None:
+    wrong = []
+    for command in filter(of_baton, commands_of(page)):
+        try:
+            parse(command.words[1:])
+        except (TyperException, KeyError) as error:
+            wrong.append(f"{command}: {error}")
+    assert wrong == []
+
+
+def test_options_that_are_not_there_are_seen() -> None:
+    with pytest.raises(TyperException, match="No such option"):
+        parse(("scale", "decode", "3", "--patience"))
+    with pytest.raises(KeyError):
+        parse(("grow", "decode"))
+    with pytest.raises(TyperException, match="valid integer"):
+        parse(("scale", "decode", "many"))
+    assert sum(map(of_baton, ALL)) > 100
+
+
+def test_targets_of_make_are_there() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    given = {word for command in ALL if command.words[0] == "make" for word in command.words[1:] if "=" not in word}
+    assert {"serve", "docs", "test"} <= given <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_settings_that_a_page_names_are_there(page: Path) -> None:
+    text = (ROOT / page).read_text()
+    assert set(re.findall(r"\bBATON_[A-Z_]*[A-Z]\b", text)) - VARIABLES - {"BATON_SECTION_FIELD"} == set()
+    if page.parts[0] == "docs":
+        named = re.findall(r"`(?:config\.)?(\w+)\.(\w+)(?:: [^`]*)?`", text)
+        ours = {(section, name) for section, name in named if section in SETTINGS.keys() - CHART_SECTIONS}
+        assert {f"{section}.{name}" for section, name in ours} - known_names() == set()
+
+
+def known_names() -> set[str]:
+    """Settings, and values of the chart in sections of the same name."""
+    chart = re.findall(r"^\| `(\w+\.\w+)[`.]", (ROOT / "helm/baton/README.md").read_text(), re.MULTILINE)
+    return {f"{section}.{field.name}" for section, fields in SETTINGS.items() for field in fields} | set(chart)
+
+
+def test_step_by_step_pages_say_what_a_command_needs_unless_a_test_runs_it() -> None:
+    kinds = set()
+    for command in (command for command in ALL if command.page in STEP_BY_STEP and not command.needs):
+        first = command.words[0].rpartition("/")[2]
+        kinds.add(command.words[1] if first == "baton" and len(command.words) > 1 else first)
+    assert kinds - {"baton", "leave", "run"} <= set(RUN_BY)
+    for kind, test in RUN_BY.items():
+        called = "/v1/chat/completions" if kind == "curl" else f'"{kind}"'
+        assert called in (ROOT / test).read_text(), f"{test} does not run {kind}"
+
+
+def test_the_readme_is_short_and_every_need_is_named() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
+    assert {command.needs for command in ALL} == {
+        "",
+        "a Kubernetes cluster",
+        "an NVIDIA GPU",
+        "docker",
+        "docker and a registry",
+        "two NVIDIA GPUs or more",
+    }
