@@ -35,6 +35,8 @@ OUTSIDE = (
 """Pages that are not in docs/, by their paths in the repository, which are their paths in the site."""
 HOME = "README.md"
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+NEEDS = re.compile(r"<!-- needs: (.+) -->")
+"""The mark of commands that want more than a machine; the site shows it."""
 FENCE = re.compile(r"^(?: {0,3}```.*?^ {0,3}```[ \t]*$)", re.MULTILINE | re.DOTALL)
 Nav = list[Any]
 
@@ -108,7 +110,7 @@ def for_site(text: str, page: str, repository: str) -> str:
     for fence in FENCE.finditer(text):
         beyond += [_linked(text[at : fence.start()], page, repository), fence[0]]
         at = fence.end()
-    return "".join([*beyond, _linked(text[at:], page, repository)])
+    return NEEDS.sub(r"*Needs \1:*\n", "".join([*beyond, _linked(text[at:], page, repository)]))
 
 
 def _linked(text: str, page: str, repository: str) -> str:

@@ -50,5 +50,10 @@ def test_links_lead_within_the_site_or_into_the_repository(page: str, link: str,
     assert site.for_site(link, page, "https://host") == expected
 
 
+def test_what_commands_need_is_shown() -> None:
+    text = "Install:\n\n<!-- needs: docker -->\n```\ndocker build .\n```\n"
+    assert site.for_site(text, "faq.md", "") == "Install:\n\n*Needs docker:*\n\n```\ndocker build .\n```\n"
+
+
 def test_files_of_a_repository_that_is_published_nowhere_are_named_in_text() -> None:
     assert site.for_site("see [`a.py`](../a.py).", "faq.md", "") == "see `a.py`."
