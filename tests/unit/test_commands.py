@@ -155,6 +155,38 @@ def test_targets_of_make_are_there() -> None:
     assert {"serve", "docs", "test"} <= given <= targets
 
 
+def test_metrics_and_alerts_that_pages_name_are_there() -> None:
+    known = (ROOT / "docs/metrics.md").read_text()
+    made_of_each = r"(?:_(?:bucket|count|sum))?"
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        names = re.findall(rf"`((?:baton|gen_ai)_\w+?_\w+?){made_of_each}(?:{{[^`]*)?`", text)
+        alerts = re.findall(r"\b(Baton(?:[A-Z][a-z]+){2,})\b", text)
+        assert [name for name in names if f"`{name}`" not in known] == [], page
+        assert [alert for alert in alerts if f"**{alert}**" not in known] == [], page
+
+
+def test_values_of_the_chart_that_pages_name_are_there() -> None:
+    chart = (ROOT / "helm/baton/README.md").read_text()
+    ours = {
+        "pools",
+        "image",
+        "worker",
+        "ingress",
+        "gateway",
+        "networkPolicy",
+        "modelCache",
+        "huggingFace",
+        "ray",
+        "redis",
+    }
+    for page in (page for page in PAGES if page.parts[0] == "docs"):
+        named = re.findall(r"`((?:\w+\.)+\w+)`", (ROOT / page).read_text())
+        values = [name.replace(".decode.", ".ROLE.") for name in named if name.partition(".")[0] in ours]
+        values = [value.replace(".prefill.", ".ROLE.") for value in values]
+        assert [value for value in values if f"| `{value}" not in chart] == [], page
+
+
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_settings_that_a_page_names_are_there(page: Path) -> None:
     text = (ROOT / page).read_text()
