@@ -1,8 +1,10 @@
-"""The examples run as they stand."""
+"""The examples, and what the quick starts have a newcomer ask, run as they stand."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +20,8 @@ from tests.chaos.fleet import Fleet, running_fleet
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,27 @@ def test_openais_client(fleet: Fleet) -> None:
     output, errors = script.communicate(timeout=180)
     assert (script.returncode, errors) == (0, "")
     assert output.endswith("64 generated]\n")
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.parametrize(
+    ("page", "section", "expected"),
+    [
+        ("laptop", "2. Ask", ['"chat.completion"', '"completion_tokens":24', '"finishReason": "length"']),
+        ("vllm", "3. The same requests", ['"completion_tokens":16', '"max_model_len"', '{"status":"ok"}']),
+    ],
+)
+def test_what_a_quick_start_asks(fleet: Fleet, page: str, section: str, expected: list[str]) -> None:
+    text = (ROOT / f"docs/quickstart/{page}.md").read_text()
+    _, _, behind = text.partition(f"## {section}\n")
+    commands = "\n".join(re.findall(r"^```\n(.*?)^```", behind.split("\n## ")[0], re.MULTILINE | re.DOTALL))
+    router = fleet.routers[0]
+    commands = commands.replace("127.0.0.1:8000", router.http).replace("127.0.0.1:50051", router.grpc)
+    commands = commands.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
+    environment = os.environ | {"BATON_ADDRESS": router.grpc}
+    asked = subprocess.run(["sh", "-ec", commands], capture_output=True, text=True, timeout=180, env=environment)
+    assert (asked.returncode, asked.stderr) == (0, "")
+    assert [part for part in expected if part not in asked.stdout] == []
 
 
 def test_a_grpc_client_goes_on_at_the_next_router(fleet: Fleet) -> None:
