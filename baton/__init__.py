@@ -37,6 +37,7 @@ __all__ = [
     "rpc",
     "sampling",
     "scores",
+    "spelling",
     "structure",
     "tasks",
     "telemetry",

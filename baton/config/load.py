@@ -19,9 +19,10 @@ from baton.config.serving import IndexConfig, RouterConfig
 from baton.config.telemetry import TelemetryConfig
 from baton.config.transfer import FaultsConfig, TransferConfig
 from baton.errors import ConfigError
+from baton.spelling import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 SHORT_NAMES = {
     "BATON_GRPC_PORT": ("cluster", "grpc_port"),
@@ -178,7 +179,20 @@ def _split(variable: str) -> tuple[str, str]:
     name, _, key = variable.removeprefix("BATON_").lower().partition("_")
     sections = {each.name: each.default_factory for each in dataclasses.fields(Config)}
     if name not in sections or key not in sections[name].__dataclass_fields__:  # type: ignore[union-attr]
-        raise ConfigError(
-            f"the environment variable {variable} is not a setting of Baton; see baton/config for the names"
-        )
+        words = variable.removeprefix("BATON_")
+        if meant := nearest(words, [each.removeprefix("BATON_") for each in _variables()]):
+            advice = f"did you mean BATON_{meant}?"
+        else:
+            known: Iterable[str] = sections[name].__dataclass_fields__ if name in sections else sections  # type: ignore[union-attr]
+            advice = f"{f'settings of {name}' if name in sections else 'sections'}: {', '.join(sorted(known))}"
+        raise ConfigError(f"the environment variable {variable} is not a setting of Baton; {advice}")
     return name, key
+
+
+def _variables() -> set[str]:
+    """The environment variables of all settings."""
+    return SHORT_NAMES.keys() | {
+        f"BATON_{section.name}_{key}".upper()
+        for section in dataclasses.fields(Config)
+        for key in section.default_factory.__dataclass_fields__  # type: ignore[union-attr]
+    }

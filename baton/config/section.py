@@ -21,6 +21,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 
 from baton.config.secrets import HIDDEN
 from baton.errors import ConfigError
+from baton.spelling import nearest
 
 T = TypeVar("T")
 MAX_PORT = 65_535
@@ -188,7 +189,10 @@ def _sentence(cls: type[Any], error: ValidationError, prefix: str) -> str:
     owner, field, path = _place(cls, first["loc"])
     name = ".".join((*((prefix,) if prefix else ()), *path))
     if first["type"] in _UNKNOWN:
-        return f"unknown setting {name}; known here: {', '.join(sorted(owner.__pydantic_fields__))}"
+        known = sorted(owner.__pydantic_fields__)
+        if meant := nearest(path[-1], known):
+            return f"unknown setting {name}; did you mean {name.removesuffix(path[-1])}{meant}?"
+        return f"unknown setting {name}; known here: {', '.join(known)}"
     if field is None or first["type"] == "dataclass_type":
         return f"{name} must be a section of settings"
     # A value that may be several things failed as each of them; the last of them is not a word such as `auto`.

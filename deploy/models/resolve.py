@@ -8,6 +8,7 @@ from pathlib import Path
 
 from baton.config import ClusterConfig, ModelConfig
 from baton.errors import ModelLoadError
+from baton.spelling import nearest
 from deploy.models.catalogue import CATALOGUE
 from deploy.models.folder import check_folder, folder_revision
 from deploy.models.progress import OnModelProgress, ignore_progress
@@ -56,8 +57,9 @@ def resolve(model: ModelConfig, cache_dir: Path, progress: OnModelProgress = ign
         check_folder(path, "delete what it links to in the hub's cache, and the next start downloads it again")
         revision = path.name
     else:
+        meant = nearest(model.id, CATALOGUE)
         raise ModelLoadError(
-            f"There is no model {model.id!r}. Give a name of the catalogue ({', '.join(sorted(CATALOGUE))}), a Hugging "
+            f"There is no model {model.id!r}. {f'Did you mean {meant}? Else give' if meant else 'Give'} a name of the catalogue ({', '.join(sorted(CATALOGUE))}), a Hugging "
             "Face hub id such as org/name, or the path of a local folder."
         )
     served_name = model.served_name or Path(model.id).expanduser().absolute().name

@@ -165,10 +165,25 @@ def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("BATON_ENGINE_KV_CACHE_GB", r"did you mean BATON_ENGINE_KV_CACHE_GIB\?$"),
+        ("BATON_KV_CACHE_GIB", r"did you mean BATON_ENGINE_KV_CACHE_GIB\?$"),
+        ("BATON_GRPCPORT", r"did you mean BATON_GRPC_PORT\?$"),
+        ("BATON_ENGINE_", "settings of engine: arithmetic_step_ms, "),
+        ("BATON_XYZQ", "sections: autoscale, cluster, engine, "),
+    ],
+)
+def test_of_an_unknown_variable_the_nearest_name_is_given(name: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=f"is not a setting of Baton; {advice}"):
+        load(environ={name: "1"})
+
+
+@pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("enginee: {}", "unknown setting enginee; known here: autoscale, cluster, engine, faults"),
-        ("engine: {blocksize: 16}", "unknown setting engine.blocksize; known here: .*block_size, "),
+        ("enginee: {}", r"unknown setting enginee; did you mean engine\?"),
+        ("engine: {blocksize: 16}", r"unknown setting engine.blocksize; did you mean engine.block_size\?$"),
         ("1: {}\nx: {}", "unknown setting 1; known here"),
         ("engine: 5", "engine must be a section of settings"),
         ("- engine", "must hold sections such as 'engine:'"),
@@ -211,7 +226,7 @@ def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
         ("router: {slo_classes: {default: 5}}", "router.slo_classes.default must be a section of settings"),
         (
             "router: {slo_classes: {default: {ttft: 5}}}",
-            "unknown setting router.slo_classes.default.ttft; known here: ",
+            r"unknown setting router.slo_classes.default.ttft; did you mean router.slo_classes.default.ttft_ms\?$",
         ),
         (
             "router: {slo_classes: {default: {ttft_ms: soon}}}",
