@@ -22,7 +22,7 @@ from baton.errors import ConfigError
 from baton.spelling import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 SHORT_NAMES = {
     "BATON_GRPC_PORT": ("cluster", "grpc_port"),
@@ -180,11 +180,8 @@ def _split(variable: str) -> tuple[str, str]:
     sections = {each.name: each.default_factory for each in dataclasses.fields(Config)}
     if name not in sections or key not in sections[name].__dataclass_fields__:  # type: ignore[union-attr]
         words = variable.removeprefix("BATON_")
-        if meant := nearest(words, [each.removeprefix("BATON_") for each in _variables()]):
-            advice = f"did you mean BATON_{meant}?"
-        else:
-            known: Iterable[str] = sections[name].__dataclass_fields__ if name in sections else sections  # type: ignore[union-attr]
-            advice = f"{f'settings of {name}' if name in sections else 'sections'}: {', '.join(sorted(known))}"
+        meant = nearest(words, [each.removeprefix("BATON_") for each in _variables()])
+        advice = f"did you mean BATON_{meant}?" if meant else f"it would begin with one of {', '.join(sorted(sections))}"
         raise ConfigError(f"the environment variable {variable} is not a setting of Baton; {advice}")
     return name, key
 

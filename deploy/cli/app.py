@@ -7,12 +7,11 @@ import sys
 import typer
 
 from baton.errors import BatonError
-from deploy.cli import generate, lab, operate, serve
+from deploy.cli import generate, lab, mistakes, operate, serve
 from deploy.cli.options import print_error
 
 app = typer.Typer(
     help="Baton: disaggregated serving of large language models.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -32,9 +31,11 @@ app.command()(lab.simulate)
 
 
 def main() -> None:
-    """Runs the command. An error of Baton's tree becomes one sentence and exit status 1."""
+    """Runs the command. An error of Baton's tree becomes one sentence and exit status 1; a command that is not
+    understood, one and exit status 2.
+    """
     try:
-        app()
+        mistakes.main(app)
     except BatonError as error:
         print_error(error)
         sys.exit(1)

@@ -49,7 +49,7 @@ class ClientOptions(TrustOptions):
         return Client(self.address, self.api_key, self.read())
 
 
-def print_error(error: BaseException) -> None:
+def print_error(error: BaseException | str) -> None:
     console.print("error: ", style="red", end="")
     console.print(str(error), markup=False)
 

@@ -19,7 +19,7 @@ from baton.tls import own_door_tls
 from baton.trust import Principal
 from deploy.cli.generate import print_answer
 from deploy.cli.options import ApiKey, ConfigFile, console, options_from_fields, print_error
-from deploy.local.part import ClusterPart
+from deploy.local.part import part_named
 from deploy.operator.client import Client
 
 
@@ -68,7 +68,10 @@ def up(
 
 def run(
     part: Annotated[
-        ClusterPart, typer.Argument(help="model: get the model into the cache, and end. router, controller: serve.")
+        str,
+        typer.Argument(
+            metavar="PART", help="model: get the model into the cache, and end. router, controller: serve."
+        ),
     ],
     config: ConfigFile = None,
 ) -> None:
@@ -82,7 +85,7 @@ def run(
     """
     from deploy.local.parts import run as run_part
 
-    run_part(part, _loaded(config), console)
+    run_part(part_named(part), _loaded(config), console)
 
 
 def leave(

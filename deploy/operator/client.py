@@ -33,6 +33,9 @@ TRIES = 10
 """Attempts in a row without a new message, once a stream has begun."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 """Pauses between attempts; each is twice the one before."""
+PLAIN_SCHEMES = ("http", "grpc")
+HTTP_IS_SPOKEN = "http1.x server"
+"""Words of gRPC's own about what answers."""
 StatusJson = Mapping[str, Any]
 """A cluster's status, as `baton status --json` prints it."""
 CallMetadata = tuple[tuple[str, str], ...]
@@ -45,16 +48,33 @@ def metadata_of(api_key: str) -> CallMetadata:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
-def require_port(address: str) -> None:
-    """Raises InvalidRequest: the number after the colon is no port."""
-    if has_no_port(address):
+def host_port(address: str) -> str:
+    """Returns the address as gRPC takes it, without a scheme of plain text.
+
+    Raises:
+        InvalidRequest: it has no port, a number for one that is none, or the scheme of an encrypted address, for which
+            there is an option.
+    """
+    scheme, separator, rest = address.rpartition("://")
+    bare = rest.rstrip("/")
+    if scheme.lower() in ("https", "grpcs"):
+        raise InvalidRequest(f"{address}: an address is host:port; give {bare}, and --tls for an encrypted one", "address")
+    if has_no_port(bare):
         raise InvalidRequest(f"{address}: a port is a number of 0 to {MAX_PORT}", "address")
+    if ":" not in bare:
+        raise InvalidRequest(f"{address}: an address is host:port, such as {bare or 'localhost'}:50051", "address")
+    return bare if separator and scheme.lower() in PLAIN_SCHEMES else address
 
 
 def typed(error: grpc.RpcError, address: str) -> BatonError:
     """The router's own error, or NoWorker, with gRPC's last words, when no router answers at `address`."""
     if is_lost(error):
         details = error.details() or "no reason is known"
+        if HTTP_IS_SPOKEN in details:
+            return NoWorker(
+                f"{address} is a port of HTTP, and commands speak gRPC; give the port that stands after grpc= in the line "
+                "BATON READY (BATON_GRPC_PORT, 50051 if it is not set)"
+            )
         cause = details.rpartition(": ")[2]
         if "handshake failed" in details or cause == "Socket closed":
             cause = "no agreement on TLS: look at --tls, --ca, --certificate and --key"
@@ -98,11 +118,9 @@ class Client:
             tls: the authorities that are believed, and what is shown; None: plain text.
 
         Raises:
-            InvalidRequest: an address has a number for a port that is none.
+            InvalidRequest: an address is not host:port, or has a number for a port that is none.
         """
-        self._addresses = address.split(",")
-        for each in self._addresses:
-            require_port(each)
+        self._addresses = [host_port(each) for each in address.split(",")]
         self._metadata = metadata_of(api_key)
         self._channels = [opened(each, tls) for each in self._addresses]
         self._turn = 0

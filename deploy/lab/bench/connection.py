@@ -13,7 +13,7 @@ from baton.rpc import channel
 from baton.rpc.server import CHANNEL_OPTIONS
 from baton.tls import Tls
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from deploy.operator.client import metadata_of, require_port, typed
+from deploy.operator.client import host_port, metadata_of, typed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,9 +65,8 @@ class BenchConnection:
     """
 
     def __init__(self, address: str, api_key: str = "", tls: Tls | None = None) -> None:
-        require_port(address)
-        self.address = address
-        self._channel = channel(address, tls, CHANNEL_OPTIONS)
+        self.address = host_port(address)
+        self._channel = channel(self.address, tls, CHANNEL_OPTIONS)
         self._metadata = metadata_of(api_key)
         self._generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(GENERATE)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -79,6 +80,43 @@ def test_a_router_that_is_slow_to_take_a_connection_is_waited_for() -> None:
             router.stop(0).wait(30)
 
 
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("https://here:50051", "https://here:50051: an address is host:port; give here:50051, and --tls"),
+        ("localhost", "localhost: an address is host:port, such as localhost:50051"),
+        ("http://here", "http://here: an address is host:port, such as here:50051"),
+        ("here:70000", "here:70000: a port is a number of 0 to 65535"),
+    ],
+)
+def test_what_is_no_address_is_refused_with_one_that_is(address: str, sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence):
+        Client(address)
+
+
+@pytest.mark.parametrize("scheme", ["", "http://", "grpc://", "HTTP://"])
+def test_the_port_of_http_is_recognised_with_a_scheme_and_without(scheme: str) -> None:
+    def answer() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return  # closed
+            with connection:
+                connection.recv(1024)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer, daemon=True).start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with contextlib.closing(Client(f"{scheme}{address}/" if scheme else address)) as client:
+            with pytest.raises(NoWorker, match=f"^{address} is a port of HTTP, and commands speak gRPC; give the port"):
+                client.status()
+            with pytest.raises(NoWorker, match="is a port of HTTP"):
+                list(client.generate(REQUEST))
+        server.shutdown(socket.SHUT_RDWR)
+
+
 def test_an_address_where_nobody_answers_is_given_up_with_the_reason() -> None:
     address = f"127.0.0.1:{free_port()}"
     sentence = rf"no router answers at {address} \(Connection refused\); start one with `baton up`"
@@ -115,5 +153,5 @@ def test_a_number_that_is_no_port_is_not_counted_around(address: str) -> None:
     for client in (Client, BenchConnection):
         with pytest.raises(InvalidRequest, match=r": a port is a number of 0 to 65535$"):
             client(address)
-    for good in ("127.0.0.1:65535", "localhost", "[::1]:1", "unix:/tmp/x", "dns:///host:443"):
+    for good in ("127.0.0.1:65535", "localhost:1", "[::1]:1", "unix:/tmp/x", "dns:///host:443"):
         Client(good).close()
