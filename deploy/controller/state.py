@@ -126,6 +126,21 @@ def save(path: Path, state: ControllerState) -> None:
         raise ConfigError(f"cluster.state_file: cannot write {path}: {error}") from error
 
 
+def starting_sizes(config: Config) -> tuple[Mapping[Role, int], bool]:
+    """Returns the pool sizes to begin with, and whether they are those that `cluster.state_file` remembers.
+
+    Raises:
+        ConfigError: pools of these sizes cannot serve, or the file cannot be read.
+    """
+    cluster = config.cluster
+    state = load(Path(cluster.state_file)) if cluster.state_file else None
+    desired = state.desired if state else {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode}
+    if reason := sizes_problem(desired, config):
+        sizes = f"--prefill {desired[Role.PREFILL]} --decode {desired[Role.DECODE]}"
+        raise ConfigError(f"{f'{cluster.state_file} asks for ' if state else ''}{sizes}: {reason}")
+    return desired, state is not None
+
+
 def sizes_problem(desired: Mapping[Role, int], config: Config) -> str:
     """The reason why pools of these sizes cannot serve; empty when they can."""
     prefill, decode = desired[Role.PREFILL], desired[Role.DECODE]

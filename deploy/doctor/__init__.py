@@ -18,12 +18,12 @@ from baton.config import Config, without_password
 from baton.errors import BatonError, ConfigError
 from baton.tls import member_tls
 from deploy.controller.state import load as load_state
-from deploy.doctor import certificates, cluster, doors, machine, redis, transports
+from deploy.doctor import certificates, cluster, doors, machine, redis, start, transports
 from deploy.doctor.checks import Check, guarded, judged, show
 from deploy.doctor.reach import Target, reachability, takes_anybody
 from deploy.operator.client import OPEN, Access
 
-__all__ = ["Check", "DoctorPart", "diagnose", "not_configured", "show"]
+__all__ = ["Check", "DoctorPart", "diagnose", "not_configured", "show", "start"]
 
 
 class DoctorPart(StrEnum):
@@ -105,16 +105,12 @@ def _laptop(config: Config, address: str, access: Access, environ: Mapping[str, 
     if not config.index.redis_url:
         checks += guarded("embedded redis", machine.embedded_redis)
     checks += guarded("model", lambda: machine.model(config, is_needed=False))
-    checks += machine.tenants(config)
-    checks += certificates.files(config)
-    checks += machine.memory(machine.MIN_MEMORY_GIB)
+    checks += start.checks(config, bool(running))
     checks += machine.disk(config)
     checks += guarded("shared memory", lambda: machine.shared_memory(num_workers * machine.ranks_memory_mib(config)))
-    checks += machine.files(config)
     if not running:
         if url := config.index.redis_url:
             checks += redis.server(url, _seen(config))
-        checks += guarded("ports", lambda: machine.ports(config))
         checks += doors.checks(doors.configured(config, environ, takes_anybody(config.index.redis_url)))
         checks.append(Check("cluster", "ok", f"none runs at {address}", ""))
     return checks + running

@@ -29,7 +29,6 @@ from deploy.operator.scrape import NOWHERE
 from deploy.processes import why_taken
 from router.admission.tenants import TenantBook
 
-MIN_MEMORY_GIB = 4.0
 MIN_DISK_GIB = 3.0
 MIN_SHM_MIB = 256
 SPARE_FILES = 256
@@ -192,6 +191,16 @@ def model(config: Config, is_needed: bool) -> Iterator[Check]:
         yield _hub_model(name, config.model.revision, fetch)
 
 
+def model_folder(config: Config) -> Path | None:
+    """The folder of the model where it is known without looking into the hub's cache, and there; None elsewhere."""
+    name = config.model.path or config.model.id
+    if not config.model.path and name in CATALOGUE:
+        folder = cache_dir(config.cluster) / "models" / CATALOGUE[name].folder_name
+    else:
+        folder = Path(name).expanduser()
+    return folder if (folder / "config.json").is_file() else None
+
+
 def _hub_model(name: str, revision: str, fetch: str) -> Check:
     try:
         from huggingface_hub import try_to_load_from_cache
@@ -278,7 +287,11 @@ def file_limit(limit: int, hard: int, needed: int) -> Check:
 
 def ports(config: Config) -> Iterator[Check]:
     """Whether the router's ports are free, or else who has them."""
+    taken: dict[tuple[str, int], str] = {}
     for name, host, port in config.router_ports:
+        if port and (other := taken.setdefault((host, port), name)) != name:
+            yield Check(f"port {port}", "fail", f"both {other} and {name} are {port}", f"set {name} to another port")
+            continue
         if reason := why_taken(host, port):
             owner = listener(port)
             found = f"{reason} by {owner}" if owner else reason

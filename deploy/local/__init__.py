@@ -3,10 +3,9 @@
 up          starts the parts in order, restarts those that die, ends them
 folder      where `up` keeps what is gone when it ends
 child       one child process: start, readiness, restart
-preflight   checks before `up` starts anything
 parts       one part in the foreground, as containers run it
 keys        files of keys for the members of a cluster
 leave       the workers of this machine leave the cluster
 """
 
-__all__ = ["child", "folder", "keys", "leave", "part", "parts", "preflight", "up"]
+__all__ = ["child", "folder", "keys", "leave", "part", "parts", "up"]

@@ -29,22 +29,19 @@ from baton.cluster import Role, RouterInfo
 from baton.config import ClusterConfig, Config, password_of, with_password, without_password
 from baton.errors import ConfigError, StoreUnavailable
 from baton.tasks import cancel_and_wait
-from baton.tls import door_tls, member_tls
+from baton.tls import member_tls
 from baton.trust import KeyFile, Principal
-from deploy.controller.state import load, sizes_problem
+from deploy.controller.state import starting_sizes
+from deploy.doctor import start
 from deploy.embedded_redis import EmbeddedRedis
-from deploy.local import preflight
 from deploy.local.child import Child
 from deploy.local.folder import own_folder
 from deploy.local.keys import member_files
 from deploy.local.parts import with_model
 from deploy.models import cache_dir
-from deploy.processes import UNJOINED, why_taken
+from deploy.processes import UNJOINED
 from kvstore.index import RedisConnection
 from kvstore.leases import RedisLeases
-from kvstore.transfer.transport.faults import parse_faults
-from router.admission.tenants import TenantBook
-from router.request.moderation import load_judge
 
 logger = logging.getLogger(__name__)
 REDIS_CHECK_S = 0.5
@@ -172,11 +169,6 @@ async def up(config: Config, console: Console, on_ready: OnReady) -> None:
     Raises:
         ConfigError, ModelLoadError: something cannot run as configured; what had started has ended again.
     """
-    parse_faults(config.faults.spec)  # here, not after a minute in every worker
-    TenantBook.configured(config.router.tenants_file)  # here, not in the router's log
-    member_tls(config.cluster), door_tls(config)
-    if config.router.moderation:
-        load_judge(config.router.moderation)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -192,25 +184,13 @@ async def up(config: Config, console: Console, on_ready: OnReady) -> None:
 
 
 async def _run(config: Config, console: Console, on_ready: OnReady) -> None:
-    if config.cluster.ray_address and not config.cluster.secret:
-        raise ConfigError(
-            "workers in a Ray cluster that runs already need the cluster's secret: set cluster.secret "
-            "(BATON_CLUSTER_SECRET) to a file that each of its nodes has at the same path, readable by its owner "
-            "alone; python -c 'import secrets; print(secrets.token_hex(32))' draws one"
-        )
-    for name, host, port in config.router_ports:
-        if reason := why_taken(host, port):
-            raise ConfigError(f"cannot listen on {host}:{port} ({reason}); set {name} to another port")
+    config = _with_sizes(config)
+    await asyncio.to_thread(start.require, config)
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(own_folder())
         state_path = _state_path(config, folder)
         keys = member_files(config.cluster.secret, folder)
-        config = _with_sizes(config)
-        if config.cluster.ray_address:
-            await preflight.require_ray(config.cluster.ray_address)
-        await asyncio.to_thread(preflight.require_gpus, config)
         config = await _resolved(config, console)
-        preflight.require_heads(config)
         config = await asyncio.to_thread(_sized, config, console)
         config = _with_redis(config, folder, stack, console)
         what = "the router" if config.cluster.routers == 1 else f"{config.cluster.routers} routers"
@@ -253,19 +233,16 @@ def _with_sizes(config: Config) -> Config:
     Raises:
         ConfigError: pools of these sizes cannot serve.
     """
-    cluster = config.cluster
-    asked = {Role.PREFILL: cluster.prefill, Role.DECODE: cluster.decode}
-    source = given = f"--prefill {cluster.prefill} --decode {cluster.decode}"
-    state = load(Path(cluster.state_file)) if cluster.state_file else None
-    desired = dict(state.desired) if state else asked
-    if state:
-        source = (
-            f"{cluster.state_file} asks for {desired[Role.PREFILL]} prefill and {desired[Role.DECODE]} decode workers"
+    cluster, (desired, is_remembered) = config.cluster, starting_sizes(config)
+    if is_remembered and (desired[Role.PREFILL], desired[Role.DECODE]) != (cluster.prefill, cluster.decode):
+        logger.warning(
+            "%s asks for %d prefill and %d decode workers, which goes before --prefill %d --decode %d",
+            cluster.state_file,
+            desired[Role.PREFILL],
+            desired[Role.DECODE],
+            cluster.prefill,
+            cluster.decode,
         )
-    if reason := sizes_problem(desired, config):
-        raise ConfigError(f"{source}: {reason}")
-    if desired != asked:
-        logger.warning("%s, which goes before %s", source, given)
     cluster = dataclasses.replace(cluster, prefill=desired[Role.PREFILL], decode=desired[Role.DECODE])
     return dataclasses.replace(config, cluster=cluster)
 
@@ -310,7 +287,7 @@ async def _resolved(config: Config, console: Console) -> Config:
 
 def _sized(config: Config, console: Console) -> Config:
     """The configuration with the size of the KV pools, where it is known here."""
-    sized = preflight.with_kv_size(config)
+    sized = start.require_model(config)
     if sized != config:
         console.print(f"==> {sized.engine.kv_cache_gib:.3g} GiB for each KV pool", style="dim")
     return sized

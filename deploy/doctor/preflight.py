@@ -1,4 +1,4 @@
-"""Checks of `baton up` before it starts anything: can the configuration run on this machine?
+"""Can the configuration run on this machine? Parts of the list in `deploy.doctor.start`.
 
     Ray cluster to join ── does one answer?        GPUs ── are those asked for there?
     model's heads ── do the ranks divide them?     memory ── what each worker's KV pool may have
@@ -21,12 +21,13 @@ import grpc
 
 from baton.cluster import Role
 from baton.config import Config
+from baton.engine.native.spec import FAMILIES
 from baton.errors import ConfigError
 from baton.gpus import sign_of_gpu
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
 from baton.model_files import read_json
-from baton.rpc import channel
 from deploy.doctor import machine
+from deploy.operator.client import opened
 from deploy.ray_pools.gpus import NodeGpus, gpus_per_worker, memory_share
 
 ANSWER_S = 3.0
@@ -36,18 +37,17 @@ SERVICES_BYTES = GIB
 """Memory that Ray, Redis, the controller and the routers are about to take."""
 
 
-async def require_ray(address: str) -> None:
+def require_ray(address: str) -> None:
     """Raises ConfigError: no head of a Ray cluster answers. A head with TLS is left to Ray itself."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"cluster.ray_address: {address!r} is not host:port")
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         return
-    async with channel(address) as head:
+    with opened(address, None) as head:
         try:
-            call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = head.unary_unary(RAY_METHOD)
-            await call(b"", timeout=ANSWER_S)
-        except grpc.aio.AioRpcError as error:
+            head.unary_unary(RAY_METHOD)(b"", timeout=ANSWER_S)
+        except grpc.RpcError as error:
             strangers = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED)
             if error.code() in strangers:
                 raise ConfigError(
@@ -89,6 +89,25 @@ def require_heads(config: Config) -> None:
                 f"engine.tensor_parallel is {ranks}, which does not divide the {number} {what} of "
                 f"{config.model.served_name}"
             )
+
+
+def require_runner(config: Config) -> None:
+    """Checks what `engine.runner`, `model.weights` and `engine.kv_dtype` need and the model or this machine lacks.
+
+    Raises:
+        ConfigError: the workers would refuse the settings, after a minute.
+        ModelLoadError: the model's config.json cannot be read.
+    """
+    if not _is_here(config):
+        return
+    weights, kind = config.model.weights, read_json(Path(config.model.path) / "config.json").get("model_type")
+    if config.engine.runner == "native" and kind is not None and kind not in FAMILIES:
+        raise ConfigError(f"engine.runner is native, which does not know models of type {kind!r}; set it to auto")
+    gpus = [] if config.model.device == "cpu" else visible_gpus(os.environ)
+    if weights == "fp8" and gpus == []:
+        raise ConfigError("model.weights fp8 needs transformers on a GPU, and there is none here; set it to exact")
+    if weights in ("bf16", "int8g") and gpus:
+        raise ConfigError(f"model.weights {weights} needs the native step, on a CPU; set it to exact, or model.device to cpu")
 
 
 def with_kv_size(config: Config) -> Config:

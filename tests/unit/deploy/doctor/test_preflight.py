@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from dataclasses import replace
@@ -17,7 +18,7 @@ from baton.errors import ConfigError
 from baton.memory import GIB, weights_bytes
 from baton.rpc import RpcServer
 from deploy.doctor import machine
-from deploy.local import preflight
+from deploy.doctor import preflight
 
 RAY_SERVICE = "ray.rpc.NodeInfoGcsService"
 
@@ -25,7 +26,7 @@ RAY_SERVICE = "ray.rpc.NodeInfoGcsService"
 async def told_of(address: str) -> str:
     """Why there is no Ray; empty: there is one."""
     try:
-        await preflight.require_ray(address)
+        await asyncio.to_thread(preflight.require_ray, address)
     except ConfigError as error:
         return str(error)
     return ""
