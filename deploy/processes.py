@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from baton import parent
 
@@ -19,6 +21,10 @@ touched no worker; an earlier controller may have left some."""
 APART = 0
 """The argument `process_group` of a child that a terminal's Ctrl-C does not reach. It stays in our session: where Linux
 schedules by session (`sched_autogroup`), a busy session holds small ones up, Redis' answers for up to a second."""
+TAIL_BYTES, MOST_CHARACTERS = 2**14, 500
+"""Bytes at a log's end in which its last line is looked for, and characters of it that are shown."""
+RAYS_OWN = (":actor_name:", ":job_id:", ":task_name:")
+"""Beginnings of lines by which Ray marks its workers' files."""
 STABLE_S = 5.0
 """A process that ran for longer than this counts as started: its end is no failure to start."""
 
@@ -50,6 +56,19 @@ def tell_parent(ready_fd: int, **values: object) -> None:
     """Reports to the parent: one line of JSON on an inherited descriptor, for which the parent waits."""
     with os.fdopen(ready_fd, "w") as reports:
         reports.write(json.dumps(values) + "\n")
+
+
+def last_line(log: Path) -> str:
+    """Returns the last line that says something in a log, without its time and origin; empty: there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    said = (line.strip() for line in reversed(lines) if not line.startswith(RAYS_OWN))
+    found = next(filter(None, said), "")
+    return re.sub(r"^\S+ \S+ [A-Z]+ \d+ [\w.]+: ", "", found)[:MOST_CHARACTERS]
 
 
 def why_taken(host: str, port: int) -> str:

@@ -18,6 +18,7 @@ from baton.telemetry import logs
 from baton.tls import own_door_tls
 from baton.trust import Principal
 from deploy.cli.generate import print_answer
+from deploy.cli.hints import local_address, page_url, try_command
 from deploy.cli.options import ApiKey, ConfigFile, console, options_from_fields, print_error
 from deploy.local.part import part_named
 from deploy.operator.client import Client
@@ -69,9 +70,7 @@ def up(
 def run(
     part: Annotated[
         str,
-        typer.Argument(
-            metavar="PART", help="model: get the model into the cache, and end. router, controller: serve."
-        ),
+        typer.Argument(metavar="PART", help="model: get the model into the cache, and end. router, controller: serve."),
     ],
     config: ConfigFile = None,
 ) -> None:
@@ -136,14 +135,18 @@ def _on_ready(settings: Config, ask: str | None, api_key: str) -> None:
     cluster = settings.cluster
     address = f"{cluster.host}:{cluster.grpc_port}"
     print(f"BATON READY grpc={address} http={cluster.host}:{cluster.http_port}", flush=True)  # noqa: T201
-    if ask is None:
-        return
-    console.print(f"==> A sample request: baton generate {ask!r} --max-tokens 24", style="dim")
+    if ask is not None:
+        _answer(settings, ask, api_key)
+    console.print(f"==> Page: {page_url(settings)}   Ctrl-C ends it all. In another terminal:", style="dim")
+    console.print(f"    {try_command(settings, api_key)}", style="dim", markup=False)
+
+
+def _answer(settings: Config, ask: str, api_key: str) -> None:
+    console.print("==> A sample request, of 24 tokens:", style="dim")
     console.print(ask, end="", style="bold", markup=False)
     try:
         sample = GenerateRequest(prompt=Text(ask), sampling={"max_tokens": 24, "temperature": 0.0})
-        with contextlib.closing(Client(address, api_key, own_door_tls(settings))) as client:
+        with contextlib.closing(Client(local_address(settings), api_key, own_door_tls(settings))) as client:
             print_answer(sample, client, as_json=False)
     except BatonError as error:
         print_error(error)
-    console.print("==> Serving. Ctrl-C ends it; in another terminal: baton generate 'Hello'", style="dim")

@@ -107,7 +107,9 @@ def require_runner(config: Config) -> None:
     if weights == "fp8" and gpus == []:
         raise ConfigError("model.weights fp8 needs transformers on a GPU, and there is none here; set it to exact")
     if weights in ("bf16", "int8g") and gpus:
-        raise ConfigError(f"model.weights {weights} needs the native step, on a CPU; set it to exact, or model.device to cpu")
+        raise ConfigError(
+            f"model.weights {weights} needs the native step, on a CPU; set it to exact, or model.device to cpu"
+        )
 
 
 def with_kv_size(config: Config) -> Config:

@@ -3,9 +3,11 @@
 up          starts the parts in order, restarts those that die, ends them
 folder      where `up` keeps what is gone when it ends
 child       one child process: start, readiness, restart
+ray_cluster Ray and the controller among those processes
+child_log   what a child writes: into a file, and to the terminal
 parts       one part in the foreground, as containers run it
 keys        files of keys for the members of a cluster
 leave       the workers of this machine leave the cluster
 """
 
-__all__ = ["child", "folder", "keys", "leave", "part", "parts", "up"]
+__all__ = ["child", "child_log", "folder", "keys", "leave", "part", "parts", "ray_cluster", "up"]

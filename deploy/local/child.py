@@ -16,6 +16,7 @@ from baton.config import child_environment
 from baton.errors import ConfigError
 from baton.messages import Failed
 from baton.rpc.errors import from_failed
+from deploy.local.child_log import ChildLog
 from deploy.processes import APART, STABLE_S, module_command, tied
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Child:
         name: its name in messages.
         environment: beside our own, of which it does not get what `child_environment` keeps back.
         on_orphaned: the signal that it gets when this process has ended.
+        log: takes what it writes; None: our own output does.
     """
 
     def __init__(
@@ -43,11 +45,14 @@ class Child:
         arguments: Sequence[str],
         environment: Mapping[str, str],
         on_orphaned: signal.Signals = signal.SIGKILL,
+        *,
+        log: ChildLog | None = None,
     ) -> None:
         self.name = name
         self._command = module_command(module, *arguments)
         self._environment = {**child_environment(os.environ), **environment}
         self._on_orphaned = on_orphaned
+        self._log = log
         self._process: asyncio.subprocess.Process | None = None
         self._began_s = 0.0
         self._num_failures = 0
@@ -66,14 +71,19 @@ class Child:
         """
         report_to = ("--ready-fd", str(ready_fd)) if ready_fd is not None else ()
         self._began_s = time.monotonic()
-        self._process = await asyncio.create_subprocess_exec(
-            *tied([*self._command, *arguments, *report_to], self._on_orphaned, ignored=[signal.SIGTTOU]),
-            env=self._environment,
-            pass_fds=[ready_fd] if ready_fd is not None else [],
-            # Ctrl-C reaches us, and we end the children in order. In a group of its own, SIGTTOU would stop a child at
-            # the first line that it writes to our terminal after `stty tostop`.
-            process_group=APART,
-        )
+        if self._log:
+            self._log.follow()
+        with self._log.path.open("ab") if self._log else contextlib.nullcontext() as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *tied([*self._command, *arguments, *report_to], self._on_orphaned, ignored=[signal.SIGTTOU]),
+                env=self._environment,
+                pass_fds=[ready_fd] if ready_fd is not None else [],
+                stdout=output,
+                stderr=output,
+                # Ctrl-C reaches us, and we end the children in order. In a group of its own, SIGTTOU would stop a child
+                # at the first line that it writes to our terminal after `stty tostop`.
+                process_group=APART,
+            )
 
     async def start_and_listen(self) -> dict[str, Any]:
         """Starts the process, and returns what it reports once it is ready.
@@ -95,7 +105,7 @@ class Child:
             finally:
                 transport.close()
         if not line:
-            raise ConfigError(f"{self.name} ended with status {await self.ended()}")
+            raise ConfigError(await self.last_words())
         values: dict[str, Any] = json.loads(line)
         if "kind" in values:
             raise from_failed(Failed(**values), self.name)
@@ -105,6 +115,10 @@ class Child:
         """Returns the exit status of the process once it has ended."""
         assert self._process is not None, "it has not started yet"
         return await self._process.wait()
+
+    async def last_words(self) -> str:
+        """Waits until the process has ended, and returns how, with what it wrote last and where the rest is."""
+        return f"{self.name} ended with status {await self.ended()}{self._log.last_words if self._log else ''}"
 
     async def pause(self, reason: object) -> None:
         """Waits before the next start: longer each time while it keeps failing."""
@@ -131,3 +145,5 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
+        if self._log:
+            await self._log.end()

@@ -18,6 +18,7 @@ import logging
 import re
 import secrets
 import signal
+import time
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,128 +36,19 @@ from deploy.controller.state import starting_sizes
 from deploy.doctor import start
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.local.child import Child
+from deploy.local.child_log import log_folder, log_of
 from deploy.local.folder import own_folder
 from deploy.local.keys import member_files
 from deploy.local.parts import with_model
+from deploy.local.ray_cluster import RayCluster
 from deploy.models import cache_dir
-from deploy.processes import UNJOINED
 from kvstore.index import RedisConnection
 from kvstore.leases import RedisLeases
 
 logger = logging.getLogger(__name__)
 REDIS_CHECK_S = 0.5
-LOOPBACK = "127.0.0.1"
-"""Address of workers that are all on this machine."""
-
-
-class RayCluster:
-    """The Ray head, unless another Ray is joined, and the controller of the workers in it.
-
-    Args:
-        keys: the files of the members' keys on this machine. Workers elsewhere have theirs at `cluster.secret`.
-    """
-
-    def __init__(self, config: Config, state_path: Path, keys: Mapping[Principal, Path]) -> None:
-        self._config = config
-        self._keys = keys
-        self._joins = bool(config.cluster.ray_address)
-        self._environment: dict[str, str] = {}
-        if not self._joins:
-            self._environment = {
-                "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps it on loopback
-                "RAY_AUTH_MODE": "token",  # others on this machine could run code in it otherwise
-                "RAY_AUTH_TOKEN": secrets.token_hex(32),
-                "RAY_worker_niceness": "0",  # else 15: any other process of this machine would go before the workers
-                "RAY_memory_monitor_refresh_ms": "0",  # else it kills workers when others fill this machine's memory
-            }
-        self._name = config.cluster.name or f"baton-{secrets.token_hex(4)}"
-        self._arguments = ("--cluster", self._name, "--state-file", str(state_path))
-        self._head = Child("Ray", "deploy.ray_pools.head", (), self._environment)
-        self._controller = self._controller_at(config.cluster.ray_address)
-        self._was_started = False
-        """Whether workers were started; the controller may have ended since."""
-
-    async def start(self) -> None:
-        """Returns once every worker is ready.
-
-        Raises:
-            ConfigError, ModelLoadError, WorkerFailed: something cannot run as configured.
-        """
-        if not self._joins:
-            self._controller = self._controller_at((await self._head.start_and_listen())["address"])
-        await self._controller.start_and_listen()
-        self._was_started = True
-
-    async def keep(self) -> None:
-        """Restarts Ray or the controller when one dies. Workers die with Ray; the controller then starts new ones."""
-        while True:
-            controller = asyncio.create_task(self._controller.ended())
-            head = None if self._joins else asyncio.create_task(self._head.ended())
-            try:
-                await asyncio.wait([controller, head] if head else [controller], return_when=asyncio.FIRST_COMPLETED)
-                if head is not None and head.done():
-                    await self._restart_head(head.result())
-                else:
-                    await self._controller.pause(f"ended with status {controller.result()}")
-                await self._controller.start()
-            finally:
-                await cancel_and_wait([controller] if head is None else [controller, head])
-
-    async def stop(self) -> None:
-        """Ends the workers, the controller and, if it is ours, Ray."""
-        timeout_s = self._config.cluster.stop_timeout_s
-        await self._controller.stop(timeout_s, signal.SIGINT)
-        status = self._controller.status
-        if self._joins and status not in (None, 0) and (self._was_started or status != UNJOINED):
-            await self._end_workers(timeout_s)
-        await self._head.stop(timeout_s)
-
-    async def _end_workers(self, timeout_s: float) -> None:
-        """The controller has ended without them."""
-        await self._controller.start("--end")
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._controller.ended(), timeout_s)
-        await self._controller.stop(timeout_s)
-        if self._controller.status:
-            logger.error(
-                "workers may be left in the Ray cluster at %s, in its namespace %s: they could not be ended",
-                self._config.cluster.ray_address,
-                self._name,
-            )
-
-    async def _restart_head(self, status: int) -> None:
-        reason = f"ended with status {status}"
-        timeout_s = self._config.cluster.start_timeout_s
-        while True:
-            await self._controller.stop(1, signal.SIGKILL)  # it waits for a Ray that will not come back
-            await self._head.pause(reason)
-            try:
-                async with asyncio.timeout(timeout_s):
-                    answer = await self._head.start_and_listen()
-            except TimeoutError:
-                reason = f"has not started within {timeout_s:g} s"
-                await self._head.stop(1, signal.SIGKILL)
-            except ConfigError as error:
-                reason = f"does not start ({error})"
-            else:
-                self._controller = self._controller_at(answer["address"])
-                return
-
-    def _controller_at(self, ray_address: str) -> Child:
-        cluster = dataclasses.replace(self._config.cluster, ray_address=ray_address)
-        # Ray of our own shows all logs itself. In another one workers outlive us, unless the controller ends them.
-        arguments: tuple[str, ...] = ("--shows-logs",)
-        if not self._joins:
-            cluster = dataclasses.replace(cluster, secret=str(self._keys[Principal.CONTROLLER]))
-            arguments = ("--worker-host", LOOPBACK, "--worker-keys", str(self._keys[Principal.WORKER]))
-        config = dataclasses.replace(self._config.for_controller(), cluster=cluster)
-        return Child(
-            "the controller",
-            "deploy.controller",
-            (*self._arguments, *arguments),
-            {**self._environment, "BATON_CONFIG_JSON": config.to_json()},
-            on_orphaned=signal.SIGINT if self._joins else signal.SIGKILL,
-        )
+SHOW_S = 5.0
+"""Interval of the lines that say what is waited for."""
 
 
 OnReady = Callable[[Config], None]
@@ -195,17 +87,19 @@ async def _run(config: Config, console: Console, on_ready: OnReady) -> None:
         config = _with_redis(config, folder, stack, console)
         what = "the router" if config.cluster.routers == 1 else f"{config.cluster.routers} routers"
         console.print(f"==> Starting {what} on {config.cluster.host}:{config.cluster.grpc_port}", style="dim")
-        routers = [_router(config, number, keys.files) for number in range(config.cluster.routers)]
-        ray = RayCluster(config, state_path, keys.files)
+        logs = log_folder(config.cluster)
+        routers = [_router(config, number, keys.files, logs) for number in range(config.cluster.routers)]
+        ray = RayCluster(config, state_path, keys.files, logs)
         stack.push_async_callback(ray.stop)
         # The routers end first: they give the requests in flight a moment to finish.
         stack.push_async_callback(_stop_all, routers, config.cluster.stop_timeout_s)
         for router in routers:
             await router.start()
-        console.print("==> Starting Ray and the workers", style="dim")
+        console.print(f"==> Starting Ray and the workers; logs in {logs}", style="dim", soft_wrap=True)
+        own = KeyFile(keys.files[Principal.OPERATOR], Principal.OPERATOR)
+        ends = (_unexpected_end(router) for router in routers)
         try:
-            own = KeyFile(keys.files[Principal.OPERATOR], Principal.OPERATOR)
-            await _first_of(_started(ray, config, own), *(_unexpected_end(router) for router in routers))
+            await _first_of(_started(ray, config, own), _show_waiting(ray, console), *ends)
         except TimeoutError:
             raise _not_ready(config) from None
         async with asyncio.TaskGroup() as tasks:
@@ -247,14 +141,15 @@ def _with_sizes(config: Config) -> Config:
     return dataclasses.replace(config, cluster=cluster)
 
 
-def _router(config: Config, number: int, keys: Mapping[Principal, Path]) -> Child:
+def _router(config: Config, number: int, keys: Mapping[Principal, Path], logs: Path | None = None) -> Child:
     """Several share the ports."""
     config = dataclasses.replace(
         config, cluster=dataclasses.replace(config.cluster, secret=str(keys[Principal.ROUTER]))
     )
     if config.cluster.routers > 1:
         config = dataclasses.replace(config, router=dataclasses.replace(config.router, id=f"router-{number}"))
-    return Child(f"the router {config.router.id}", "router", (), {"BATON_CONFIG_JSON": config.to_json()})
+    environment = {"BATON_CONFIG_JSON": config.to_json()}
+    return Child(f"the router {config.router.id}", "router", (), environment, log=log_of(logs, config.router.id))
 
 
 async def _stop_all(routers: list[Child], timeout_s: float) -> None:
@@ -262,8 +157,8 @@ async def _stop_all(routers: list[Child], timeout_s: float) -> None:
 
 
 async def _unexpected_end(child: Child) -> None:
-    """Waits for the process to end, then raises ConfigError; its own message is on standard error."""
-    raise ConfigError(f"{child.name} ended with status {await child.ended()}")
+    """Waits for the process to end, then raises ConfigError with its last words."""
+    raise ConfigError(await child.last_words())
 
 
 async def _first_of(*works: Coroutine[Any, Any, None]) -> None:
@@ -362,6 +257,14 @@ async def _started(ray: RayCluster, config: Config, keys: KeyFile) -> None:
                 await asyncio.sleep(0.1)
         finally:
             await leases.close()
+
+
+async def _show_waiting(ray: RayCluster, console: Console) -> None:
+    """Shows every few seconds for how long it has been waited, and for what, until cancelled."""
+    began_s = time.monotonic()
+    while True:
+        await asyncio.sleep(SHOW_S)
+        console.print(f"    {time.monotonic() - began_s:.0f} s: waiting for {ray.awaited}", style="dim")
 
 
 def is_whole(routers: Collection[RouterInfo], desired: Mapping[str, int], cluster: ClusterConfig) -> bool:

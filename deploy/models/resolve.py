@@ -59,8 +59,9 @@ def resolve(model: ModelConfig, cache_dir: Path, progress: OnModelProgress = ign
     else:
         meant = nearest(model.id, CATALOGUE)
         raise ModelLoadError(
-            f"There is no model {model.id!r}. {f'Did you mean {meant}? Else give' if meant else 'Give'} a name of the catalogue ({', '.join(sorted(CATALOGUE))}), a Hugging "
-            "Face hub id such as org/name, or the path of a local folder."
+            f"There is no model {model.id!r}. {f'Did you mean {meant}? Else give' if meant else 'Give'} a name of the "
+            f"catalogue ({', '.join(sorted(CATALOGUE))}), a Hugging Face hub id such as org/name, or the path of a "
+            "local folder."
         )
     served_name = model.served_name or Path(model.id).expanduser().absolute().name
     return ResolvedModel(path, served_name, revision)

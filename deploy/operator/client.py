@@ -58,7 +58,9 @@ def host_port(address: str) -> str:
     scheme, separator, rest = address.rpartition("://")
     bare = rest.rstrip("/")
     if scheme.lower() in ("https", "grpcs"):
-        raise InvalidRequest(f"{address}: an address is host:port; give {bare}, and --tls for an encrypted one", "address")
+        raise InvalidRequest(
+            f"{address}: an address is host:port; give {bare}, and --tls for an encrypted one", "address"
+        )
     if has_no_port(bare):
         raise InvalidRequest(f"{address}: a port is a number of 0 to {MAX_PORT}", "address")
     if ":" not in bare:
@@ -72,8 +74,8 @@ def typed(error: grpc.RpcError, address: str) -> BatonError:
         details = error.details() or "no reason is known"
         if HTTP_IS_SPOKEN in details:
             return NoWorker(
-                f"{address} is a port of HTTP, and commands speak gRPC; give the port that stands after grpc= in the line "
-                "BATON READY (BATON_GRPC_PORT, 50051 if it is not set)"
+                f"{address} is a port of HTTP, and commands speak gRPC; give the port that stands after grpc= in the "
+                "line BATON READY (BATON_GRPC_PORT, 50051 if it is not set)"
             )
         cause = details.rpartition(": ")[2]
         if "handshake failed" in details or cause == "Socket closed":

@@ -12,13 +12,14 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from baton.config import REDIS_URL, Config, child_environment, without_password
 from baton.errors import WorkerFailed
 from baton.messages import Failed
 from baton.rpc.errors import from_failed
-from deploy.processes import FENCED, module_command, tied
+from deploy.processes import FENCED, last_line, module_command, tied
 from deploy.ray_pools.gpus import memory_share
 from kvstore.transfer.transport.nccl_env import nccl_environment
 
@@ -49,6 +50,10 @@ class WorkerActor:
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: asyncio.Task[int] | None = None
 
+    def __repr__(self) -> str:
+        """The name that Ray puts before the lines of its log."""
+        return self._worker_id
+
     async def start(self) -> dict[str, Any]:
         """Loads the model, joins the cluster and takes traffic.
 
@@ -70,7 +75,7 @@ class WorkerActor:
         status = await asyncio.shield(self._ended)
         if status == FENCED:
             raise WorkerFailed(f"another process has the name {self._worker_id}: does another cluster use this Redis?")
-        raise WorkerFailed(f"{self._worker_id} ended with status {status}")
+        raise WorkerFailed(f"{self._worker_id} ended with status {status}{_last_words()}")
 
     async def stop(self) -> None:
         """Has the worker leave the cluster, and waits until its process has ended."""
@@ -87,7 +92,7 @@ class WorkerActor:
             self._ended = asyncio.create_task(asyncio.to_thread(process.wait))
             line = await asyncio.to_thread(reports.readline)
         if not line:
-            raise WorkerFailed(f"{self._worker_id} ended before it was ready; its log says why")
+            raise WorkerFailed(f"{self._worker_id} ended before it was ready{_last_words() or '; its log says why'}")
         values: dict[str, Any] = json.loads(line)
         if "kind" in values:
             raise from_failed(Failed(**values), self._worker_id)
@@ -128,6 +133,15 @@ class WorkerActor:
             return 1 / (config.cluster.prefill + config.cluster.decode)
         (node,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
         return own[RESOURCE] / float(node["Resources"][RESOURCE])
+
+
+def _last_words() -> str:
+    """What was written last into the file that takes this process's and the worker's output, as the end of a sentence;
+    empty: there is no such file, or nothing in it.
+    """
+    log = Path(os.path.realpath("/proc/self/fd/2"))
+    line = last_line(log) if log.is_file() else ""
+    return f": {line}; its log: {log}" if line else ""
 
 
 def _node_address() -> str:

@@ -17,8 +17,7 @@ from baton.config import AutoscaleConfig, ClusterConfig, Config, EngineConfig, M
 from baton.errors import ConfigError
 from baton.memory import GIB, weights_bytes
 from baton.rpc import RpcServer
-from deploy.doctor import machine
-from deploy.doctor import preflight
+from deploy.doctor import machine, preflight
 
 RAY_SERVICE = "ray.rpc.NodeInfoGcsService"
 

@@ -22,7 +22,7 @@ from deploy.local import child as children
 from deploy.local import up
 from deploy.local.child import Child
 from deploy.local.keys import member_files
-from deploy.local.up import RayCluster
+from deploy.local.ray_cluster import RayCluster
 from deploy.processes import FENCED, UNJOINED
 from deploy.ray_pools import actor as actors
 from deploy.ray_pools.actors import RayActors
@@ -97,9 +97,9 @@ async def test_workers_elsewhere_need_a_secret_that_they_have_too(tmp_path: Path
     write_private(tmp_path / "secret", draw_secret())
     files = member_files(str(tmp_path / "secret"), tmp_path).files
     cluster = ClusterConfig(secret=str(tmp_path / "secret"))
-    own = up.RayCluster(Config(cluster=cluster), tmp_path / "state.json", files)._controller_at("127.0.0.1:7")
+    own = RayCluster(Config(cluster=cluster), tmp_path / "state.json", files)._controller_at("127.0.0.1:7")
     joined = replace(cluster, ray_address="127.0.0.1:7")
-    there = up.RayCluster(Config(cluster=joined), tmp_path / "state.json", files)._controller
+    there = RayCluster(Config(cluster=joined), tmp_path / "state.json", files)._controller
     router = up._router(Config(cluster=cluster), 0, files)
     secrets = [
         Config.from_json(child._environment["BATON_CONFIG_JSON"]).cluster.secret for child in (own, there, router)

@@ -1,0 +1,53 @@
+"""What a user may do next, in words that work as they stand."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+
+from baton.config import DEFAULT_ADDRESS, Config
+from deploy.operator.scrape import NOWHERE
+
+LOOPBACK = "127.0.0.1"
+
+
+def local_address(settings: Config) -> str:
+    """Returns where the router's gRPC is found on this machine, host:port."""
+    return f"{_local_host(settings)}:{settings.cluster.grpc_port}"
+
+
+def page_url(settings: Config) -> str:
+    """Returns the URL of the router's page, as this machine reaches it."""
+    scheme = "https" if settings.router.tls_certificate or settings.cluster.tls_certificate else "http"
+    return f"{scheme}://{_local_host(settings)}:{settings.cluster.http_port}/"
+
+
+def try_command(settings: Config, api_key: str = "") -> str:
+    """Returns the command that asks this cluster something, to be typed in another terminal of this machine.
+
+    Args:
+        settings: those that the cluster runs under.
+        api_key: the key that the user has given; it is not shown. With tenants the command needs one in any case.
+    """
+    words = [*_program(), "generate", "Hello"]
+    if (address := local_address(settings)) != DEFAULT_ADDRESS:
+        words += ["--address", address]
+    router, cluster = settings.router, settings.cluster
+    if certificate := router.tls_certificate or cluster.tls_certificate:
+        words += ["--ca", certificate if router.tls_certificate else cluster.tls_ca]
+        if router.tls_client_certificates == "required" or not router.tls_certificate:
+            words += ["--certificate", cluster.tls_certificate, "--key", cluster.tls_key]
+    command = shlex.join(words)
+    return f"{command} --api-key KEY" if api_key or router.tenants_file else command
+
+
+def _local_host(settings: Config) -> str:
+    host = settings.cluster.host
+    return LOOPBACK if host in NOWHERE else host
+
+
+def _program() -> list[str]:
+    """The words by which this program is called: `baton` where it is on the path."""
+    found = shutil.which("baton")
+    return ["baton"] if found else [sys.executable, "-m", "deploy.cli"]

@@ -1,0 +1,110 @@
+"""What a child process of `baton up` writes: all of it goes to a file, and its log lines to our terminal as well.
+
+A traceback, or what a library prints, would hide on a terminal what matters; the file has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from baton.config import ClusterConfig
+from deploy.models import cache_dir
+from deploy.processes import last_line
+
+FOLLOW_S = 0.1
+KEPT = 10
+"""Folders of logs that are kept: the latest."""
+LOG_LINE = re.compile(r'(\(\S+ pid=\d+[^)]*\) )?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ \d+ |\{"timestamp": )')
+"""The beginning of a log line (`baton.telemetry.logs`), which Ray puts the worker's name before."""
+
+
+def log_folder(cluster: ClusterConfig) -> Path:
+    """Makes the folder for the logs of this process's children. The oldest of processes that have ended are removed."""
+    logs = cache_dir(cluster) / "logs"
+    made = logs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    made.mkdir(parents=True, exist_ok=True)
+    ended = [path for path in sorted(logs.iterdir()) if not _is_running(path.name.rpartition("-")[2])]
+    for path in ended[: -KEPT + 1]:
+        shutil.rmtree(path, ignore_errors=True)
+    return made
+
+
+class ChildLog:
+    """The file of one child, over all of its starts.
+
+    Args:
+        path: made where it is missing; what is there stays.
+        terminal: where log lines are shown; None: standard error.
+    """
+
+    def __init__(self, path: Path, terminal: TextIO | None = None) -> None:
+        self.path = path
+        self._terminal = terminal
+        self._unread = 0
+        self._rest = b""
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def last_words(self) -> str:
+        """What the child wrote last and where the rest is, as the end of a sentence."""
+        line = last_line(self.path)
+        return f"{': ' if line else ''}{line}; its log: {self.path}"
+
+    def follow(self) -> None:
+        """Shows lines from now on, until `end`."""
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow(), name=f"log of {self.path.stem}")
+
+    async def end(self) -> None:
+        """Shows what is left."""
+        if self._following is not None:
+            self._following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._following
+            self._following = None
+            self.show_new()
+
+    def show_new(self) -> None:
+        """Shows the log lines that have been written since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._unread)
+                new = file.read()
+        except OSError:
+            return
+        self._unread += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        terminal = self._terminal or sys.stderr
+        for line in lines:
+            text = line.decode(errors="replace")
+            if LOG_LINE.match(text):
+                terminal.write(f"{text}\n")
+        terminal.flush()
+
+    async def _follow(self) -> None:
+        while True:
+            self.show_new()
+            await asyncio.sleep(FOLLOW_S)
+
+
+def log_of(folder: Path | None, name: str) -> ChildLog | None:
+    """Returns the log of a child process in the folder; None: it writes to our own output."""
+    return ChildLog(folder / f"{name}.log") if folder else None
+
+
+def _is_running(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,143 @@
+"""Ray and the controller, as `baton up` runs them: started, restarted when they die, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import secrets
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+from baton.config import Config
+from baton.errors import ConfigError
+from baton.tasks import cancel_and_wait
+from baton.trust import Principal
+from deploy.local.child import Child
+from deploy.local.child_log import log_of
+from deploy.processes import UNJOINED
+
+logger = logging.getLogger(__name__)
+LOOPBACK = "127.0.0.1"
+"""Address of workers that are all on this machine."""
+
+
+class RayCluster:
+    """The Ray head, unless another Ray is joined, and the controller of the workers in it.
+
+    Args:
+        keys: the files of the members' keys on this machine. Workers elsewhere have theirs at `cluster.secret`.
+        logs: folder for what its processes write; None: our own output takes it.
+    """
+
+    def __init__(
+        self, config: Config, state_path: Path, keys: Mapping[Principal, Path], logs: Path | None = None
+    ) -> None:
+        self._config = config
+        self._keys = keys
+        self._joins = bool(config.cluster.ray_address)
+        self._environment: dict[str, str] = {}
+        if not self._joins:
+            self._environment = {
+                "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps it on loopback
+                "RAY_AUTH_MODE": "token",  # others on this machine could run code in it otherwise
+                "RAY_AUTH_TOKEN": secrets.token_hex(32),
+                "RAY_worker_niceness": "0",  # else 15: any other process of this machine would go before the workers
+                "RAY_memory_monitor_refresh_ms": "0",  # else it kills workers when others fill this machine's memory
+            }
+        self._name = config.cluster.name or f"baton-{secrets.token_hex(4)}"
+        self._arguments = ("--cluster", self._name, "--state-file", str(state_path))
+        self.awaited = "Ray"
+        """What a start that takes long waits for."""
+        self._controllers_log = log_of(logs, "controller")
+        self._head = Child("Ray", "deploy.ray_pools.head", (), self._environment, log=log_of(logs, "ray"))
+        self._controller = self._controller_at(config.cluster.ray_address)
+        self._was_started = False
+        """Whether workers were started; the controller may have ended since."""
+
+    async def start(self) -> None:
+        """Returns once every worker is ready.
+
+        Raises:
+            ConfigError, ModelLoadError, WorkerFailed: something cannot run as configured.
+        """
+        if not self._joins:
+            self._controller = self._controller_at((await self._head.start_and_listen())["address"])
+        self.awaited = "the workers, which load the model"
+        await self._controller.start_and_listen()
+        self.awaited = "the routers, which have to see the workers"
+        self._was_started = True
+
+    async def keep(self) -> None:
+        """Restarts Ray or the controller when one dies. Workers die with Ray; the controller then starts new ones."""
+        while True:
+            controller = asyncio.create_task(self._controller.ended())
+            head = None if self._joins else asyncio.create_task(self._head.ended())
+            try:
+                await asyncio.wait([controller, head] if head else [controller], return_when=asyncio.FIRST_COMPLETED)
+                if head is not None and head.done():
+                    await self._restart_head(head.result())
+                else:
+                    await self._controller.pause(f"ended with status {controller.result()}")
+                await self._controller.start()
+            finally:
+                await cancel_and_wait([controller] if head is None else [controller, head])
+
+    async def stop(self) -> None:
+        """Ends the workers, the controller and, if it is ours, Ray."""
+        timeout_s = self._config.cluster.stop_timeout_s
+        await self._controller.stop(timeout_s, signal.SIGINT)
+        status = self._controller.status
+        if self._joins and status not in (None, 0) and (self._was_started or status != UNJOINED):
+            await self._end_workers(timeout_s)
+        await self._head.stop(timeout_s)
+
+    async def _end_workers(self, timeout_s: float) -> None:
+        """The controller has ended without them."""
+        await self._controller.start("--end")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._controller.ended(), timeout_s)
+        await self._controller.stop(timeout_s)
+        if self._controller.status:
+            logger.error(
+                "workers may be left in the Ray cluster at %s, in its namespace %s: they could not be ended",
+                self._config.cluster.ray_address,
+                self._name,
+            )
+
+    async def _restart_head(self, status: int) -> None:
+        reason = f"ended with status {status}"
+        timeout_s = self._config.cluster.start_timeout_s
+        while True:
+            await self._controller.stop(1, signal.SIGKILL)  # it waits for a Ray that will not come back
+            await self._head.pause(reason)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    answer = await self._head.start_and_listen()
+            except TimeoutError:
+                reason = f"has not started within {timeout_s:g} s"
+                await self._head.stop(1, signal.SIGKILL)
+            except ConfigError as error:
+                reason = f"does not start ({error})"
+            else:
+                self._controller = self._controller_at(answer["address"])
+                return
+
+    def _controller_at(self, ray_address: str) -> Child:
+        cluster = dataclasses.replace(self._config.cluster, ray_address=ray_address)
+        # Ray of our own shows all logs itself. In another one workers outlive us, unless the controller ends them.
+        arguments: tuple[str, ...] = ("--shows-logs",)
+        if not self._joins:
+            cluster = dataclasses.replace(cluster, secret=str(self._keys[Principal.CONTROLLER]))
+            arguments = ("--worker-host", LOOPBACK, "--worker-keys", str(self._keys[Principal.WORKER]))
+        config = dataclasses.replace(self._config.for_controller(), cluster=cluster)
+        return Child(
+            "the controller",
+            "deploy.controller",
+            (*self._arguments, *arguments),
+            {**self._environment, "BATON_CONFIG_JSON": config.to_json()},
+            on_orphaned=signal.SIGINT if self._joins else signal.SIGKILL,
+            log=self._controllers_log,
+        )
