@@ -372,17 +372,21 @@ class ScalePoolRequest(_message.Message):
 
     POOL_FIELD_NUMBER: _builtins.int
     DESIRED_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     pool: _builtins.str
     desired: _builtins.int
+    force: _builtins.bool
+    """Whether the order is taken even if the workers do not fit on the one machine that has all of them."""
     def __init__(
         self,
         *,
         pool: _builtins.str = ...,
         desired: _builtins.int = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "pool", b"pool"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "force", b"force", "pool", b"pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -38,12 +38,27 @@ def scale_pool(
     target: ClientOptions,
     wait: Annotated[bool, typer.Option(help="Wait until the pool has them.")] = True,
     timeout_s: TimeoutS = 600.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Even if they do not fit on the machine that has all workers.")
+    ] = False,
 ) -> None:
-    """Set the number of workers of a pool. Workers that leave hand over their work."""
+    """Set the number of workers of a pool. Workers that leave hand over their work.
+
+    Where all workers are on one machine, those that its memory or its GPUs have no
+    room for are refused.
+    """
     from deploy.operator.orders import scale
 
     with contextlib.closing(target.client()) as client:
-        scale(client, console, pool, num_workers, timeout_s=timeout_s if wait else 0, as_json=target.as_json)
+        scale(
+            client,
+            console,
+            pool,
+            num_workers,
+            timeout_s=timeout_s if wait else 0,
+            as_json=target.as_json,
+            is_forced=force,
+        )
 
 
 @options_from_fields

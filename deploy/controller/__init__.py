@@ -8,6 +8,7 @@ worker_life       starts, follows, drains and ends workers, which are actors of 
 lease_watch       exchanges leases and sizes with Redis
 serving_pools     the sizes that ServingPools ask for
 kubernetes_side   follows ServingPools and keeps worker nodes (`deploy.kubernetes`)
+room              whether more workers fit where all of them are on one machine
 orders            scale a pool, drain a worker, change a worker's role
 service           the gRPC service on which routers pass orders on
 """
@@ -18,6 +19,7 @@ __all__ = [
     "lease_watch",
     "orders",
     "reconcile",
+    "room",
     "service",
     "serving_pools",
     "state",

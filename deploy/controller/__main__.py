@@ -32,7 +32,8 @@ from baton.tls import member_tls
 from baton.trust import Principal, open_keys
 from deploy.controller.controller import Controller
 from deploy.controller.kubernetes_side import Kubernetes, connected
-from deploy.controller.orders import Orders
+from deploy.controller.orders import AskForRoom, Orders
+from deploy.controller.room import bytes_per_worker, gpu_problem, memory_problem
 from deploy.controller.service import add_orders
 from deploy.controller.state import ControllerState, load, locked, sizes_problem
 from deploy.processes import UNJOINED, tell_parent
@@ -140,7 +141,8 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         )
         await controller.adopt()
         if not arguments.end:
-            await _serve(controller, kubernetes, follower=follower, rpc=rpc, stop=stop, ready=ready)
+            orders = Orders(controller, kubernetes, _room(controller) if arguments.worker_host else None)
+            await _serve(controller, orders, kubernetes, follower=follower, rpc=rpc, stop=stop, ready=ready)
         if arguments.end or stop.ends_workers:
             await controller.end_workers()
         else:
@@ -161,8 +163,23 @@ def _workers_config(config: Config, arguments: Arguments) -> Config:
     return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, secret=str(Path(path).absolute())))
 
 
+def _room(controller: Controller) -> AskForRoom:
+    """Whether more workers fit on this machine, which has all of them."""
+    per_worker = bytes_per_worker(controller.config)
+
+    async def problem(before: Mapping[Role, int], after: Mapping[Role, int]) -> str:
+        num_more = sum(after.values()) - sum(before.values())
+        if num_more <= 0:
+            return ""
+        nodes = await ray_actors.nodes()
+        return gpu_problem(nodes, after, controller.state.gpus_per_worker) or memory_problem(per_worker, num_more)
+
+    return problem
+
+
 async def _serve(
     controller: Controller,
+    orders: Orders,
     kubernetes: Kubernetes | None,
     *,
     follower: MirrorFollower,
@@ -170,7 +187,6 @@ async def _serve(
     stop: Stop,
     ready: Ready,
 ) -> None:
-    orders = Orders(controller, kubernetes)
     add_orders(rpc.server, orders)
     orders.resume()
     async with contextlib.AsyncExitStack() as stack:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 from baton.cluster import PoolStatus, Role, Worker
@@ -20,17 +21,24 @@ from deploy.controller.state import RoleChange, min_workers
 
 logger = logging.getLogger(__name__)
 
+AskForRoom = Callable[[Mapping[Role, int], Mapping[Role, int]], Awaitable[str]]
+"""The reason why pools of the first sizes cannot come to have the second ones here; empty: they can."""
+
 
 class Orders:
     """`resume` comes first. An order outlives its caller: a change of role continues when the caller has left.
 
     Args:
         kubernetes: keeps the sizes in ServingPools; None: the controller's own state has them.
+        room: asks whether pools of these sizes fit; None: nodes may be still to come.
     """
 
-    def __init__(self, controller: Controller, kubernetes: Kubernetes | None = None) -> None:
+    def __init__(
+        self, controller: Controller, kubernetes: Kubernetes | None = None, room: AskForRoom | None = None
+    ) -> None:
         self._controller = controller
         self._kubernetes = kubernetes
+        self._room = room
         self._changing: asyncio.Task[None] | None = None
 
     def resume(self) -> None:
@@ -49,14 +57,24 @@ class Orders:
         if self._changing:
             await cancel_and_wait([self._changing])
 
-    async def scale(self, pool: str, num_workers: int) -> PoolStatus:
-        """Sets how many workers a pool should have. Returns at once."""
+    async def scale(self, pool: str, num_workers: int, is_forced: bool = False) -> PoolStatus:
+        """Sets how many workers a pool should have. Returns at once.
+
+        Args:
+            pool: prefill or decode.
+            num_workers: its new size.
+            is_forced: whether the order is taken even if they do not fit.
+        """
         controller = self._controller
         role = _role(pool, "pool")
         if reason := controller.sizes_problem({role: num_workers}):
             raise InvalidRequest(f"{pool} cannot have {num_workers} workers: {reason}", "desired")
         self._refuse_during_the_start()
         self._refuse_during_a_change_of_role()
+        if self._room and not is_forced:
+            before = controller.state.desired
+            if reason := await self._room(before, {**before, role: num_workers}):
+                raise Conflict(f"{pool} cannot have {num_workers} workers: {reason}; --force orders them all the same")
         if self._kubernetes:
             await self._kubernetes.set_sizes(controller, {role: num_workers})
         controller.record(replace(controller.state, desired={**controller.state.desired, role: num_workers}))

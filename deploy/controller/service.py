@@ -16,7 +16,7 @@ def add_orders(server: grpc.aio.Server, orders: Orders) -> None:
     """Adds the orders to a gRPC server. The other methods of the service stay unimplemented."""
 
     async def scale(request: admin_pb2.ScalePoolRequest, context: CallContext) -> admin_pb2.ScalePoolResponse:
-        return wire.scale_response(await orders.scale(request.pool, request.desired))
+        return wire.scale_response(await orders.scale(request.pool, request.desired, request.force))
 
     async def drain(request: admin_pb2.DrainWorkerRequest, context: CallContext) -> admin_pb2.DrainWorkerResponse:
         return wire.drain_response(await orders.drain(request.worker_id))

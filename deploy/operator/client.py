@@ -192,9 +192,15 @@ class Client:
         with self._admin() as admin:
             return wire.explanations(admin.Explain(message, timeout=STATUS_TIMEOUT_S, metadata=self._metadata))
 
-    def scale(self, pool: str, num_workers: int) -> None:
-        """Orders a pool's size; `status` shows when the pool has it."""
-        message = admin_pb2.ScalePoolRequest(pool=pool, desired=num_workers)
+    def scale(self, pool: str, num_workers: int, is_forced: bool = False) -> None:
+        """Orders a pool's size; `status` shows when the pool has it.
+
+        Args:
+            pool: prefill or decode.
+            num_workers: its new size.
+            is_forced: whether the order is taken even if the workers do not fit on the machine that has all of them.
+        """
+        message = admin_pb2.ScalePoolRequest(pool=pool, desired=num_workers, force=is_forced)
         with self._admin() as admin:
             admin.ScalePool(message, timeout=ORDER_TIMEOUT_S, metadata=self._metadata)
 

@@ -15,10 +15,32 @@ from deploy.operator.client import Client
 POLL_S = 0.1
 
 
-def scale(client: Client, console: Console, pool: str, num_workers: int, *, timeout_s: float, as_json: bool) -> None:
-    """Sets a pool's size and waits for it. Raises Conflict when it takes longer than `timeout_s`; 0: does not wait."""
+def scale(
+    client: Client,
+    console: Console,
+    pool: str,
+    num_workers: int,
+    *,
+    timeout_s: float,
+    as_json: bool,
+    is_forced: bool = False,
+) -> None:
+    """Sets a pool's size and waits for it.
+
+    Args:
+        client: reaches a router.
+        console: shows how far it is.
+        pool: prefill or decode.
+        num_workers: its new size.
+        timeout_s: longest wait; 0: does not wait.
+        as_json: whether the result is one JSON document.
+        is_forced: whether the order is taken even if the workers do not fit on the machine that has all of them.
+
+    Raises:
+        Conflict: they do not fit, or it takes longer.
+    """
     began_s = time.monotonic()
-    client.scale(pool, num_workers)
+    client.scale(pool, num_workers, is_forced)
 
     def progress(status: dict[str, Any]) -> tuple[bool, str]:
         found = status["pools"][pool]

@@ -236,6 +236,20 @@ async def test_no_order_is_taken_before_the_first_start_is_whole(tmp_path: Path)
         await until(lambda: num_ready(it) == 2)
 
 
+async def test_what_does_not_fit_is_refused_unless_it_is_forced(tmp_path: Path) -> None:
+    async def room(before: Mapping[Role, int], after: Mapping[Role, int]) -> str:
+        return "they are too many" if sum(after.values()) > sum(before.values()) else ""
+
+    async with bench(tmp_path, decode=2) as it:
+        await until(lambda: num_ready(it) == 2)
+        orders = Orders(it.controller, room=room)
+        with pytest.raises(Conflict, match=r"decode cannot have 3 workers: they are too many; --force orders them"):
+            await orders.scale("decode", 3)
+        assert it.controller.pool(Role.DECODE).desired == 2
+        assert (await orders.scale("decode", 1)).desired == 1
+        assert (await orders.scale("decode", 3, is_forced=True)).desired == 3
+
+
 async def test_a_controller_that_comes_back_takes_orders_at_once(tmp_path: Path) -> None:
     async with bench(tmp_path, is_first=False) as it:
         it.actors.may_start.clear()

@@ -26,8 +26,8 @@ class Orders:
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
 
-    async def scale(self, pool: str, desired: int) -> None:
-        self.heard.append((pool, desired))
+    async def scale(self, pool: str, desired: int, is_forced: bool) -> None:
+        self.heard.append((pool, desired, is_forced))
         raise Conflict("heard")
 
     async def drain(self, worker_id: str) -> None:
@@ -58,7 +58,7 @@ async def controlling(secret: Path, orders: Any) -> AsyncIterator[ControllerInfo
 
 async def order_all(client: ControllerClient, error: type[Exception], said: str) -> None:
     for order in (
-        client.scale(admin_pb2.ScalePoolRequest(pool="decode", desired=2)),
+        client.scale(admin_pb2.ScalePoolRequest(pool="decode", desired=2, force=True)),
         client.drain(admin_pb2.DrainWorkerRequest(worker_id="decode-0")),
         client.set_role(admin_pb2.SetWorkerRoleRequest(worker_id="decode-0", role="prefill")),
     ):
@@ -70,7 +70,7 @@ async def test_a_routers_orders_are_heard(secret: Path) -> None:
     orders = Orders()
     async with controlling(secret, orders) as controller:
         await order_all(ControllerClient(lambda: controller, KeyFile(secret, Principal.ROUTER)), Conflict, "heard")
-    assert orders.heard == [("decode", 2), ("decode-0",), ("decode-0", "prefill")]
+    assert orders.heard == [("decode", 2, True), ("decode-0",), ("decode-0", "prefill")]
 
 
 async def test_nobody_elses_are_and_the_client_is_not_to_blame(secret: Path) -> None:

@@ -1,0 +1,47 @@
+"""Whether more workers fit on the machine that has all of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from baton.cluster import Role
+from baton.config import Config, EngineConfig, ModelConfig
+from baton.memory import GIB, PROCESS_BYTES
+from deploy.controller.room import bytes_per_worker, gpu_problem, memory_problem
+from deploy.ray_pools.gpus import NodeGpus
+
+
+def a_config(folder: Path, **engine: object) -> Config:
+    """The configuration of a model with a GiB of weights in float32."""
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [2**28], "data_offsets": [0, 2**29]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return Config(model=ModelConfig(path=str(folder)), engine=EngineConfig(**engine))  # type: ignore[arg-type]
+
+
+def test_a_worker_takes_its_weights_its_processes_and_its_pools(tmp_path: Path) -> None:
+    assert bytes_per_worker(a_config(tmp_path, kv_cache_gib=2.0)) == 3 * GIB + PROCESS_BYTES
+    two = a_config(tmp_path, kv_cache_gib=2.0, tensor_parallel=2)
+    assert bytes_per_worker(two) == 5 * GIB + 2 * PROCESS_BYTES
+    assert bytes_per_worker(a_config(tmp_path)) == 0, "on a GPU"
+    assert bytes_per_worker(a_config(tmp_path, runner="arithmetic", kv_cache_gib=2.0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_more", "reason"),
+    [(0, ""), (-1, ""), (2, ""), (3, "3 more want 12.0 GiB, and 8.0 GiB are free, enough for 2")],
+)
+def test_more_than_the_memory_holds_is_refused(num_more: int, reason: str) -> None:
+    assert memory_problem(4 * GIB, num_more, free=8 * GIB) == reason
+    assert memory_problem(0, 1000, free=1) == "", "nobody knows what they take"
+
+
+def test_more_than_the_gpus_hold_is_refused() -> None:
+    nodes = [NodeGpus(num_gpus=2, num_workers=256)]
+    assert gpu_problem(nodes, {Role.PREFILL: 1, Role.DECODE: 1}, 1.0) == ""
+    assert gpu_problem(nodes, {Role.PREFILL: 1, Role.DECODE: 3}, 0.5) == ""
+    sentence = "the GPUs here suffice for 2 of 3 workers, each of which has 1"
+    assert gpu_problem(nodes, {Role.PREFILL: 1, Role.DECODE: 2}, 1.0) == sentence
+    assert gpu_problem(nodes, {Role.PREFILL: 9, Role.DECODE: 9}, 0.0) == ""
