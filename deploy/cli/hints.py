@@ -50,4 +50,4 @@ def _local_host(settings: Config) -> str:
 def _program() -> list[str]:
     """The words by which this program is called: `baton` where it is on the path."""
     found = shutil.which("baton")
-    return ["baton"] if found else [sys.executable, "-m", "deploy.cli"]
+    return ["baton"] if found else [sys.executable, "-P", "-m", "deploy.cli"]

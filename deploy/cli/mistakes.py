@@ -11,6 +11,8 @@ import typer
 
 from deploy.cli.options import print_error
 
+SAID_ELSEWHERE = {"launch": "up", "ls": "status", "ps": "status", "serve": "up", "start": "up"}
+"""Commands of other servers, and ours that do the same."""
 WRONG_USE = 2
 """Exit status of a command that was not understood."""
 
@@ -42,6 +44,8 @@ def _sentence(error: Any) -> str:
     text = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
     if number := re.fullmatch(r"No such option: (-\d[\d.]*)", text):
         text = f"{number[1]} is not possible: numbers here are 0 or more"
+    if (wrong := re.match(r"No such command '(\w+)'", text)) and (ours := SAID_ELSEWHERE.get(wrong[1])):
+        text = f"{wrong[0]}. Did you mean '{ours}'?"
     text = re.sub(r" \(Possible options: ([^),]+).*\)$", r"; did you mean \1?", text)
     command = error.ctx.command_path if error.ctx else "baton"
     return text if text.endswith("?") else f"{text}; `{command} --help` shows what there is"

@@ -36,6 +36,7 @@ def scale_pool(
     pool: Annotated[str, typer.Argument(help="prefill or decode.")],
     num_workers: Annotated[int, typer.Argument(metavar="N", min=0, help="The number of workers it should have.")],
     target: ClientOptions,
+    *,
     wait: Annotated[bool, typer.Option(help="Wait until the pool has them.")] = True,
     timeout_s: TimeoutS = 600.0,
     force: Annotated[

@@ -1,4 +1,4 @@
-"""Whether more workers fit on the machine that has all of them, as with `baton up`. Elsewhere nodes may be still to come."""
+"""Whether more workers fit on the one machine that has all of them (`baton up`). Elsewhere nodes may be yet to come."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from deploy.ray_pools.gpus import NodeGpus, num_placed
 
 
 def bytes_per_worker(config: Config) -> int:
-    """Returns the memory that a worker takes on this machine's CPUs: its weights, processes and KV pools; 0: unknown, or
-    the memory is a GPU's, whose parts Ray assigns.
+    """Returns the memory that a worker takes where CPUs compute: its weights, processes and KV pools.
+
+    It is 0 where it is unknown, or is a GPU's, whose parts Ray assigns.
     """
     engine, model = config.engine, config.model
     if engine.runner == "arithmetic" or engine.kv_cache_gib == "auto":

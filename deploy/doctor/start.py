@@ -21,7 +21,7 @@ from deploy.models import cache_dir
 from kvstore.transfer.transport.faults import parse_faults
 from router.request.moderation import load_judge
 
-Look = Callable[[Config], Iterable[Check]]
+Precondition = Callable[[Config], Iterable[Check]]
 """A part of the list: raises BatonError or yields a failed check where something is wrong."""
 
 
@@ -60,7 +60,7 @@ def checks(config: Config, is_running: bool) -> list[Check]:
     return [check for name, look in looks for check in guarded(name, partial(look, config))]
 
 
-def _require(config: Config, looks: Iterable[tuple[str, Look]]) -> None:
+def _require(config: Config, looks: Iterable[tuple[str, Precondition]]) -> None:
     for _, look in looks:
         for check in look(config):
             if check.state == "fail":
@@ -132,7 +132,7 @@ def memory(config: Config) -> Iterator[Check]:
     yield Check("memory", "ok", found)
 
 
-LOOKS: tuple[tuple[str, Look], ...] = (
+LOOKS: tuple[tuple[str, Precondition], ...] = (
     ("settings", settings),
     ("tenants", machine.tenants),
     ("certificates", certificates.files),
@@ -142,4 +142,4 @@ LOOKS: tuple[tuple[str, Look], ...] = (
     ("redis", redis_answers),
     ("ray", ray),
 )
-MODEL_LOOKS: tuple[tuple[str, Look], ...] = (("model", model_files),)
+MODEL_LOOKS: tuple[tuple[str, Precondition], ...] = (("model", model_files),)

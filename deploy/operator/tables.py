@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.api import Explanation, Option
-from baton.cluster import Role
+from baton.cluster import Role, pool_of
 from baton.errors import InvalidRequest
 
 
@@ -21,7 +21,7 @@ def print_status(report: dict[str, Any]) -> None:
     out = Console(soft_wrap=True)
     out.print(worker_table(report["workers"]))
     out.print(transfer_table(report["workers"]))
-    for line in engine_lines(report["workers"]):
+    for line in (*moved_lines(report["workers"]), *engine_lines(report["workers"])):
         out.print(line, markup=False)
     for name, pool in report["pools"].items():
         out.print(f"pool {name}: {pool['ready']} ready of {pool['desired']} desired")
@@ -40,6 +40,15 @@ def print_status(report: dict[str, Any]) -> None:
 def garbage_lines(redis: dict[str, Any]) -> list[str]:
     """Values in Redis that the router could not read: one line per kind."""
     return [f"  {each['what']} skipped {each['times']} times: {each['latest']}" for each in redis["garbage"]]
+
+
+def moved_lines(workers: list[dict[str, Any]]) -> list[str]:
+    """The workers whose role is not the one that their names have: one line each."""
+    return [
+        f"{worker['id']} began as a {began} worker, and keeps its name"
+        for worker in workers
+        if (began := pool_of(worker["id"])) != worker["role"]
+    ]
 
 
 def engine_lines(workers: list[dict[str, Any]]) -> list[str]:

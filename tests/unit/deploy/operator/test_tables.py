@@ -15,6 +15,7 @@ from baton.errors import InvalidRequest
 from deploy.operator.tables import (
     engine_lines,
     garbage_lines,
+    moved_lines,
     option_table,
     print_explanations,
     transfer_table,
@@ -49,6 +50,11 @@ def printed(table: Table) -> tuple[str, str]:
         console.print(table)
     heading, row = captured.get().splitlines()
     return heading, row
+
+
+def test_a_worker_whose_name_is_of_the_other_role_is_pointed_out() -> None:
+    moved = {**WORKER, "id": "prefill-3"}
+    assert moved_lines([WORKER, moved]) == ["prefill-3 began as a prefill worker, and keeps its name"]
 
 
 def test_the_status_table_fits_a_terminal_whole() -> None:
