@@ -46,7 +46,8 @@ def require_ray(address: str) -> None:
         return
     with opened(address, None) as head:
         try:
-            head.unary_unary(RAY_METHOD)(b"", timeout=ANSWER_S)
+            call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = head.unary_unary(RAY_METHOD)
+            call(b"", timeout=ANSWER_S)
         except grpc.RpcError as error:
             strangers = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED)
             if error.code() in strangers:
