@@ -36,7 +36,7 @@ def try_command(settings: Config, api_key: str = "") -> str:
     router, cluster = settings.router, settings.cluster
     if certificate := router.tls_certificate or cluster.tls_certificate:
         words += ["--ca", certificate if router.tls_certificate else cluster.tls_ca]
-        if router.tls_client_certificates == "required" or not router.tls_certificate:
+        if router.tls_client_certificates == "required":
             words += ["--certificate", cluster.tls_certificate, "--key", cluster.tls_key]
     command = shlex.join(words)
     return f"{command} --api-key KEY" if api_key or router.tenants_file else command

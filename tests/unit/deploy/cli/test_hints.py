@@ -34,9 +34,11 @@ def test_with_certificates_the_command_shows_and_believes_them() -> None:
     members = ClusterConfig(tls_certificate="/m.pem", tls_key="/m.key", tls_ca="/ca.pem")
     config = Config(cluster=members)
     assert page_url(config).startswith("https://")
-    assert try_command(config) == "baton generate Hello --ca /ca.pem --certificate /m.pem --key /m.key"
+    assert try_command(config) == "baton generate Hello --ca /ca.pem"
     own = replace(config, router=RouterConfig(tls_certificate="/r.pem", tls_key="/r.key"))
     assert try_command(own) == "baton generate Hello --ca /r.pem"
+    asking = replace(config, router=RouterConfig(tls_client_certificates="required"))
+    assert try_command(asking) == "baton generate Hello --ca /ca.pem --certificate /m.pem --key /m.key"
 
 
 def test_where_there_is_no_baton_on_the_path_it_is_this_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
 
 from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig, process_config
-from baton.errors import ConfigError
+from baton.errors import ConfigError, WorkerFailed
 from baton.trust import KeyFile, Principal, draw_secret, write_private
+from deploy.ray_pools import actor
 from deploy.ray_pools.actor import WorkerActor, own_redis_url, own_secret
 
 
@@ -47,3 +49,19 @@ def test_a_worker_has_the_keys_of_its_own_node() -> None:
     given = Config(cluster=ClusterConfig(secret="/run/keys"))
     assert own_secret(given, {}) == "/run/keys"
     assert own_secret(given, {"BATON_CLUSTER_SECRET": "/node/keys"}) == "/node/keys"
+
+
+async def test_a_worker_that_dies_at_its_start_leaves_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's file for the output of the actor takes the worker's as well."""
+    log = tmp_path / "worker.err"
+    monkeypatch.setattr(actor.os.path, "realpath", lambda _: str(log))
+    monkeypatch.setattr(actor, "module_command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
+    log.write_text("Traceback (most recent call last):\nIllegalInstruction: amx\n")
+    with pytest.raises(WorkerFailed) as error:
+        await Alone("decode", "decode-0", "127.0.0.1", Config().to_json()).start()
+    assert str(error.value) == f"decode-0 ended before it was ready: IllegalInstruction: amx; its log: {log}"
+    log.unlink()
+    with pytest.raises(WorkerFailed, match="decode-0 ended before it was ready; its log says why"):
+        await Alone("decode", "decode-0", "127.0.0.1", Config().to_json()).start()
