@@ -218,6 +218,17 @@ class PoolScaling:
     """Number of workers that the autoscaler wants."""
 
 
+@dataclass(frozen=True, slots=True)
+class PoolTrouble:
+    """What keeps a pool from its size."""
+
+    pool: str
+    num_unplaced: int
+    """Workers that wait for a node with room for them."""
+    num_failures: int
+    """Times that a worker died or could not start, since the controller's own start."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerInfo:
     """The process that keeps the pools at their sizes."""
@@ -232,6 +243,8 @@ class ControllerInfo:
     """The random identity of its process, to which the proof of a call is bound."""
     malformed: int = 0
     """Messages that it was sent and that are not in protobuf's form."""
+    trouble: tuple[PoolTrouble, ...] = ()
+    """One for each pool; empty: it has not looked yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +270,27 @@ class StoreGarbage:
     """The key of the latest one, and what is wrong with it."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoreMemory:
+    """The memory of the Redis that holds leases and index."""
+
+    used_bytes: int
+    limit_bytes: int
+    """0: it has no limit of its own."""
+    num_evicted: int
+    """Keys that it removed to make room, since it started."""
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateTerm:
+    """The time for which a certificate is valid, as Unix times."""
+
+    name: str
+    """Who shows it: members or routers."""
+    begin_s: float
+    end_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
     """`baton status`: field names are public."""
@@ -275,3 +309,7 @@ class ClusterStatus:
     """Unreadable values that the answering router has met."""
     malformed: int = 0
     """Messages that the answering router was sent and that are not in protobuf's form."""
+    store_memory: StoreMemory | None = None
+    """None: the answering router has not read it, or may not."""
+    certificates: tuple[CertificateTerm, ...] = ()
+    """The terms of those that the answering router uses; empty: it speaks in plain text."""

@@ -57,6 +57,8 @@ class Certificates:
     authorities: bytes
     server: ssl.SSLContext
     client: ssl.SSLContext
+    term_s: tuple[float, float]
+    """Unix times between which the certificate is valid; (0, 0) where there is none."""
 
 
 class Tls:
@@ -229,7 +231,7 @@ def _stamp_of(path: str) -> tuple[int, int, int] | None:
 def _read(files: CertificateFiles, clients: str) -> Certificates:
     before = _contents(files)
     server = _server_context(files, clients) if files.certificate else ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    made = Certificates(**before, server=server, client=_client_context(files))
+    made = Certificates(**before, server=server, client=_client_context(files), term_s=_term_s(before["certificate"]))
     if _contents(files) != before:
         raise ConfigError(f"{', '.join(files.paths)} are being written")
     return made
@@ -273,6 +275,13 @@ def _load(context: ssl.SSLContext, files: CertificateFiles) -> None:
             context.load_verify_locations(path)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} does not hold PEM certificates of authorities: {error}") from error
+
+
+def _term_s(certificate: bytes) -> tuple[float, float]:
+    if not certificate:
+        return 0.0, 0.0
+    found = x509.load_pem_x509_certificate(certificate)
+    return found.not_valid_before_utc.timestamp(), found.not_valid_after_utc.timestamp()
 
 
 def _first_name(path: str) -> str:

@@ -36,6 +36,7 @@ from router.api.exchange import MAX_BODY_BYTES
 from router.api.grpc_api import SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
 from router.cluster.readiness import Readiness
 from router.cluster.registry import Registry
+from router.cluster.surroundings import Surroundings
 from router.dispatch.decisions import DecisionLog
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.worker_client import WorkerClient
@@ -66,9 +67,10 @@ class _Store:
     """Closed by the accounts, which own it."""
     marks: MarkStore
     """Closed by the usage book, which owns them."""
+    surroundings: Surroundings
 
     @staticmethod
-    def connect(config: Config, content: str, keys: KeyFile | None, tls: Tls | None) -> _Store:
+    def connect(config: Config, content: str, keys: KeyFile | None, tls: Tls | None, door: Tls | None) -> _Store:
         garbage, mirror, settings = GarbageBook(), Mirror(), config.index
         seal = Seal(config.router.cache_secret) if config.router.cache_secret else None
         redis, own, records, counts, marks = (RedisConnection(settings.url, garbage, tls=tls) for _ in range(5))
@@ -89,6 +91,7 @@ class _Store:
             journal=Journal(RedisRecords(records, content, seal=seal)),
             ledger=RedisLedger(counts, content),
             marks=RedisMarks(marks, content, seal=seal),
+            surroundings=Surroundings(redis, {"members": tls, "routers": door}),
         )
 
     async def close(self) -> None:
@@ -181,7 +184,7 @@ def build(config: Config) -> Router:
     members, door = member_tls(config.cluster), door_tls(config)
     tracer = tracing.configure("baton-router", config.router.id, config.telemetry, members, faces_clients=True)
     model = _load_model(config)
-    store = _Store.connect(config, model.content_id, keys, members)
+    store = _Store.connect(config, model.content_id, keys, members, door)
     pools = PoolView(store.mirror.lookup, time.monotonic, model.facts.max_model_len, config.index.lease_s)
     client, slo_counts, decisions = WorkerClient(keys, members), SloCounts(), DecisionLog()
     rpc, grpc_port = _bind(config, tenants, door)
@@ -279,6 +282,7 @@ def _registry(
         models=(ServedModel(model.facts.id, config.model.path),),
         redis=store.redis,
         malformed=rpc.malformed,
+        surroundings=store.surroundings,
         poll_s=config.index.poll_s,
         lease_s=config.index.lease_s,
     )

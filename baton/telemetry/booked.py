@@ -19,6 +19,7 @@ LATE_BOUNDS = [20.0, 40.0, 60.0, 120.0, 300.0, 600.0]
 TTFT_BOUNDS = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, *LATE_BOUNDS]
 TOKEN_BOUNDS = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0]
 STAGE_BOUNDS = [0.001, 0.0025, 0.005, *DURATION_BOUNDS]
+LENGTH_BOUNDS = [float(2**exponent) for exponent in range(4, 21)]
 ERROR_BOUNDS = [0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0]
 
 
@@ -129,6 +130,15 @@ class Booked:
         "Prompt tokens the index wrongly reported as cached, whether or not they were then pulled from another worker.",
     )
     generation_tokens: Counter = _counter("baton.generation_tokens", "Generated tokens.")
+    prompt_length: Histogram = _histogram(
+        "baton.request_prompt_tokens", "Tokens of a served request's prompt, cached ones included.", LENGTH_BOUNDS, ""
+    )
+    answer_length: Histogram = _histogram(
+        "baton.request_generation_tokens",
+        "Tokens generated for a served request, of all its choices.",
+        LENGTH_BOUNDS,
+        "",
+    )
     finished_choices: Counter = _counter(
         "baton.finished_choices",
         "Choices generated to their end, by reason: stop, length, tool_calls or content_filter.",

@@ -2,6 +2,7 @@
 
 booked      what happens to requests, booked as it happens
 observed    the cluster, read at every scrape
+trouble     what will end it, read likewise
 vllm        some of both once more, under vLLM's names
 """
 
@@ -18,6 +19,7 @@ from baton.telemetry.booked import Booked
 from baton.telemetry.observed import OBSERVED, Observe, StatusNow, objectives
 from baton.telemetry.prefixes import PrefixBook
 from baton.telemetry.prometheus import Collector, Definition, Instrument, Observation, Observed
+from baton.telemetry.trouble import TROUBLE
 from baton.telemetry.vllm import aliases
 
 
@@ -39,7 +41,7 @@ class Instruments(Booked):
         self._status = status
         self.prefixes = PrefixBook()
         instruments: list[Instrument] = [getattr(self, field.name) for field in fields(Booked)]
-        for each in OBSERVED:
+        for each in (*OBSERVED, *TROUBLE):
             observe = partial(self._observed, each.observe)
             instruments.append(Observed(each.name, each.description, observe, each.unit, is_counter=each.is_counter))
         instruments.append(

@@ -23,6 +23,7 @@ from baton.cluster import (
     ClusterStatus,
     ControllerInfo,
     PoolStatus,
+    PoolTrouble,
     Role,
     Worker,
     WorkerInfo,
@@ -202,6 +203,11 @@ class Controller:
             return Worker(info, WorkerLoad(state=STATES[worker.phase]))
         return Worker(replace(lease.info, role=worker.role), replace(lease.load, state=STATES[worker.phase]))
 
+    def trouble(self) -> tuple[PoolTrouble, ...]:
+        """What keeps the pools from their sizes."""
+        unplaced = Counter(worker.role for worker in self.observed().values() if worker.waits_for_room)
+        return tuple(PoolTrouble(role.value, unplaced[role], self._lives.failures[role]) for role in Role)
+
     def announce_scaling(self, decision: ScalingDecision) -> None:
         """Shows the autoscaler's latest decision to all who look at the cluster."""
         self._watch.me = replace(self._watch.me, scaling=decision.scaling)
@@ -312,7 +318,7 @@ class Controller:
 
     async def _reconcile(self) -> None:
         while True:
-            self._watch.me = replace(self._watch.me, malformed=self._malformed.total)
+            self._watch.me = replace(self._watch.me, malformed=self._malformed.total, trouble=self.trouble())
             self._lives.due.clear()
             self.step()
             with contextlib.suppress(TimeoutError):

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +96,7 @@ class WorkerLives:
 
     Attributes:
         workers: the workers by id. A worker that has left is removed; `due` is set then, too.
+        failures: how often a worker died or could not start, by its role.
         due: set whenever something has happened that may call for another round of reconciling.
         changed: notified with `due`, for tasks that wait for a worker.
         failed: gets the error that must end the controller.
@@ -112,6 +114,7 @@ class WorkerLives:
         self.changed = asyncio.Condition()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.must_start = must_start
+        self.failures: Counter[Role] = Counter()
         self._config = config
         self._actors = actors
         self._link = link
@@ -227,6 +230,7 @@ class WorkerLives:
         except BatonError as error:
             if worker.phase is WorkerPhase.LEAVING:
                 return  # `leave` does the rest
+            self.failures[worker.role] += 1
             is_stable = worker.phase is WorkerPhase.READY and time.monotonic() - worker.since_s > STABLE_S
             worker.num_failures = 0 if is_stable else worker.num_failures + 1
             if worker.phase is WorkerPhase.READY:

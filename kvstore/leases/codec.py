@@ -41,7 +41,7 @@ MOST: dict[str, float] = {
         ("pid", "block_size", "max_model_len", "chunk_tokens", "running", "waiting", "wanted", "ready_workers"),
         MAX_INT32,
     ),
-    **dict.fromkeys(("total", "free", "cached", "in_use", "open_pairs", "slots_in_use"), MAX_INT32),
+    **dict.fromkeys(("total", "free", "cached", "in_use", "open_pairs", "slots_in_use", "num_unplaced"), MAX_INT32),
     **dict.fromkeys(("s_overhead", "s_per_token", "s_per_pair"), MAX_COST_S),
     **dict.fromkeys(("s_weights", "s_per_sequence", "s_per_kv_token"), MAX_COST_S),
     "epoch": MAX_EPOCH,

@@ -17,6 +17,7 @@ from baton.rpc import MalformedCount
 from kvstore.index import MirrorFollower, RedisConnection
 from kvstore.leases import LeaseStore
 from router.admission import SloCounts
+from router.cluster.surroundings import Surroundings
 from router.dispatch.worker_client import WorkerClient
 from router.placement.pool_view import PoolView
 
@@ -30,6 +31,7 @@ class Registry:
         me: this router, with addresses; its mirror lag and `slo_counts` are filled in.
         redis: where `leases` are, for people to read.
         malformed: counts what this router's server was sent and could not read.
+        surroundings: what `status` shows of Redis' memory and of certificates.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Registry:
         models: tuple[ServedModel, ...],
         redis: RedisConnection,
         malformed: MalformedCount,
+        surroundings: Surroundings,
         poll_s: float,
         lease_s: float,
     ) -> None:
@@ -56,6 +59,7 @@ class Registry:
         self._models = models
         self._redis = redis
         self._malformed = malformed
+        self._surroundings = surroundings
         self._poll_s = poll_s
         self._lease_s = lease_s
         self._routers: tuple[RouterInfo, ...] = ()
@@ -85,6 +89,7 @@ class Registry:
             else:
                 self._redis_ok = True
                 await self._client.forget_past_incarnations(workers)
+                await self._surroundings.look(time.monotonic())
             await asyncio.sleep(self._poll_s)
 
     async def _listed_workers(self) -> list[Worker]:
@@ -117,6 +122,8 @@ class Registry:
             mirrored_blocks=self._follower.mirror.workers(),
             store_garbage=self._redis.garbage.seen(),
             malformed=self._malformed.total,
+            store_memory=self._surroundings.store_memory,
+            certificates=self._surroundings.certificates(),
         )
 
     def num_routers(self) -> int:

@@ -280,6 +280,8 @@ class Settlement:
             instruments.time_per_output_token.record(self._itl_s(), self._labels)
         num_new = sum(self._num_tokens)
         instruments.prompt_tokens.add(usage.prompt_tokens, self._model)
+        instruments.prompt_length.record(usage.prompt_tokens, self._model)
+        instruments.answer_length.record(num_new, self._model)
         instruments.prefix_hit_tokens.add(usage.cached_tokens, self._model)
         # Not less than what was found: another router may have seen that.
         instruments.prefix_ceiling_tokens.add(max(first.num_seen_tokens, usage.cached_tokens), self._model)

@@ -18,6 +18,7 @@ from baton.cluster import (
     BlockCounts,
     ControllerInfo,
     PoolScaling,
+    PoolTrouble,
     Role,
     RouterInfo,
     Worker,
@@ -31,6 +32,7 @@ from kvstore.index import BlockEvent, IndexOutcome, Op, RedisConnection
 from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper
 from kvstore.leases.codec import decode_worker, encode
+from router.cluster.surroundings import Surroundings
 from tests.support import builders
 from tests.support.waiting import until, wait_until
 
@@ -68,10 +70,24 @@ async def test_a_worker_is_listed_as_it_describes_itself(backend: Backend) -> No
 async def test_the_controller_is_known_as_it_describes_itself(backend: Backend) -> None:
     assert await backend.leases.get_controller() is None
     for scaling in ((), (PoolScaling("decode", 0.5, 3), PoolScaling("prefill", 0.25, 1))):
+        trouble = tuple(PoolTrouble(each.pool, 1, 2) for each in scaling)
         await backend.leases.announce_controller(
-            me := ControllerInfo(pid=7, address="127.0.0.1:7", scaling=scaling, incarnation="c7")
+            me := ControllerInfo(pid=7, address="127.0.0.1:7", scaling=scaling, incarnation="c7", trouble=trouble)
         )
         assert await backend.leases.get_controller() == me
+
+
+async def test_a_router_may_ask_redis_for_its_memory(backend: Backend) -> None:
+    if backend.router is None:
+        return  # there is no Redis
+    surroundings = Surroundings(backend.router, {})
+    await surroundings.look(0.0)
+    memory = surroundings.store_memory
+    assert memory is not None
+    assert memory.used_bytes > 2**16
+    surroundings.store_memory = None
+    await surroundings.look(1.0)
+    assert surroundings.store_memory is None, "it was asked a second ago"
 
 
 async def test_epochs_rise_even_when_the_clock_does_not(backend: Backend) -> None:

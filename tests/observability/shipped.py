@@ -13,14 +13,15 @@ from typing import Any
 import promql_parser
 import yaml
 
+from tests.observability.exporters import NAMESPACE
 from tools.dashboards.catalogue import rules_in
 
 ROOT = Path(__file__).parents[2]
 DASHBOARDS = ROOT / "helm/baton/dashboards"
 RULES = ROOT / "helm/baton/rules"
 JOB = "baton"
-BUILT_IN = {"$__rate_interval": "1m", "$__range": "5m", "$namespace": "", "$job": JOB}
-"""Grafana's, and the two variables of which one value is always chosen. All others are at `All`."""
+BUILT_IN = {"$__rate_interval": "1m", "$__range": "5m", "$namespace": NAMESPACE, "$job": JOB, "$release": "baton"}
+"""Grafana's, and the variables of which one value is always chosen. All others are at `All`."""
 
 
 @dataclass(frozen=True, slots=True)

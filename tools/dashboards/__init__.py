@@ -8,7 +8,11 @@ vocabulary, `grafana` writes Grafana's JSON. Expressions use two abbreviations:
     or $zero   0, if there is no value but a router is scraped: for counters that appear with their first event
 
 Every router exports the workers' gauges and counters, which it reads from Redis: `max by (worker, ...)` takes each
-worker once. Counters of requests are each router's own: `sum`.
+worker once. Counters of requests are each router's own: `sum`. What the hardware dashboard shows comes
+from others: NVIDIA's dcgm-exporter, the kubelet's cAdvisor and kube-state-metrics.
 """
 
-__all__ = ["autoscaling", "catalogue", "grafana", "hand_over", "model", "overview", "pools", "prefix_cache", "tenants"]
+__all__ = [
+    *("answers", "autoscaling", "catalogue", "grafana", "hand_over", "hardware", "model", "overview", "pools"),
+    *("prefix_cache", "tenants"),
+]

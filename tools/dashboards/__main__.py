@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tools.dashboards import autoscaling, hand_over, overview, pools, prefix_cache, tenants
+from tools.dashboards import autoscaling, hand_over, hardware, overview, pools, prefix_cache, tenants
 from tools.dashboards.catalogue import catalogue
-from tools.dashboards.grafana import dashboard_json
+from tools.dashboards.grafana import dashboard_json, places
 from tools.dashboards.model import Dashboard
 
 DASHBOARDS: tuple[Dashboard, ...] = (
@@ -17,14 +17,16 @@ DASHBOARDS: tuple[Dashboard, ...] = (
     prefix_cache.DASHBOARD,
     autoscaling.DASHBOARD,
     tenants.DASHBOARD,
+    hardware.DASHBOARD,
 )
 ROOT = Path(__file__).parents[2]
 
 
 def generated() -> dict[Path, str]:
     """The texts of the generated files, by path from the repository's root."""
+    targets = places(DASHBOARDS)
     files = {
-        Path(f"helm/baton/dashboards/{each.name}.json"): json.dumps(dashboard_json(each), indent=2) + "\n"
+        Path(f"helm/baton/dashboards/{each.name}.json"): json.dumps(dashboard_json(each, targets), indent=2) + "\n"
         for each in DASHBOARDS
     }
     return {**files, Path("docs/metrics.md"): catalogue(ROOT / "helm/baton/rules")}

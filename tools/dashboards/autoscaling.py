@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.dashboards.model import Dashboard, Panel, Section
+from tools.dashboards.model import Dashboard, Lead, Panel, Section
 
 SIZES = Section(
     "Sizes",
@@ -31,6 +31,7 @@ SIZES = Section(
             "autoscale.max_workers is reached. `baton autoscale --dry-run` shows why.",
             unit="percentunit",
             queries={"{{pool}}": "max by (pool) (baton_autoscale_utilisation{$cluster})"},
+            leads=(Lead("pools", "Running sequences"), Lead("pools", "Waiting sequences")),
         ),
         Panel(
             title="Goodput, the guard",
@@ -42,6 +43,7 @@ SIZES = Section(
                 '(sum(rate(baton_requests_slo_total{$cluster, outcome!="cancelled"}[$__rate_interval])) > 0)'
             },
             bad_below=0.95,
+            leads=(Lead("overview", "SLO attainment"),),
         ),
     ),
 )
@@ -97,6 +99,7 @@ WORK = Section(
                 "or $zero"
             },
             width=8,
+            leads=(Lead("pools", "Workers by state"),),
         ),
         Panel(
             title="Migrations",

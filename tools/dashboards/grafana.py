@@ -7,15 +7,29 @@ from itertools import count
 from string import ascii_uppercase
 from typing import Any
 
-from tools.dashboards.model import JOB, NAMESPACE, Dashboard, Kind, Panel, Section, Variable, expanded
+from tools.dashboards.model import JOB, NAMESPACE, Dashboard, Kind, Lead, Panel, Section, Variable, expanded
 
 Json = dict[str, Any]
 
 COLUMNS = 24
+Places = dict[tuple[str, str], int]
+"""The number of each panel, by its dashboard's name and its own title."""
+KEPT = "${__url_time_range}&${datasource:queryparam}&${namespace:queryparam}&${job:queryparam}"
+"""What a link takes along: the time and the release."""
 DATASOURCE: Json = {"type": "prometheus", "uid": "${datasource}"}
 
 
-def dashboard_json(dashboard: Dashboard) -> Json:
+def places(dashboards: tuple[Dashboard, ...]) -> Places:
+    """Where the panels of all dashboards are, for links to them."""
+    return {
+        (dashboard.name, panel["title"]): panel["id"]
+        for dashboard in dashboards
+        for panel in _numbered(dashboard.sections)
+    }
+
+
+def dashboard_json(dashboard: Dashboard, targets: Places) -> Json:
+    """A dashboard in Grafana's form. Raises KeyError: a panel leads to one that is not there."""
     return {
         "uid": f"baton-{dashboard.name}",
         "title": dashboard.title,
@@ -32,11 +46,17 @@ def dashboard_json(dashboard: Dashboard) -> Json:
         "templating": {
             "list": [_datasource(), *(_variable(each) for each in (NAMESPACE, JOB, *dashboard.variables))],
         },
-        "panels": list(_laid_out(dashboard.sections)),
+        "panels": list(_laid_out(dashboard.sections, targets)),
     }
 
 
-def _laid_out(sections: tuple[Section, ...]) -> Iterator[Json]:
+def _numbered(sections: tuple[Section, ...]) -> Iterator[Json]:
+    """Titles and numbers, in the order of the layout."""
+    titles = (title for section in sections for title in (section.title, *(panel.title for panel in section.panels)))
+    return ({"id": number, "title": title} for number, title in enumerate(titles, 1))
+
+
+def _laid_out(sections: tuple[Section, ...], targets: Places) -> Iterator[Json]:
     """Panels from left to right; a line is as high as its highest one, and each section begins a new line."""
     ids, y = count(1), 0
     for section in sections:
@@ -53,12 +73,12 @@ def _laid_out(sections: tuple[Section, ...]) -> Iterator[Json]:
             if x + panel.width > COLUMNS:
                 x, y, height = 0, y + height, 0
             position = {"h": panel.height, "w": panel.width, "x": x, "y": y}
-            yield {"id": next(ids), "gridPos": position, **_panel(panel)}
+            yield {"id": next(ids), "gridPos": position, **_panel(panel, targets)}
             x, height = x + panel.width, max(height, panel.height)
         y += height
 
 
-def _panel(panel: Panel) -> Json:
+def _panel(panel: Panel, targets: Places) -> Json:
     return {
         "type": panel.kind.value,
         "title": panel.title,
@@ -68,10 +88,27 @@ def _panel(panel: Panel) -> Json:
             _target(panel, ref_id, *query)
             for ref_id, query in zip(ascii_uppercase, panel.queries.items(), strict=False)
         ],
-        "fieldConfig": {"defaults": _field(panel), "overrides": [_limits()] if panel.kind is Kind.LINES else []},
+        "links": [_link(lead, targets) for lead in panel.leads],
+        "fieldConfig": {
+            "defaults": _field(panel) | _data_links(panel, targets),
+            "overrides": [_limits()] if panel.kind is Kind.LINES else [],
+        },
         "options": _options(panel),
         "transformations": [_columns()] if panel.kind is Kind.TABLE else [],
     }
+
+
+def _link(lead: Lead, targets: Places, more: str = "") -> Json:
+    number = targets[lead.dashboard, lead.panel]
+    url = f"/d/baton-{lead.dashboard}?viewPanel={number}&{KEPT}{more}"
+    return {"title": lead.panel, "url": url, "targetBlank": False}
+
+
+def _data_links(panel: Panel, targets: Places) -> Json:
+    """Links of a line, which choose its worker, tenant or class on the other dashboard."""
+    labelled = [lead for lead in panel.leads if lead.label]
+    links = [_link(each, targets, f"&var-{each.label}=${{__field.labels.{each.label}}}") for each in labelled]
+    return {"links": links} if links else {}
 
 
 def _target(panel: Panel, ref_id: str, legend: str, expression: str) -> Json:
@@ -83,11 +120,13 @@ def _target(panel: Panel, ref_id: str, legend: str, expression: str) -> Json:
         "editorMode": "code",
         "instant": panel.is_instant,
         "range": not panel.is_instant,
-        "format": "table" if panel.kind is Kind.TABLE else "time_series",
+        "format": panel.format,
     }
 
 
 def _field(panel: Panel) -> Json:
+    if panel.kind is Kind.HEAT:
+        return {"unit": "short", "custom": {"scaleDistribution": {"type": "linear"}}}
     color = "palette-classic" if panel.kind is Kind.LINES else "thresholds"
     field: Json = {"unit": panel.unit, "color": {"mode": color}, "thresholds": _thresholds(panel)}
     if panel.last_bound is not None:
@@ -163,6 +202,17 @@ def _options(panel: Panel) -> Json:
             return {"mergeValues": True, "showValue": "never", "legend": {"showLegend": False}}
         case Kind.TABLE:
             return {"showHeader": True, "cellHeight": "sm"}
+        case Kind.HEAT:
+            return {
+                "calculate": False,
+                "cellGap": 1,
+                "color": {"mode": "scheme", "scheme": "Oranges", "steps": 64, "scale": "exponential", "exponent": 0.5},
+                "filterValues": {"le": 1e-9},
+                "legend": {"show": True},
+                "rowsFrame": {"layout": "auto"},
+                "tooltip": {"mode": "single", "yHistogram": True},
+                "yAxis": {"axisPlacement": "left", "unit": panel.unit},
+            }
 
 
 def _columns() -> Json:
@@ -193,6 +243,8 @@ def _variable(variable: Variable) -> Json:
         "query": {"query": query, "refId": variable.name},
         "refresh": 2,
         "sort": 1,
+        "regex": variable.pattern,
+        "hide": 2 if variable.pattern else 0,
         **(every if variable.has_all else one),
     }
 

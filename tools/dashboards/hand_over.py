@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.telemetry.booked import DURATION_BOUNDS, STAGE_BOUNDS
-from tools.dashboards.model import ROLE, WORKER, Dashboard, Panel, Section
+from tools.dashboards.model import ROLE, WORKER, Dashboard, Lead, Panel, Section
 from tools.dashboards.overview import quantiles
 
 OF_WORKER = 'role=~"$role", worker=~"$worker"'
@@ -35,6 +35,7 @@ TRAFFIC = Section(
             unit="Bps",
             queries={"{{worker}}": per_second("baton_kv_transfer_bytes_total", "worker", ', direction="sent"')},
             is_stacked=True,
+            leads=(Lead("hardware", "NVLink and PCIe"), Lead("hardware", "Network")),
         ),
         Panel(
             title="Received",
@@ -51,6 +52,7 @@ TRAFFIC = Section(
             unit="ops",
             queries={"{{direction}} {{outcome}}": per_second("baton_kv_transfers_total", "direction, outcome")},
             is_stacked=True,
+            leads=(Lead("hand-over", "Failures by reason"),),
         ),
         Panel(
             title="Chunk size",
@@ -84,6 +86,7 @@ TIME = Section(
             unit="s",
             queries={"exposed": f"{EXPOSED_S} / ({NUM_SENT} > 0)", "whole": f"{TRANSFER_S} / ({NUM_SENT} > 0)"},
             width=8,
+            leads=(Lead("hand-over", "Computed and not sent"), Lead("hardware", "Network")),
         ),
         Panel(
             title="Stage transfer of requests",
@@ -119,6 +122,7 @@ TROUBLE = Section(
                     "baton_kv_transfers_total", "worker, direction", ', outcome="failed"'
                 )
             },
+            leads=(Lead("pools", "Takes traffic", "worker"),),
         ),
         Panel(
             title="Fenced and resent",
@@ -189,6 +193,7 @@ MEANS = Section(
             unit="bytes",
             queries={"{{worker}}": f"max by (worker) (baton_kv_unsent_bytes{{$cluster, {OF_WORKER}}})"},
             width=8,
+            leads=(Lead("pools", "KV in use", "worker"),),
         ),
         Panel(
             title="Pulled tokens",
@@ -205,6 +210,7 @@ MEANS = Section(
             unit="ops",
             queries={"{{worker}}": per_second("baton_kv_pull_failures_total", "worker")},
             width=8,
+            leads=(Lead("prefix-cache", "Stale hints"),),
         ),
         Panel(
             title="Hand-overs, as routers count them",

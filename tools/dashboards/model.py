@@ -15,6 +15,19 @@ class Kind(StrEnum):
     BARS = "bargauge"
     STATES = "state-timeline"
     TABLE = "table"
+    HEAT = "heatmap"
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """A link from a panel to the one to look at next."""
+
+    dashboard: str
+    """Name of its dashboard."""
+    panel: str
+    """Its title."""
+    label: str = ""
+    """A label of the lines that is also a variable of that dashboard: a click on a line chooses its value there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +48,7 @@ class Panel:
     bad_above: float | None = None
     """Value above which it is red."""
     bad_below: float | None = None
+    leads: tuple[Lead, ...] = ()
     last_bound: float | None = None
     """Last bound of the histogram whose quantiles are shown. A quantile of exactly this value lies above it."""
 
@@ -42,6 +56,11 @@ class Panel:
     def is_instant(self) -> bool:
         """Only the latest value matters."""
         return self.kind in (Kind.BARS, Kind.TABLE)
+
+    @property
+    def format(self) -> str:
+        """Grafana's form of the answer."""
+        return {Kind.TABLE: "table", Kind.HEAT: "heatmap"}.get(self.kind, "time_series")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +79,8 @@ class Variable:
     title: str
     has_all: bool = True
     """Several, or all, can be chosen: expressions use `=~`."""
+    pattern: str = ""
+    """A regular expression whose group is the value; the variable follows from others then, and is not shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from baton.telemetry.booked import DURATION_BOUNDS, ERROR_BOUNDS, STAGE_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
-from tools.dashboards.model import MODEL, SLO_CLASS, Dashboard, Kind, Panel, Section
+from tools.dashboards import answers
+from tools.dashboards.answers import GENERATED, OF_MODEL
+from tools.dashboards.model import MODEL, SLO_CLASS, Dashboard, Kind, Lead, Panel, Section
 
 OF_CLASS = 'model=~"$model", slo_class=~"$slo_class"'
 
@@ -23,11 +25,6 @@ MET, CANCELLED_APART, REFUSED = requests('="met"'), requests('!="cancelled"'), r
 MET_BY_CLASS, APART_BY_CLASS = requests('="met"', "slo_class"), requests('!="cancelled"', "slo_class")
 TOKENS_MET = f"sum(rate(baton_tokens_slo_met_total{{$cluster, {OF_CLASS}}}[$__rate_interval]))"
 MISSES = f"sum by (stage, outcome) (rate(baton_slo_misses_total{{$cluster, {OF_CLASS}}}[$__rate_interval]))"
-GENERATED = 'sum(rate(baton_generation_tokens_total{$cluster, model=~"$model"}[$__rate_interval]))'
-PROMPTS = 'sum(rate(baton_prompt_tokens_total{$cluster, model=~"$model"}[$__rate_interval]))'
-ENDS = 'sum(rate(baton_finished_choices_total{$cluster, model=~"$model"}[$__rate_interval]))'
-OF_MODEL = 'gen_ai_request_model=~"$model"'
-BEGUN = f"sum(rate(gen_ai_server_time_to_first_token_seconds_count{{$cluster, {OF_MODEL}}}[$__rate_interval]))"
 
 NOW = Section(
     "Now",
@@ -63,6 +60,7 @@ NOW = Section(
             width=4,
             height=4,
             bad_below=0.99,
+            leads=(Lead("overview", "SLO attainment by class"), Lead("overview", "Misses by stage to blame")),
         ),
         Panel(
             title="Refused",
@@ -75,6 +73,7 @@ NOW = Section(
             width=4,
             height=4,
             bad_above=0.1,
+            leads=(Lead("autoscaling", "Utilisation"), Lead("tenants", "Refused or made way")),
         ),
         Panel(
             title="Ready workers",
@@ -89,6 +88,11 @@ NOW = Section(
             width=4,
             height=4,
             bad_below=1,
+            leads=(
+                Lead("pools", "Ready and desired"),
+                Lead("pools", "Failures and room"),
+                Lead("hardware", "Restarts"),
+            ),
         ),
         Panel(
             title="Alerts",
@@ -123,6 +127,7 @@ GOODPUT = Section(
             unit="percentunit",
             queries={"{{slo_class}}": f"({MET_BY_CLASS} or 0 * {requests(by='slo_class')}) / ({APART_BY_CLASS} > 0)"},
             bad_below=0.99,
+            leads=(Lead("overview", "Misses by stage to blame"), Lead("tenants", "Objectives met")),
         ),
         Panel(
             title="Tokens",
@@ -140,6 +145,12 @@ GOODPUT = Section(
             unit="reqps",
             queries={"{{stage}}, {{outcome}}": f"{MISSES} or $zero"},
             is_stacked=True,
+            leads=(
+                Lead("pools", "Waiting sequences"),
+                Lead("pools", "Running sequences"),
+                Lead("hand-over", "Stage transfer of requests"),
+                Lead("pools", "Takes traffic"),
+            ),
         ),
     ),
 )
@@ -173,6 +184,22 @@ LATENCY = Section(
             width=8,
             is_logarithmic=True,
             last_bound=TTFT_BOUNDS[-1],
+            leads=(
+                Lead("overview", "First tokens, heat map"),
+                Lead("pools", "Waiting sequences"),
+                Lead("prefix-cache", "Hit rate and its ceiling"),
+            ),
+        ),
+        Panel(
+            title="First tokens, heat map",
+            description="Requests by their time to the first token. Two bands: some find their prefix in a cache, or "
+            "some "
+            "wait. A band that rises: a queue grows.",
+            unit="s",
+            queries=answers.heat("gen_ai_server_time_to_first_token_seconds", f", {OF_MODEL}"),
+            kind=Kind.HEAT,
+            width=8,
+            leads=(Lead("overview", "Time to first token"), Lead("overview", "Prompt lengths, heat map")),
         ),
         Panel(
             title="Time per output token",
@@ -193,6 +220,7 @@ LATENCY = Section(
             width=8,
             is_logarithmic=True,
             last_bound=TOKEN_BOUNDS[-1],
+            leads=(Lead("pools", "Preemptions"), Lead("pools", "KV in use"), Lead("autoscaling", "Placements by mode")),
         ),
         Panel(
             title="Where the time goes",
@@ -254,6 +282,7 @@ TROUBLE = Section(
                 'error_type!="", gen_ai_request_model=~"$model"}[$__rate_interval])) or $zero'
             },
             width=8,
+            leads=(Lead("pools", "Takes traffic"), Lead("hand-over", "Failures by reason")),
         ),
         Panel(
             title="Placed again",
@@ -263,6 +292,7 @@ TROUBLE = Section(
             unit="reqps",
             queries={"{{error}}": "sum by (error) (rate(baton_retries_total{$cluster}[$__rate_interval])) or $zero"},
             width=8,
+            leads=(Lead("pools", "Failures and room"), Lead("hand-over", "Failures by worker")),
         ),
         Panel(
             title="Made way",
@@ -299,46 +329,10 @@ TROUBLE = Section(
     ),
 )
 
-ANSWERS = Section(
-    "Answers",
-    (
-        Panel(
-            title="Ends of answers",
-            description="Answers a second by how they ended. stop: by an end-of-sequence token or a stop string; "
-            "length: by their limit; tool_calls: after a call of a tool; content_filter: by the operator's "
-            "moderation. If most end by length, clients set the limit low, or the model does not stop.",
-            unit="ops",
-            queries={
-                "{{reason}}": 'sum by (reason) (rate(baton_finished_choices_total{$cluster, model=~"$model"}'
-                "[$__rate_interval]))"
-            },
-            is_stacked=True,
-        ),
-        Panel(
-            title="Verdicts of the moderation",
-            description="Verdicts a second of the function that `router.moderation` names. failed: it raised, or did "
-            "not answer in time; the routers' logs say why.",
-            unit="ops",
-            queries={
-                "{{verdict}}": "sum by (verdict) (rate(baton_moderation_verdicts_total{$cluster}[$__rate_interval])) "
-                "or $zero"
-            },
-            is_stacked=True,
-        ),
-        Panel(
-            title="Mean length",
-            description="Mean tokens of a prompt and of an answer. Longer prompts load prefill workers, longer "
-            "answers decode workers.",
-            unit="short",
-            queries={"prompt": f"{PROMPTS} / ({BEGUN} > 0)", "answer": f"{GENERATED} / ({ENDS} > 0)"},
-        ),
-    ),
-)
-
 DASHBOARD = Dashboard(
     name="overview",
     title="Baton / Overview",
     description="Goodput, SLO attainment, latency and the stage to blame.",
     variables=(MODEL, SLO_CLASS),
-    sections=(NOW, GOODPUT, LATENCY, TROUBLE, ANSWERS),
+    sections=(NOW, GOODPUT, LATENCY, TROUBLE, answers.SECTION),
 )

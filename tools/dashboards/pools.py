@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.dashboards.model import ROLE, WORKER, Dashboard, Kind, Panel, Section
+from tools.dashboards.model import ROLE, WORKER, Dashboard, Kind, Lead, Panel, Section
 
 OF_WORKER = 'role=~"$role", worker=~"$worker"'
 STATES = 'max by (worker, role, state) (baton_worker_state{$cluster, role=~"$role"})'
@@ -17,6 +17,11 @@ SIZE = Section(
             "the head and of the worker's pod. `baton scale POOL N` sets what is desired.",
             unit="short",
             queries={"{{pool}} {{state}}": "max by (pool, state) (baton_pool_workers{$cluster})"},
+            leads=(
+                Lead("pools", "Failures and room"),
+                Lead("autoscaling", "Utilisation"),
+                Lead("hardware", "Pods without a node"),
+            ),
         ),
         Panel(
             title="Workers by state",
@@ -34,6 +39,7 @@ SIZE = Section(
             queries={"{{worker}}": f"max by (worker) (baton_worker_ready{{$cluster, {OF_WORKER}}})"},
             kind=Kind.STATES,
             bad_below=1,
+            leads=(Lead("hand-over", "Failures by worker", "worker"), Lead("hardware", "Why containers ended last")),
         ),
         Panel(
             title="Workers",
@@ -62,6 +68,7 @@ LOAD = Section(
             queries={
                 "{{worker}}": f'max by (worker) (baton_worker_sequences{{$cluster, state="running", {OF_WORKER}}})'
             },
+            leads=(Lead("autoscaling", "Placements by decode worker"), Lead("hardware", "GPU in use")),
         ),
         Panel(
             title="Waiting sequences",
@@ -72,6 +79,7 @@ LOAD = Section(
             queries={
                 "{{worker}}": f'max by (worker) (baton_worker_sequences{{$cluster, state="waiting", {OF_WORKER}}})'
             },
+            leads=(Lead("autoscaling", "Utilisation"), Lead("hand-over", "Computed and not sent", "worker")),
         ),
         Panel(
             title="KV in use",
@@ -86,6 +94,7 @@ LOAD = Section(
                 f"(baton_kv_blocks{{$cluster, {OF_WORKER}}}))"
             },
             bad_above=0.9,
+            leads=(Lead("pools", "Preemptions", "worker"), Lead("prefix-cache", "Cached blocks")),
         ),
         Panel(
             title="Drafts",
@@ -116,6 +125,19 @@ TROUBLE = Section(
     "Trouble",
     (
         Panel(
+            title="Failures and room",
+            description="Times in 10 minutes that workers of a pool died or could not start, and workers that wait "
+            "for a "
+            "node with room. The controller's log has a line with the reason of each: `kubectl logs "
+            "deployment/RELEASE-controller -c controller`.",
+            unit="short",
+            queries={
+                "failures of {{pool}}": "max by (pool) (increase(baton_worker_failures_total{$cluster}[10m]))",
+                "without room in {{pool}}": "max by (pool) (baton_unplaced_workers{$cluster})",
+            },
+            leads=(Lead("hardware", "Restarts"), Lead("hardware", "Pods without a node")),
+        ),
+        Panel(
             title="Preemptions",
             description="Sequences a second that lost their blocks and are computed again. Answers are longer than "
             "engine.output_reservation, and the pool has no room for the rest.",
@@ -124,6 +146,7 @@ TROUBLE = Section(
                 "{{worker}}": "max by (worker) (rate(baton_preemptions_total{$cluster, "
                 f"{OF_WORKER}}}[$__rate_interval]))"
             },
+            leads=(Lead("pools", "KV in use", "worker"),),
         ),
         Panel(
             title="Self-check",
@@ -143,6 +166,39 @@ TROUBLE = Section(
             queries={"{{instance}}": "min by (instance) (baton_redis_up{$cluster})"},
             kind=Kind.STATES,
             bad_below=1,
+            leads=(Lead("prefix-cache", "Mirror lag"), Lead("pools", "Memory of Redis")),
+        ),
+        Panel(
+            title="Controller",
+            description="Red: a router knows of no controller. Requests continue, but no worker is started, replaced "
+            "or "
+            "scaled. `kubectl logs deployment/RELEASE-controller -c controller`.",
+            unit="short",
+            queries={"{{instance}}": "min by (instance) (baton_controller_up{$cluster})"},
+            kind=Kind.STATES,
+            bad_below=1,
+        ),
+        Panel(
+            title="Memory of Redis",
+            description="Memory that Redis uses, its limit if it has one, and the keys that it evicted. At the limit "
+            "workers cannot renew their leases: raise redis.maxmemory. Evicted keys: set maxmemory-policy to "
+            "noeviction.",
+            unit="bytes",
+            queries={
+                "{{kind}}": "max by (kind) (baton_redis_memory_bytes{$cluster})",
+                "evicted keys": "max(baton_redis_evicted_keys_total{$cluster})",
+            },
+        ),
+        Panel(
+            title="Certificates",
+            description="Time until a certificate expires, as the routers hold it. Expired: members refuse each other, "
+            "clients the routers. Files are read again when they change; without TLS the panel is empty.",
+            unit="s",
+            queries={
+                "{{certificate}}": "min by (certificate) "
+                '(baton_certificate_validity_seconds{$cluster, end="ends"}) - time()'
+            },
+            bad_below=259200,
         ),
         Panel(
             title="Skipped in Redis",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.dashboards.model import MODEL, Dashboard, Kind, Panel, Section
+from tools.dashboards.model import MODEL, Dashboard, Kind, Lead, Panel, Section
 
 
 def tokens(counter: str) -> str:
@@ -23,6 +23,7 @@ HITS = Section(
             unit="percentunit",
             queries={"hit rate": f"{HIT} / ({PROMPT} > 0)", "ceiling": f"{CEILING} / ({PROMPT} > 0)"},
             width=16,
+            leads=(Lead("pools", "KV blocks by state"), Lead("prefix-cache", "Stale hints")),
         ),
         Panel(
             title="Share of the ceiling",
@@ -61,6 +62,7 @@ HITS = Section(
             unit="short",
             queries={"{{worker}}": 'max by (worker) (baton_kv_blocks{$cluster, state="cached"})'},
             is_stacked=True,
+            leads=(Lead("pools", "KV blocks by state"), Lead("pools", "KV in use", "worker")),
         ),
     ),
 )
@@ -96,6 +98,7 @@ INDEX = Section(
             queries={"{{router}}": "max by (router) (baton_mirror_lag_seconds{$cluster})"},
             width=8,
             bad_above=5,
+            leads=(Lead("pools", "Redis"), Lead("hardware", "Processor")),
         ),
         Panel(
             title="Blocks a router believes in, and what workers have",

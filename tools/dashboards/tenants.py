@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.dashboards.model import TENANT, Dashboard, Kind, Panel, Section
+from tools.dashboards.model import TENANT, Dashboard, Kind, Lead, Panel, Section
 
 
 def tokens(kinds: str) -> str:
@@ -51,6 +51,7 @@ REQUESTS = Section(
             unit="percentunit",
             queries={"{{tenant}}": f"({MET} or 0 * {requests()}) / ({COUNTED} > 0)"},
             bad_below=0.99,
+            leads=(Lead("overview", "SLO attainment by class"), Lead("tenants", "Refused or made way", "tenant")),
         ),
         Panel(
             title="Refused or made way",
@@ -65,6 +66,7 @@ REQUESTS = Section(
             "name in the tenants' file.",
             unit="reqps",
             queries={"{{tenant}}, {{limit}}": LIMITED},
+            leads=(Lead("tenants", "Requests by tenant", "tenant"),),
         ),
         Panel(
             title="Tenants' file and usage log",

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import ssl
 import subprocess
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -131,6 +132,8 @@ async def test_new_connections_use_what_the_files_hold_now(tmp_path: Path, caplo
             await _asked(address, member)
         assert "member.crt" in caplog.text
         assert "stay in use" in caplog.text
+        begin_s, end_s = member.now().term_s
+        assert begin_s < time.time() < end_s == pytest.approx(begin_s + 4 * 86_400)
         authority = Authority.make(tmp_path)  # of the same name, so its file is another one now
         old = member.channel_credentials()
         authority.sign("member")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections import Counter
 from functools import cache
@@ -14,11 +15,13 @@ from baton.cluster import (
     ControllerInfo,
     PoolScaling,
     PoolStatus,
+    PoolTrouble,
     RouterInfo,
     WorkerLoad,
 )
 from baton.telemetry.instruments import Instruments
 from baton.telemetry.prometheus import Histogram
+from tests.observability import exporters
 from tests.observability.shipped import (
     DASHBOARDS,
     alerts,
@@ -37,6 +40,7 @@ from tools.dashboards.catalogue import definitions, series
 INSTRUMENTS = {name: each.name for each in definitions() for name in series(each)}
 """Series -> its instrument."""
 PROMETHEUS_OWN = {"up", "ALERTS"}
+FOREIGN = exporters.names()
 RECORDED = {rule["record"] for rule in recorded()}
 GRAFANA_OWN = {"datasource", "__rate_interval", "__range"}
 PARALLEL = {"max", "min", "avg", "count"}
@@ -84,7 +88,7 @@ def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
 
 def test_uids_and_titles_are_unique() -> None:
     for field in ("uid", "title"):
-        assert len({dashboard[field] for dashboard in dashboards().values()}) == len(dashboards()) == 6
+        assert len({dashboard[field] for dashboard in dashboards().values()}) == len(dashboards()) == 7
 
 
 @pytest.mark.parametrize("name", dashboards())
@@ -100,8 +104,11 @@ def test_variables_are_declared_before_they_are_used_and_all_serve(name: str) ->
     for expression in (each.expression for each in shown() if each.dashboard == name):
         wanted = set(re.findall(r"\$\{?(\w+)", expression))
         assert wanted <= declared, expression
-        assert {"namespace", "job"} <= wanted, f"another release's series would be in it: {expression}"
+        of_one_release = ({"namespace", "job"}, {"namespace", "release"})
+        assert any(each <= wanted for each in of_one_release), f"another release's series would be in it: {expression}"
         used |= wanted
+    links = " ".join(re.findall(r'"url": "([^"]*)"', json.dumps(dashboard)))
+    assert {"datasource", "namespace", "job"} == set(re.findall(r"\$\{(\w+):queryparam\}", links))
     assert {variable["name"] for variable in dashboard["templating"]["list"]} <= used | GRAFANA_OWN
 
 
@@ -138,12 +145,61 @@ def expressions() -> dict[str, str]:
 def test_an_expression_is_promql_and_reads_what_there_is(where: str) -> None:
     read = {name for name, _ in selectors(expressions()[where])}
     assert read
-    assert read <= INSTRUMENTS.keys() | PROMETHEUS_OWN | RECORDED
+    assert read <= INSTRUMENTS.keys() | PROMETHEUS_OWN | RECORDED | FOREIGN
 
 
-def test_every_instrument_is_on_a_dashboard() -> None:
+def test_every_instrument_is_on_a_dashboard_and_all_that_others_export_here() -> None:
     read = {INSTRUMENTS.get(name) for each in shown() for name, _ in selectors(substituted(each.expression))}
     assert set(INSTRUMENTS.values()) - read == set()
+    hardware = {
+        name for each in shown() if each.dashboard == "hardware" for name, _ in selectors(expressions()[str(each)])
+    }
+    assert hardware - INSTRUMENTS.keys() == FOREIGN
+
+
+def panels_of(dashboard: str) -> list[dict[str, Any]]:
+    return [panel for panel in dashboards()[dashboard]["panels"] if panel["type"] != "row"]
+
+
+def test_links_lead_from_panel_to_panel_and_take_the_release_along() -> None:
+    entered, num_choosing = set(), 0
+    for name in dashboards():
+        for panel in panels_of(name):
+            in_lines = panel["fieldConfig"]["defaults"].get("links", [])
+            for link in (*panel["links"], *in_lines):
+                uid, _, query = link["url"].removeprefix("/d/").partition("?")
+                target = uid.removeprefix("baton-")
+                (found,) = (each for each in panels_of(target) if f"viewPanel={each['id']}&" in query)
+                assert found["title"] == link["title"], (name, panel["title"])
+                assert found is not panel
+                entered.add(target)
+                for variable, label in re.findall(r"var-(\w+)=\$\{__field\.labels\.(\w+)\}", query):
+                    assert variable in {each["name"] for each in dashboards()[target]["templating"]["list"]}
+                    legends = [each["legendFormat"] for each in panel["targets"]]
+                    assert all(f"{{{{{label}}}}}" in legend for legend in legends), "the lines have no such label"
+                    num_choosing += 1
+            assert all("var-" in link["url"] for link in in_lines)
+    assert entered == set(dashboards())
+    assert num_choosing > 5
+
+
+def test_heat_maps_show_the_buckets_of_first_tokens_and_lengths() -> None:
+    found = set()
+    for panel in itertools.chain.from_iterable(panels_of(name) for name in dashboards()):
+        for target in panel["targets"]:
+            assert (target["format"] == "heatmap") == (panel["type"] == "heatmap")
+            if panel["type"] == "heatmap":
+                (histogram,) = {name for name, _ in selectors(substituted(target["expr"]))}
+                assert "sum by (le) (increase(" in target["expr"]
+                assert panel["options"]["calculate"] is False, "the buckets are Prometheus' own"
+                found.add(histogram)
+    assert found == {
+        f"{name}_bucket"
+        for name in (
+            *("gen_ai_server_time_to_first_token_seconds", "baton_request_prompt_tokens"),
+            "baton_request_generation_tokens",
+        )
+    }
 
 
 @cache
@@ -194,9 +250,14 @@ def test_every_instrument_is_documented() -> None:
         assert f"| `{each.name}` | {each.kind} | {each.description.replace('|', chr(92) + '|')} |" in page
 
 
+COMMON = {"baton_redis_evicted_keys_total", "baton_redis_memory_bytes"}
+"""What every router reads in the same place, without a label that says whose it is."""
+
+
 def told_by_every_router() -> set[str]:
     """The series that routers read from Redis, or of one another: each tells the same."""
-    controller = ControllerInfo(pid=1, address="h:2", scaling=(PoolScaling("decode", 0.5, 2),))
+    trouble = (PoolTrouble("decode", 0, 0),)
+    controller = ControllerInfo(pid=1, address="h:2", scaling=(PoolScaling("decode", 0.5, 2),), trouble=trouble)
     status = cluster_status(
         worker("d0", load=WorkerLoad()),
         pools={"decode": PoolStatus(1, 1)},
@@ -205,7 +266,7 @@ def told_by_every_router() -> set[str]:
         mirrored_blocks={"d0": 1},
     )
     lines = Instruments(lambda: status).exposition().decode().splitlines()
-    return {line.partition("{")[0] for line in lines if re.search(r'[{,](worker|router|pool)="', line)}
+    return COMMON | {line.partition("{")[0] for line in lines if re.search(r'[{,](worker|router|pool)="', line)}
 
 
 def test_each_worker_is_taken_once_and_each_routers_requests_are_added_up() -> None:

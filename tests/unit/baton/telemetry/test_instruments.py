@@ -8,11 +8,14 @@ import re
 
 from baton.cluster import (
     BlockCounts,
+    CertificateTerm,
     ControllerInfo,
     OpenLinks,
     PoolScaling,
+    PoolTrouble,
     Role,
     StoreGarbage,
+    StoreMemory,
     TransferCounts,
     Worker,
     WorkerLoad,
@@ -240,6 +243,31 @@ def test_what_a_worker_and_the_autoscaler_say() -> None:
     assert not samples(Instruments(lambda: NOBODY), *names), "nobody is there"
     (build,) = samples(Instruments(lambda: NOBODY), "baton_build_info")
     assert re.fullmatch(r'baton_build_info\{version="\d[^"]*"\} 1\.0', build)
+
+
+def test_what_will_end_a_cluster_is_shown() -> None:
+    names = (
+        *("baton_controller_up", "baton_unplaced_workers", "baton_worker_failures_total"),
+        *("baton_redis_memory_bytes", "baton_redis_evicted_keys_total", "baton_certificate_validity_seconds"),
+    )
+    status = cluster_status(
+        controller=ControllerInfo(pid=1, address="h:2", trouble=(PoolTrouble("decode", 2, 3),)),
+        store_memory=StoreMemory(5, 8, 1),
+        certificates=(CertificateTerm("members", 10.0, 20.0),),
+    )
+    assert samples(Instruments(lambda: status), *names) == {
+        "baton_controller_up 1.0",
+        'baton_unplaced_workers{pool="decode"} 2.0',
+        'baton_worker_failures_total{pool="decode"} 3.0',
+        'baton_redis_memory_bytes{kind="used"} 5.0',
+        'baton_redis_memory_bytes{kind="limit"} 8.0',
+        "baton_redis_evicted_keys_total 1.0",
+        'baton_certificate_validity_seconds{certificate="members",end="begins"} 10.0',
+        'baton_certificate_validity_seconds{certificate="members",end="ends"} 20.0',
+    }
+    assert samples(Instruments(lambda: NOBODY), *names) == {"baton_controller_up 0.0"}
+    boundless = cluster_status(store_memory=StoreMemory(5, 0, 0))
+    assert samples(Instruments(lambda: boundless), names[3]) == {'baton_redis_memory_bytes{kind="used"} 5.0'}
 
 
 def test_drafts_are_shown_by_what_guessed_them() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton.cluster import ControllerInfo, PoolStatus, Role, Worker, WorkerLoad, WorkerState
+from baton.cluster import ControllerInfo, PoolStatus, PoolTrouble, Role, Worker, WorkerLoad, WorkerState
 from baton.config import ClusterConfig, Config, IndexConfig
 from baton.errors import ConfigError, Conflict, InvalidRequest, StoreUnavailable, WorkerFailed
 from baton.rpc import MalformedCount, RpcServer
@@ -294,6 +294,7 @@ async def test_a_worker_that_dies_soon_after_it_was_ready_waits_longer_each_time
             it.actors.alive["decode-0"].dead.set()
             await until(lambda: num_ready(it) == 0)
             assert it.controller.observed()["decode-0"].start_at_s == clock.now_s + wait_s
+            assert it.controller.trouble() == (PoolTrouble("prefill", 0, 0), PoolTrouble("decode", 0, number + 1))
             clock.now_s += 0.99 * wait_s
             it.controller.step()
             assert it.controller.observed()["decode-0"].phase is WorkerPhase.DOWN
@@ -499,6 +500,7 @@ async def test_a_worker_that_waits_for_room_is_told_of_once(
         it.actors.has_room.clear()
         await until(lambda: "waits" in caplog.text)
         it.controller.step()
+        assert it.controller.trouble()[1] == PoolTrouble("decode", 1, 0)
         it.actors.has_room.set()
         await until(lambda: num_ready(it) == 1)
     assert caplog.text.count("decode-0 waits: no Ray node for decode workers has room for {'baton_worker': 1}") == 1

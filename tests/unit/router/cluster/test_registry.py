@@ -15,6 +15,7 @@ from kvstore.index import MemoryIndex, MemoryStore, Mirror, MirrorFollower, Redi
 from kvstore.leases import MemoryLeases
 from router.admission import SloCounts
 from router.cluster.registry import Registry
+from router.cluster.surroundings import Surroundings
 from router.dispatch.worker_client import WorkerClient
 from router.placement.pool_view import PoolView
 from tests.support.builders import worker_info
@@ -40,7 +41,7 @@ class ForgetfulLeases(MemoryLeases):
 @contextlib.asynccontextmanager
 async def followed(store: MemoryStore, leases: MemoryLeases, lease_s: float) -> AsyncIterator[PoolView]:
     """What a router knows of the workers while it polls."""
-    mirror = Mirror()
+    mirror, redis = Mirror(), RedisConnection("redis://127.0.0.1:1/0")
     pools = PoolView(mirror.lookup, time.monotonic)
     registry = Registry(
         leases=leases,
@@ -50,8 +51,9 @@ async def followed(store: MemoryStore, leases: MemoryLeases, lease_s: float) -> 
         me=RouterInfo(id="r", pid=1, grpc="h:1", http="h:2", mirror_lag_s=0.0),
         slo_counts=SloCounts(),
         models=(),
-        redis=RedisConnection("redis://127.0.0.1:1/0"),
+        redis=redis,
         malformed=MalformedCount(),
+        surroundings=Surroundings(redis, {}),
         poll_s=POLL_S,
         lease_s=lease_s,
     )

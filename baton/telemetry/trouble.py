@@ -1,0 +1,74 @@
+"""Metrics of what ends a cluster whose requests are still well: no room, workers that fail, a full Redis, certificates.
+
+They are read from the cluster's status at every scrape, as those of `observed` are. All routers report the same, except
+that each shows the certificates that it uses itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from baton.cluster import ClusterStatus, PoolTrouble
+from baton.telemetry.observed import ObservedMetric
+from baton.telemetry.prometheus import Observation
+
+
+def _pools(status: ClusterStatus) -> tuple[PoolTrouble, ...]:
+    return status.controller.trouble if status.controller is not None else ()
+
+
+def _store_memory(status: ClusterStatus) -> Iterable[Observation]:
+    if (memory := status.store_memory) is not None:
+        yield Observation(memory.used_bytes, {"kind": "used"})
+        if memory.limit_bytes:
+            yield Observation(memory.limit_bytes, {"kind": "limit"})
+
+
+def _evicted(status: ClusterStatus) -> Iterable[Observation]:
+    if status.store_memory is not None:
+        yield Observation(status.store_memory.num_evicted)
+
+
+def _certificates(status: ClusterStatus) -> Iterable[Observation]:
+    for each in status.certificates:
+        yield Observation(each.begin_s, {"certificate": each.name, "end": "begins"})
+        yield Observation(each.end_s, {"certificate": each.name, "end": "ends"})
+
+
+TROUBLE: tuple[ObservedMetric, ...] = (
+    ObservedMetric(
+        name="baton.controller_up",
+        description="1 while the router knows a controller, which starts and ends workers, else 0.",
+        observe=lambda s: [Observation(int(s.controller is not None))],
+    ),
+    ObservedMetric(
+        name="baton.unplaced_workers",
+        description="Workers of a pool that wait for a node with room for them.",
+        observe=lambda s: [Observation(each.num_unplaced, {"pool": each.pool}) for each in _pools(s)],
+    ),
+    ObservedMetric(
+        name="baton.worker_failures",
+        description="Times that a worker of a pool died or could not start, as the controller counts them.",
+        observe=lambda s: [Observation(each.num_failures, {"pool": each.pool}) for each in _pools(s)],
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.redis_memory",
+        description="Memory of Redis by kind: used, and limit, if it has one.",
+        observe=_store_memory,
+        unit="By",
+    ),
+    ObservedMetric(
+        name="baton.redis_evicted_keys",
+        description="Keys that Redis removed to make room. After the first one, the prefix index may be wrong.",
+        observe=_evicted,
+        is_counter=True,
+    ),
+    ObservedMetric(
+        name="baton.certificate_validity",
+        description="Unix time at which the validity of a certificate begins and ends, by who shows the certificate: "
+        "members or routers.",
+        observe=_certificates,
+        unit="s",
+    ),
+)

@@ -1,0 +1,304 @@
+"""GPUs, containers and pods: what dcgm-exporter, the kubelet (cAdvisor) and kube-state-metrics report of a release.
+
+Pods of a release are those whose names begin as its routers' do. Where Prometheus keeps the labels of its targets,
+dcgm-exporter's `namespace` and `pod` arrive as `exported_namespace` and `exported_pod`; outside Kubernetes it has none.
+"""
+
+from __future__ import annotations
+
+from tools.dashboards.model import Dashboard, Kind, Lead, Panel, Section, Variable
+
+OF_RELEASE = "($release-.*)?"
+OF_POD = f'namespace="$namespace", pod=~"$pod", pod=~"{OF_RELEASE}"'
+OF_CONTAINER = f'{OF_POD}, container!="", container!="POD"'
+
+RELEASE = Variable(
+    name="release",
+    metric="baton_build_info{$cluster}",
+    label="pod",
+    title="Pods' prefix",
+    has_all=False,
+    pattern="/^(.+)-router-/",
+)
+POD = Variable(
+    name="pod",
+    metric=f'container_memory_working_set_bytes{{namespace="$namespace", pod=~"{OF_RELEASE}"}}',
+    label="pod",
+    title="Pod",
+)
+
+
+def gpus(metric: str) -> str:
+    """A metric of dcgm-exporter, once for each GPU of the chosen pods."""
+    exported = f'exported_namespace="$namespace", exported_pod=~"$pod", exported_pod=~"{OF_RELEASE}"'
+    return (
+        f'max by (pod, gpu, Hostname) (label_join({metric}{{{exported}}}, "pod", "", "exported_pod") '
+        f'or {metric}{{exported_namespace="", {OF_POD}}})'
+    )
+
+
+def per_container(counter: str) -> str:
+    """The rate of one of cAdvisor's counters, by container."""
+    return f"sum by (pod, container) (rate({counter}{{{OF_CONTAINER}}}[$__rate_interval]))"
+
+
+def limit(resource: str) -> str:
+    return f'max by (pod, container) (kube_pod_container_resource_limits{{{OF_CONTAINER}, resource="{resource}"}})'
+
+
+OF_GPU, OF_ONE = "{{pod}} GPU {{gpu}}", "{{pod}} {{container}}"
+DCGM = "Empty: Prometheus does not scrape NVIDIA's dcgm-exporter (GPU Operator)."
+NETWORK = "sum by (pod) (rate(container_network_{way}_bytes_total{{{pods}}}[$__rate_interval]))"
+USED, FREE = gpus("DCGM_FI_DEV_FB_USED"), gpus("DCGM_FI_DEV_FB_FREE")
+MEMORY = f"max by (pod, container) (container_memory_working_set_bytes{{{OF_CONTAINER}}})"
+THROTTLED, PERIODS = (per_container(f"container_cpu_cfs_{name}_total") for name in ("throttled_periods", "periods"))
+
+SOURCES = Section(
+    "What Prometheus has",
+    tuple(
+        Panel(
+            title=title,
+            description=f"{meaning} 0: {source} is not scraped, and the panels that need it are empty.",
+            unit="short",
+            queries={"": f"count({expression}) or $zero"},
+            kind=Kind.STAT,
+            width=8,
+            height=3,
+        )
+        for title, meaning, source, expression in (
+            (
+                "GPUs seen",
+                "GPUs of the release's pods.",
+                "NVIDIA's dcgm-exporter, with its labels of pods,",
+                gpus("DCGM_FI_DEV_GPU_UTIL"),
+            ),
+            ("Containers seen", "Containers of the release's pods.", "cAdvisor, a part of the kubelet,", MEMORY),
+            (
+                "Pods seen",
+                "Pods of the release.",
+                "kube-state-metrics",
+                f"max by (pod) (kube_pod_status_phase{{{OF_POD}}})",
+            ),
+        )
+    ),
+)
+
+GPUS = Section(
+    "GPUs",
+    (
+        Panel(
+            title="GPU in use",
+            description="Share of the time in which a kernel ran. A decode worker with sequences is near 100 %; one "
+            "that "
+            f"serves and is near 0 waits for KV or for its processor. {DCGM}",
+            unit="percent",
+            queries={OF_GPU: gpus("DCGM_FI_DEV_GPU_UTIL")},
+            width=8,
+            leads=(Lead("pools", "Running sequences"),),
+        ),
+        Panel(
+            title="Tensor cores and memory in use",
+            description="Shares of the cycles in which tensor cores, and the memory's bus, were busy. Prompts are "
+            "bound by "
+            f"the first, tokens by the second. Both low under load: batches are too small. {DCGM}",
+            unit="percentunit",
+            queries={
+                f"tensor {OF_GPU}": gpus("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"),
+                f"memory {OF_GPU}": gpus("DCGM_FI_PROF_DRAM_ACTIVE"),
+            },
+            width=8,
+        ),
+        Panel(
+            title="GPU memory in use",
+            description="Share of a GPU's memory that is allocated. It is constant while a worker serves; a rise "
+            "means that "
+            f"something else is on the GPU. {DCGM}",
+            unit="percentunit",
+            queries={OF_GPU: f"{USED} / ({USED} + {FREE})"},
+            width=8,
+            bad_above=0.98,
+            leads=(Lead("pools", "KV in use"),),
+        ),
+        Panel(
+            title="Power",
+            description="Watts of a GPU. One that takes far less than its equals under the same load is throttled, or "
+            "has "
+            f"less to do. {DCGM}",
+            unit="watt",
+            queries={OF_GPU: gpus("DCGM_FI_DEV_POWER_USAGE")},
+            width=8,
+        ),
+        Panel(
+            title="Temperature",
+            description="Degrees of a GPU. Above about 85 it lowers its clock, and its worker becomes slower than the "
+            f"others: `baton drain WORKER`, and look at the node's cooling. {DCGM}",
+            unit="celsius",
+            queries={OF_GPU: gpus("DCGM_FI_DEV_GPU_TEMP")},
+            width=8,
+            bad_above=85,
+        ),
+        Panel(
+            title="NVLink and PCIe",
+            description="Bytes a second of a GPU over NVLink, as DCGM counts them, and over PCIe. Hand-overs between "
+            "GPUs "
+            "of one node should be on NVLink; if they are on PCIe, see the pairs by transport. dcgm-exporter exports "
+            "NVLink's only if DCGM_FI_PROF_NVLINK_TX_BYTES and DCGM_FI_PROF_NVLINK_RX_BYTES are in its list of "
+            "counters.",
+            unit="Bps",
+            queries={
+                f"{link} {name} {OF_GPU}": gpus(f"DCGM_FI_PROF_{link.upper()}_{way}_BYTES")
+                for link in ("NVLink", "PCIe")
+                for way, name in (("TX", "sent"), ("RX", "received"))
+            },
+            width=8,
+            leads=(Lead("hand-over", "Pairs by transport"), Lead("hand-over", "Sent")),
+        ),
+        Panel(
+            title="Last error (XID)",
+            description="Number of the last error that the driver reported for a GPU; 0: none. 13, 31, 43 and 45 are a "
+            "program's fault, most others the hardware's: drain the workers of that node and reset or replace the GPU.",
+            unit="short",
+            queries={OF_GPU: gpus("DCGM_FI_DEV_XID_ERRORS")},
+            kind=Kind.STATES,
+            width=24,
+            height=6,
+            bad_above=1,
+        ),
+    ),
+)
+
+CONTAINERS = Section(
+    "Containers",
+    (
+        Panel(
+            title="Processor",
+            description="Processors' worth of time that a container takes. A router near 1 is at its limit, since one "
+            "process serves requests on one processor: add routers.",
+            unit="short",
+            queries={OF_ONE: per_container("container_cpu_usage_seconds_total")},
+            width=8,
+        ),
+        Panel(
+            title="Throttled",
+            description="Share of the periods in which a container was stopped because it had used up its processor "
+            "limit. "
+            "Tokens then come in jerks, and leases are renewed late: raise the limit, or remove it.",
+            unit="percentunit",
+            queries={OF_ONE: f"{THROTTLED} / ({PERIODS} > 0)"},
+            width=8,
+            bad_above=0.1,
+        ),
+        Panel(
+            title="Processor, of the limit",
+            description="A container's processor time as a share of its limit. Containers without a limit are not "
+            "shown.",
+            unit="percentunit",
+            queries={OF_ONE: f"{per_container('container_cpu_usage_seconds_total')} / {limit('cpu')}"},
+            width=8,
+            bad_above=0.9,
+        ),
+        Panel(
+            title="Memory",
+            description="Memory of a container that cannot be taken from it (working set). Growth without end is a "
+            "leak: "
+            "keep the log, and report it.",
+            unit="bytes",
+            queries={OF_ONE: MEMORY},
+            width=8,
+        ),
+        Panel(
+            title="Memory, of the limit",
+            description="A container's memory as a share of its limit. At 100 % the kernel ends it (OOMKilled). Raise "
+            "the "
+            "limit, or lower engine.kv_cache_gib on CPUs.",
+            unit="percentunit",
+            queries={OF_ONE: f"{MEMORY} / {limit('memory')}"},
+            width=8,
+            bad_above=0.9,
+        ),
+        Panel(
+            title="Network",
+            description="Bytes a second of a pod, without RDMA, which bypasses the pod's network. Near the card's "
+            "limit, "
+            "hand-overs are slow: see the exposed time.",
+            unit="Bps",
+            queries={
+                f"{name} {{{{pod}}}}": NETWORK.format(way=way, pods=OF_POD)
+                for way, name in (("transmit", "sent"), ("receive", "received"))
+            },
+            width=8,
+            leads=(Lead("hand-over", "Exposed time"),),
+        ),
+    ),
+)
+
+PODS = Section(
+    "Pods",
+    (
+        Panel(
+            title="Restarts",
+            description="Restarts of containers within the chosen time. `kubectl logs POD -c CONTAINER --previous` "
+            "shows the "
+            "end of the one before. A worker that dies without its container is among the failures of its pool.",
+            unit="short",
+            queries={
+                OF_ONE: "sum by (pod, container) "
+                f"(increase(kube_pod_container_status_restarts_total{{{OF_POD}}}[$__range]))"
+            },
+            kind=Kind.BARS,
+            width=8,
+            bad_above=1,
+            leads=(Lead("pools", "Failures and room"),),
+        ),
+        Panel(
+            title="Why containers ended last",
+            description="The reason for each container's latest end. OOMKilled: its memory limit is too small; Error: "
+            "its "
+            "log says why; Completed: it was asked to end.",
+            unit="short",
+            queries={
+                "": "max by (pod, container, reason) "
+                f"(kube_pod_container_status_last_terminated_reason{{{OF_POD}}}) == 1"
+            },
+            kind=Kind.TABLE,
+            width=8,
+        ),
+        Panel(
+            title="Why containers wait",
+            description="Containers that are not running, by reason. ImagePullBackOff: the image's name or the pull "
+            "secret "
+            "is wrong; CrashLoopBackOff: it ends again and again, and its log says why.",
+            unit="short",
+            queries={
+                f"{OF_ONE} {{{{reason}}}}": "max by (pod, container, reason) "
+                f"(kube_pod_container_status_waiting_reason{{{OF_POD}}}) or $zero"
+            },
+            width=8,
+        ),
+        Panel(
+            title="Pods by phase",
+            description="Pods of the release by phase. Pending for minutes: no node has what they request; `kubectl "
+            "describe pod POD` says what is lacking.",
+            unit="short",
+            queries={"{{phase}}": f"sum by (phase) (max by (pod, phase) (kube_pod_status_phase{{{OF_POD}}}))"},
+            width=12,
+            is_stacked=True,
+        ),
+        Panel(
+            title="Pods without a node",
+            description="Pods for which the scheduler found no node. Add nodes, or lower the pools' sizes.",
+            unit="short",
+            queries={"{{pod}}": f"max by (pod) (kube_pod_status_unschedulable{{{OF_POD}}}) or $zero"},
+            width=12,
+            leads=(Lead("pools", "Failures and room"), Lead("autoscaling", "Utilisation")),
+        ),
+    ),
+)
+
+DASHBOARD = Dashboard(
+    name="hardware",
+    title="Baton / Hardware",
+    description="GPUs, containers and pods, as dcgm-exporter, cAdvisor and kube-state-metrics report them.",
+    variables=(RELEASE, POD),
+    sections=(SOURCES, GPUS, CONTAINERS, PODS),
+)
