@@ -69,6 +69,7 @@ TOGGLES: dict[str, tuple[str, ...]] = {
     "tls": (
         *("tls.issuer.name=ca", "tls.issuer.kind=ClusterIssuer", "tls.dnsNames[0]=baton.example", *MONITORING),
         "tls.clientCertificates=required",
+        "monitoring.prometheusRule.runbookUrl=https://wiki.example/baton/NAME?from=$1",
     ),
     "tls-kuberay": ("tls.existingSecret=certificates", "orchestrator=kuberay", "monitoring.podMonitor.enabled=true"),
     "gateway": ("gateway.enabled=true", "gateway.parentRefs[0].name=door", "gateway.hostnames[0]=baton.example"),

@@ -12,6 +12,7 @@ import typer.main
 from deploy.cli.app import app
 from deploy.ray_pools.actor import POOL_LABEL
 from tests.helm.chart import (
+    CHART,
     MATRIX,
     MONITORING,
     NAMESPACE,
@@ -273,8 +274,6 @@ def test_metrics_name_the_tenants_so_only_named_peers_reach_them(sets: tuple[str
 def test_rules_and_dashboards_come_as_they_are() -> None:
     import yaml
 
-    from tests.helm.chart import CHART
-
     objects = render(MATRIX["monitoring"])
     rules = {path.stem: yaml.safe_load(path.read_text()) for path in (CHART / "rules").glob("*.yaml")}
     assert rules
@@ -287,6 +286,34 @@ def test_rules_and_dashboards_come_as_they_are() -> None:
     assert {name: json.loads(text) for name, text in found.items()} == {
         name: json.loads(text) for name, text in dashboards.items()
     }
+
+
+def test_each_alert_leads_to_its_page_wherever_those_are() -> None:
+    for name, page in (
+        ("monitoring", "https://baton.example/docs/runbook/{}.md"),
+        ("tls", "https://wiki.example/baton/{}?from=$1"),
+    ):
+        (rules,) = (
+            each for each in of_kind(render(MATRIX[name]), "PrometheusRule") if "alerts" in each["metadata"]["name"]
+        )
+        alerts = [rule for group in rules["spec"]["groups"] for rule in group["rules"]]
+        assert len(alerts) > 30
+        for each in alerts:
+            assert each["annotations"]["runbook_url"] == page.format(each["alert"])
+
+
+def test_what_the_runbook_names_is_in_the_chart() -> None:
+    objects = [each for name in ("defaults", "tenants", "tls") for each in render(MATRIX[name])]
+    named = {(each["kind"].lower(), each["metadata"]["name"].replace("baton", "RELEASE", 1)) for each in objects}
+    containers = {container["name"] for pod in pods(tuple(objects)) for container in pod.containers}
+    labels = {pod.component for pod in pods(tuple(objects))}
+    pages = [*(CHART.parents[1] / "docs/runbook").glob("*.md"), CHART / "rules/alerts.yaml"]
+    text = "\n".join(path.read_text() for path in pages)
+    found = set(re.findall(r"\b(deployment|service|secret|certificate|networkpolicy)[/ ](RELEASE[\w-]*)", text))
+    assert len(found) >= 8
+    assert found <= named
+    assert set(re.findall(r" -c ([a-z][\w-]*)", text)) <= containers
+    assert set(re.findall(r"app\.kubernetes\.io/component=(\w+)", text)) <= labels
 
 
 @every_values

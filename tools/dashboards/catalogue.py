@@ -86,7 +86,8 @@ def rules_in(folder: Path, kind: str) -> list[dict[str, Any]]:
 def _alert(rule: dict[str, Any]) -> str:
     notes = rule["annotations"]
     after = f", after {rule['for']}" if "for" in rule else ""
-    return f"**{rule['alert']}** ({rule['labels']['severity']}{after}). {notes['description']} *{notes['runbook']}*\n"
+    page = f"[**{rule['alert']}**](runbook/{rule['alert']}.md)"
+    return f"{page} ({rule['labels']['severity']}{after}). {notes['description']} *{notes['runbook']}*\n"
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:

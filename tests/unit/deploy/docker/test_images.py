@@ -244,6 +244,8 @@ def test_prometheus_and_grafana_find_each_other_and_the_router() -> None:
     metrics = baton_config.load(environ=environment(SERVICES["router"])).telemetry
     assert metrics.host == "0.0.0.0"
     assert job["static_configs"][0]["targets"] == [f"router:{metrics.port}"]
+    assert "../../helm/baton/rules:/etc/prometheus/rules:ro" in SERVICES["prometheus"]["volumes"]
+    assert prometheus["rule_files"] == ["/etc/prometheus/rules/*.yaml"]
     (source,) = yaml.safe_load((FOLDER / "grafana" / "datasource.yaml").read_text())["datasources"]
     assert source["url"] == "http://prometheus:9090"
     (provider,) = yaml.safe_load((FOLDER / "grafana" / "dashboards.yaml").read_text())["providers"]
