@@ -93,7 +93,7 @@ SETTINGS = {
     for field in dataclasses.fields(section.default_factory)  # type: ignore[arg-type]
 }
 DOTTED = re.compile(r"(?<![\w./-])([a-z]\w*(?:\.[a-zA-Z]\w*)+)(?![\w/(])")
-NOT_OURS = {"worker.log", "spec.nodeName", "app.kubernetes.io", "nvidia.com", "tls.crt", "tls.key"}
+NOT_OURS = {"tls.crt", "tls.key"}
 
 
 def test_settings_and_values_that_are_named_are_there() -> None:
