@@ -1,8 +1,20 @@
 """What every process reports of itself: metrics, traces and log lines.
 
 `instruments` collects all instruments: those that a router books (`booked`), those read from the cluster's status
-(`observed`, and `trouble` for what will end it) and their names for tools that expect vLLM (`vllm`). `prometheus`
-writes the exposition, `tracing` one trace per request, `logs` the log lines, `prefixes` which prefixes recur.
+(`observed`, and `trouble` for what will end it), those of the process itself (`process`) and their names for tools that
+expect vLLM (`vllm`). `prometheus` writes the exposition, `tracing` one trace per request, `logs` the log lines,
+`prefixes` which prefixes recur.
 """
 
-__all__ = ["booked", "instruments", "logs", "observed", "prefixes", "prometheus", "tracing", "trouble", "vllm"]
+__all__ = [
+    "booked",
+    "instruments",
+    "logs",
+    "observed",
+    "prefixes",
+    "process",
+    "prometheus",
+    "tracing",
+    "trouble",
+    "vllm",
+]

@@ -3,6 +3,7 @@
 booked      what happens to requests, booked as it happens
 observed    the cluster, read at every scrape
 trouble     what will end it, read likewise
+process     the router's own process
 vllm        some of both once more, under vLLM's names
 """
 
@@ -18,6 +19,7 @@ from baton.config import SloClassConfig
 from baton.telemetry.booked import Booked
 from baton.telemetry.observed import OBSERVED, Observe, StatusNow, objectives
 from baton.telemetry.prefixes import PrefixBook
+from baton.telemetry.process import PROCESS
 from baton.telemetry.prometheus import Collector, Definition, Instrument, Observation, Observed
 from baton.telemetry.trouble import TROUBLE
 from baton.telemetry.vllm import aliases
@@ -41,7 +43,7 @@ class Instruments(Booked):
         self._status = status
         self.prefixes = PrefixBook()
         instruments: list[Instrument] = [getattr(self, field.name) for field in fields(Booked)]
-        for each in (*OBSERVED, *TROUBLE):
+        for each in (*OBSERVED, *TROUBLE, *PROCESS):
             observe = partial(self._observed, each.observe)
             instruments.append(Observed(each.name, each.description, observe, each.unit, is_counter=each.is_counter))
         instruments.append(

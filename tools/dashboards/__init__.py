@@ -13,6 +13,15 @@ from others: NVIDIA's dcgm-exporter, the kubelet's cAdvisor and kube-state-metri
 """
 
 __all__ = [
-    *("answers", "autoscaling", "catalogue", "grafana", "hand_over", "hardware", "model", "overview", "pools"),
-    *("prefix_cache", "tenants"),
+    "answers",
+    "autoscaling",
+    "catalogue",
+    "grafana",
+    "hand_over",
+    "hardware",
+    "model",
+    "overview",
+    "pools",
+    "prefix_cache",
+    "tenants",
 ]

@@ -25,6 +25,11 @@ Histograms end at {TTFT_BOUNDS[-1]:,g} s to the first token, {TOKEN_BOUNDS[-1]:,
 {DURATION_BOUNDS[-1]:,g} s for stages and requests. For values above, `histogram_quantile` returns that number; the
 page, `baton status --watch` and the dashboards show `> {TTFT_BOUNDS[-1]:,g} s`.
 
+The hardware dashboard, and the last alerts below, read what others export: NVIDIA's dcgm-exporter (the GPU Operator's
+list of counters, with `DCGM_FI_PROF_NVLINK_TX_BYTES` and `DCGM_FI_PROF_NVLINK_RX_BYTES` added for NVLink), the
+kubelet's cAdvisor, and kube-state-metrics, as kube-prometheus-stack scrapes them. Where one is missing its panels are
+empty, and the first row of that dashboard shows which; its alerts are silent.
+
 `python -m tools.dashboards` writes this page, from `baton/telemetry` and `helm/baton/rules`, and the dashboards in
 `helm/baton/dashboards`.
 """

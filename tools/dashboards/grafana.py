@@ -7,7 +7,7 @@ from itertools import count
 from string import ascii_uppercase
 from typing import Any
 
-from tools.dashboards.model import JOB, NAMESPACE, Dashboard, Kind, Lead, Panel, Section, Variable, expanded
+from tools.dashboards.model import FIRING, JOB, NAMESPACE, Dashboard, Kind, Lead, Panel, Section, Variable, expanded
 
 Json = dict[str, Any]
 
@@ -266,8 +266,8 @@ def _alerts() -> Json:
         "datasource": DATASOURCE,
         "enable": True,
         "iconColor": "red",
-        "expr": expanded('ALERTS{$cluster, alertname=~"Baton.*", alertstate="firing"}'),
+        "expr": FIRING,
         "titleFormat": "{{alertname}}",
-        "textFormat": "{{worker}} {{pool}} {{slo_class}}",
+        "textFormat": "{{worker}} {{pool}} {{slo_class}} {{pod}} {{container}}",
         "step": "30s",
     }

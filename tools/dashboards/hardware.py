@@ -232,6 +232,53 @@ CONTAINERS = Section(
     ),
 )
 
+ROUTERS = Section(
+    "Routers' processes, also outside Kubernetes",
+    (
+        Panel(
+            title="Processor of a router",
+            description="Processors' worth of time that a router takes. Near 1 it is at its limit, since one thread "
+            "serves "
+            "all requests: add routers.",
+            unit="short",
+            queries={"{{instance}}": "sum by (instance) (rate(process_cpu_seconds_total{$cluster}[$__rate_interval]))"},
+            width=8,
+            bad_above=0.95,
+            leads=(Lead("prefix-cache", "Mirror lag"),),
+        ),
+        Panel(
+            title="Memory of a router",
+            description="Memory of a router. It grows with requests in flight, and with the prefixes that workers "
+            "hold.",
+            unit="bytes",
+            queries={"{{instance}}": "max by (instance) (process_resident_memory_bytes{$cluster})"},
+            width=8,
+        ),
+        Panel(
+            title="Files and connections of a router",
+            description="Files and connections that a router has open, and how many it may have. At the limit it "
+            "accepts no "
+            "connection: raise the limit (ulimit -n), or lower router.max_connections.",
+            unit="short",
+            queries={
+                "{{instance}}": "max by (instance) (process_open_fds{$cluster})",
+                "limit of {{instance}}": "max by (instance) (process_max_fds{$cluster})",
+            },
+            width=8,
+            is_logarithmic=True,
+        ),
+        Panel(
+            title="Age of a router",
+            description="Time since a router started. Young ones that nobody rolled out have died: the pods' restarts.",
+            unit="s",
+            queries={"{{instance}}": "time() - max by (instance) (process_start_time_seconds{$cluster})"},
+            width=24,
+            height=6,
+            leads=(Lead("hardware", "Restarts"),),
+        ),
+    ),
+)
+
 PODS = Section(
     "Pods",
     (
@@ -300,5 +347,5 @@ DASHBOARD = Dashboard(
     title="Baton / Hardware",
     description="GPUs, containers and pods, as dcgm-exporter, cAdvisor and kube-state-metrics report them.",
     variables=(RELEASE, POD),
-    sections=(SOURCES, GPUS, CONTAINERS, PODS),
+    sections=(SOURCES, GPUS, CONTAINERS, ROUTERS, PODS),
 )

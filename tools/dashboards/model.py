@@ -7,6 +7,8 @@ from enum import StrEnum
 
 CLUSTER = 'namespace="$namespace", job="$job"'
 ZERO = f"on () 0 * max(baton_build_info{{{CLUSTER}}})"
+FIRING = 'ALERTS{namespace="$namespace", job=~"$job|", alertname=~"Baton.*", alertstate="firing"}'
+"""Baton's alerts that fire. Those about containers and GPUs name no job."""
 
 
 class Kind(StrEnum):
@@ -23,9 +25,9 @@ class Lead:
     """A link from a panel to the one to look at next."""
 
     dashboard: str
-    """Name of its dashboard."""
+    """The name of the dashboard that has it."""
     panel: str
-    """Its title."""
+    """The title of that panel."""
     label: str = ""
     """A label of the lines that is also a variable of that dashboard: a click on a line chooses its value there."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.telemetry.booked import DURATION_BOUNDS, ERROR_BOUNDS, STAGE_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
 from tools.dashboards import answers
 from tools.dashboards.answers import GENERATED, OF_MODEL
-from tools.dashboards.model import MODEL, SLO_CLASS, Dashboard, Kind, Lead, Panel, Section
+from tools.dashboards.model import FIRING, MODEL, SLO_CLASS, Dashboard, Kind, Lead, Panel, Section
 
 OF_CLASS = 'model=~"$model", slo_class=~"$slo_class"'
 
@@ -96,9 +96,10 @@ NOW = Section(
         ),
         Panel(
             title="Alerts",
-            description="Baton's alerts that fire now. The `runbook` of each says what to do.",
+            description="Baton's alerts that fire now. The `runbook` of each says what to do, and its `runbook_url` "
+            "leads to a page.",
             unit="short",
-            queries={"firing": 'count(ALERTS{$cluster, alertname=~"Baton.*", alertstate="firing"}) or $zero'},
+            queries={"firing": f"count({FIRING}) or $zero"},
             kind=Kind.STAT,
             width=4,
             height=4,

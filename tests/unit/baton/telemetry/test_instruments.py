@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import time
+from pathlib import Path
 
 from baton.cluster import (
     BlockCounts,
@@ -145,7 +147,7 @@ def test_every_instrument_is_defined_and_has_the_name_that_is_shown() -> None:
     instruments = Instruments(lambda: CLUSTER, {"default": SloClassConfig()}, "m")
     catalogue = instruments.catalogue()
     for name, definition in catalogue.items():
-        assert re.fullmatch("(baton|gen_ai_server)_[a-z_]+|vllm:[a-z0-9_]+", name)
+        assert re.fullmatch("(baton|gen_ai_server|process)_[a-z_]+|vllm:[a-z0-9_]+", name)
         assert len(definition.description) >= 8, name
         assert definition.description.endswith("."), name
         assert name.endswith("_total") == (definition.kind == "counter"), name
@@ -268,6 +270,19 @@ def test_what_will_end_a_cluster_is_shown() -> None:
     assert samples(Instruments(lambda: NOBODY), *names) == {"baton_controller_up 0.0"}
     boundless = cluster_status(store_memory=StoreMemory(5, 0, 0))
     assert samples(Instruments(lambda: boundless), names[3]) == {'baton_redis_memory_bytes{kind="used"} 5.0'}
+
+
+def test_the_process_shows_what_it_takes() -> None:
+    names = ("cpu_seconds_total", "resident_memory_bytes", "start_time_seconds", "open_fds", "max_fds")
+    found = {}
+    with Path(__file__).open():  # one more file
+        for line in samples(Instruments(lambda: NOBODY), *(f"process_{name}" for name in names)):
+            name, _, value = line.partition(" ")
+            found[name.removeprefix("process_")] = float(value)
+    assert set(found) == set(names)
+    assert 0 < found["cpu_seconds_total"] < time.time() - found["start_time_seconds"] + 1e6
+    assert 2**24 < found["resident_memory_bytes"] < 2**36
+    assert 3 < found["open_fds"] <= found["max_fds"]
 
 
 def test_drafts_are_shown_by_what_guessed_them() -> None:
