@@ -112,6 +112,17 @@ def test_variables_are_declared_before_they_are_used_and_all_serve(name: str) ->
     assert {variable["name"] for variable in dashboard["templating"]["list"]} <= used | GRAFANA_OWN
 
 
+def test_the_pods_of_a_release_are_known_by_those_of_its_routers() -> None:
+    (release,) = (each for each in dashboards()["hardware"]["templating"]["list"] if each["name"] == "release")
+    found = re.match(release["regex"].strip("/"), exporters.PODS[0])
+    assert found
+    assert found[1] == "baton"
+    assert release["hide"] == 2, "it follows from the chosen release"
+    for each in shown():
+        if "$pod" in each.expression:
+            assert each.expression.count('pod=~"$pod"') == each.expression.count('pod=~"($release-.*)?"') > 0, each
+
+
 def test_one_of_several_values_is_matched_by_pattern() -> None:
     """`label="$variable"` would match nothing where all are chosen."""
     several = {
