@@ -73,6 +73,9 @@ def run(
         typer.Argument(metavar="PART", help="model: get the model into the cache, and end. router, controller: serve."),
     ],
     config: ConfigFile = None,
+    weights: Annotated[
+        bool, typer.Option(help="Of the part model: with its weights. A router and the controller need none.")
+    ] = True,
 ) -> None:
     """Run one part of a cluster in the foreground, as containers do. The parts find each other through Redis and Ray.
 
@@ -84,7 +87,7 @@ def run(
     """
     from deploy.local.parts import run as run_part
 
-    run_part(part_named(part), _loaded(config), console)
+    run_part(part_named(part), _loaded(config), console, weights=weights)
 
 
 def leave(
@@ -105,7 +108,7 @@ def leave(
     settings = _loaded(config)
     if timeout_s is None:
         timeout_s = settings.cluster.drain_timeout_s + settings.cluster.start_timeout_s
-    left = asyncio.run(leave_cluster(with_model(settings, console), own_hosts(), timeout_s))
+    left = asyncio.run(leave_cluster(with_model(settings, console, weights=False), own_hosts(), timeout_s))
     if left:
         raise Conflict(f"these workers are still on this machine after {timeout_s:g} s: {', '.join(left)}")
 

@@ -161,18 +161,21 @@ def embedded_redis() -> Iterator[Check]:
         yield Check("embedded redis", "ok", f"starts and answers ({redis.url})")
 
 
-def model(config: Config, is_needed: bool) -> Iterator[Check]:
+def model(config: Config, is_needed: bool, weights: bool = True) -> Iterator[Check]:
     """Whether the model is in its folder.
 
     Args:
         is_needed: it must be there already; otherwise the first process that starts fetches it.
+        weights: whether they have to be there, too.
     """
     name = config.model.path or config.model.id
     lacking = "fail" if is_needed else "warn"
     fetch = "`baton run model` fetches it" if is_needed else "`baton up` fetches it"
     if not config.model.path and name in CATALOGUE:
         folder = cache_dir(config.cluster) / "models" / CATALOGUE[name].folder_name
-        is_there = (folder / "model.safetensors").is_file()
+        if not weights and not folder.is_dir():
+            folder = folder.with_name(CATALOGUE[name].tokenizer_folder_name)
+        is_there = (folder / ("model.safetensors" if weights else "tokenizer.json")).is_file()
         if is_sealed(folder) and (problem := damage(folder)):
             yield Check("model", "fail", f"{name} in {folder} is damaged: {problem}", f"{fetch} again, and converts it")
             return
@@ -180,7 +183,7 @@ def model(config: Config, is_needed: bool) -> Iterator[Check]:
         yield judged("model", is_there, found, f"{fetch} and converts it (90 MB)", lacking)  # type: ignore[arg-type]
     elif Path(name).expanduser().is_dir() or name.startswith(("/", "./", "../", "~")):
         try:
-            check_folder(Path(name).expanduser())
+            check_folder(Path(name).expanduser(), weights=weights or not config.model.revision)
         except ModelLoadError as error:
             yield Check("model", "fail", str(error), "mount the volume that holds it, or name another model")
         else:

@@ -1,8 +1,8 @@
 """`baton run PART`: one part of a cluster in the foreground, as a container runs it. `baton up` runs all of them.
 
     model        gets the model into the cache folder, and ends
-    router       gRPC and HTTP
-    controller   keeps the workers in the Ray cluster at `cluster.ray_address` as they should be
+    router       gRPC and HTTP; it needs configuration and tokenizer of the model, and no weights
+    controller   keeps the workers in the Ray cluster at `cluster.ray_address` as they should be; it needs no weights
 
 Workers are not among them: Ray starts those on any node with room (`ray start --resources '{"baton_worker": 1}'`) that
 is not reserved for the other pool (`--labels baton.dev/pool=decode`).
@@ -10,7 +10,6 @@ is not reserved for the other pool (`--labels baton.dev/pool=decode`).
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import sys
@@ -19,23 +18,30 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from baton.config import Config, ModelConfig, child_environment
-from baton.errors import ConfigError, ModelLoadError
+from baton.config import Config, child_environment
+from baton.errors import ConfigError
 from deploy.local.part import ClusterPart
-from deploy.models import ProgressDisplay, cache_dir, resolve
+from deploy.models import ProgressDisplay, with_models, with_places
 from deploy.processes import module_command
 
 RETRY_S = 0.5
 
 
-def run(part: ClusterPart, config: Config, console: Console) -> None:
+def run(part: ClusterPart, config: Config, console: Console, *, weights: bool = True) -> None:
     """Becomes the process of that part; returns only for the model.
+
+    Args:
+        weights: whether the part `model` gets them, too.
 
     Raises:
         ConfigError: a setting is missing on which the parts must agree, or Ray is not there in time.
         ModelLoadError: the model cannot be obtained.
     """
-    config = with_model(config, console)
+    if part is ClusterPart.CONTROLLER:
+        with ProgressDisplay(console) as progress:
+            config = with_places(config, progress.update)
+    else:
+        config = with_model(config, console, weights=weights and part is ClusterPart.MODEL)
     if part is ClusterPart.ROUTER:
         _require(config.index.redis_url, "index.redis_url", "the Redis that all parts share")
         _require(config.router.cache_secret, "router.cache_secret", "the same for every router")
@@ -51,26 +57,16 @@ def run(part: ClusterPart, config: Config, console: Console) -> None:
         _become("deploy.controller", arguments, config.for_controller())
 
 
-def with_model(config: Config, console: Console) -> Config:
-    """The configuration with the model's folder, name and revision, and the draft model's folder.
+def with_model(config: Config, console: Console, *, weights: bool = True) -> Config:
+    """The configuration with the model's folder, name and revision; with weights also the draft model's folder.
 
     Raises:
         ModelLoadError: one of them cannot be obtained.
     """
-    cache, engine = cache_dir(config.cluster), config.engine
     with ProgressDisplay(console) as progress:
-        model = resolve(config.model, cache, progress.update)
-        if engine.draft_model and engine.speculation != "off":
-            try:
-                draft = resolve(ModelConfig(id=engine.draft_model), cache, progress.update)
-            except ModelLoadError as error:
-                raise ModelLoadError(f"engine.draft_model {engine.draft_model}: {error}") from error
-            engine = dataclasses.replace(engine, draft_model=str(draft.path))
-    console.print(f"==> Model {model.served_name} in {model.path}", style="dim", soft_wrap=True)
-    resolved = dataclasses.replace(
-        config.model, path=str(model.path), served_name=model.served_name, revision=model.revision
-    )
-    return dataclasses.replace(config, model=resolved, engine=engine)
+        config = with_models(config, progress.update, weights=weights)
+    console.print(f"==> Model {config.model.served_name} in {config.model.path}", style="dim", soft_wrap=True)
+    return config
 
 
 def await_port(address: str, timeout_s: float) -> None:

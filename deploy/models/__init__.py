@@ -4,13 +4,15 @@
     hub id org/name ──snapshot_download───────────┼──> ResolvedModel(path, served_name, revision)
     local folder    ──unchanged───────────────────┘
 
+Workers need the weights; a router and the controller get the folder without them.
+
 `ProgressDisplay` shows on a terminal what `resolve` reports; `resolve` itself prints nothing.
 """
 
 from deploy.models.catalogue import CATALOGUE
 from deploy.models.display import ProgressDisplay
 from deploy.models.progress import OnModelProgress, Progress, ignore_progress
-from deploy.models.resolve import ResolvedModel, cache_dir, resolve
+from deploy.models.resolve import ResolvedModel, cache_dir, resolve, with_models, with_places
 
 __all__ = [
     "CATALOGUE",
@@ -21,4 +23,6 @@ __all__ = [
     "cache_dir",
     "ignore_progress",
     "resolve",
+    "with_models",
+    "with_places",
 ]

@@ -31,6 +31,11 @@ class CatalogueModel:
     def folder_name(self) -> str:
         return f"{self.name}-{self.revision[:8]}"
 
+    @property
+    def tokenizer_folder_name(self) -> str:
+        """The name of the folder with all but the weights."""
+        return f"{self.folder_name}-tokenizer"
+
 
 CATALOGUE: dict[str, CatalogueModel] = {
     "smollm2-135m-instruct": CatalogueModel(

@@ -15,11 +15,12 @@ NUM_SAMPLES = 64
 SAMPLE_BYTES = 64 * 1024
 
 
-def check_folder(folder: Path, advice: str = "") -> None:
+def check_folder(folder: Path, advice: str = "", *, weights: bool = True) -> None:
     """Checks a model's folder, and whether its weights are whole, but not each of their bytes.
 
     Args:
         advice: what to do about damaged weights; empty: what suits a folder of the user's.
+        weights: whether they have to be there. A router and the controller do without them.
 
     Raises:
         ModelLoadError: the first problem, and what to do.
@@ -32,7 +33,7 @@ def check_folder(folder: Path, advice: str = "") -> None:
             "give the folder that holds config.json, the .safetensors files and tokenizer.json."
         )
     require_runnable(folder)
-    for path in weights_files(folder):
+    for path in weights_files(folder) if weights else ():
         if problem := _damage(path):
             raise ModelLoadError(f"{path} is damaged: {problem}; {advice or 'copy or download it again'}.")
     if not (folder / "tokenizer.json").is_file():

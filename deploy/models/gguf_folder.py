@@ -48,10 +48,14 @@ ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies; all are 1 where they are plain."""
 
 
-def write_folder(gguf_file: Path, folder: Path, sampling: dict[str, float], progress: OnModelProgress) -> None:
+def write_folder(
+    gguf_file: Path, folder: Path, sampling: dict[str, float], progress: OnModelProgress, *, weights: bool = True
+) -> None:
     """Writes config.json, model.safetensors, generation_config.json, tokenizer.json and tokenizer_config.json.
 
-    `sampling` are the defaults that generation_config.json recommends.
+    Args:
+        sampling: the defaults that generation_config.json recommends.
+        weights: whether model.safetensors is written, too.
 
     Raises:
         ModelLoadError: not a GGUF file, not of the llama architecture, with scaled rotary embeddings, or with a
@@ -74,11 +78,20 @@ def write_folder(gguf_file: Path, folder: Path, sampling: dict[str, float], prog
         f"{name}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id")
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
     }
-    weights = _weights(reader.tensors, metadata, progress)
-    config = _config(metadata, tied="lm_head.weight" not in weights) | special_ids
+    is_tied = "output.weight" not in {tensor.name for tensor in reader.tensors}
+    config = _config(metadata, tied=is_tied) | special_ids
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", special_ids | sampling)
     write_tokenizer(metadata, folder)
+    if weights:
+        _write_weights(_weights(reader.tensors, metadata, progress), folder, progress)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_weights(weights: dict[str, Array], folder: Path, progress: OnModelProgress) -> None:
     num_bytes = sum(array.nbytes for array in weights.values())
     progress(Progress(stage="write", done=0, total=num_bytes, detail="model.safetensors"))
     try:
@@ -87,10 +100,6 @@ def write_folder(gguf_file: Path, folder: Path, sampling: dict[str, float], prog
         raise OSError(f"model.safetensors: {error}") from error
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes it 0600; a cache may be shared
     progress(Progress(stage="write", done=num_bytes, total=num_bytes, detail="model.safetensors"))
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _weights(tensors: list[Any], metadata: Metadata, progress: OnModelProgress) -> dict[str, Array]:

@@ -15,13 +15,19 @@ from baton.errors import ModelLoadError
 from deploy.models.progress import OnModelProgress, Progress
 from deploy.models.space import is_full
 
-WANTED = ["*.safetensors", "*.json", "*.jinja"]
+SMALL = ["*.json", "*.jinja"]
+"""Configuration and tokenizer."""
+WEIGHTS = "*.safetensors"
 UNWANTED = ["*/*.safetensors", "*/*.json"]
 """Copies in other formats: onnx/, original/, openvino/."""
+INDEX = "*.safetensors.index.json"
 
 
-def hub_folder(model_id: str, revision: str, progress: OnModelProgress) -> Path:
+def hub_folder(model_id: str, revision: str, progress: OnModelProgress, *, weights: bool = True) -> Path:
     """The snapshot folder; its name is the commit. An empty `revision` is the main branch.
+
+    Args:
+        weights: whether they are fetched, too; otherwise configuration and tokenizer alone.
 
     Raises:
         ModelLoadError: no such model, no permission, no space; or no hub in reach, and the model is not cached.
@@ -31,8 +37,8 @@ def hub_folder(model_id: str, revision: str, progress: OnModelProgress) -> Path:
         folder = huggingface_hub.snapshot_download(
             model_id,
             revision=revision or None,
-            allow_patterns=WANTED,
-            ignore_patterns=UNWANTED,
+            allow_patterns=[WEIGHTS, *SMALL] if weights else SMALL,
+            ignore_patterns=UNWANTED if weights else [*UNWANTED, INDEX],
             tqdm_class=_reporting_bar(model_id, progress),
         )
     except GatedRepoError as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.config import ClusterConfig, ModelConfig
+from baton.config import ClusterConfig, Config, ModelConfig
 from baton.errors import ModelLoadError
 from baton.spelling import nearest
 from deploy.models.catalogue import CATALOGUE
@@ -17,11 +19,13 @@ from deploy.models.progress import OnModelProgress, ignore_progress
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
     path: Path
-    """A folder in Hugging Face's layout: config.json, *.safetensors, tokenizer.json."""
+    """A folder in Hugging Face's layout: config.json, tokenizer.json and, unless they are not wanted, *.safetensors."""
     served_name: str
     """The id that clients use."""
     revision: str
     """Identity of the weights: two models with different weights never share one."""
+    weights_path: Path
+    """The folder that has the weights, on machines that have them."""
 
 
 def cache_dir(cluster: ClusterConfig) -> Path:
@@ -31,30 +35,39 @@ def cache_dir(cluster: ClusterConfig) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
 
 
-def resolve(model: ModelConfig, cache_dir: Path, progress: OnModelProgress = ignore_progress) -> ResolvedModel:
+def resolve(
+    model: ModelConfig, cache_dir: Path, progress: OnModelProgress = ignore_progress, *, weights: bool = True
+) -> ResolvedModel:
     """The local folder of `model.path` or else `model.id`: a catalogue name, a local folder or a hub id, in that order.
 
     Downloads and converts what is missing; safe in several processes at once.
 
+    Args:
+        weights: whether they are wanted. Without, only configuration and tokenizer are fetched; a local folder has to
+            have them even so, unless `model.revision` says which ones they are.
+
     Raises:
         ModelLoadError: the model cannot be obtained; the message says what to do.
     """
+    weights_path: Path | None = None
     if not model.path and model.id in CATALOGUE:
         # Imported on use: gguf is needed for the catalogue only.
         from deploy.models.wheel import catalogue_folder
 
         entry = CATALOGUE[model.id]
-        path, revision = catalogue_folder(entry, cache_dir, progress), entry.revision
+        path, revision = catalogue_folder(entry, cache_dir, progress, weights=weights), entry.revision
+        weights_path = path.with_name(entry.folder_name)
     elif model.path or _is_local(model.id):
         path = Path(model.path or model.id).expanduser().absolute()
-        check_folder(path)
+        check_folder(path, weights=weights or not model.revision)
         revision = model.revision or folder_revision(path)
     elif model.id.count("/") == 1:
         # Imported on use: huggingface_hub takes 0.3 s, and most starts do without it.
         from deploy.models.hub import hub_folder
 
-        path = hub_folder(model.id, model.revision, progress)
-        check_folder(path, "delete what it links to in the hub's cache, and the next start downloads it again")
+        path = hub_folder(model.id, model.revision, progress, weights=weights)
+        advice = "delete what it links to in the hub's cache, and the next start downloads it again"
+        check_folder(path, advice, weights=weights)
         revision = path.name
     else:
         meant = nearest(model.id, CATALOGUE)
@@ -64,7 +77,50 @@ def resolve(model: ModelConfig, cache_dir: Path, progress: OnModelProgress = ign
             "local folder."
         )
     served_name = model.served_name or Path(model.id).expanduser().absolute().name
-    return ResolvedModel(path, served_name, revision)
+    return ResolvedModel(path, served_name, revision, weights_path or path)
+
+
+def with_models(config: Config, progress: OnModelProgress = ignore_progress, *, weights: bool = True) -> Config:
+    """The configuration with the model's folder, name and revision; with weights also the draft model's folder.
+
+    Raises:
+        ModelLoadError: one of them cannot be obtained.
+    """
+    model = resolve(config.model, cache_dir(config.cluster), progress, weights=weights)
+    found = _found(config, model, model.path)
+    if not weights:
+        return found
+    return _with_draft(found, lambda draft: resolve(draft, cache_dir(config.cluster), progress).path)
+
+
+def with_places(config: Config, progress: OnModelProgress = ignore_progress) -> Config:
+    """The configuration with the folders that the models have on the machines of workers: those with weights, which are
+    not fetched here. Every machine has them at the same place.
+
+    Raises:
+        ModelLoadError: what a model is cannot be found out.
+    """
+    model = resolve(config.model, cache_dir(config.cluster), progress, weights=False)
+    found = _found(config, model, model.weights_path)
+    return _with_draft(
+        found, lambda draft: resolve(draft, cache_dir(config.cluster), progress, weights=False).weights_path
+    )
+
+
+def _found(config: Config, model: ResolvedModel, path: Path) -> Config:
+    own = dataclasses.replace(config.model, path=str(path), served_name=model.served_name, revision=model.revision)
+    return dataclasses.replace(config, model=own)
+
+
+def _with_draft(config: Config, folder_of: Callable[[ModelConfig], Path]) -> Config:
+    engine = config.engine
+    if not engine.draft_model or engine.speculation == "off":
+        return config
+    try:
+        path = folder_of(ModelConfig(id=engine.draft_model))
+    except ModelLoadError as error:
+        raise ModelLoadError(f"engine.draft_model {engine.draft_model}: {error}") from error
+    return dataclasses.replace(config, engine=dataclasses.replace(engine, draft_model=str(path)))
 
 
 def _is_local(name: str) -> bool:

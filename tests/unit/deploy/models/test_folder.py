@@ -201,3 +201,37 @@ def test_progress_is_bars_on_a_terminal_and_a_line_a_stage_elsewhere(terminal: b
         assert "100%" in out.getvalue()
     else:
         assert out.getvalue() == "Downloading a wheel ...\nWriting ...\n"
+
+
+HUB_FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    *("model-1.safetensors", "model.safetensors.index.json", "onnx/model.safetensors", "onnx/config.json", "README.md"),
+)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_of_the_hub_comes_what_is_wanted(folder: Path, monkeypatch: pytest.MonkeyPatch, weights: bool) -> None:
+    fetched: list[str] = []
+
+    def snapshot_download(_: str, *, allow_patterns: list[str], ignore_patterns: list[str], **__: object) -> str:
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        fetched.extend(huggingface_hub.utils.filter_repo_objects(HUB_FILES, **patterns))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    if not weights:
+        for path in folder.glob("*.safetensors"):
+            path.unlink()
+    assert resolve(ModelConfig(id="org/Model"), folder, weights=weights).weights_path == folder
+    assert set(fetched) == set(HUB_FILES[:5]) | (set(HUB_FILES[5:7]) if weights else set())
+
+
+def test_a_folder_may_do_without_weights_where_it_is_said_which_they_are(folder: Path, tmp_path: Path) -> None:
+    named, nameless = (ModelConfig(id=str(folder), revision=revision) for revision in ("r1", ""))
+    assert resolve(nameless, tmp_path, weights=False).revision == folder_revision(folder)
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    assert resolve(named, tmp_path, weights=False).revision == "r1"
+    for model, weights in ((named, True), (nameless, False)):
+        with pytest.raises(ModelLoadError, match=r"has no \.safetensors file"):
+            resolve(model, tmp_path, weights=weights)
