@@ -31,6 +31,37 @@ class Values(NamedTuple):
 
 AUTOSCALE = ("config.autoscale.enabled=true", "config.autoscale.dry_run=true", "config.autoscale.max_workers=8")
 MONITORING = tuple(f"monitoring.{what}.enabled=true" for what in ("serviceMonitor", "prometheusRule", "dashboards"))
+PARTS = ("worker", "router", "controller", "head", "redis", "ray.store")
+"""The parts whose pods take values of their own."""
+WITH_ENVIRONMENT = ("worker", "router", "controller", "head")
+"""Those that run Baton or Ray."""
+ONES = ("head", "redis", "ray.store")
+"""Those of which there is one pod that clients feel when it goes."""
+
+
+def scrape(monitor: str) -> tuple[str, ...]:
+    """The sets of a monitor with every value that it takes."""
+    values = (
+        *("enabled=true", "interval=30s", "scrapeTimeout=10s", "honorLabels=true"),
+        *("relabelings[0].targetLabel=cluster", "relabelings[0].replacement=a"),
+        *("metricRelabelings[0].action=drop", "metricRelabelings[0].regex=go_.*"),
+        "metricRelabelings[0].sourceLabels={__name__}",
+    )
+    return tuple(f"monitoring.{monitor}.{value}" for value in values)
+
+
+def containers(parts: tuple[str, ...]) -> tuple[str, ...]:
+    """The sets by which a part gets an init container, a sidecar and, where it takes one, a whole environment."""
+    extra = tuple(
+        f"{part}.{kind}[0].{value}"
+        for part in parts
+        for kind, name in (("initContainers", "extra-first"), ("sidecars", "extra-beside"))
+        for value in (f"name={name}", "image=tool:1", "volumeMounts[0].name=tmp", "volumeMounts[0].mountPath=/tmp")
+        if "volumeMounts" not in value or part in WITH_ENVIRONMENT
+    )
+    return (*extra, *(f"{part}.envFrom[0].secretRef.name=own" for part in parts if part in WITH_ENVIRONMENT))
+
+
 HASH = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 TOGGLES: dict[str, tuple[str, ...]] = {
     "defaults": (),
@@ -49,7 +80,15 @@ TOGGLES: dict[str, tuple[str, ...]] = {
     ),
     "tenants": (f"router.tenants.inline.acme.key_sha256[0]={HASH}", "router.tenants.inline.acme.operator=true"),
     "a-claim": ("modelCache.type=persistentVolumeClaim", "modelCache.storageClassName=fast"),
-    "an-existing-claim": ("modelCache.type=persistentVolumeClaim", "modelCache.existingClaim=models"),
+    "an-existing-claim": (
+        *("modelCache.type=persistentVolumeClaim", "modelCache.existingClaim=models"),
+        *("modelCache.prefetch.enabled=true", "modelCache.prefetch.nodeSelector.disk=fast"),
+        *("config.engine.draft_model=org/small", "huggingFace.existingSecret=hub"),
+    ),
+    "a-model-image": (
+        *("modelCache.type=image", "modelCache.image.reference=models.example/qwen:1", "modelCache.image.path=/qwen/"),
+        *("modelCache.image.tokenizerReference=models.example/qwen-tokenizer:1", "config.model.revision=r1"),
+    ),
     "a-host-path": ("modelCache.type=hostPath", "modelCache.hostPath=/srv/models", "checks.enabled=false"),
     "ray-store-that-lasts": ("ray.store.existingClaim=ray",),
     "no-ray-store": ("ray.store.enabled=false",),
@@ -61,7 +100,7 @@ TOGGLES: dict[str, tuple[str, ...]] = {
         *("pools.prefill.keda.enabled=true", "pools.prefill.keda.serverAddress=http://prometheus:9090"),
     ),
     "monitoring": MONITORING,
-    "pod-monitor": ("monitoring.podMonitor.enabled=true", "monitoring.podMonitor.labels.release=prometheus"),
+    "pod-monitor": (*scrape("podMonitor"), "monitoring.podMonitor.labels.release=prometheus", "crds.upgrade=false"),
     "ingress": (
         *("ingress.enabled=true", "ingress.host=baton.example", "ingress.grpcHost=grpc.example"),
         *("ingress.tlsSecret=tls", "ingress.className=nginx"),
@@ -72,7 +111,10 @@ TOGGLES: dict[str, tuple[str, ...]] = {
         "monitoring.prometheusRule.runbookUrl=https://wiki.example/baton/NAME?from=$1",
     ),
     "tls-kuberay": ("tls.existingSecret=certificates", "orchestrator=kuberay", "monitoring.podMonitor.enabled=true"),
-    "gateway": ("gateway.enabled=true", "gateway.parentRefs[0].name=door", "gateway.hostnames[0]=baton.example"),
+    "gateway": (
+        *("gateway.enabled=true", "gateway.parentRefs[0].name=door", "gateway.hostnames[0]=baton.example"),
+        *("gateway.grpcHostnames[0]=grpc.example", "gateway.timeouts.backendRequest=30m"),
+    ),
     "policies": (
         *("networkPolicy.clients[0].namespaceSelector.matchLabels.team=a", "config.telemetry.otlp_endpoint=otlp:4317"),
         "networkPolicy.monitoring[0].namespaceSelector.matchLabels.name=monitoring",
@@ -91,6 +133,38 @@ TOGGLES: dict[str, tuple[str, ...]] = {
             *("extraVolumes[0].emptyDir.sizeLimit=1Gi", "extraVolumeMounts[0].name=more"),
             *("extraVolumeMounts[0].mountPath=/more", "podAnnotations.note=y", "priorityClassName=high"),
         )
+    ),
+}
+TOGGLES |= {
+    "places": (
+        *("image.registry=mirror.example/baton", "image.router.repository=own.example/baton-router"),
+        *(
+            f"{part}.{value}"
+            for part in PARTS
+            for value in ("schedulerName=volcano", "dnsConfig.nameservers[0]=10.0.0.1", "doNotEvict=true")
+        ),
+        *(f"{part}.podDisruptionBudget.enabled=true" for part in ONES),
+        *("serviceAccount.existing=own-pods", "serviceAccount.existingController=own-controller"),
+        *("serviceAccount.existingHead=own-head", "serviceAccount.controllerRole=false"),
+        *("router.service.type=LoadBalancer", "router.service.loadBalancerClass=internal.example/lb"),
+        *("router.service.loadBalancerSourceRanges[0]=10.0.0.0/8", "router.service.externalTrafficPolicy=Local"),
+        *("router.service.nodePorts.grpc=30051", "router.service.nodePorts.http=30080"),
+    ),
+    "containers": (
+        *containers(PARTS),
+        *scrape("serviceMonitor"),
+        *("extraObjects[0].apiVersion=v1", "extraObjects[0].kind=ConfigMap", "extraObjects[0].data.a=b"),
+        "extraObjects[0].metadata.name=more-{{ .Release.Name }}",
+        "networkPolicy.dnsPorts={53,5353}",
+    ),
+    "containers-kuberay": (
+        *("orchestrator=kuberay", "head.doNotEvict=true"),
+        *containers(("head", "worker")),
+        *(f"{part}.podDisruptionBudget.enabled=true" for part in ONES),
+    ),
+    "host-network": (
+        *(f"{part}.hostNetwork=true" for part in WITH_ENVIRONMENT),
+        "networkPolicy.enabled=false",
     ),
 }
 ORCHESTRATORS = ("deployments", "kuberay")
@@ -200,6 +274,11 @@ def _pods(objects: tuple[Object, ...]) -> Iterator[Pod]:
             yield Pod(f"{owner}/head", each["spec"]["headGroupSpec"]["template"], True)
             for group in each["spec"]["workerGroupSpecs"]:
                 yield Pod(f"{owner}/{group['groupName']}", group["template"], True)
+
+
+def jobs(objects: tuple[Object, ...]) -> list[Pod]:
+    """The pods of hooks, which are none of the release's."""
+    return [Pod(f"Job/{each['metadata']['name']}", each["spec"]["template"]) for each in of_kind(objects, "Job")]
 
 
 def pod_of(objects: tuple[Object, ...], component: str) -> Pod:

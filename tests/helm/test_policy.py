@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helm.chart import MATRIX, Object, Pod, Values, of_kind, pod_of, pods, render, selects
+from tests.helm.chart import MATRIX, Object, Pod, Values, jobs, of_kind, pod_of, pods, render, selects
 
 BASELINE = Path(__file__).parent / "policy-baseline.txt"
 LINE = re.compile(r"(\w+) (\S+): (.+)")
@@ -27,10 +27,12 @@ def baseline() -> dict[tuple[str, str], str]:
 
 
 def findings(objects: tuple[Object, ...]) -> Iterator[tuple[str, str]]:
-    for pod in pods(objects):
+    for pod in [*pods(objects), *jobs(objects)]:
         name = f"{pod.spec.get('restartPolicy', 'Always')}/{pod.component}"
         yield from ((check, name) for check in _of_pod(pod))
         for container in pod.containers:
+            if container["name"].startswith("extra-"):
+                continue  # the user's own
             yield from ((check, f"{name}/{container['name']}") for check in _of_container(container, pod))
 
 
@@ -129,7 +131,7 @@ def test_policies_close_every_pod_both_ways(values: Values) -> None:
     policies = of_kind(objects, "NetworkPolicy")
     if not policies:
         return  # switched off
-    for pod in pods(objects):
+    for pod in [*pods(objects), *jobs(objects)]:
         closed = {
             way
             for policy in policies

@@ -19,6 +19,7 @@ from tests.helm.chart import (
     Object,
     Values,
     is_shared,
+    jobs,
     of_kind,
     pod_of,
     pods,
@@ -32,7 +33,7 @@ every_values = pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX)
 
 def foreign(values: Values) -> set[str]:
     """Names of what the user says is there."""
-    named = re.compile(r"(?:existing\w+|tlsSecret|imagePullSecrets\[0\]\.name|parentRefs\[0\]\.name)=(.+)")
+    named = re.compile(r"(?:existing\w*|tlsSecret|imagePullSecrets\[0\]\.name|parentRefs\[0\]\.name)=(.+)")
     return {match[1] for item in values.sets if (match := named.search(item))}
 
 
@@ -96,7 +97,7 @@ def _has_keys(objects: tuple[Object, ...], name: str, keys: set[str], others: se
 @every_values
 def test_secrets_and_claims_are_used(values: Values) -> None:
     objects = render(values)
-    used = json.dumps([pod.template for pod in pods(objects)])
+    used = json.dumps([pod.template for pod in [*pods(objects), *jobs(objects)]])
     for each in of_kind(objects, "Secret", "PersistentVolumeClaim", "ServiceAccount"):
         assert f'"{each["metadata"]["name"]}"' in used
 
@@ -118,7 +119,7 @@ def test_volumes_and_mounts_belong_together(values: Values) -> None:
 def test_service_accounts_roles_and_tokens_belong_together(values: Values) -> None:
     objects = render(values)
     users = {pod.spec["serviceAccountName"]: pod for pod in pods(objects)}
-    assert set(users) <= names(objects, "ServiceAccount")
+    assert set(users) <= names(objects, "ServiceAccount") | foreign(values)
     bound = set()
     for binding in of_kind(objects, "RoleBinding"):
         bound.add(binding["roleRef"]["name"])
@@ -128,12 +129,26 @@ def test_service_accounts_roles_and_tokens_belong_together(values: Values) -> No
     assert bound == names(objects, "Role")
     with_token = {pod.component for pod in pods(objects) if pod.spec["automountServiceAccountToken"]}
     assert with_token == {"controller", *(["head"] if of_kind(objects, "RayCluster") else [])}
+    for job in jobs(objects):
+        may_ask = job.spec["automountServiceAccountToken"]
+        assert may_ask == (job.component == "crds")
+        assert job.spec["serviceAccountName"] in (names(objects, "ServiceAccount") if may_ask else {"default"})
 
 
 @every_values
 def test_the_role_names_what_is_there_and_asks_for_nothing_of_the_cluster_s(values: Values) -> None:
     objects = render(values)
-    assert not of_kind(objects, "ClusterRole", "ClusterRoleBinding")
+    for each in of_kind(objects, "ClusterRole", "ClusterRoleBinding"):
+        assert each["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade", "for as long as it takes"
+    for role in of_kind(objects, "ClusterRole"):
+        assert role["rules"] == [
+            {
+                "apiGroups": ["apiextensions.k8s.io"],
+                "resources": ["customresourcedefinitions"],
+                "resourceNames": ["servingpools.baton.dev"],
+                "verbs": ["patch"],
+            }
+        ]
     kinds = {"servingpools": "ServingPool", "deployments": "Deployment"}
     for role in of_kind(objects, "Role"):
         for rule in role["rules"]:
@@ -150,7 +165,8 @@ def test_network_policies_select_every_pod_and_their_peers_are_there(values: Val
     if not policies:
         assert "networkPolicy.enabled=false" in values.sets
     for policy in policies:
-        selected = [pod for pod in pods(objects) if selects(policy["spec"]["podSelector"], pod.labels)]
+        all_pods = [*pods(objects), *jobs(objects)]
+        selected = [pod for pod in all_pods if selects(policy["spec"]["podSelector"], pod.labels)]
         assert selected, policy["metadata"]["name"]
         for rule in [*policy["spec"].get("ingress", []), *policy["spec"].get("egress", [])]:
             for peer in [*rule.get("from", []), *rule.get("to", [])]:
@@ -331,6 +347,7 @@ def test_doors_lead_to_the_router(values: Values) -> None:
     for kind, port in (("HTTPRoute", ports["http"]), ("GRPCRoute", ports["grpc"])):
         for route in of_kind(objects, kind):
             assert route["spec"]["rules"][0]["backendRefs"] == [{"name": service["metadata"]["name"], "port": port}]
+            assert ("timeouts" in route["spec"]["rules"][0]) == (kind == "HTTPRoute"), "a GRPCRoute has none"
 
 
 COMPONENT = "app.kubernetes.io/component"
@@ -356,7 +373,7 @@ def test_deployments_select_their_own_pods_alone(values: Values) -> None:
     objects = render(values)
     for deployment in of_kind(objects, "Deployment"):
         selector = deployment["spec"]["selector"]
-        found = [pod.owner for pod in pods(objects) if selects(selector, pod.labels)]
+        found = [pod.owner for pod in [*pods(objects), *jobs(objects)] if selects(selector, pod.labels)]
         assert found == [f"Deployment/{deployment['metadata']['name']}"]
 
 
@@ -389,7 +406,7 @@ def test_pods_of_workers_are_those_that_the_status_selects(values: Values) -> No
 
 
 def _commands(objects: tuple[Object, ...]) -> Iterator[list[str]]:
-    for pod in pods(objects):
+    for pod in [*pods(objects), *jobs(objects)]:
         for container in pod.containers:
             yield container.get("command", [])
             yield container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])

@@ -31,6 +31,8 @@ TYPOS = {
     "an amount that is none": ("worker.sharedMemory=lots", ("worker", "sharedMemory")),
     "a digest that is none": ("image.router.digest=abc", ("image", "router", "digest")),
     "a key instead of its hash": ("router.tenants.inline.acme.key_sha256[0]=secret", ("key_sha256",)),
+    "a range that is none": ("router.service.loadBalancerSourceRanges[0]=home", ("loadBalancerSourceRanges",)),
+    "a time-out that is none": ("gateway.timeouts.request=long", ("gateway", "timeouts", "request")),
     "resources at the wrong place": ("router.resources.memory=1Gi", ("router", "resources", "memory")),
 }
 CONTRADICTIONS = {
@@ -85,6 +87,26 @@ CONTRADICTIONS = {
     "a host path without a path": ("modelCache.type=hostPath", "set modelCache.hostPath"),
     "an ingress without a host": ("ingress.enabled=true", "ingress.host"),
     "routes without a gateway": ("gateway.enabled=true", "gateway.parentRefs"),
+    "routes without names": (
+        "gateway.enabled=true,gateway.parentRefs[0].name=a,gateway.hostnames[0]=a.example",
+        "gateway.grpcHostnames for gRPC",
+    ),
+    "routes that share a name": (
+        "gateway.enabled=true,gateway.parentRefs[0].name=a,gateway.hostnames[0]=a.b.c,gateway.grpcHostnames[0]=*.b.c",
+        "gateway.hostnames has a.b.c and gateway.grpcHostnames *.b.c",
+    ),
+    "a model without a name": ("config.model.id=", "config.model.id is empty"),
+    "an image without a name": ("modelCache.type=image", "set modelCache.image.reference"),
+    "weights that nobody names": (
+        "modelCache.type=image,modelCache.image.reference=a,modelCache.image.tokenizerReference=b",
+        "needs config.model.revision",
+    ),
+    "a Job for folders of its own": ("modelCache.prefetch.enabled=true", "needs modelCache.type persistentVolumeClaim"),
+    "policies for pods that they do not know": ("worker.hostNetwork=true", "set networkPolicy.enabled=false"),
+    "a pool's, too": ("pools.decode.hostNetwork=true", "pools.decode.hostNetwork: NetworkPolicies"),
+    "a class of no balancer": ("router.service.loadBalancerClass=a", "router.service.type is ClusterIP"),
+    "ports of no node": ("router.service.nodePorts.http=30000", "are for types NodePort and LoadBalancer"),
+    "values of an older chart": ("crds=null", "upgrade with --reset-then-reuse-values"),
     "fewer than least routers": (
         "router.autoscaling.enabled=true,router.autoscaling.minReplicas=9",
         "router.autoscaling.minReplicas (9) exceeds",

@@ -4,15 +4,19 @@
 metadata:
   labels:
     {{- include "baton.podLabels" (list "head" .Values.head.podLabels .) | nindent 4 }}
-  {{- with .Values.head.podAnnotations }}
+  {{- with include "baton.podAnnotations" .Values.head | trim }}
   annotations:
-    {{- toYaml . | nindent 4 }}
+    {{- . | nindent 4 }}
   {{- end }}
 spec:
   {{- /* KubeRay adds its autoscaler to this pod, which asks the Kubernetes API. */}}
-  {{- include "baton.podCommon" (list (printf "%s-head" (include "baton.fullname" .)) $kuberay .) | nindent 2 }}
+  {{- include "baton.podCommon" (list (include "baton.account" (list "head" .)) $kuberay .) | nindent 2 }}
   {{- include "baton.scheduling" (list .Values.head "head" .) | nindent 2 }}
   terminationGracePeriodSeconds: {{ add (ceil .Values.config.cluster.stop_timeout_s | int) 10 }}
+  {{- with .Values.head.initContainers }}
+  initContainers:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   containers:
     - name: ray
       image: {{ include "baton.image" (list .Values.image.worker .) }}
@@ -57,9 +61,15 @@ spec:
         {{- with .Values.head.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+      {{- with include "baton.envFrom" .Values.head }}
+      {{- . | nindent 6 }}
+      {{- end }}
       ports:
         - name: ray
           containerPort: 6379
+        {{- with include "baton.hostPorts" .Values.head | trim }}
+        {{- . | nindent 8 }}
+        {{- end }}
       startupProbe:
         tcpSocket: {port: ray}
         periodSeconds: 2
@@ -81,6 +91,9 @@ spec:
         {{- with .Values.head.extraVolumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+    {{- with .Values.head.sidecars }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumes:
     {{- include "baton.nodeVolumes" "256Mi" | nindent 4 }}
     {{- with .Values.head.extraVolumes }}

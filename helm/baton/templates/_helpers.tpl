@@ -6,6 +6,7 @@
 
 {{/* 45 characters, so that the longest suffix still fits into 63. */}}
 {{- define "baton.fullname" -}}
+{{- include "baton.validateAge" . -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trunc 45 | trimSuffix "-" }}
 {{- else if contains (include "baton.name" .) .Release.Name -}}
@@ -59,14 +60,35 @@
 {{- end }}
 {{- end }}
 
-{{/* repository@digest or repository:tag. (list image root) */}}
+{{/* repository@digest or repository:tag. A registry of the values' stands in place of docker.io, and before names without a
+     host, which docker knows by a dot, a colon or `localhost`. (list image root) */}}
 {{- define "baton.image" -}}
 {{- $image := index . 0 }}
 {{- $root := index . 1 }}
+{{- $repository := $image.repository }}
+{{- with $root.Values.image.registry }}
+{{- $repository = trimPrefix "docker.io/" $repository }}
+{{- if not (regexMatch "^([^/]*[.:][^/]*|localhost)/" $repository) }}
+{{- $repository = printf "%s/%s" (trimSuffix "/" .) $repository }}
+{{- end }}
+{{- end }}
 {{- if $image.digest -}}
-{{ $image.repository }}@{{ $image.digest }}
+{{ $repository }}@{{ $image.digest }}
 {{- else -}}
-{{ $image.repository }}:{{ $image.tag | default $root.Chart.AppVersion }}
+{{ $repository }}:{{ $image.tag | default $root.Chart.AppVersion }}
+{{- end }}
+{{- end }}
+
+{{/* The service account of a component: controller, head, or empty for all others. (list component root) */}}
+{{- define "baton.account" -}}
+{{- $accounts := (index . 1).Values.serviceAccount }}
+{{- $full := include "baton.fullname" (index . 1) }}
+{{- if eq (index . 0) "controller" -}}
+{{ $accounts.existingController | default (printf "%s-controller" $full) }}
+{{- else if eq (index . 0) "head" -}}
+{{ $accounts.existingHead | default (printf "%s-head" $full) }}
+{{- else -}}
+{{ $accounts.existing | default $full }}
 {{- end }}
 {{- end }}
 
@@ -101,6 +123,17 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{ include "baton.selector" (list (index . 0) $root) }}
 {{- with merge (dict) (index . 1) $root.Values.commonLabels }}
 {{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* The user's, and the marks by which autoscalers of nodes leave a pod where it is. (a part's values) */}}
+{{- define "baton.podAnnotations" -}}
+{{- with .podAnnotations }}
+{{ toYaml . }}
+{{- end }}
+{{- if .doNotEvict }}
+cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
+karpenter.sh/do-not-disrupt: "true"
 {{- end }}
 {{- end }}
 
@@ -155,6 +188,14 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- $grace | default $least }}
 {{- end }}
 
+{{/* Upgrades with --reuse-values have the values of the chart before, without what is new in this one. Every template asks
+     for the name first, so this sentence comes before what a missing value would say. */}}
+{{- define "baton.validateAge" -}}
+{{- if not (hasKey .Values "crds") }}
+{{- fail "these values are those of an older chart, and lack what is new in this one: upgrade with --reset-then-reuse-values in place of --reuse-values, or with --values" }}
+{{- end }}
+{{- end }}
+
 {{/* What the values together cannot mean. The schema refuses what one value alone cannot. */}}
 {{- define "baton.validate" -}}
 {{- $values := .Values }}
@@ -173,14 +214,13 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- if and $values.router.tenants.existingSecret $values.router.tenants.inline }}
 {{- fail "set router.tenants.existingSecret or router.tenants.inline, not both" }}
 {{- end }}
+{{- include "baton.validateModel" . }}
+{{- include "baton.validateNetwork" . }}
 {{- if and (eq $values.modelCache.type "hostPath") (not $values.modelCache.hostPath) }}
 {{- fail "modelCache.type is hostPath: set modelCache.hostPath to a folder of the nodes" }}
 {{- end }}
 {{- if and $values.ingress.enabled (not $values.ingress.host) (not $values.ingress.grpcHost) }}
 {{- fail "ingress.enabled needs ingress.host or ingress.grpcHost" }}
-{{- end }}
-{{- if and $values.gateway.enabled (not $values.gateway.parentRefs) }}
-{{- fail "gateway.enabled needs gateway.parentRefs: the Gateway that takes the routes" }}
 {{- end }}
 {{- if and (ne $values.tls.clientCertificates "off") (not (include "baton.tlsSecretName" $)) }}
 {{- fail (printf "tls.clientCertificates is %s, which needs tls.issuer.name or tls.existingSecret" $values.tls.clientCertificates) }}
@@ -241,6 +281,67 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- end }}
 {{- end }}
 
+{{- define "baton.validateModel" -}}
+{{- $cache := .Values.modelCache }}
+{{- if not .Values.config.model.id }}
+{{- fail "config.model.id is empty: set it to a name of Baton's catalogue, a hub id such as org/name, or a folder of the pods" }}
+{{- end }}
+{{- if and $cache.prefetch.enabled (ne $cache.type "persistentVolumeClaim") }}
+{{- fail (printf "modelCache.prefetch.enabled needs modelCache.type persistentVolumeClaim: a Job cannot fill what is of each pod or node alone (%s)" $cache.type) }}
+{{- end }}
+{{- if eq $cache.type "image" }}
+{{- if not $cache.image.reference }}
+{{- fail "modelCache.type is image: set modelCache.image.reference to the image that holds the model's folder" }}
+{{- end }}
+{{- if and $cache.image.tokenizerReference (not .Values.config.model.revision) }}
+{{- fail "modelCache.image.tokenizerReference needs config.model.revision, the same whenever the weights are: a router cannot see them" }}
+{{- end }}
+{{- if not (semverCompare ">=1.31.0-0" .Capabilities.KubeVersion.Version) }}
+{{- fail (printf "modelCache.type image needs Kubernetes 1.31 or newer, and this is %s" .Capabilities.KubeVersion.Version) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.validateNetwork" -}}
+{{- $values := .Values }}
+{{- range $name := list "worker" "router" "controller" "head" }}
+{{- if and (get $values $name).hostNetwork $values.networkPolicy.enabled }}
+{{- fail (printf "%s.hostNetwork: NetworkPolicies do not know pods on their node's network, and would cut them off; set networkPolicy.enabled=false" $name) }}
+{{- end }}
+{{- end }}
+{{- range $name := list "prefill" "decode" }}
+{{- if and (get $values.pools $name).hostNetwork $values.networkPolicy.enabled }}
+{{- fail (printf "pools.%s.hostNetwork: NetworkPolicies do not know pods on their node's network, and would cut them off; set networkPolicy.enabled=false" $name) }}
+{{- end }}
+{{- end }}
+{{- $service := $values.router.service }}
+{{- if and (ne $service.type "LoadBalancer") (or $service.loadBalancerClass $service.loadBalancerSourceRanges) }}
+{{- fail (printf "router.service.loadBalancerClass and .loadBalancerSourceRanges are for type LoadBalancer, and router.service.type is %s" $service.type) }}
+{{- end }}
+{{- if and (eq $service.type "ClusterIP") (or $service.nodePorts.grpc $service.nodePorts.http $service.externalTrafficPolicy) }}
+{{- fail "router.service.nodePorts and .externalTrafficPolicy are for types NodePort and LoadBalancer, and router.service.type is ClusterIP" }}
+{{- end }}
+{{- with $values.gateway }}
+{{- if .enabled }}
+{{- if not .parentRefs }}
+{{- fail "gateway.enabled needs gateway.parentRefs: the Gateway that takes the routes" }}
+{{- end }}
+{{- if not (and .hostnames .grpcHostnames) }}
+{{- fail "gateway.enabled needs gateway.hostnames for HTTP and gateway.grpcHostnames for gRPC: with none of its own, a Gateway takes only one of the two routes" }}
+{{- end }}
+{{- range $http := .hostnames }}
+{{- range $grpc := $values.gateway.grpcHostnames }}
+{{- $httpIn := and (hasPrefix "*." $grpc) (hasSuffix (trimPrefix "*" $grpc) $http) }}
+{{- $grpcIn := and (hasPrefix "*." $http) (hasSuffix (trimPrefix "*" $http) $grpc) }}
+{{- if or (eq $http $grpc) $httpIn $grpcIn }}
+{{- fail (printf "gateway.hostnames has %s and gateway.grpcHostnames %s: the Gateway API lets no HTTPRoute and GRPCRoute share a name" $http $grpc) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* Settings: the user's, and what the chart knows. They are JSON inside, so that no number changes its form. */}}
 {{- define "baton.config" -}}
 {{- $full := include "baton.fullname" . }}
@@ -287,7 +388,9 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- $_ := set $router "tls_client_certificates" .Values.tls.clientCertificates }}
 {{- end }}
 {{- $_ := set $set "router" $router }}
-{{- $_ := set $set "telemetry" (dict "host" "0.0.0.0" "port" 9464) }}
+{{- if eq .Values.modelCache.type "image" }}
+{{- $_ := set $set "model" (dict "path" (printf "/var/lib/baton-model/%s" (trimAll "/" .Values.modelCache.image.path) | trimSuffix "/")) }}
+{{- end }}
 {{- range $section, $values := mergeOverwrite $config $set }}
 {{- if $values }}
 {{ $section }}:
@@ -310,7 +413,7 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 
 {{/* Pods */}}
 
-{{/* Where a pod may run. labelSelectors of spread constraints are filled in. (list values component root) */}}
+{{/* Where a pod may run, and its network. labelSelectors of spread constraints are filled in. (list values component root) */}}
 {{- define "baton.scheduling" -}}
 {{- $values := index . 0 }}
 {{- $component := index . 1 }}
@@ -320,6 +423,17 @@ runtimeClassName: {{ . }}
 {{- end }}
 {{- with $values.priorityClassName }}
 priorityClassName: {{ . }}
+{{- end }}
+{{- with $values.schedulerName }}
+schedulerName: {{ . }}
+{{- end }}
+{{- if $values.hostNetwork }}
+hostNetwork: true
+dnsPolicy: ClusterFirstWithHostNet
+{{- end }}
+{{- with $values.dnsConfig }}
+dnsConfig:
+  {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $values.nodeSelector }}
 nodeSelector:
@@ -466,7 +580,41 @@ imagePullSecrets:
   mountPath: /var/cache/baton
 - name: tmp
   mountPath: /var/tmp
+{{- include "baton.modelMount" . }}
 {{- include "baton.tlsMount" . }}
+{{- end }}
+
+{{/* Of an OCI image with a model. */}}
+{{- define "baton.modelMount" -}}
+{{- if eq .Values.modelCache.type "image" }}
+- name: model
+  mountPath: /var/lib/baton-model
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{/* (dict "weights" "root") */}}
+{{- define "baton.modelVolume" -}}
+{{- if eq .root.Values.modelCache.type "image" }}
+{{- with .root.Values.modelCache.image }}
+- name: model
+  image:
+    reference: {{ empty $.weights | ternary (.tokenizerReference | default .reference) .reference }}
+    pullPolicy: {{ .pullPolicy }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* A container's resources, with what it asks of its node's disk for the model. (list resources weights|tokenizer root) */}}
+{{- define "baton.withDisk" -}}
+{{- $resources := deepCopy (index . 0) }}
+{{- $cache := (index . 2).Values.modelCache }}
+{{- with get $cache.ephemeralStorage (index . 1) }}
+{{- if eq $cache.type "emptyDir" }}
+{{- $resources = merge $resources (dict "requests" (dict "ephemeral-storage" .)) }}
+{{- end }}
+{{- end }}
+{{- toYaml $resources }}
 {{- end }}
 
 {{/* Of a Ray node: /tmp/ray is Ray's own; /dev/shm holds its object store. */}}
@@ -487,6 +635,7 @@ imagePullSecrets:
   readOnly: true
 - name: model-cache
   mountPath: /var/cache/baton
+{{- include "baton.modelMount" . }}
 {{- include "baton.tlsMount" . }}
 {{- end }}
 
@@ -611,10 +760,14 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* The keys first, then the model, then the check of what the part needs.
-     (dict "part" "members" "sharesProcesses" "image" "env" "mounts" "resources" "securityContext" "extraEnv" "extraVolumeMounts" "root") */}}
+{{/* The keys first, then the user's, then the model, then the check of what the part needs.
+     (dict "part" "members" "sharesProcesses" "image" "env" "mounts" "resources" "securityContext" "values" "root"),
+     values: the part's, of which initContainers, extraEnv, envFrom and extraVolumeMounts are read here */}}
 {{- define "baton.initContainers" -}}
 {{- include "baton.keysContainers" . }}
+{{- with .values.initContainers }}
+{{ toYaml . }}
+{{- end }}
 {{- $names := list "model" }}
 {{- if .root.Values.checks.enabled }}
 {{- $names = append $names "check" }}
@@ -624,7 +777,7 @@ imagePullSecrets:
   image: {{ include "baton.image" (list $.image $.root) }}
   imagePullPolicy: {{ $.image.pullPolicy }}
   {{- if eq $name "model" }}
-  command: [baton, run, model, --config, /etc/baton/baton.yaml]
+  command: [baton, run, model{{ eq $.part "worker" | ternary "" ", --no-weights" }}, --config, /etc/baton/baton.yaml]
   {{- else }}
   command: [baton, doctor, --part, {{ $.part }}, --wait, "60", --config, /etc/baton/baton.yaml]
   {{- end }}
@@ -635,9 +788,10 @@ imagePullSecrets:
     - name: HF_TOKEN
       valueFrom: {secretKeyRef: {name: {{ $.root.Values.huggingFace.existingSecret }}, key: {{ $.root.Values.huggingFace.key }}}}
     {{- end }}
-    {{- with $.extraEnv }}
+    {{- with $.values.extraEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  {{- include "baton.envFrom" $.values | nindent 2 }}
   resources:
     {{- toYaml $.resources | nindent 4 }}
   securityContext:
@@ -647,9 +801,46 @@ imagePullSecrets:
     {{- if eq $name "check" }}
     {{- include "baton.keysMount" $.root | nindent 4 }}
     {{- end }}
-    {{- with $.extraVolumeMounts }}
+    {{- with $.values.extraVolumeMounts }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* (a part's values) */}}
+{{- define "baton.envFrom" -}}
+{{- with .envFrom -}}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* Ports of a Ray node that has its machine's network: declared, they keep a second one from that machine. */}}
+{{- define "baton.hostPorts" -}}
+{{- if .hostNetwork }}
+- name: ray-node
+  containerPort: {{ get (include "baton.rayPorts" . | fromYaml) "node-manager-port" | int }}
+{{- end }}
+{{- end }}
+
+{{/* The budget of a pod that is the only one of its kind. A number that stays, not one that may be missing: Kubernetes
+     cannot tell how many pods a RayCluster should have. (list component budget root) */}}
+{{- define "baton.budgetOfOne" -}}
+{{- if (index . 1).enabled }}
+{{- $root := index . 2 }}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ include "baton.fullname" $root }}-{{ index . 0 }}
+  namespace: {{ $root.Release.Namespace }}
+  labels:
+    {{- include "baton.labels" (list (index . 0) $root) | nindent 4 }}
+spec:
+  minAvailable: 1
+  selector:
+    matchLabels:
+      {{- include "baton.selector" (list (index . 0) $root) | nindent 6 }}
+---
 {{- end }}
 {{- end }}
 

@@ -8,18 +8,16 @@
 {{- $isShared := eq $role "worker" }}
 {{- $labels := $isShared | ternary (dict) (dict "baton.dev/pool" $role) }}
 {{- $labels = merge $labels $pool.podLabels }}
-{{- $resources := include "baton.workerResources" $pool | fromYaml }}
+{{- $resources := include "baton.withDisk" (list (include "baton.workerResources" $pool | fromYaml) "weights" $root) | fromYaml }}
 {{- $securityContext := include "baton.workerSecurityContext" (list $pool $root) | fromYaml }}
 metadata:
   labels:
     {{- include "baton.podLabels" (list $role $labels $root) | nindent 4 }}
   annotations:
     checksum/config: {{ include "baton.workerConfigChecksum" $root }}
-    {{- with $pool.podAnnotations }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- include "baton.podAnnotations" $pool | nindent 4 }}
 spec:
-  {{- include "baton.podCommon" (list (include "baton.fullname" $root) false $root) | nindent 2 }}
+  {{- include "baton.podCommon" (list (include "baton.account" (list "" $root)) false $root) | nindent 2 }}
   {{- include "baton.scheduling" (list $pool $role $root) | nindent 2 }}
   terminationGracePeriodSeconds: {{ include "baton.workerGrace" . }}
   initContainers:
@@ -31,8 +29,7 @@ spec:
         "mounts" (include "baton.rayMounts" $root)
         "resources" $resources
         "securityContext" $securityContext
-        "extraEnv" $pool.extraEnv
-        "extraVolumeMounts" $pool.extraVolumeMounts
+        "values" $pool
         "root" $root) | nindent 4 }}
   containers:
     - name: worker
@@ -51,6 +48,11 @@ spec:
         {{- with $pool.extraEnv }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+      {{- include "baton.envFrom" $pool | nindent 6 }}
+      {{- with include "baton.hostPorts" $pool }}
+      ports:
+        {{- . | nindent 8 }}
+      {{- end }}
       {{- include "baton.nodeProbes" $root | nindent 6 }}
       lifecycle:
         preStop:
@@ -70,8 +72,12 @@ spec:
         {{- with $pool.extraVolumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
+    {{- with $pool.sidecars }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumes:
     {{- include "baton.rayVolumes" (list $pool.sharedMemory $root) | nindent 4 }}
+    {{- include "baton.modelVolume" (dict "weights" true "root" $root) | nindent 4 }}
     {{- include "baton.keysVolumes" (list (list "keys" "operator-keys") $root) | nindent 4 }}
     {{- with $pool.extraVolumes }}
     {{- toYaml . | nindent 4 }}

@@ -1,0 +1,113 @@
+"""Brings the definition of ServingPools up to date: `python -m deploy.kubernetes.definition FILE`.
+
+The chart's hook runs it, out of the router's image, which has no client of Kubernetes: it is one request, a server-side
+apply, so that what others have added to the definition stays. Access is the pod's service account, or $KUBECONFIG.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from baton.errors import BatonError, ConfigError, StoreUnavailable
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+MANAGER = "baton-crds"
+RETRY_S = 2.0
+NUM_TRIES = 30
+TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ApiAccess:
+    url: str
+    """The API server, without a slash at its end."""
+    token: str
+    ca: str = ""
+    """PEM text of the authority that signs the server's certificate; empty: one that this machine knows."""
+
+
+def access_from(environ: Mapping[str, str], account: Path = ACCOUNT) -> ApiAccess:
+    """The access that $KUBECONFIG describes (its token), or else that of the pod's service account.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    if path := environ.get("KUBECONFIG"):
+        config = yaml.safe_load(Path(path).read_text())
+        (context,) = (each["context"] for each in config["contexts"] if each["name"] == config["current-context"])
+        (cluster,) = (each["cluster"] for each in config["clusters"] if each["name"] == context["cluster"])
+        (user,) = (each["user"] for each in config["users"] if each["name"] == context["user"])
+        return ApiAccess(cluster["server"].rstrip("/"), user.get("token", ""))
+    host, port = (environ.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
+    if not host or not (account / "token").is_file():
+        raise ConfigError(f"there is no access to Kubernetes: no KUBECONFIG, and no token in {account}")
+    host = f"[{host}]" if ":" in host else host
+    return ApiAccess(
+        f"https://{host}:{port}", (account / "token").read_text().strip(), (account / "ca.crt").read_text()
+    )
+
+
+def apply(definition: bytes, access: ApiAccess, num_tries: int = NUM_TRIES) -> None:
+    """Applies a CustomResourceDefinition, YAML, on the server, and takes its fields from those that had them.
+
+    Raises:
+        StoreUnavailable: the API server does not answer, however often it is asked.
+        BatonError: it refuses; the message says why.
+    """
+    name = yaml.safe_load(definition)["metadata"]["name"]
+    request = urllib.request.Request(
+        f"{access.url}/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}?fieldManager={MANAGER}&force=true",
+        data=definition,
+        headers={"Authorization": f"Bearer {access.token}", "Content-Type": "application/apply-patch+yaml"},
+        method="PATCH",
+    )
+    context = ssl.create_default_context(cadata=access.ca or None)
+    for left in reversed(range(num_tries)):
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
+                answer.read()
+            return
+        except urllib.error.HTTPError as error:
+            if error.code < 500:
+                raise BatonError(f"Kubernetes refuses the definition {name}: {_reason(error)}") from error
+            reason = _reason(error)
+        except OSError as error:
+            reason = str(error)
+        if left:
+            time.sleep(RETRY_S)
+    raise StoreUnavailable(f"Kubernetes' API at {access.url} does not answer: {reason}")
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    text = error.read().decode(errors="replace")
+    try:
+        return str(json.loads(text)["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{error.code} {text[:200]}"
+
+
+def main() -> None:
+    path = Path(sys.argv[1])
+    try:
+        apply(path.read_bytes(), access_from(os.environ))
+    except BatonError as error:
+        sys.exit(
+            f"{error}. Without the chart's hook (crds.upgrade=false): helm show crds CHART | kubectl apply "
+            "--server-side --force-conflicts -f -"
+        )
+    sys.stdout.write(f"The definition in {path} is applied.\n")
+
+
+if __name__ == "__main__":
+    main()
