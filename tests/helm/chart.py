@@ -155,7 +155,7 @@ TOGGLES |= {
         *scrape("serviceMonitor"),
         *("extraObjects[0].apiVersion=v1", "extraObjects[0].kind=ConfigMap", "extraObjects[0].data.a=b"),
         "extraObjects[0].metadata.name=more-{{ .Release.Name }}",
-        "networkPolicy.dnsPorts={53,5353}",
+        *("networkPolicy.dnsPorts={53,5353}", "config.telemetry.otlp_endpoint=http://otlp.example:4318/v1/traces"),
     ),
     "containers-kuberay": (
         *("orchestrator=kuberay", "head.doNotEvict=true"),

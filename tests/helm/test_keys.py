@@ -50,8 +50,10 @@ def test_the_secret_is_where_keys_are_made_and_nowhere_else(values: Values) -> N
 
 
 def fullname(objects: tuple[Object, ...]) -> str:
-    (controller,) = (each for each in objects if each["kind"] == "Role")
-    return str(controller["metadata"]["name"]).removesuffix("-controller")
+    (router,) = (
+        each for each in objects if each["kind"] == "Deployment" and each["metadata"]["name"].endswith("-router")
+    )
+    return str(router["metadata"]["name"]).removesuffix("-router")
 
 
 @every_values

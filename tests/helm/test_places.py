@@ -187,6 +187,19 @@ def test_two_releases_of_a_namespace_do_not_size_each_other_s_pools() -> None:
         assert pod_of(keda, "router").labels["app.kubernetes.io/instance"] == name
 
 
+def test_policies_let_names_and_traces_out_by_their_ports() -> None:
+    objects = render(MATRIX["containers"])
+    ports = {
+        name: {
+            (port["port"], port["protocol"])
+            for port in the(objects, "NetworkPolicy", name)["spec"]["egress"][0]["ports"]
+        }
+        for name in ("baton-names", "baton-outside")
+    }
+    assert ports["baton-names"] == {(port, protocol) for port in (53, 5353) for protocol in ("UDP", "TCP")}
+    assert ports["baton-outside"] == {(443, "TCP"), (4318, "TCP")}, "a URL may have a path"
+
+
 def test_routes_have_names_of_their_own_and_http_a_time_out() -> None:
     objects = render(MATRIX["gateway"])
     http, grpc = (the(objects, kind, "baton")["spec"] for kind in ("HTTPRoute", "GRPCRoute"))

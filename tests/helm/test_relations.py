@@ -381,7 +381,7 @@ def test_deployments_select_their_own_pods_alone(values: Values) -> None:
 def test_names_and_labels_fit(values: Values) -> None:
     for each in render(values):
         assert len(each["metadata"]["name"]) <= 63
-        for value in each["metadata"]["labels"].values():
+        for value in each["metadata"].get("labels", {}).values():
             assert re.fullmatch(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?", value)
             assert len(value) <= 63
 
