@@ -49,6 +49,7 @@ def lasting(objects: tuple[Object, ...]) -> list[Pod]:
 
 
 def volume_of(pod: Pod, name: str) -> Object:
+    found: Object
     (found,) = (volume for volume in pod.spec["volumes"] if volume["name"] == name)
     return found
 

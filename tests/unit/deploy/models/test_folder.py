@@ -11,6 +11,7 @@ from typing import Any
 import huggingface_hub
 import numpy as np
 import pytest
+from huggingface_hub.utils._paths import filter_repo_objects
 from rich.console import Console
 from safetensors.numpy import save_file
 
@@ -214,8 +215,8 @@ def test_of_the_hub_comes_what_is_wanted(folder: Path, monkeypatch: pytest.Monke
     fetched: list[str] = []
 
     def snapshot_download(_: str, *, allow_patterns: list[str], ignore_patterns: list[str], **__: object) -> str:
-        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
-        fetched.extend(huggingface_hub.utils.filter_repo_objects(HUB_FILES, **patterns))
+        chosen = filter_repo_objects(HUB_FILES, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        fetched.extend(chosen)
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
