@@ -28,6 +28,7 @@ from baton.errors import BatonError, WorkerFailed
 from baton.rpc import channel, from_rpc_error
 from baton.rpc.doors import MemberLink, member_metadata
 from baton.tasks import cancel_and_wait
+from baton.tls import Tls
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.controller.reconcile import WorkerPhase
 from deploy.controller.serving_pools import PoolSpecs
@@ -159,7 +160,7 @@ class WorkerLives:
 
         async def give_up() -> None:
             actor = worker.actor
-            if await _is_well(worker.address):
+            if await _is_well(worker.address, self._link.tls):
                 logger.warning("%s answers: it is left to its streams for now", worker.id)
             elif worker.actor is actor and worker.is_silent and not worker.is_given_up:
                 logger.error("%s does not answer either: it is killed", worker.id)
@@ -316,9 +317,9 @@ class WorkerLives:
             self.changed.notify_all()
 
 
-async def _is_well(address: str) -> bool:
+async def _is_well(address: str, tls: Tls | None) -> bool:
     """Whether the worker at that address answers."""
-    async with channel(address) as link:
+    async with channel(address, tls) as link:
         stub: Any = health_pb2_grpc.HealthStub(link)
         try:
             await stub.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_S)

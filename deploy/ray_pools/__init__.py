@@ -4,8 +4,10 @@ actor        the actor, which keeps the worker's process
 actors       the controller's view of all actors
 gpus         the part of the GPUs that each worker asks for
 head         a Ray cluster of this machine alone
+node         the first process of a container that is a Ray node: workers' output, and what probes ask
+node_link    what an actor says to it
 drain_node   has Ray place nothing more on a node
 ray_import   Ray, imported with the settings that it reads at import
 """
 
-__all__ = ["actor", "actors", "drain_node", "gpus", "head", "ray_import"]
+__all__ = ["actor", "actors", "drain_node", "gpus", "head", "node", "node_link", "ray_import"]

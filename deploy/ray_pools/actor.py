@@ -19,8 +19,11 @@ from baton.config import REDIS_URL, Config, child_environment, without_password
 from baton.errors import WorkerFailed
 from baton.messages import Failed
 from baton.rpc.errors import from_failed
+from baton.tasks import cancel_and_wait
+from baton.tls import member_tls
 from deploy.processes import FENCED, last_line, module_command, tied
 from deploy.ray_pools.gpus import memory_share
+from deploy.ray_pools.node_link import NodeLink, end_in_words
 from kvstore.transfer.transport.nccl_env import nccl_environment
 
 RESOURCE = "baton_worker"
@@ -49,6 +52,8 @@ class WorkerActor:
         self._started: asyncio.Task[dict[str, Any]] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: asyncio.Task[int] | None = None
+        self._node: NodeLink | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         """The name that Ray puts before the lines of its log."""
@@ -75,28 +80,48 @@ class WorkerActor:
         status = await asyncio.shield(self._ended)
         if status == FENCED:
             raise WorkerFailed(f"another process has the name {self._worker_id}: does another cluster use this Redis?")
-        raise WorkerFailed(f"{self._worker_id} ended with status {status}{_last_words()}")
+        raise WorkerFailed(f"{self._worker_id} {end_in_words(status) or 'ended with status 0'}{_last_words()}")
 
     async def stop(self) -> None:
         """Has the worker leave the cluster, and waits until its process has ended."""
         if self._process is not None and self._ended is not None:
+            self._say("away", "it is to leave")
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
             await asyncio.shield(self._ended)
 
     async def _start(self) -> dict[str, Any]:
+        self._node = NodeLink.of(os.environ, self._worker_id)
         reading, writing = os.pipe()
         with os.fdopen(reading) as reports:
             process = self._process = self._spawn(writing)
             os.close(writing)
-            self._ended = asyncio.create_task(asyncio.to_thread(process.wait))
+            self._say("starting")
+            self._ended = asyncio.create_task(self._end_of(process))
             line = await asyncio.to_thread(reports.readline)
         if not line:
             raise WorkerFailed(f"{self._worker_id} ended before it was ready{_last_words() or '; its log says why'}")
         values: dict[str, Any] = json.loads(line)
         if "kind" in values:
             raise from_failed(Failed(**values), self._worker_id)
+        tls = member_tls(Config.from_json(self._config_json).cluster)
+        self._watching = asyncio.create_task(self._node.watch(values["address"], tls))
         return {**values, "pod": os.environ.get("POD_NAME", "")}
+
+    async def _end_of(self, process: subprocess.Popen[bytes]) -> int:
+        """Waits for the process' end, says it, and returns the exit status."""
+        status = await asyncio.to_thread(process.wait)
+        if self._watching:
+            await cancel_and_wait([self._watching])
+        why = end_in_words(status)
+        self._say("ended" if why else "left", why)
+        if self._node:
+            self._node.close()
+        return status
+
+    def _say(self, state: str, reason: str = "") -> None:
+        if self._node:
+            self._node.say(state, reason)
 
     def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
         """Starts the process, from the event loop's thread: the process dies with that thread, hence with the actor."""
@@ -111,15 +136,18 @@ class WorkerActor:
         arguments = [self._role, self._worker_id, self._host or _node_address(), "--ready-fd", str(ready_fd)]
         if self._fingerprint:
             arguments += ["--keys", self._fingerprint]
-        return subprocess.Popen(
-            tied(module_command("deploy.worker", *arguments)),
-            env={
-                **child_environment(os.environ, REDIS_URL),
-                **worker_environment(config),
-                "BATON_CONFIG_JSON": config.to_json(),
-            },
-            pass_fds=[ready_fd],
-        )
+        with (self._node.output() if self._node else None) or contextlib.nullcontext() as output:
+            return subprocess.Popen(
+                tied(module_command("deploy.worker", *arguments)),
+                env={
+                    **child_environment(os.environ, REDIS_URL),
+                    **worker_environment(config),
+                    "BATON_CONFIG_JSON": config.to_json(),
+                },
+                pass_fds=[ready_fd],
+                stdout=output,
+                stderr=output,
+            )
 
     def _share(self, config: Config) -> float:
         """This worker's share of the Ray node's memory, or of one of its GPUs, which it may have to share."""

@@ -87,6 +87,8 @@ class Member:
         self._publisher: IndexPublisher | None = None
         self._role = role
         self._state = WorkerState.STARTING
+        self._has_become = asyncio.Event()
+        """Set whenever the state has changed."""
         self._info: WorkerInfo | None = None
         self._malformed = MalformedCount()
 
@@ -110,6 +112,7 @@ class Member:
         if role is not None:
             self._role = role
             self._info = replace(self.info, role=role)
+        self._has_become.set()
         if self._keeper is not None:
             self._keeper.renew_soon()
 
@@ -165,19 +168,27 @@ class Member:
             self._publisher = self._publisher_of(epoch, index)
             await rpc.start()
             stack.push_async_callback(rpc.stop, 0)
-            await rpc.set_serving(True)
             self._state = WorkerState.READY
-            running = asyncio.create_task(self._run(keeper, index, leases), name="member")
+            await rpc.set_serving(True)
+            running = asyncio.create_task(self._run(keeper, index, leases, rpc), name="member")
             stack.push_async_callback(cancel_and_wait, [running])
             yield running
 
-    async def _run(self, keeper: LeaseKeeper, index: RedisIndex, leases: LeaseStore) -> None:
+    async def _run(self, keeper: LeaseKeeper, index: RedisIndex, leases: LeaseStore, rpc: RpcServer) -> None:
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._answer_health(rpc), name="health")
             tasks.create_task(self.loop.run(), name="engine")
             tasks.create_task(self._watch_device(), name="device")
             tasks.create_task(self._belong(keeper, index), name="lease")
             if self.kv.sender.opens_slowly:
                 tasks.create_task(self._open_ahead(leases), name="ahead")
+
+    async def _answer_health(self, rpc: RpcServer) -> None:
+        """Has health checks say whether the worker takes new work, which its pod's readiness follows."""
+        while True:
+            self._has_become.clear()
+            await rpc.set_serving(self._state is WorkerState.READY)
+            await self._has_become.wait()
 
     async def _watch_device(self) -> None:
         """Ends the engine, as a failed step would, once a transfer has found that its device computes nothing more."""

@@ -14,6 +14,7 @@ from baton.config import Config, EngineConfig, ModelConfig, TransferConfig
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import DeviceLost, WorkerDraining
+from baton.rpc import RpcServer
 from baton.tasks import cancel_and_wait
 from deploy.worker.member import Member
 from kvstore.index.memory import MemoryStore
@@ -73,7 +74,7 @@ async def test_a_device_that_is_lost_in_a_transfer_alone_ends_the_worker(monkeyp
 
     monkeypatch.setattr(member, "_belong", belong)
     leases: Any = None
-    running = asyncio.create_task(member._run(leases, leases, leases))
+    running = asyncio.create_task(member._run(leases, leases, leases, RpcServer(())))
     try:
         async with member.loop.sequence(make_spec([1, 2, 3]), Purpose.RECEIVE) as waits:
             await waits.next()  # its blocks
