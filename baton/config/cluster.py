@@ -114,6 +114,10 @@ class KubernetesConfig:
     `prefill_deployment`."""
     workers_per_pod: AtLeastOne = 1
     """Workers for which one pod of those Deployments has room."""
+    in_place: Switch = False
+    """Whether a worker that is to leave goes before the one in its place serves, as there is no room for both; the last
+    one of a pool waits for the other pool. Otherwise a newer version's pod comes first, and a worker begins in it
+    before another one leaves."""
 
 
 @section("autoscale")

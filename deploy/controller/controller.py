@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +41,7 @@ from deploy.controller.lease_watch import LeaseWatch
 from deploy.controller.reconcile import (
     EndWorker,
     ForgetWorker,
+    GivingWay,
     ObservedWorker,
     RetireWorker,
     StartWorker,
@@ -51,7 +52,7 @@ from deploy.controller.reconcile import (
 from deploy.controller.serving_pools import PoolSpecs
 from deploy.controller.state import ControllerState, RoleChange, StateFile
 from deploy.controller.worker_life import ManagedWorker, WorkerLives
-from deploy.kubernetes.node_plan import PlacedWorker
+from deploy.kubernetes.node_plan import NodeLayout, NodePod, PlacedWorker, PodRollout, pod_rollout
 from deploy.kubernetes.serving_pool import PoolReport, PoolSpec
 from deploy.ray_pools.actors import RayActors
 from deploy.scaling.values import ScalingDecision
@@ -109,6 +110,8 @@ class Controller:
         self._lives = WorkerLives(config.cluster, actors, self._specs, must_start=is_first, link=MemberLink(keys, tls))
         self._watch = LeaseWatch(config.index, me, leases, self._lives, self._file)
         self._malformed = malformed
+        self._layout = NodeLayout(dict.fromkeys(Role, ""))
+        self._pods: Sequence[NodePod] = ()
         self._is_whole = asyncio.Event()
 
     async def adopt(self) -> None:
@@ -245,7 +248,8 @@ class Controller:
             self._lives.must_start = False
             self._is_whole.set()
         self._log_waits(observed)
-        for action in reconcile(self.state.desired, list(observed.values()), time.monotonic()):
+        giving_way = GivingWay(in_place=self.config.kubernetes.in_place, room=self._rollout.room)
+        for action in reconcile(self.state.desired, list(observed.values()), time.monotonic(), giving_way):
             match action:
                 case StartWorker(worker_id, role):
                     worker = workers.setdefault(worker_id, ManagedWorker(id=worker_id, role=role))
@@ -287,6 +291,14 @@ class Controller:
         """Follows the specification of the role's ServingPool from now on."""
         self._specs.put(role, spec)
         self._follow_specs()
+
+    def see_pods(self, layout: NodeLayout, pods: Sequence[NodePod]) -> None:
+        """Follows a roll-out of the workers' nodes: the pods as they are now."""
+        self._layout, self._pods = layout, pods
+
+    @property
+    def _rollout(self) -> PodRollout:
+        return pod_rollout(self._layout, self._pods, [worker.pod for worker in self._lives.workers.values()])
 
     def reports(self) -> dict[Role, PoolReport]:
         """The statuses of the ServingPools."""
@@ -336,6 +348,7 @@ class Controller:
     def _observed(self, worker: ManagedWorker, num_unique_blocks: int, num_neighbours: int) -> ObservedWorker:
         lease = self._watch.lease_of(worker.id)
         is_ready, is_held = worker.phase is WorkerPhase.READY, self.state.is_changing_role(worker.id)
+        is_outdated = is_ready and any(pod.name == worker.pod and not pod.is_current for pod in self._pods)
         is_unplaced = worker.phase is WorkerPhase.STARTING and not worker.is_placed
         return ObservedWorker(
             id=worker.id,
@@ -345,6 +358,7 @@ class Controller:
             is_held=is_held,
             is_silent=worker.is_silent and is_ready,
             is_draining=worker.is_draining and is_ready and not is_held,
+            is_outdated=is_outdated,
             waits_for_room=is_unplaced and time.monotonic() - worker.since_s > ROOM_S,
             start_at_s=worker.start_at_s,
             num_neighbours=num_neighbours,

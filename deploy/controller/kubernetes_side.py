@@ -74,6 +74,7 @@ async def _keep_nodes(nodes: WorkerNodes, controller: Controller) -> None:
     while True:
         try:
             found = await nodes.read()
+            controller.see_pods(nodes.layout, found.pods)
             await nodes.keep(found, controller.state.desired, controller.placed_workers())
         except (ApiError, httpx2.HTTPError, OSError) as error:
             logger.warning("the worker nodes cannot be kept: %s; trying again", error)

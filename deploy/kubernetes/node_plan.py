@@ -3,13 +3,14 @@
 A worker needs room on a node of the pool in which it was started, and keeps it when its role changes. The pools may
 share one Deployment, whose pods have room for several workers of either. A Deployment grows by the pods for which the
 workers that lack a node do not fit on those in use, and shrinks by the pods without a worker; a pod with workers is
-more expensive to delete (controller.kubernetes.io/pod-deletion-cost). Pure.
+more expensive to delete (controller.kubernetes.io/pod-deletion-cost). While a Deployment rolls out a newer version it
+has a pod more than its size, and the workers on older pods give way one by one. Pure.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.cluster import Role
@@ -28,6 +29,10 @@ class NodePod:
     """Deletion cost that the pod has in Kubernetes."""
     is_leaving: bool = False
     """Whether it is being deleted, so that its Deployment no longer counts it."""
+    is_current: bool = True
+    """Whether it is of its Deployment's present version."""
+    is_running: bool = True
+    """Whether its container runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,16 @@ class NodePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class PodRollout:
+    """How far the Deployments are with a newer version."""
+
+    outdated: frozenset[str] = frozenset()
+    """Pods of an older version that are to go."""
+    room: frozenset[Role] = frozenset()
+    """Pools with such pods, for which a pod of the present version has room."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeLayout:
     """Which Deployment has the nodes of a pool, and how large they are."""
 
@@ -77,7 +92,8 @@ def plan(
     """
     by_name = {pod.name: pod for pod in pods if not pod.is_leaving}
     num_on = Counter(worker.pod for worker in workers if worker.pod in by_name)
-    costs = {name: COST_OF_A_WORKER * num_on[name] for name in by_name}
+    num_staying_on = Counter(worker.pod for worker in workers if worker.is_staying)
+    costs = {name: (COST_OF_A_WORKER - 1) * num_staying_on[name] + num_on[name] for name in by_name}
     changed = {name: cost for name, cost in costs.items() if cost != by_name[name].cost}
     staying = [worker for worker in workers if worker.is_staying]
     wanted = {}
@@ -88,7 +104,25 @@ def plan(
         used = [name for name in num_on if by_name[name].deployment == deployment]
         num_lacking = num_waiting + num_to_come
         num_homeless = max(0, num_lacking - sum(layout.workers_per_pod - num_on[name] for name in used))
+        num_surplus = max(0, sum(pod.deployment == deployment for pod in by_name.values()) - size)  # in a roll-out
         num_needed = len(used) + -(-num_homeless // layout.workers_per_pod)
         # While a worker looks for a node, none goes: it may be about to run there.
-        wanted[deployment] = max(size, num_needed) if num_lacking else min(size, num_needed)
+        wanted[deployment] = max(size, num_needed - num_surplus) if num_lacking else min(size, num_needed)
     return NodePlan(wanted, changed)
+
+
+def pod_rollout(layout: NodeLayout, pods: Sequence[NodePod], on: Iterable[str]) -> PodRollout:
+    """How far the Deployments are.
+
+    Args:
+        on: for each worker that has a node the pod in which it is.
+    """
+    num_on = Counter(on)
+    outdated = frozenset(pod.name for pod in pods if not (pod.is_current or pod.is_leaving))
+    rolling = {pod.deployment for pod in pods if pod.name in outdated}
+    free = {
+        pod.deployment
+        for pod in pods
+        if pod.is_current and pod.is_running and not pod.is_leaving and num_on[pod.name] < layout.workers_per_pod
+    }
+    return PodRollout(outdated, frozenset(pool for pool in Role if layout.deployments[pool] in rolling & free))

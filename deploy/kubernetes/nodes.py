@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightkube import AsyncClient
-from lightkube.resources.apps_v1 import Deployment
+from lightkube.resources.apps_v1 import Deployment, ReplicaSet
 from lightkube.resources.core_v1 import Pod
 from lightkube.types import PatchType
 
@@ -16,6 +16,10 @@ from deploy.kubernetes.node_plan import NodeLayout, NodePod, PlacedWorker, plan
 
 logger = logging.getLogger(__name__)
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+REVISION = "deployment.kubernetes.io/revision"
+TEMPLATE_HASH = "pod-template-hash"
+CONTAINER = "worker"
+"""The container that is the Ray node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +35,42 @@ class WorkerNodes:
     """The Deployments of the worker nodes. Both methods raise lightkube's and httpx's errors."""
 
     def __init__(self, client: AsyncClient, namespace: str, layout: NodeLayout) -> None:
+        self.layout = layout
         self._client = client
         self._namespace = namespace
-        self._layout = layout
 
     async def read(self) -> Nodes:
         sizes: dict[str, int] = {}
         pods: list[NodePod] = []
-        for name in dict.fromkeys(self._layout.deployments.values()):
+        for name in dict.fromkeys(self.layout.deployments.values()):
             deployment = await self._client.get(Deployment, name, namespace=self._namespace)
             assert deployment.spec is not None
             sizes[name] = 1 if deployment.spec.replicas is None else deployment.spec.replicas
             labels = deployment.spec.selector.matchLabels or {}
-            found = self._client.list(Pod, namespace=self._namespace, labels={**labels})
-            pods += [_node_pod(pod, name) async for pod in found]
+            found = [pod async for pod in self._client.list(Pod, namespace=self._namespace, labels={**labels})]
+            current = await self._present_version(deployment) if len(set(map(_version, found))) > 1 else ""
+            pods += [_node_pod(pod, name, current) for pod in found]
         return Nodes(sizes, pods)
+
+    async def _present_version(self, deployment: Deployment) -> str:
+        """The hash of the template that new pods are made of; empty: Kubernetes has not seen the latest one yet."""
+        assert deployment.metadata is not None
+        assert deployment.spec is not None
+        seen = deployment.status.observedGeneration if deployment.status else None
+        revision = (deployment.metadata.annotations or {}).get(REVISION)
+        if revision is None or seen != deployment.metadata.generation:
+            return ""
+        labels = deployment.spec.selector.matchLabels or {}
+        async for each in self._client.list(ReplicaSet, namespace=self._namespace, labels={**labels}):
+            assert each.metadata is not None
+            owners = {owner.uid for owner in each.metadata.ownerReferences or ()}
+            if deployment.metadata.uid in owners and (each.metadata.annotations or {}).get(REVISION) == revision:
+                return (each.metadata.labels or {}).get(TEMPLATE_HASH, "")
+        return ""
 
     async def keep(self, nodes: Nodes, desired: Mapping[Role, int], workers: Sequence[PlacedWorker]) -> None:
         """Changes what was read into what the workers need. They must have been observed after `read`."""
-        wanted = plan(self._layout, desired, nodes.sizes, nodes.pods, workers)
+        wanted = plan(self.layout, desired, nodes.sizes, nodes.pods, workers)
         for name, cost in wanted.costs.items():
             change = {"metadata": {"annotations": {DELETION_COST: str(cost)}}}
             await self._client.patch(Pod, name, change, namespace=self._namespace, patch_type=PatchType.MERGE)
@@ -65,8 +86,25 @@ class WorkerNodes:
                 )
 
 
-def _node_pod(pod: Pod, deployment: str) -> NodePod:
+def _version(pod: Pod) -> str:
+    assert pod.metadata is not None
+    return (pod.metadata.labels or {}).get(TEMPLATE_HASH, "")
+
+
+def _node_pod(pod: Pod, deployment: str, current: str) -> NodePod:
+    """A pod of a Deployment.
+
+    Args:
+        current: hash of the Deployment's present version; empty: it is not known, and every pod counts as of that.
+    """
     assert pod.metadata is not None
     assert pod.metadata.name is not None
-    cost = (pod.metadata.annotations or {}).get(DELETION_COST, "0")
-    return NodePod(pod.metadata.name, deployment, int(cost), pod.metadata.deletionTimestamp is not None)
+    containers = (pod.status.containerStatuses if pod.status else None) or ()
+    return NodePod(
+        pod.metadata.name,
+        deployment,
+        int((pod.metadata.annotations or {}).get(DELETION_COST, "0")),
+        is_leaving=pod.metadata.deletionTimestamp is not None,
+        is_current=current in ("", _version(pod)),
+        is_running=any(c.name == CONTAINER and c.state is not None and c.state.running for c in containers),
+    )

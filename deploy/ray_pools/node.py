@@ -2,15 +2,16 @@
 
     python -P -m deploy.ray_pools.node --folder FOLDER [--log-format json] -- ray start --block ...
 
-Ray keeps what its actors and their children write in files of its own, which `kubectl logs` and collectors of logs do not
-see. Here a worker's actor finds a socket (`SOCKET` in Ray's environment; `deploy.ray_pools.node_link` is its other end):
+Ray keeps what its actors and their children write in files of its own, which `kubectl logs` and collectors of logs do
+not see. Here a worker's actor finds a socket (`SOCKET` in Ray's environment; `deploy.ray_pools.node_link` is the other
+end):
 
 output    all that the worker and its children write, a line at a time
 state     `starting`, `ready`, `away` (it does not answer, or takes no new work), `ended`, with a reason
 
 Probes find in the folder: `workers`, which says what each worker here does; `ready`, which is there while every worker
-that Ray has placed here, and at least one, takes traffic; and `started`, from the first time on that this is so, or once
-there has been no worker for `IDLE_S`.
+that Ray has placed here, and at least one, takes traffic; and `started`, from the first time on that this is so, or
+once there has been no worker for `IDLE_S`.
 
 SIGTERM and SIGINT are passed on to Ray. The exit status is Ray's. As a container's first process it also reaps others'
 orphans.

@@ -15,6 +15,7 @@ from deploy.controller.reconcile import (
     Action,
     EndWorker,
     ForgetWorker,
+    GivingWay,
     ObservedWorker,
     RetireWorker,
     StartWorker,
@@ -177,6 +178,91 @@ def test_a_worker_that_drains_without_an_order_goes_at_once_and_another_takes_it
     assert decide(0, 1, ordered) == [EndWorker("decode-0"), StartWorker("decode-1", DECODE)]
     drained = replace(ready("decode-1"), is_retiring=True)
     assert EndWorker("decode-1") not in decide(0, 1, draining, drained), "it stands in for nobody"
+
+
+def rolling(*workers: ObservedWorker, desired: tuple[int, int] = (0, 2), room: Role = DECODE) -> list[Action]:
+    """What is done while a newer version's pod of a pool has room."""
+    return reconcile(sizes(*desired), workers, 0.0, GivingWay(room={room}))
+
+
+def older(worker_id: str, role: Role | None = None) -> ObservedWorker:
+    """A worker on a pod of an older version."""
+    found = replace(ready(worker_id), is_outdated=True)
+    return found if role is None else replace(found, role=role)
+
+
+def test_a_newer_version_begins_before_another_worker_leaves() -> None:
+    """The one that leaves is on an older pod, however much it has to do."""
+    before = [replace(older("decode-0"), num_requests=9), replace(older("decode-1"), num_requests=8)]
+    begun = ObservedWorker(id="decode-2", role=DECODE, phase=STARTING)
+    assert rolling(*before) == [StartWorker("decode-2", DECODE)]
+    assert rolling(*before, begun) == []
+    served = decide(0, 2, *before, ready("decode-2"))
+    assert served == [RetireWorker("decode-1"), EndWorker("decode-1")]
+    leaving = replace(before[1], phase=LEAVING, is_retiring=True)
+    assert decide(0, 2, before[0], leaving, ready("decode-2")) == []
+    assert rolling(before[0], ready("decode-2")) == [StartWorker("decode-1", DECODE)]
+    assert rolling(ready("decode-1"), ready("decode-2")) == [], "all are of the newer version"
+
+
+def test_a_version_that_does_not_start_takes_nobody_s_place() -> None:
+    """It is tried again and again beside all of the older ones, and forgotten when its pod goes."""
+    before = [older("decode-0"), older("decode-1")]
+    dead = ObservedWorker(id="decode-2", role=DECODE, phase=DOWN, start_at_s=5.0)
+    assert rolling(*before, dead) == []
+    assert rolling(*before, replace(dead, start_at_s=0.0)) == [StartWorker("decode-2", DECODE)]
+    assert decide(0, 2, *before, dead) == [RetireWorker("decode-2"), ForgetWorker("decode-2")]
+
+
+def test_a_pool_that_is_not_whole_mends_itself_first() -> None:
+    """The newer version's pod takes what is missing."""
+    dead = ObservedWorker(id="decode-1", role=DECODE, phase=DOWN)
+    assert rolling(older("decode-0"), dead) == [StartWorker("decode-1", DECODE)]
+    assert rolling(older("decode-0"), replace(dead, phase=STARTING)) == []
+    assert rolling(older("decode-0")) == [StartWorker("decode-1", DECODE)]
+
+
+def test_a_worker_that_changed_its_role_is_drained_off_an_older_pod() -> None:
+    """None that begins in its pod's pool would have its role. Others on older pods of that pool give way first."""
+    moved = older("prefill-0", DECODE)
+    mates = [ready("decode-0"), ready("decode-1")]
+    assert rolling(moved, *mates, desired=(0, 3), room=PREFILL) == [
+        RetireWorker("prefill-0"),
+        EndWorker("prefill-0"),
+        StartWorker("decode-2", DECODE),
+    ]
+    assert rolling(moved, *mates, older("prefill-1"), desired=(1, 3), room=PREFILL) == [
+        StartWorker("prefill-2", PREFILL)
+    ]
+    others = replace(older("prefill-1", DECODE), is_retiring=True, phase=LEAVING)
+    assert rolling(moved, *mates, others, desired=(0, 3), room=PREFILL) == [], "one at a time"
+    assert rolling(moved, *mates, desired=(0, 3), room=DECODE) == []
+
+
+def in_place(prefill: int, decode: int, *workers: ObservedWorker) -> list[Action]:
+    """What is done where no worker has room beside the one that it replaces."""
+    return reconcile(sizes(prefill, decode), workers, 0.0, GivingWay(in_place=True, room={DECODE}))
+
+
+def test_in_place_the_last_worker_of_a_pool_leaves_to_the_other_pool() -> None:
+    """First the prefill worker, for a decode worker computes prompts; the decode worker when that one is back."""
+    prefill, decode = (replace(ready(name), is_retiring=True) for name in ("prefill-0", "decode-0"))
+    starts = [StartWorker("prefill-1", PREFILL), StartWorker("decode-1", DECODE)]
+    assert decide(1, 1, prefill, decode) == starts
+    assert in_place(1, 1, prefill, decode) == [EndWorker("prefill-0"), *starts]
+    coming = ObservedWorker(id="prefill-1", role=PREFILL, phase=STARTING)
+    waiting = ObservedWorker(id="decode-1", role=DECODE, phase=STARTING, waits_for_room=True)
+    assert in_place(1, 1, decode, coming, waiting) == []
+    assert in_place(1, 1, decode, ready("prefill-1"), waiting) == [EndWorker("decode-0")]
+    assert in_place(0, 1, decode, waiting) == [EndWorker("decode-0")]
+
+
+def test_in_place_at_most_one_of_a_pool_is_missing() -> None:
+    """No pod of a newer version comes before an older one has gone, so none begins there beside them."""
+    drained = [replace(ready(f"decode-{n}"), is_retiring=True) for n in range(2)]
+    coming = [ObservedWorker(id=f"decode-{n}", role=DECODE, phase=STARTING) for n in (3, 4)]
+    assert in_place(0, 3, *drained, ready("decode-2"), *coming) == [EndWorker("decode-0")]
+    assert in_place(0, 2, older("decode-0"), older("decode-1")) == []
 
 
 def test_a_prefill_pool_that_is_to_be_empty_needs_nobody_else() -> None:

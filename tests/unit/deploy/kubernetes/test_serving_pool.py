@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,15 @@ from hypothesis import strategies as st
 
 from baton.cluster import Role
 from deploy.kubernetes import node_plan
-from deploy.kubernetes.node_plan import COST_OF_A_WORKER, NodeLayout, NodePlan, NodePod, PlacedWorker
+from deploy.kubernetes.node_plan import (
+    COST_OF_A_WORKER,
+    NodeLayout,
+    NodePlan,
+    NodePod,
+    PlacedWorker,
+    PodRollout,
+    pod_rollout,
+)
 from deploy.kubernetes.serving_pool import PoolReport, PoolSpec, spec_of, status_of
 
 P, D = Role.PREFILL, Role.DECODE
@@ -82,7 +91,7 @@ def test_a_pool_that_grows_gets_nodes_at_once_and_only_as_many_as_lack() -> None
 def test_a_node_stays_until_its_worker_has_gone_and_then_goes_itself() -> None:
     pods = [pod("p", P), pod("a", D), pod("b", D)]
     leaving = [worker(P, "p"), worker(D, "a"), worker(D, "b", stays=False)]
-    assert plan({P: 1, D: 1}, {P: 1, D: 2}, pods, leaving) == NodePlan({P: 1, D: 2}, {})
+    assert plan({P: 1, D: 1}, {P: 1, D: 2}, pods, leaving) == NodePlan({P: 1, D: 2}, {"b": 1}), "b is the next to go"
     gone = plan({P: 1, D: 1}, {P: 1, D: 2}, pods, leaving[:2])
     assert gone == NodePlan({P: 1, D: 1}, {"b": 0}), "and b is the one that costs least"
 
@@ -112,6 +121,31 @@ def test_a_rollout_makes_its_own_nodes() -> None:
         [worker(P, "p"), worker(D, "old", stays=False), worker(D, "new")],
     ):
         assert plan({P: 1, D: 1}, {P: 1, D: 1}, pods, workers).sizes == {P: 1, D: 1}
+
+
+def test_a_rollout_with_a_pod_more_than_the_size_needs_no_other_one() -> None:
+    """The worker in it is one more than desired until another one leaves."""
+    pods = [pod("p", P), pod("old", D), pod("new", D, cost=0)]
+    for workers, costs in (
+        ([worker(P, "p"), worker(D, "old")], {}),
+        ([worker(P, "p"), worker(D, "old"), worker(D)], {}),
+        ([worker(P, "p"), worker(D, "old", stays=False), worker(D, "new")], {"old": 1, "new": COST_OF_A_WORKER}),
+        ([worker(P, "p"), worker(D, "new")], {"old": 0, "new": COST_OF_A_WORKER}),
+    ):
+        assert plan({P: 1, D: 1}, {P: 1, D: 1}, pods, workers) == NodePlan({P: 1, D: 1}, costs)
+
+
+def test_room_for_a_newer_version_is_that_of_its_running_pods() -> None:
+    """An older pod that is about to go has none to give way."""
+    old, new = NodePod("old", D, is_current=False), NodePod("new", D)
+    layout, prefill = NodeLayout({P: P, D: D}), NodePod("p", P)
+    assert pod_rollout(layout, [prefill, old, new], []) == PodRollout(frozenset({"old"}), frozenset({D}))
+    assert pod_rollout(layout, [prefill, old, new], ["new"]).room == frozenset()
+    assert pod_rollout(NodeLayout({P: P, D: D}, 2), [old, new], ["new"]).room == {D}
+    for other in (replace(new, is_running=False), replace(new, is_leaving=True), replace(new, is_current=False)):
+        assert pod_rollout(layout, [prefill, old, other], []).room == frozenset()
+    assert pod_rollout(layout, [prefill, new], []) == PodRollout(), "nothing is rolled out"
+    assert pod_rollout(layout, [replace(old, is_leaving=True), new], []) == PodRollout()
 
 
 def test_an_idle_node_of_the_other_pool_is_none_for_a_worker() -> None:

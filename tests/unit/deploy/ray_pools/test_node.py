@@ -1,4 +1,4 @@
-"""The first process of a Ray node's container: what comes out of it, and what probes find, with a shell in Ray's place."""
+"""The first process of a Ray node's container: what comes out of it, what probes find. A shell is Ray."""
 
 from __future__ import annotations
 
