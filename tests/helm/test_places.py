@@ -153,10 +153,9 @@ def test_a_pod_on_its_node_s_network_has_the_cluster_s_names_and_the_node_s_ray_
         assert pod.spec["dnsPolicy"] == "ClusterFirstWithHostNet"
         declared = {port["name"] for container in pod.containers for port in container.get("ports", [])}
         # The scheduler puts no two pods with one port on one node.
-        assert ("ray-node" in declared) == (pod.component != "router")
+        assert ("raylet" in declared) == (pod.component != "router")
     for pod in parts(objects, "redis", "ray.store"):
         assert "hostNetwork" not in pod.spec
-    assert "ray-node" not in json.dumps(render())
 
 
 def test_the_monitor_has_all_that_its_values_say() -> None:

@@ -133,11 +133,12 @@ class Release:
 
 
 @contextlib.contextmanager
-def kube_cluster(helm_major: int, folder: Path, cache: Path, *values: str) -> Generator[Release]:
+def kube_cluster(helm_major: int, folder: Path, cache: Path, *values: str, num_gpus: int = 0) -> Generator[Release]:
     """A cluster with nothing in it but the namespace; the values are those of every install and upgrade.
 
     Args:
         cache: Baton's cache folder, with the model.
+        num_gpus: those that pods may ask for.
     """
     programs = folder / "redis-bin"
     programs.mkdir()
@@ -153,10 +154,13 @@ def kube_cluster(helm_major: int, folder: Path, cache: Path, *values: str) -> Ge
         "OMP_NUM_THREADS": "1",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",  # else Ray takes no second node on one machine
         "GRPC_ENABLE_FORK_SUPPORT": "0",
+        **{name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ},  # a checkout beside the venv's
     }
     with (
         running_api() as api,
-        running_machine(api.store, images, lambda user: api.kubeconfig(user=user), environment=environment) as machine,
+        running_machine(
+            api.store, images, lambda user: api.kubeconfig(user=user), environment=environment, num_gpus=num_gpus
+        ) as machine,
     ):
         client = os.environ | {
             "KUBECONFIG": str(api.kubeconfig(namespace=NAMESPACE)),

@@ -67,9 +67,8 @@ spec:
       ports:
         - name: ray
           containerPort: 6379
-        {{- with include "baton.hostPorts" .Values.head | trim }}
-        {{- . | nindent 8 }}
-        {{- end }}
+        - name: raylet # with the machine's network it keeps a second Ray node from that machine
+          containerPort: 6380
       startupProbe:
         tcpSocket: {port: ray}
         periodSeconds: 2

@@ -142,6 +142,12 @@ karpenter.sh/do-not-disrupt: "true"
 {{ gt (.Values.worker.perPod | int) 1 | ternary "worker" "prefill decode" }}
 {{- end }}
 
+{{/* Whether a worker leaves before the one in its place begins. A pod of several workers is a machine's: there may be no
+     other one for a pod in its place. */}}
+{{- define "baton.inPlace" -}}
+{{- if or (eq .Values.worker.updateStrategy "inPlace") (gt (.Values.worker.perPod | int) 1) }}yes{{ end }}
+{{- end }}
+
 {{/* A pool's values: its own, and those of `worker` for what it does not say. The group `worker` has those alone.
      (list group root) */}}
 {{- define "baton.pool" -}}
@@ -363,6 +369,7 @@ karpenter.sh/do-not-disrupt: "true"
   "prefill_pool" .Values.pools.prefill.name
   "decode_pool" .Values.pools.decode.name }}
 {{- $_ := set $kubernetes "workers_per_pod" (.Values.worker.perPod | int) }}
+{{- $_ := set $kubernetes "in_place" (eq (include "baton.inPlace" .) "yes") }}
 {{- if eq .Values.orchestrator "deployments" }}
 {{- $groups := include "baton.workerGroups" . | splitList " " }}
 {{- $_ := set $kubernetes "prefill_deployment" (printf "%s-%s" $full (first $groups)) }}
@@ -408,7 +415,7 @@ karpenter.sh/do-not-disrupt: "true"
 
 {{/* What the controller reads, and hands to workers. */}}
 {{- define "baton.controllerConfigChecksum" -}}
-{{- printf "%s%s" (omit .Values.config "router" | toJson) (include "baton.tlsSecretName" .) | sha256sum }}
+{{- printf "%s%s%s" (omit .Values.config "router" | toJson) (include "baton.tlsSecretName" .) (include "baton.inPlace" .) | sha256sum }}
 {{- end }}
 
 {{/* Pods */}}
@@ -812,14 +819,6 @@ imagePullSecrets:
 {{- with .envFrom -}}
 envFrom:
   {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- end }}
-
-{{/* Ports of a Ray node that has its machine's network: declared, they keep a second one from that machine. */}}
-{{- define "baton.hostPorts" -}}
-{{- if .hostNetwork }}
-- name: ray-node
-  containerPort: {{ get (include "baton.rayPorts" . | fromYaml) "node-manager-port" | int }}
 {{- end }}
 {{- end }}
 

@@ -15,6 +15,9 @@ metadata:
     {{- include "baton.podLabels" (list $role $labels $root) | nindent 4 }}
   annotations:
     checksum/config: {{ include "baton.workerConfigChecksum" $root }}
+    {{- if $kuberay }}
+    ray.io/overwrite-container-cmd: "true" # KubeRay's own command is in KUBERAY_GEN_RAY_START_CMD
+    {{- end }}
     {{- include "baton.podAnnotations" $pool | nindent 4 }}
 spec:
   {{- include "baton.podCommon" (list (include "baton.account" (list "" $root)) false $root) | nindent 2 }}
@@ -35,9 +38,15 @@ spec:
     - name: worker
       image: {{ include "baton.image" (list $root.Values.image.worker $root) }}
       imagePullPolicy: {{ $root.Values.image.worker.pullPolicy }}
-      {{- if not $kuberay }}
       command:
+        {{- include "baton.nodeProcess" $root | nindent 8 }}
+        {{- if $kuberay }}
+        - sh
+        - -c
+        - ulimit -n 65536; eval "exec $KUBERAY_GEN_RAY_START_CMD"
+        {{- else }}
         {{- include "baton.nodeCommand" (list (include "baton.podGpus" $pool) $root) | nindent 8 }}
+        - --include-log-monitor=false # no worker's output is in Ray's files
         - '--resources={"baton_worker": {{ $pool.perPod | int }}}'
         {{- if not $isShared }}
         - --labels=baton.dev/pool={{ $role }}
@@ -49,11 +58,10 @@ spec:
         {{- toYaml . | nindent 8 }}
         {{- end }}
       {{- include "baton.envFrom" $pool | nindent 6 }}
-      {{- with include "baton.hostPorts" $pool }}
-      ports:
-        {{- . | nindent 8 }}
-      {{- end }}
-      {{- include "baton.nodeProbes" $root | nindent 6 }}
+      ports: # with the machine's network it keeps a second Ray node from that machine
+        - name: raylet
+          containerPort: 6380
+      {{- include "baton.workerProbes" (list $pool.extraEnv $root) | nindent 6 }}
       lifecycle:
         preStop:
           exec:
@@ -128,16 +136,62 @@ spec:
 - --disable-usage-stats
 {{- end }}
 
+{{/* The first process of a worker's container: workers' output goes through it to `kubectl logs`, and it knows what they do. */}}
+{{- define "baton.nodeProcess" -}}
+- python
+- -P
+- -m
+- deploy.ray_pools.node
+- --folder=/var/tmp/node
+- --log-format={{ dig "telemetry" "log_format" "text" .Values.config }}
+- --
+{{- end }}
+
+{{/* A question to the raylet itself, which answers gRPC's health checks. With Ray's own TLS the kubelet can only connect.
+     (extraEnv) */}}
+{{- define "baton.rayletProbe" -}}
+{{- $kind := "grpc" }}
+{{- range . }}
+{{- if eq .name "RAY_USE_TLS" }}
+{{- $kind = "tcpSocket" }}
+{{- end }}
+{{- end }}
+{{- $kind }}: {port: 6380}
+{{- end }}
+
+{{/* Of a Ray node without workers. (extraEnv) */}}
 {{- define "baton.nodeProbes" -}}
 startupProbe:
-  exec: {command: [sh, -c, test -S /tmp/ray/session_latest/sockets/raylet]}
+  {{ include "baton.rayletProbe" . }}
   periodSeconds: 2
+  timeoutSeconds: 3
   failureThreshold: 90
 readinessProbe:
-  exec: {command: [sh, -c, test -S /tmp/ray/session_latest/sockets/raylet]}
+  {{ include "baton.rayletProbe" . }}
   periodSeconds: 5
+  timeoutSeconds: 3
 livenessProbe:
-  exec: {command: [sh, -c, test -S /tmp/ray/session_latest/sockets/raylet]}
+  {{ include "baton.rayletProbe" . }}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+{{- end }}
+
+{{/* Started: a worker here has loaded its model, or none has come for a minute. Ready: every worker here takes traffic,
+     and there is one; the event of a failure says what they do. (list extraEnv root) */}}
+{{- define "baton.workerProbes" -}}
+startupProbe:
+  exec: {command: [sh, -c, cat /var/tmp/node/workers; test -e /var/tmp/node/started]}
+  periodSeconds: 2
+  timeoutSeconds: 3
+  failureThreshold: {{ div (add (ceil (index . 1).Values.config.cluster.start_timeout_s | int) 120) 2 }}
+readinessProbe:
+  exec: {command: [sh, -c, cat /var/tmp/node/workers; test -e /var/tmp/node/ready]}
+  periodSeconds: 3
+  timeoutSeconds: 3
+  failureThreshold: 2
+livenessProbe:
+  {{ include "baton.rayletProbe" (index . 0) }}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6

@@ -23,6 +23,7 @@ from baton.errors import ConfigError
 from deploy.cli.app import app
 from deploy.doctor import machine
 from deploy.embedded_redis import valkey_binary
+from deploy.ray_pools import node
 from tests.support.waiting import wait_until
 from tools.lock import read
 
@@ -134,6 +135,10 @@ def test_every_command_of_compose_is_one_of_ours_or_of_ray(name: str) -> None:
     from ray.scripts.scripts import cli as ray
 
     program, *words = OURS[name]["command"]
+    if program == "python":
+        at = words.index("--")
+        assert words[:3] == ["-P", "-m", node.__name__]
+        program, *words = words[at + 1 :]
     group = {"baton": typer.main.get_command(app), "ray": ray}[program]
     understood = parsed(group, words)
     assert understood.get("block", True) is True, "ray in the foreground"

@@ -1,0 +1,120 @@
+"""Workers' pods: where their output goes, what probes ask, and how a new version replaces them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.ray_pools.node import main as node_main
+from tests.helm.chart import MATRIX, Object, Pod, Values, of_kind, pod_of, pods, render, the
+from tests.helm.test_config import loaded
+
+IN_PLACE = Values(sets=("worker.updateStrategy=inPlace", "config.cluster.start_timeout_s=901"))
+KINDS = {"deployments": MATRIX["defaults"], "kuberay": MATRIX["kuberay"], "shared": MATRIX["gpu-node-deployments"]}
+every_kind = pytest.mark.parametrize("values", KINDS.values(), ids=KINDS)
+
+
+def worker_pods(values: Values) -> list[Pod]:
+    """The kinds of pods of workers."""
+    return [pod for pod in pods(render(values)) if pod.component in ("prefill", "decode", "worker")]
+
+
+def container_of(pod: Pod) -> Object:
+    """The container that is the Ray node."""
+    (found,) = (each for each in pod.spec["containers"] if each["name"] == "worker")
+    return found
+
+
+def script(probe: Object) -> str:
+    """What a shell runs for a probe."""
+    shell, flag, text = probe["exec"]["command"]
+    assert (shell, flag) == ("sh", "-c")
+    return str(text)
+
+
+@every_kind
+def test_what_workers_write_goes_through_their_container_s_first_process(values: Values) -> None:
+    """In the form of all other logs. Under KubeRay the command is KubeRay's own, which it leaves in a variable then."""
+    for pod in worker_pods(values):
+        command = container_of(pod)["command"]
+        at = command.index("--")
+        assert command[:4] == ["python", "-P", "-m", node_main.__module__]
+        assert command[4:at] == ["--folder=/var/tmp/node", "--log-format=json"]
+        if values == MATRIX["kuberay"]:
+            assert pod.template["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
+            assert command[at + 1 : -1] == ["sh", "-c"]
+            assert command[-1].endswith('eval "exec $KUBERAY_GEN_RAY_START_CMD"')
+        else:
+            assert command[at + 1 : at + 4] == ["ray", "start", "--block"]
+        assert {"name": "tmp", "mountPath": "/var/tmp"} in container_of(pod)["volumeMounts"]
+
+
+def test_for_people_they_write_as_for_people() -> None:
+    """The setting is that of all processes; without one it is Baton's own default."""
+    for sets in (("config.telemetry.log_format=text",), ("config.telemetry=null",)):
+        command = container_of(pod_of(render(Values(sets=sets)), "decode"))["command"]
+        assert "--log-format=text" in command
+
+
+@every_kind
+def test_a_pod_is_ready_while_its_worker_takes_traffic(values: Values) -> None:
+    """A failure's event has the words. The start covers the longest that Baton allows a worker's start, and more."""
+    for pod in worker_pods(values):
+        container = container_of(pod)
+        assert script(container["readinessProbe"]) == "cat /var/tmp/node/workers; test -e /var/tmp/node/ready"
+        assert script(container["startupProbe"]) == "cat /var/tmp/node/workers; test -e /var/tmp/node/started"
+        startup = container["startupProbe"]
+        assert startup["periodSeconds"] * startup["failureThreshold"] >= 180 + 60
+
+
+def test_the_start_of_a_pod_lasts_as_long_as_that_of_its_worker(tmp_path: Path) -> None:
+    """A large model takes long, and the setting that says so counts here, too."""
+    objects = render(IN_PLACE)
+    container = container_of(pod_of(objects, "decode"))
+    start_s = loaded(objects, container, tmp_path).cluster.start_timeout_s
+    assert start_s == 901
+    startup = container["startupProbe"]
+    assert start_s + 60 <= startup["periodSeconds"] * startup["failureThreshold"] <= start_s + 130
+
+
+@every_kind
+def test_the_raylet_itself_is_asked_whether_a_node_lives(values: Values) -> None:
+    """At its own port, which answers health checks of gRPC; the kubelet speaks no TLS with it."""
+    found = [(pod, container_of(pod)) for pod in worker_pods(values)]
+    controller = pod_of(render(values), "controller")
+    found += [(controller, next(each for each in controller.spec["containers"] if each["name"] == "ray"))]
+    for _, container in found:
+        assert container["livenessProbe"]["grpc"] == {"port": 6380}
+        assert {"name": "raylet", "containerPort": 6380} in container["ports"]
+    sealed = render(Values(sets=("worker.extraEnv[0].name=RAY_USE_TLS", "worker.extraEnv[0].value=1")))
+    probe = container_of(pod_of(sealed, "decode"))["livenessProbe"]
+    assert (probe.get("tcpSocket"), probe.get("grpc")) == ({"port": 6380}, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "in_place"),
+    [(Values(), False), (IN_PLACE, True), (KINDS["shared"], True), (KINDS["kuberay"], False)],
+    ids=["surge", "inPlace", "shared", "kuberay"],
+)
+def test_the_controller_knows_how_workers_are_replaced(values: Values, in_place: bool, tmp_path: Path) -> None:
+    """As the Deployments replace their pods; a change of it restarts the controller."""
+    objects = render(values)
+    (container,) = (each for each in pod_of(objects, "controller").spec["containers"] if each["name"] == "controller")
+    assert loaded(objects, container, tmp_path).kubernetes.in_place is in_place
+    for deployment in of_kind(objects, "Deployment"):
+        if deployment["metadata"]["labels"]["app.kubernetes.io/component"] in ("prefill", "decode", "worker"):
+            rolling = deployment["spec"]["strategy"]["rollingUpdate"]
+            assert rolling == (
+                {"maxSurge": 0, "maxUnavailable": 1} if in_place else {"maxSurge": 1, "maxUnavailable": 0}
+            )
+
+
+def test_a_change_of_the_strategy_restarts_the_controller_alone() -> None:
+    """Workers that serve are what they were."""
+    sets = ("config.cluster.start_timeout_s=901",)
+    before, after = render(Values(sets=sets)), render(IN_PLACE)
+    for name, is_same in (("baton-controller", False), ("baton-decode", True), ("baton-prefill", True)):
+        one, other = (json.dumps(the(found, "Deployment", name)["spec"]["template"]) for found in (before, after))
+        assert (one == other) is is_same
