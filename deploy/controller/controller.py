@@ -298,7 +298,7 @@ class Controller:
 
     @property
     def _rollout(self) -> PodRollout:
-        return pod_rollout(self._layout, self._pods, [worker.pod for worker in self._lives.workers.values()])
+        return pod_rollout(self._layout, self._pods, [worker.pod for worker in self.placed_workers() if worker.pod])
 
     def reports(self) -> dict[Role, PoolReport]:
         """The statuses of the ServingPools."""

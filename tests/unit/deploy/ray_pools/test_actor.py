@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig, process_config
+from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig, TelemetryConfig, process_config
 from baton.errors import ConfigError, WorkerFailed
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from deploy.ray_pools import actor
 from deploy.ray_pools.actor import WorkerActor, own_redis_url, own_secret
+from deploy.ray_pools.node import SOCKET
+from tests.unit.deploy.ray_pools.test_node import node
 
 
 class Alone(WorkerActor):
@@ -29,6 +32,28 @@ async def test_a_node_with_another_secret_says_so_and_where(tmp_path: Path) -> N
     config = Config(engine=EngineConfig(runner="arithmetic"), cluster=ClusterConfig(secret=str(tmp_path / "theirs")))
     with pytest.raises(ConfigError, match=r"theirs on .* are not those of this cluster's controller: cluster\.secret"):
         await Alone("decode", "decode-0", "127.0.0.1", config.to_json(), fingerprint).start()
+
+
+async def test_why_a_worker_does_not_start_is_in_its_container_s_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the worker's own words, and how it ended, beside what the controller hears."""
+    config = Config(engine=EngineConfig(runner="arithmetic"), telemetry=TelemetryConfig(log_format="json"))
+    with node(tmp_path) as here:
+        monkeypatch.setenv(SOCKET, str(here.folder / "socket"))
+        worker = Alone("decode", "decode-0", "192.0.2.1", config.to_json())
+        with pytest.raises(ConfigError, match=r"cluster\.secret"):
+            await worker.start()
+        with pytest.raises(ConfigError):
+            await worker.ended()
+        assert worker._ended is not None
+        await worker._ended
+        here.wait_for("no worker")
+        lines = [json.loads(line) for line in here.end().splitlines()]
+    of_worker = [line["message"] for line in lines if line.get("worker") == "decode-0"]
+    assert of_worker[0] == "decode-0 starts"
+    assert "decode-0 ended with status 1" in of_worker
+    assert any("cluster.secret" in message for message in of_worker)
 
 
 def test_a_worker_asks_redis_as_the_user_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
