@@ -65,7 +65,7 @@ class WorkerNodes:
             assert each.metadata is not None
             owners = {owner.uid for owner in each.metadata.ownerReferences or ()}
             if deployment.metadata.uid in owners and (each.metadata.annotations or {}).get(REVISION) == revision:
-                return (each.metadata.labels or {}).get(TEMPLATE_HASH, "")
+                return str((each.metadata.labels or {}).get(TEMPLATE_HASH, ""))
         return ""
 
     async def keep(self, nodes: Nodes, desired: Mapping[Role, int], workers: Sequence[PlacedWorker]) -> None:
@@ -88,7 +88,7 @@ class WorkerNodes:
 
 def _version(pod: Pod) -> str:
     assert pod.metadata is not None
-    return (pod.metadata.labels or {}).get(TEMPLATE_HASH, "")
+    return str((pod.metadata.labels or {}).get(TEMPLATE_HASH, ""))
 
 
 def _node_pod(pod: Pod, deployment: str, current: str) -> NodePod:

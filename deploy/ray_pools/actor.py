@@ -136,7 +136,8 @@ class WorkerActor:
         arguments = [self._role, self._worker_id, self._host or _node_address(), "--ready-fd", str(ready_fd)]
         if self._fingerprint:
             arguments += ["--keys", self._fingerprint]
-        with (self._node.output() if self._node else None) or contextlib.nullcontext() as output:
+        with (self._node.output() if self._node else None) or contextlib.nullcontext() as link:
+            output = None if link is None else link.fileno()
             return subprocess.Popen(
                 tied(module_command("deploy.worker", *arguments)),
                 env={

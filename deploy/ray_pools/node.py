@@ -158,14 +158,14 @@ class Node:
         self._show()
 
     @property
-    def socket(self) -> Path:
+    def address(self) -> Path:
         """Where actors connect."""
         return self._folder / "socket"
 
     async def serve(self, ray: socket.socket) -> None:
         """Takes what actors write, and Ray itself, until Ray has ended and the actors with it."""
-        server = await asyncio.start_unix_server(self._connected, self.socket, limit=MAX_LINE)
-        self.socket.chmod(0o600)
+        server = await asyncio.start_unix_server(self._connected, self.address, limit=MAX_LINE)
+        self.address.chmod(0o600)
         async with server:
             reader, _ = await asyncio.open_connection(sock=ray, limit=MAX_LINE)
             relaying = asyncio.create_task(self._relay(reader, "ray"))
@@ -251,8 +251,8 @@ def run(command: Sequence[str], folder: Path, lines: Lines) -> int:
     relaying = threading.Thread(target=_serve, args=(node, ours), daemon=True)
     relaying.start()
     with rays:
-        environment = {**os.environ, SOCKET: str(node.socket)}
-        process = subprocess.Popen(command, stdout=rays, stderr=rays, env=environment)
+        environment = {**os.environ, SOCKET: str(node.address)}
+        process = subprocess.Popen(command, stdout=rays.fileno(), stderr=rays.fileno(), env=environment)
     signals.pass_on_to(process.pid)
     status = _reap_until(process.pid)
     relaying.join(2 * LAST_WORDS_S)

@@ -23,8 +23,9 @@ def worker_pods(values: Values) -> list[Pod]:
 
 def container_of(pod: Pod) -> Object:
     """The container that is the Ray node."""
-    (found,) = (each for each in pod.spec["containers"] if each["name"] == "worker")
-    return found
+    found: list[Object] = [each for each in pod.spec["containers"] if each["name"] == "worker"]
+    assert len(found) == 1
+    return found[0]
 
 
 def script(probe: Object) -> str:

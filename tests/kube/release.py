@@ -29,7 +29,7 @@ NAMESPACE, NAME = "serving", "baton"
 POOLS = ("prefill", "decode")
 PODS, SERVICES, EVENTS = (Resource("", plural) for plural in ("pods", "services", "events"))
 SERVING_POOLS = Resource("baton.dev", "servingpools")
-TIMEOUT_S = 240
+TIMEOUT_S = 480
 """On a busy machine `ray start` gives up after 30 s, and is started again, more than once."""
 NUM_CLIENTS, NUM_TOKENS = 3, 60
 """Clients of the load, and tokens of each answer."""

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from baton.cluster import ControllerInfo, PoolStatus, PoolTrouble, Role, Worker, WorkerLoad, WorkerState
-from baton.config import ClusterConfig, Config, IndexConfig
+from baton.config import ClusterConfig, Config, IndexConfig, KubernetesConfig
 from baton.errors import ConfigError, Conflict, InvalidRequest, StoreUnavailable, WorkerFailed
 from baton.rpc import MalformedCount, RpcServer
 from baton.tasks import cancel_and_wait
@@ -27,6 +27,7 @@ from deploy.controller.kubernetes_side import Kubernetes
 from deploy.controller.orders import Orders
 from deploy.controller.reconcile import WorkerPhase
 from deploy.controller.state import ControllerState, RoleChange, load, locked
+from deploy.kubernetes.node_plan import NodeLayout, NodePod
 from deploy.kubernetes.serving_pool import PoolSpec
 from deploy.ray_pools import actors as ray_actors
 from deploy.ray_pools.actors import RayActors, Started
@@ -265,6 +266,41 @@ async def test_workers_in_one_pod_are_counted_as_neighbours(tmp_path: Path) -> N
         found = {worker.num_neighbours for worker in it.controller.observed().values() if worker.id != "decode-0"}
         assert found == {2}, "and none of those without a pod"
         assert it.controller.observed()["decode-0"].num_neighbours == 0
+
+
+async def test_a_newer_version_s_pod_gets_a_worker_before_the_older_one_leaves(tmp_path: Path) -> None:
+    """As long as it does not start, nothing else happens."""
+    old, new = NodePod("old", "decode", is_current=False), NodePod("new", "decode")
+    async with bench(tmp_path) as it:
+        it.actors.pod = "old"
+        await until(lambda: num_ready(it) == 1)
+        it.actors.pod = "new"
+        it.actors.may_start.clear()
+        it.controller.see_pods(NodeLayout({Role.PREFILL: "prefill", Role.DECODE: "decode"}), [old, new])
+        await until(lambda: it.controller.ids == ["decode-0", "decode-1"])
+        assert is_in(it, "decode-1", WorkerPhase.STARTING)
+        assert is_in(it, "decode-0", WorkerPhase.READY)
+        assert not it.controller.observed()["decode-0"].is_retiring
+        it.actors.may_start.set()
+        await until(lambda: it.controller.ids == ["decode-1"])
+        assert it.actors.num_created == 2, "its pod has room for one"
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+async def test_in_place_a_worker_leaves_before_another_one_has_room(tmp_path: Path, in_place: bool) -> None:
+    """Where there is room for both, it stays until then."""
+    async with bench(tmp_path, replace(CONFIG, kubernetes=KubernetesConfig(in_place=in_place))) as it:
+        await until(lambda: num_ready(it) == 1)
+        it.actors.has_room.clear()
+        await it.orders.drain("decode-0")
+        await until(lambda: "decode-1" in it.controller.ids)
+        if in_place:
+            await until(lambda: it.controller.ids == ["decode-1"])
+        else:
+            it.controller.step()
+            assert is_in(it, "decode-0", WorkerPhase.READY)
+        it.actors.has_room.set()
+        await until(lambda: it.controller.ids == ["decode-1"] and num_ready(it) == 1)
 
 
 async def test_a_controller_that_has_lost_its_state_believes_what_workers_say_of_their_roles(tmp_path: Path) -> None:
