@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,7 +31,11 @@ class Running:
         arguments = ["--folder", str(self.folder), "--log-format", log_format, "--", "sh", "-c", script]
         command = [sys.executable, "-P", "-m", "deploy.ray_pools.node", *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE)
-        wait_until((self.folder / "socket").exists, PATIENT_S)
+        wait_until(self._answers, PATIENT_S)
+
+    def _answers(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as tried:
+            return tried.connect_ex(str(self.folder / "socket")) == 0
 
     def link(self, worker_id: str) -> NodeLink:
         """What the worker's actor has."""
