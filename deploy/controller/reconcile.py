@@ -191,7 +191,7 @@ def _victims(desired: int, workers: Sequence[ObservedWorker], role: Role, surge:
 
 
 def _surge(desired: int, workers: Sequence[ObservedWorker], role: Role, giving_way: GivingWay) -> int:
-    """By how many workers the pool may be larger, since a newer version's pod has room: only while it is whole."""
+    """The number of workers that the pool may have more, as a newer version's pod has room: only while it is whole."""
     serving = [worker for worker in workers if worker.role is role and is_serving(worker)]
     is_rolling = any(worker.is_outdated and pool_of(worker.id) is role for worker in serving)
     return int(is_rolling and not giving_way.in_place and role in giving_way.room and len(serving) >= desired)

@@ -18,7 +18,7 @@ from baton.cluster import Role
 COST_OF_A_WORKER = 100
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodePod:
     """A pod that is a Ray node."""
 

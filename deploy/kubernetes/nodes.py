@@ -101,9 +101,9 @@ def _node_pod(pod: Pod, deployment: str, current: str) -> NodePod:
     assert pod.metadata.name is not None
     containers = (pod.status.containerStatuses if pod.status else None) or ()
     return NodePod(
-        pod.metadata.name,
-        deployment,
-        int((pod.metadata.annotations or {}).get(DELETION_COST, "0")),
+        name=pod.metadata.name,
+        deployment=deployment,
+        cost=int((pod.metadata.annotations or {}).get(DELETION_COST, "0")),
         is_leaving=pod.metadata.deletionTimestamp is not None,
         is_current=current in ("", _version(pod)),
         is_running=any(c.name == CONTAINER and c.state is not None and c.state.running for c in containers),

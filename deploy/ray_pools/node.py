@@ -269,7 +269,7 @@ class Signals:
             signal.signal(number, self._take)
 
     def pass_on_to(self, pid: int) -> None:
-        """From now on they go to that process."""
+        """Sends them to that process from now on."""
         self._pid = pid
         for number in self._early:
             os.kill(pid, number)

@@ -270,7 +270,8 @@ async def test_workers_in_one_pod_are_counted_as_neighbours(tmp_path: Path) -> N
 
 async def test_a_newer_version_s_pod_gets_a_worker_before_the_older_one_leaves(tmp_path: Path) -> None:
     """As long as it does not start, nothing else happens."""
-    old, new = NodePod("old", "decode", is_current=False), NodePod("new", "decode")
+    new = NodePod(name="new", deployment="decode")
+    old = replace(new, name="old", is_current=False)
     async with bench(tmp_path) as it:
         it.actors.pod = "old"
         await until(lambda: num_ready(it) == 1)

@@ -30,7 +30,7 @@ BOTH = "both"
 
 
 def pod(name: str, role: Role, cost: int = COST_OF_A_WORKER, leaving: bool = False) -> NodePod:
-    return NodePod(name, role, cost, leaving)
+    return NodePod(name=name, deployment=role, cost=cost, is_leaving=leaving)
 
 
 def worker(role: Role, pod: str = "", stays: bool = True, pool: Role | None = None) -> PlacedWorker:
@@ -50,7 +50,7 @@ def shared(
     desired: tuple[int, int], size: int, pods: Sequence[str], workers: Sequence[PlacedWorker], room: int = 4
 ) -> NodePlan:
     """One Deployment for both pools."""
-    found = [NodePod(name, BOTH) for name in pods]
+    found = [NodePod(name=name, deployment=BOTH) for name in pods]
     return node_plan.plan(
         NodeLayout({P: BOTH, D: BOTH}, room), dict(zip(Role, desired, strict=True)), {BOTH: size}, found, workers
     )
@@ -137,8 +137,8 @@ def test_a_rollout_with_a_pod_more_than_the_size_needs_no_other_one() -> None:
 
 def test_room_for_a_newer_version_is_that_of_its_running_pods() -> None:
     """An older pod that is about to go has none to give way."""
-    old, new = NodePod("old", D, is_current=False), NodePod("new", D)
-    layout, prefill = NodeLayout({P: P, D: D}), NodePod("p", P)
+    old, new = NodePod(name="old", deployment=D, is_current=False), NodePod(name="new", deployment=D)
+    layout, prefill = NodeLayout({P: P, D: D}), NodePod(name="p", deployment=P)
     assert pod_rollout(layout, [prefill, old, new], []) == PodRollout(frozenset({"old"}), frozenset({D}))
     assert pod_rollout(layout, [prefill, old, new], ["new"]).room == frozenset()
     assert pod_rollout(NodeLayout({P: P, D: D}, 2), [old, new], ["new"]).room == {D}
@@ -182,12 +182,12 @@ def test_whatever_happens_every_worker_gets_a_node_and_no_node_is_left_over(
             workers.append(worker(D if flipped.role is P else P, flipped.pod, pool=flipped.pool))
             desired = {role: sum(w.role is role for w in workers) for role in Role}
         wanted = node_plan.plan(layout, desired, nodes, pods, workers)
-        pods = [NodePod(p.name, p.deployment, wanted.costs.get(p.name, p.cost)) for p in pods]
+        pods = [replace(p, cost=wanted.costs.get(p.name, p.cost)) for p in pods]
         nodes = dict(wanted.sizes)
         for name in nodes:  # Kubernetes' part
             mine = sorted((p for p in pods if p.deployment == name), key=lambda p: -p.cost)
             pods = [p for p in pods if p.deployment != name] + mine[: nodes[name]]
-            pods += [NodePod(f"pod-{next(names)}", name) for _ in range(nodes[name] - len(mine))]
+            pods += [NodePod(name=f"pod-{next(names)}", deployment=name) for _ in range(nodes[name] - len(mine))]
         assert {w.pod for w in workers if w.pod} <= {p.name for p in pods}, "a node went with its worker"
         for place, waiting in enumerate(workers):  # Ray's part
             taken = Counter(w.pod for w in workers)
