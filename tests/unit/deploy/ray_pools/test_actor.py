@@ -81,7 +81,7 @@ async def test_a_worker_that_dies_at_its_start_leaves_its_last_words(
 ) -> None:
     """Ray's file for the output of the actor takes the worker's as well."""
     log = tmp_path / "worker.err"
-    monkeypatch.setattr(actor.os.path, "realpath", lambda _: str(log))
+    monkeypatch.setattr("os.path.realpath", lambda _: str(log))
     monkeypatch.setattr(actor, "module_command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
     log.write_text("Traceback (most recent call last):\nIllegalInstruction: amx\n")
     with pytest.raises(WorkerFailed) as error:

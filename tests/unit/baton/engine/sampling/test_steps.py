@@ -306,7 +306,7 @@ def test_the_likeliest_tokens_are_those_of_the_whole_row_wherever_they_lie(size:
     for count in (1, 5, 20):
         found = scores_of(logits, [0] * 8, count)
         ids = torch.tensor(found.top_ids).view(8, count)
-        assert torch.equal(ids, logits.sort(-1, descending=True, stable=True).indices[:, :count])
+        assert torch.equal(ids, logits.sort(dim=-1, descending=True, stable=True).indices[:, :count])
 
 
 def test_scores_of_tokens_that_a_client_names() -> None:
