@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -80,8 +81,8 @@ async def test_a_worker_that_dies_at_its_start_leaves_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray's file for the output of the actor takes the worker's as well."""
-    log = tmp_path / "worker.err"
-    monkeypatch.setattr("os.path.realpath", lambda _: str(log))
+    log, found = tmp_path / "worker.err", os.path.realpath
+    monkeypatch.setattr(os.path, "realpath", lambda path: str(log) if path == "/proc/self/fd/2" else found(path))
     monkeypatch.setattr(actor, "module_command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
     log.write_text("Traceback (most recent call last):\nIllegalInstruction: amx\n")
     with pytest.raises(WorkerFailed) as error:
