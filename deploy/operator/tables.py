@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.api import Explanation, Option
-from baton.cluster import Role, pool_of
+from baton.cluster import Role
 from baton.errors import InvalidRequest
 
 
@@ -47,7 +47,7 @@ def moved_lines(workers: list[dict[str, Any]]) -> list[str]:
     return [
         f"{worker['id']} began as a {began} worker, and keeps its name"
         for worker in workers
-        if (began := pool_of(worker["id"])) != worker["role"]
+        if (began := worker["id"].rpartition("-")[0]) in list(Role) and began != worker["role"]
     ]
 
 

@@ -54,7 +54,8 @@ def printed(table: Table) -> tuple[str, str]:
 
 def test_a_worker_whose_name_is_of_the_other_role_is_pointed_out() -> None:
     moved = {**WORKER, "id": "prefill-3"}
-    assert moved_lines([WORKER, moved]) == ["prefill-3 began as a prefill worker, and keeps its name"]
+    named_otherwise = {**WORKER, "id": "w1"}
+    assert moved_lines([WORKER, moved, named_otherwise]) == ["prefill-3 began as a prefill worker, and keeps its name"]
 
 
 def test_the_status_table_fits_a_terminal_whole() -> None:
