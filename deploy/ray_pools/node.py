@@ -216,7 +216,7 @@ class Node:
 
     def _show(self) -> None:
         """Writes the probes' files."""
-        text = "; ".join(self._workers.says.values()) or "no worker has been placed here"
+        text = "; ".join(self._workers.says.values()) or "no worker is here"
         temporary = self._folder / "workers.new"
         temporary.write_text(text + "\n")
         temporary.rename(self._folder / "workers")

@@ -116,7 +116,7 @@ def test_for_people_a_line_stays_as_it_is(tmp_path: Path) -> None:
 def test_a_node_is_ready_while_every_worker_on_it_takes_traffic(tmp_path: Path) -> None:
     """The words say which one does not, and why."""
     with node(tmp_path) as here:
-        here.wait_for("no worker has been placed here")
+        here.wait_for("no worker is here")
         one, other = here.link("decode-0"), here.link("prefill-0")
         one.say("starting")
         here.wait_for("decode-0 starts")
