@@ -1,9 +1,9 @@
 """What every process shares: the vocabulary of requests, workers and blocks, and the ways in which processes speak.
 
 The vocabulary is in plain modules (`api`, `messages`, `cluster`, `blocks`, `sampling`, `structure`, `scores`,
-`hypotheses`, `chat`, `tools`, `quota`, `addresses`, `errors`), settings are in `config`, the engine is in `engine`;
-`grammar` compiles structures for router and engine; protobuf stops at `wire`, `rpc` is gRPC, `trust` is who the
-members of a cluster are, `tls` has the certificates, `telemetry` declares every metric, and `v1` is generated from
+`hypotheses`, `chat`, `tools`, `quota`, `addresses`, `timelines`, `errors`), settings are in `config`, the engine is in
+`engine`; `grammar` compiles structures for router and engine; protobuf stops at `wire`, `rpc` is gRPC, `trust` is who
+the members of a cluster are, `tls` has the certificates, `telemetry` declares every metric, and `v1` is generated from
 `proto/`. No other package of the product is imported here.
 """
 
@@ -41,6 +41,7 @@ __all__ = [
     "structure",
     "tasks",
     "telemetry",
+    "timelines",
     "tls",
     "tools",
     "trust",

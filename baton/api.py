@@ -240,6 +240,18 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementSeconds:
+    """What a placement expects, or what came of it, in seconds; None: not known. See `router.placement.Prediction`."""
+
+    wait_s: float | None = None
+    room_s: float | None = None
+    pull_s: float | None = None
+    compute_s: float | None = None
+    exposed_s: float | None = None
+    step_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """How one choice was placed; field names are those of `baton status --explain --json`."""
 
@@ -260,4 +272,8 @@ class Explanation:
     outcome: str
     predicted_ttft_s: float
     measured_ttft_s: float
+    """Time from the placement to the first token; 0: there was none yet."""
     options: tuple[Option, ...]
+    """The candidates; empty where the router has dropped them."""
+    predicted: PlacementSeconds
+    measured: PlacementSeconds

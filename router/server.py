@@ -210,7 +210,7 @@ def build(config: Config) -> Router:
     )
     inference = InferenceServicer(service, Ingress(config.cluster.host, grpc_port), stall_s=config.router.stall_s)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, rpc.server)
-    admin = AdminServicer(registry.status, decisions.explain, ControllerClient(registry.controller, keys, members))
+    admin = AdminServicer(registry.status, service.requests, ControllerClient(registry.controller, keys, members))
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     return Router(
         config=config,

@@ -55,6 +55,7 @@ from router.dispatch import Choice, ChoiceGroup, Dispatcher
 from router.prompt import PromptEncoder, SequenceBuilder, StructureChecker, in_tokens
 from router.request.model import UNKNOWN_INGRESS, Ingress, LoadedModel
 from router.request.moderation import ModeratedAnswer, Moderator
+from router.request.request_log import RequestLog
 from router.request.resume import Call, CallsInFlight, Journal, digest_of, only_delivered, with_delivered
 from router.request.settlement import Settlement
 from router.request.usage_log import UsageBook
@@ -87,6 +88,7 @@ class RouterService:
     ) -> None:
         self.model = model
         self.calls = CallsInFlight()
+        self.requests = RequestLog(config.id)
         self._worker_limit = worker_limit
         self._dispatcher = dispatcher
         self._limiter = limiter
@@ -141,11 +143,12 @@ class RouterService:
             Conflict: another call has taken the request over.
         """
         facts = self.facts.of(tenant)
-        with self._settlement(request, tenant, ingress, trace) as settle:
+        with self.requests.keeping(self._settlement(request, tenant, ingress, trace)) as settle:
             check_model(request.model, facts)
             check_request_id(request.request_id)
             claim = settle.claim = claim_of(request, tenant, self._config, settle.arrived_s)
             key = RecordKey(tenant.id, request.request_id or f"req-{uuid.uuid4().hex}")
+            settle.request_id = key.request_id
             params = sampling_params(request.sampling, facts)
             check_resume(request, params)
             past = await self.calls.take_over(key) if request.resume_from else None

@@ -62,6 +62,11 @@ class StagePhase(NamedTuple):
     begin_s: float
     end_s: float
 
+    @property
+    def took_s(self) -> float:
+        """How long it took."""
+        return self.end_s - self.begin_s
+
 
 @dataclass(slots=True, kw_only=True)
 class StageLog:

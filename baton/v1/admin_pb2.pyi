@@ -194,15 +194,19 @@ class ExplainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    tenant: _builtins.str
+    """Empty: of any tenant."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -213,22 +217,351 @@ class ExplainResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DECISIONS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decision]:
-        """One for each choice. Empty: the router does not know the request, or no longer."""
+        """One for each choice, of the latest call of each tenant with this id. Empty: the router does not know the request, or
+        no longer.
+        """
+
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestTimeline]:
+        """All calls with this id that the router knows, the latest first."""
 
     def __init__(
         self,
         *,
         decisions: _abc.Iterable[Global___Decision] | None = ...,
+        requests: _abc.Iterable[Global___RequestTimeline] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "requests", b"requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class ListRequestsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Empty: of any tenant, class or outcome."""
+    slo_class: _builtins.str
+    limit: _builtins.int
+    """0: the default, 50. At most 1000."""
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        slo_class: _builtins.str = ...,
+        outcomes: _abc.Iterable[_builtins.str] | None = ...,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "outcomes", b"outcomes", "slo_class", b"slo_class", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestsRequest: _TypeAlias = ListRequestsRequest  # noqa: Y015
+
+@_typing.final
+class ListRequestsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_FIELD_NUMBER: _builtins.int
+    NOW_S_FIELD_NUMBER: _builtins.int
+    NUM_KEPT_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    router: _builtins.str
+    now_s: _builtins.float
+    """Seconds since 1970, on the router's clock."""
+    num_kept: _builtins.int
+    """Requests that the router knows, before filters."""
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestSummary]:
+        """The latest first."""
+
+    def __init__(
+        self,
+        *,
+        router: _builtins.str = ...,
+        now_s: _builtins.float = ...,
+        num_kept: _builtins.int = ...,
+        requests: _abc.Iterable[Global___RequestSummary] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["now_s", b"now_s", "num_kept", b"num_kept", "requests", b"requests", "router", b"router"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestsResponse: _TypeAlias = ListRequestsResponse  # noqa: Y015
+
+@_typing.final
+class RequestSummary(_message.Message):
+    """One request. Times are seconds of its router's clocks; absent: not known, or not yet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ROUTER_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SLO_CLASS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
+    IS_STREAMED_FIELD_NUMBER: _builtins.int
+    ARRIVED_S_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    BLAMED_STAGE_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CHOICES_FIELD_NUMBER: _builtins.int
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    ITL_S_FIELD_NUMBER: _builtins.int
+    TOTAL_S_FIELD_NUMBER: _builtins.int
+    TTFT_OBJECTIVE_S_FIELD_NUMBER: _builtins.int
+    ITL_OBJECTIVE_S_FIELD_NUMBER: _builtins.int
+    E2E_OBJECTIVE_S_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    RETRIES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    router: _builtins.str
+    tenant: _builtins.str
+    slo_class: _builtins.str
+    priority: _builtins.int
+    operation: _builtins.str
+    """"chat" or "text_completion"."""
+    is_streamed: _builtins.bool
+    arrived_s: _builtins.float
+    """Seconds since 1970."""
+    outcome: _builtins.str
+    """"running", "met", "ttft_missed", "itl_missed", "e2e_missed", "error", "rejected", "limited", "invalid" or
+    "cancelled".
+    """
+    error: _builtins.str
+    """The error that ended it; empty: none did."""
+    blamed_stage: _builtins.str
+    """The stage to blame for a missed objective."""
+    num_prompt_tokens: _builtins.int
+    num_cached_tokens: _builtins.int
+    num_tokens: _builtins.int
+    num_choices: _builtins.int
+    ttft_s: _builtins.float
+    itl_s: _builtins.float
+    """Mean time between two tokens of the first choice."""
+    total_s: _builtins.float
+    """Time from the arrival to the end, or to now."""
+    ttft_objective_s: _builtins.float
+    """Objectives; infinite: none."""
+    itl_objective_s: _builtins.float
+    e2e_objective_s: _builtins.float
+    mode: _builtins.str
+    prefill_worker: _builtins.str
+    decode_worker: _builtins.str
+    retries: _builtins.int
+    @_builtins.property
+    def stages(self) -> Global___StageSeconds: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        router: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        slo_class: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        operation: _builtins.str = ...,
+        is_streamed: _builtins.bool = ...,
+        arrived_s: _builtins.float = ...,
+        outcome: _builtins.str = ...,
+        error: _builtins.str = ...,
+        blamed_stage: _builtins.str = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        num_choices: _builtins.int = ...,
+        ttft_s: _builtins.float | None = ...,
+        itl_s: _builtins.float | None = ...,
+        total_s: _builtins.float = ...,
+        ttft_objective_s: _builtins.float = ...,
+        itl_objective_s: _builtins.float = ...,
+        e2e_objective_s: _builtins.float = ...,
+        stages: Global___StageSeconds | None = ...,
+        mode: _builtins.str = ...,
+        prefill_worker: _builtins.str = ...,
+        decode_worker: _builtins.str = ...,
+        retries: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "_ttft_s", b"_ttft_s", "itl_s", b"itl_s", "stages", b"stages", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "_ttft_s", b"_ttft_s", "arrived_s", b"arrived_s", "blamed_stage", b"blamed_stage", "decode_worker", b"decode_worker", "e2e_objective_s", b"e2e_objective_s", "error", b"error", "is_streamed", b"is_streamed", "itl_objective_s", b"itl_objective_s", "itl_s", b"itl_s", "mode", b"mode", "num_cached_tokens", b"num_cached_tokens", "num_choices", b"num_choices", "num_prompt_tokens", b"num_prompt_tokens", "num_tokens", b"num_tokens", "operation", b"operation", "outcome", b"outcome", "prefill_worker", b"prefill_worker", "priority", b"priority", "request_id", b"request_id", "retries", b"retries", "router", b"router", "slo_class", b"slo_class", "stages", b"stages", "tenant", b"tenant", "total_s", b"total_s", "ttft_objective_s", b"ttft_objective_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__itl_s: _TypeAlias = _typing.Literal["itl_s"]  # noqa: Y015
+    _WhichOneofArgType__itl_s: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
+    _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_s) -> _WhichOneofReturnType__itl_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_s) -> _WhichOneofReturnType__ttft_s | None: ...
+
+Global___RequestSummary: _TypeAlias = RequestSummary  # noqa: Y015
+
+@_typing.final
+class StageSeconds(_message.Message):
+    """Seconds in each stage; they add up to the request's total."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    DECODE_ADMISSION_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    RECOVERY_FIELD_NUMBER: _builtins.int
+    queue: _builtins.float
+    decode_admission: _builtins.float
+    prefill: _builtins.float
+    transfer: _builtins.float
+    decode: _builtins.float
+    recovery: _builtins.float
+    def __init__(
+        self,
+        *,
+        queue: _builtins.float = ...,
+        decode_admission: _builtins.float = ...,
+        prefill: _builtins.float = ...,
+        transfer: _builtins.float = ...,
+        decode: _builtins.float = ...,
+        recovery: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "decode_admission", b"decode_admission", "prefill", b"prefill", "queue", b"queue", "recovery", b"recovery", "transfer", b"transfer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageSeconds: _TypeAlias = StageSeconds  # noqa: Y015
+
+@_typing.final
+class RequestTimeline(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    PHASES_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    NUM_EVENTS_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    PLACEMENTS_FIELD_NUMBER: _builtins.int
+    num_events_left_out: _builtins.int
+    @_builtins.property
+    def summary(self) -> Global___RequestSummary: ...
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimelinePhase]:
+        """Phases follow one another without a gap, from the arrival to the end."""
+
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimelineEvent]: ...
+    @_builtins.property
+    def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Decision]:
+        """The first placement of each choice."""
+
+    def __init__(
+        self,
+        *,
+        summary: Global___RequestSummary | None = ...,
+        phases: _abc.Iterable[Global___TimelinePhase] | None = ...,
+        events: _abc.Iterable[Global___TimelineEvent] | None = ...,
+        num_events_left_out: _builtins.int = ...,
+        placements: _abc.Iterable[Global___Decision] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "num_events_left_out", b"num_events_left_out", "phases", b"phases", "placements", b"placements", "summary", b"summary"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestTimeline: _TypeAlias = RequestTimeline  # noqa: Y015
+
+@_typing.final
+class TimelinePhase(_message.Message):
+    """A stretch of one stage, in seconds since the arrival."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    BEGIN_S_FIELD_NUMBER: _builtins.int
+    END_S_FIELD_NUMBER: _builtins.int
+    stage: _builtins.str
+    begin_s: _builtins.float
+    end_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        stage: _builtins.str = ...,
+        begin_s: _builtins.float = ...,
+        end_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_s", b"begin_s", "end_s", b"end_s", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TimelinePhase: _TypeAlias = TimelinePhase  # noqa: Y015
+
+@_typing.final
+class TimelineEvent(_message.Message):
+    """Something that happened to a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_S_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    CHOICE_INDEX_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    at_s: _builtins.float
+    """Seconds since the arrival."""
+    what: _builtins.str
+    """"arrived", "admitted", "placed", "room", "computed", "first_token", "handed_over", "failed", "leaving", "moved",
+    "finished" or "ended".
+    """
+    choice_index: _builtins.int
+    attempt: _builtins.int
+    worker: _builtins.str
+    text: _builtins.str
+    """A line for people."""
+    def __init__(
+        self,
+        *,
+        at_s: _builtins.float = ...,
+        what: _builtins.str = ...,
+        choice_index: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        worker: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "attempt", b"attempt", "choice_index", b"choice_index", "text", b"text", "what", b"what", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TimelineEvent: _TypeAlias = TimelineEvent  # noqa: Y015
 
 @_typing.final
 class Decision(_message.Message):
@@ -254,6 +587,8 @@ class Decision(_message.Message):
     PREDICTED_TTFT_S_FIELD_NUMBER: _builtins.int
     MEASURED_TTFT_S_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
+    PREDICTED_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     choice_index: _builtins.int
     tenant: _builtins.str
@@ -278,7 +613,13 @@ class Decision(_message.Message):
     measured_ttft_s: _builtins.float
     """Time from the placement to the first token; 0: no token yet."""
     @_builtins.property
-    def options(self) -> _containers.RepeatedCompositeFieldContainer[Global___Option]: ...
+    def options(self) -> _containers.RepeatedCompositeFieldContainer[Global___Option]:
+        """Empty: the router has dropped them."""
+
+    @_builtins.property
+    def predicted(self) -> Global___PlacementSeconds: ...
+    @_builtins.property
+    def measured(self) -> Global___PlacementSeconds: ...
     def __init__(
         self,
         *,
@@ -300,14 +641,75 @@ class Decision(_message.Message):
         predicted_ttft_s: _builtins.float = ...,
         measured_ttft_s: _builtins.float = ...,
         options: _abc.Iterable[Global___Option] | None = ...,
+        predicted: Global___PlacementSeconds | None = ...,
+        measured: Global___PlacementSeconds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["measured", b"measured", "predicted", b"predicted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "decode_worker", b"decode_worker", "itl_objective_s", b"itl_objective_s", "measured_ttft_s", b"measured_ttft_s", "mode", b"mode", "num_expected_tokens", b"num_expected_tokens", "num_prompt_tokens", b"num_prompt_tokens", "options", b"options", "outcome", b"outcome", "predicted_ttft_s", b"predicted_ttft_s", "prefill_worker", b"prefill_worker", "priority", b"priority", "request_id", b"request_id", "slo_class", b"slo_class", "source", b"source", "source_tokens", b"source_tokens", "tenant", b"tenant", "ttft_objective_s", b"ttft_objective_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "decode_worker", b"decode_worker", "itl_objective_s", b"itl_objective_s", "measured", b"measured", "measured_ttft_s", b"measured_ttft_s", "mode", b"mode", "num_expected_tokens", b"num_expected_tokens", "num_prompt_tokens", b"num_prompt_tokens", "options", b"options", "outcome", b"outcome", "predicted", b"predicted", "predicted_ttft_s", b"predicted_ttft_s", "prefill_worker", b"prefill_worker", "priority", b"priority", "request_id", b"request_id", "slo_class", b"slo_class", "source", b"source", "source_tokens", b"source_tokens", "tenant", b"tenant", "ttft_objective_s", b"ttft_objective_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Decision: _TypeAlias = Decision  # noqa: Y015
+
+@_typing.final
+class PlacementSeconds(_message.Message):
+    """What a placement expects, or what came of it. Times are in seconds; absent: not known."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    ROOM_S_FIELD_NUMBER: _builtins.int
+    PULL_S_FIELD_NUMBER: _builtins.int
+    COMPUTE_S_FIELD_NUMBER: _builtins.int
+    EXPOSED_S_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    wait_s: _builtins.float
+    room_s: _builtins.float
+    pull_s: _builtins.float
+    compute_s: _builtins.float
+    exposed_s: _builtins.float
+    step_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        wait_s: _builtins.float | None = ...,
+        room_s: _builtins.float | None = ...,
+        pull_s: _builtins.float | None = ...,
+        compute_s: _builtins.float | None = ...,
+        exposed_s: _builtins.float | None = ...,
+        step_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_compute_s", b"_compute_s", "_exposed_s", b"_exposed_s", "_pull_s", b"_pull_s", "_room_s", b"_room_s", "_step_s", b"_step_s", "_wait_s", b"_wait_s", "compute_s", b"compute_s", "exposed_s", b"exposed_s", "pull_s", b"pull_s", "room_s", b"room_s", "step_s", b"step_s", "wait_s", b"wait_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_compute_s", b"_compute_s", "_exposed_s", b"_exposed_s", "_pull_s", b"_pull_s", "_room_s", b"_room_s", "_step_s", b"_step_s", "_wait_s", b"_wait_s", "compute_s", b"compute_s", "exposed_s", b"exposed_s", "pull_s", b"pull_s", "room_s", b"room_s", "step_s", b"step_s", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__compute_s: _TypeAlias = _typing.Literal["compute_s"]  # noqa: Y015
+    _WhichOneofArgType__compute_s: _TypeAlias = _typing.Literal["_compute_s", b"_compute_s"]  # noqa: Y015
+    _WhichOneofReturnType__exposed_s: _TypeAlias = _typing.Literal["exposed_s"]  # noqa: Y015
+    _WhichOneofArgType__exposed_s: _TypeAlias = _typing.Literal["_exposed_s", b"_exposed_s"]  # noqa: Y015
+    _WhichOneofReturnType__pull_s: _TypeAlias = _typing.Literal["pull_s"]  # noqa: Y015
+    _WhichOneofArgType__pull_s: _TypeAlias = _typing.Literal["_pull_s", b"_pull_s"]  # noqa: Y015
+    _WhichOneofReturnType__room_s: _TypeAlias = _typing.Literal["room_s"]  # noqa: Y015
+    _WhichOneofArgType__room_s: _TypeAlias = _typing.Literal["_room_s", b"_room_s"]  # noqa: Y015
+    _WhichOneofReturnType__step_s: _TypeAlias = _typing.Literal["step_s"]  # noqa: Y015
+    _WhichOneofArgType__step_s: _TypeAlias = _typing.Literal["_step_s", b"_step_s"]  # noqa: Y015
+    _WhichOneofReturnType__wait_s: _TypeAlias = _typing.Literal["wait_s"]  # noqa: Y015
+    _WhichOneofArgType__wait_s: _TypeAlias = _typing.Literal["_wait_s", b"_wait_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__compute_s) -> _WhichOneofReturnType__compute_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exposed_s) -> _WhichOneofReturnType__exposed_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pull_s) -> _WhichOneofReturnType__pull_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__room_s) -> _WhichOneofReturnType__room_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step_s) -> _WhichOneofReturnType__step_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__wait_s) -> _WhichOneofReturnType__wait_s | None: ...
+
+Global___PlacementSeconds: _TypeAlias = PlacementSeconds  # noqa: Y015
 
 @_typing.final
 class Option(_message.Message):

@@ -54,6 +54,11 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/baton.v1.Admin/ListRequests',
+                request_serializer=baton_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
         self.ScalePool = channel.unary_unary(
                 '/baton.v1.Admin/ScalePool',
                 request_serializer=baton_dot_v1_dot_admin__pb2.ScalePoolRequest.SerializeToString,
@@ -93,7 +98,14 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Reports how a request was placed, and why; a router keeps the latest few hundred.
+        """Reports the life of a request, how it was placed, and why. A router knows the latest that it has served.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRequests(self, request, context):
+        """Lists the latest requests that this router has served or serves. It has no content of theirs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,6 +156,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.ListRequestsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.ListRequestsResponse.SerializeToString,
             ),
             'ScalePool': grpc.unary_unary_rpc_method_handler(
                     servicer.ScalePool,
@@ -269,6 +286,33 @@ class Admin:
             '/baton.v1.Admin/Explain',
             baton_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/ListRequests',
+            baton_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

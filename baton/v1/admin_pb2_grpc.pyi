@@ -37,7 +37,9 @@ class AdminStub:
     ListPools: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListPoolsRequest, _admin_pb2.ListPoolsResponse]
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]
     Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
-    """Reports how a request was placed, and why; a router keeps the latest few hundred."""
+    """Reports the life of a request, how it was placed, and why. A router knows the latest that it has served."""
+    ListRequests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]
+    """Lists the latest requests that this router has served or serves. It has no content of theirs."""
     ScalePool: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ScalePoolRequest, _admin_pb2.ScalePoolResponse]
     """Sets how many workers a pool should have. Answers at once; `ListPools` reports how many there are."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
@@ -56,7 +58,9 @@ class AdminAsyncStub(AdminStub):
     ListPools: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListPoolsRequest, _admin_pb2.ListPoolsResponse]  # type: ignore[assignment]
     ListWorkers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]  # type: ignore[assignment]
     Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
-    """Reports how a request was placed, and why; a router keeps the latest few hundred."""
+    """Reports the life of a request, how it was placed, and why. A router knows the latest that it has served."""
+    ListRequests: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]  # type: ignore[assignment]
+    """Lists the latest requests that this router has served or serves. It has no content of theirs."""
     ScalePool: _aio.UnaryUnaryMultiCallable[_admin_pb2.ScalePoolRequest, _admin_pb2.ScalePoolResponse]  # type: ignore[assignment]
     """Sets how many workers a pool should have. Answers at once; `ListPools` reports how many there are."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
@@ -96,7 +100,15 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ExplainResponse, _abc.Awaitable[_admin_pb2.ExplainResponse]]:
-        """Reports how a request was placed, and why; a router keeps the latest few hundred."""
+        """Reports the life of a request, how it was placed, and why. A router knows the latest that it has served."""
+
+    @_abc_1.abstractmethod
+    def ListRequests(
+        self,
+        request: _admin_pb2.ListRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListRequestsResponse, _abc.Awaitable[_admin_pb2.ListRequestsResponse]]:
+        """Lists the latest requests that this router has served or serves. It has no content of theirs."""
 
     @_abc_1.abstractmethod
     def ScalePool(

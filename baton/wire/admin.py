@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf import json_format
@@ -9,6 +10,7 @@ from google.protobuf import json_format
 from baton import api
 from baton.cluster import ClusterStatus, ControllerInfo, PoolStatus, Worker
 from baton.costs import StepCosts
+from baton.timelines import RequestList, RequestTimeline
 from baton.v1 import admin_pb2
 from baton.wire.convert import from_pb, to_pb
 
@@ -59,14 +61,33 @@ def step_costs(message: admin_pb2.StepCosts) -> StepCosts:
     return from_pb(message, StepCosts)
 
 
-def explain_response(explanations: list[api.Explanation]) -> admin_pb2.ExplainResponse:
-    """Writes why choices were placed where they were."""
-    return admin_pb2.ExplainResponse(decisions=[to_pb(each, admin_pb2.Decision) for each in explanations])
+def explain_response(found: Sequence[RequestTimeline]) -> admin_pb2.ExplainResponse:
+    """Writes the lives of requests of one id, the latest first."""
+    latest = {each.summary.tenant: each for each in reversed(found)}
+    return admin_pb2.ExplainResponse(
+        decisions=[to_pb(each, admin_pb2.Decision) for one in latest.values() for each in one.placements],
+        requests=[to_pb(each, admin_pb2.RequestTimeline) for each in found],
+    )
 
 
 def explanations(message: admin_pb2.ExplainResponse) -> list[api.Explanation]:
     """Reads why choices were placed where they were."""
     return [from_pb(decision, api.Explanation) for decision in message.decisions]
+
+
+def timelines(message: admin_pb2.ExplainResponse) -> list[RequestTimeline]:
+    """Reads the lives of requests of one id, the latest first."""
+    return [from_pb(each, RequestTimeline) for each in message.requests]
+
+
+def requests_response(found: RequestList) -> admin_pb2.ListRequestsResponse:
+    """Writes a list of requests."""
+    return to_pb(found, admin_pb2.ListRequestsResponse)
+
+
+def request_list(message: admin_pb2.ListRequestsResponse) -> RequestList:
+    """Reads a list of requests."""
+    return from_pb(message, RequestList)
 
 
 def status_as_json(message: admin_pb2.GetStatusResponse) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from deploy.cli.options import (
     options_from_fields,
 )
 from deploy.operator.client import Access, Client
-from deploy.operator.tables import print_explanations, print_status
+from deploy.operator.explain import print_timelines
+from deploy.operator.tables import print_status
 from deploy.operator.trust import TrustOptions
 
 WorkerId = Annotated[str, typer.Argument(help="The worker's id, as shown by `baton status`.")]
@@ -86,13 +87,16 @@ def role(
 def status(
     target: ClientOptions,
     explain: Annotated[
-        str, typer.Option(metavar="REQUEST", help="Explain how the request with this id was placed.")
+        str,
+        typer.Option(
+            metavar="REQUEST", help="Show where the time of the request with this id went, and how it was placed."
+        ),
     ] = "",
     live: Annotated[
         bool, typer.Option("--watch", help="Show goodput, latencies and workers, updated every second.")
     ] = False,
 ) -> None:
-    """Show pools, workers, routers, controller and Redis; or explain how a request was placed."""
+    """Show pools, workers, routers, controller and Redis; or where the time of a request went."""
     if live:
         from deploy.operator.watch import watch
 
@@ -102,7 +106,7 @@ def status(
         return
     with contextlib.closing(target.client()) as client:
         if explain:
-            print_explanations(client.explain(explain), explain, target.as_json)
+            print_timelines(client.timelines(explain), explain, target.as_json)
             return
         report = client.status()
     if target.as_json:

@@ -19,6 +19,7 @@ from baton.errors import BatonError, InvalidRequest, NoWorker, Overloaded
 from baton.rpc import from_rpc_error
 from baton.rpc.errors import is_lost
 from baton.rpc.server import CHANNEL_OPTIONS
+from baton.timelines import RequestTimeline
 from baton.tls import Tls
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 
@@ -191,6 +192,12 @@ class Client:
         message = admin_pb2.ExplainRequest(request_id=request_id)
         with self._admin() as admin:
             return wire.explanations(admin.Explain(message, timeout=STATUS_TIMEOUT_S, metadata=self._metadata))
+
+    def timelines(self, request_id: str) -> list[RequestTimeline]:
+        """The life of each call with this id, the latest first; none: the router does not know it, or not any more."""
+        message = admin_pb2.ExplainRequest(request_id=request_id)
+        with self._admin() as admin:
+            return wire.timelines(admin.Explain(message, timeout=STATUS_TIMEOUT_S, metadata=self._metadata))
 
     def scale(self, pool: str, num_workers: int, is_forced: bool = False) -> None:
         """Orders a pool's size; `status` shows when the pool has it.

@@ -22,6 +22,7 @@ __all__ = [
     "page",
     "parsing",
     "parts",
+    "requests",
     "responses",
     "several",
     "strict",

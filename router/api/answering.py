@@ -6,6 +6,7 @@ chunks (`chunks_of`) and answers with them (`answered`), in the form of its API 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -13,12 +14,18 @@ from typing import Any, Protocol
 from fastapi import Request
 from fastapi.responses import Response
 
-from baton.api import GenerateChunk, GenerateRequest
+from baton.api import GenerateChunk, GenerateRequest, Timing
 from baton.errors import BatonError
-from baton.quota import Quota
 from baton.telemetry import tracing
 from router.admission.tenants import Tenant
-from router.api.exchange import EventStream, JsonAnswer, id_headers, limit_headers, unless_disconnected
+from router.api.exchange import (
+    EventStream,
+    JsonAnswer,
+    id_headers,
+    limit_headers,
+    timing_headers,
+    unless_disconnected,
+)
 from router.api.several import at_once, together
 from router.request.model import Ingress
 from router.service import RouterService
@@ -78,15 +85,26 @@ async def answered(
         ClientDisconnect: the client has left.
     """
     if not is_streamed:
-        quota, body = await unless_disconnected(request, _whole(chunks, form))
-        return JsonAnswer(body, headers=id_headers(request) | limit_headers(quota))
+        body, headers = await unless_disconnected(request, _whole(chunks, form))
+        return JsonAnswer(body, headers=id_headers(request) | headers)
     # The first chunk is awaited here, so that a refusal still becomes a status code.
     first = await unless_disconnected(request, anext(chunks))
     headers = id_headers(request) | limit_headers(first.quota)
     return EventStream(form.events(first, chunks), headers, request.app.state.ahead, form.broken)
 
 
-async def _whole(chunks: AsyncGenerator[GenerateChunk], form: AnswerForm) -> tuple[Quota | None, dict[str, Any]]:
-    """What the tenant has left of its limits, and the whole answer."""
-    first = await anext(chunks)
-    return first.quota, await form.whole(first, chunks)
+async def _whole(chunks: AsyncGenerator[GenerateChunk], form: AnswerForm) -> tuple[dict[str, Any], dict[str, str]]:
+    """The whole answer, and the headers that say what the tenant has left of its limits, and where the time went."""
+    timings: list[Timing] = []
+
+    async def noted() -> AsyncGenerator[GenerateChunk]:
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                if chunk.timing is not None:
+                    timings.append(chunk.timing)
+                yield chunk
+
+    following = noted()
+    first = await anext(following)
+    body = await form.whole(first, following)
+    return body, limit_headers(first.quota) | timing_headers(timings[0] if timings else None)

@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from baton.api import Timing
 from baton.errors import BatonError, NotRead
 from baton.quota import Quota
 from router.admission import check_request_id
@@ -103,6 +104,27 @@ def limit_headers(quota: Quota | None) -> dict[str, str]:
                 headers[f"x-ratelimit-remaining-{what}"] = str(rate.remaining)
                 headers[f"x-ratelimit-reset-{what}"] = duration(rate.reset_s)
     return headers
+
+
+def timing_headers(timing: Timing | None) -> dict[str, str]:
+    """The header Server-Timing of a whole answer, in milliseconds, with the stages that took any time; none where no
+    times are known.
+    """
+    if timing is None:
+        return {}
+    seconds = {"total": timing.total_s, "first_token": timing.ttft_s} | {
+        name: spent_s
+        for name, spent_s in (
+            ("queue", timing.queue_s),
+            ("decode_admission", timing.admission_s),
+            ("prefill", timing.prefill_s),
+            ("transfer", timing.transfer_s),
+            ("decode", timing.decode_s),
+            ("recovery", timing.recovery_s),
+        )
+        if spent_s
+    }
+    return {"Server-Timing": ", ".join(f"{name};dur={each * 1e3:.1f}" for name, each in seconds.items())}
 
 
 def duration(seconds: float) -> str:

@@ -18,14 +18,15 @@ from baton.errors import BatonError, Forbidden, Unauthenticated
 from baton.rpc.errors import CallContext
 from baton.tasks import seen_through
 from baton.telemetry import tracing
+from baton.timelines import DEFAULT_LIMIT
 from baton.tls import names_in_call
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission import check_model
 from router.admission.tenants import Tenant, TenantBook, api_key_of, require_operator
 from router.api.controller_client import ControllerClient
 from router.api.delivery import ReadAhead, deliver
-from router.dispatch.decisions import PlacementDecision, explained
 from router.request.model import UNKNOWN_INGRESS, Ingress
+from router.request.request_log import RequestFilter, RequestLog
 from router.service import RouterService
 
 CHUNK_BYTES, SCORE_BYTES = 400, 64
@@ -160,11 +161,11 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     def __init__(
         self,
         status: Callable[[], ClusterStatus],
-        explain: Callable[[str], list[PlacementDecision]],
+        requests: RequestLog,
         orders: ControllerClient,
     ) -> None:
         self._status = status
-        self._explain = explain
+        self._requests = requests
         self._orders = orders
 
     async def GetStatus(  # noqa: N802
@@ -185,7 +186,18 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     async def Explain(  # noqa: N802
         self, request: admin_pb2.ExplainRequest, context: CallContext
     ) -> admin_pb2.ExplainResponse:
-        return wire.explain_response([explained(decision) for decision in self._explain(request.request_id)])
+        return wire.explain_response(self._requests.explain(request.request_id, request.tenant))
+
+    async def ListRequests(  # noqa: N802
+        self, request: admin_pb2.ListRequestsRequest, context: CallContext
+    ) -> admin_pb2.ListRequestsResponse:
+        wanted = RequestFilter(
+            tenant=request.tenant,
+            slo_class=request.slo_class,
+            outcomes=tuple(request.outcomes),
+            limit=request.limit or DEFAULT_LIMIT,
+        )
+        return wire.requests_response(self._requests.listed(wanted))
 
     async def ScalePool(  # noqa: N802
         self, request: admin_pb2.ScalePoolRequest, context: CallContext

@@ -30,6 +30,7 @@ from router.api.fields import UNSUPPORTED
 from router.api.hosts import ANY, Hosts
 from router.api.page import HEADERS, PAGE
 from router.api.parsing import BodyParser
+from router.api.requests import add_requests
 from router.api.unserved import why_unserved
 from router.service import RouterService
 
@@ -67,6 +68,7 @@ def create_app(
 
     add_apis(app, service)
     _add_page(app, metrics)
+    add_requests(app, service)
     _add_probes(app, is_ready)
     _add_metrics(app, metrics if tenants.is_open else None)
     return app

@@ -21,6 +21,7 @@ from baton.scores import TokenScores
 from kvstore.leases import Noted
 from router.admission import Claim, QueueEntry
 from router.dispatch.decisions import PlacementDecision
+from router.dispatch.events import EventLog
 from router.dispatch.retry import NOTHING, Avoidance, Failure
 from router.dispatch.worker_client import WorkerCallError, WorkerStream
 from router.placement import Job, Placement
@@ -74,6 +75,8 @@ class Choice:
     """When the latest attempt began, on the monotonic clock."""
     stages: StageLog = field(default_factory=StageLog)
     """Stages of its life; a move to another decode worker is a part of decoding."""
+    events: EventLog = field(default_factory=EventLog)
+    """What happened to it, for people."""
     mode: str = ""
     prefill_worker: str = ""
     decode_worker: str = ""

@@ -1,17 +1,29 @@
-"""Why requests went where they went: the latest placements, kept to be explained."""
+"""Why requests went where they went: placements, and what came of them."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import asdict, dataclass, field, fields, replace
 
-from baton.api import Explanation, Option
+from baton.api import Explanation, Option, PlacementSeconds
 from baton.messages import SequenceSpec
 from router.admission import Claim
 from router.placement import Placement, Prediction
 
 KEPT = 256
-"""Placements that are kept; one on a large pool holds some tens of KiB."""
+"""Placements whose candidates are kept; those of one on a large pool take some tens of KiB."""
+
+
+@dataclass(slots=True, kw_only=True)
+class MeasuredSeconds:
+    """What came of a placement, where the prediction has the same names; None: not known yet."""
+
+    wait_s: float | None = None
+    room_s: float | None = None
+    pull_s: float | None = None
+    compute_s: float | None = None
+    exposed_s: float | None = None
+    step_s: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,16 +41,17 @@ class PlacementDecision:
     """What became of it: admitted, or why it was not, or not for long."""
     ttft_s: float = 0.0
     """Measured time to the first token, from the placement on; 0: not known yet."""
+    measured: MeasuredSeconds = field(default_factory=MeasuredSeconds)
 
 
 class DecisionLog:
-    """The last KEPT decisions, by request."""
+    """Sees to it that only the last KEPT decisions keep their candidates."""
 
     def __init__(self) -> None:
-        self._decisions: OrderedDict[tuple[str, str, int], PlacementDecision] = OrderedDict()
+        self._latest: deque[PlacementDecision] = deque()
 
     def note(self, spec: SequenceSpec, claim: Claim, placement: Placement, prediction: Prediction) -> PlacementDecision:
-        """Keeps a new placement."""
+        """Returns a new placement, to be filled in; the oldest one loses its candidates."""
         decision = PlacementDecision(
             request_id=spec.request_id,
             choice_index=spec.choice_index,
@@ -48,21 +61,16 @@ class DecisionLog:
             prediction=prediction,
             num_expected_tokens=spec.num_expected_tokens,
         )
-        key = claim.tenant.id, spec.request_id, spec.choice_index
-        self._decisions[key] = decision
-        self._decisions.move_to_end(key)
-        if len(self._decisions) > KEPT:
-            self._decisions.popitem(last=False)
+        self._latest.append(decision)
+        if len(self._latest) > KEPT:
+            oldest = self._latest.popleft()
+            oldest.placement = replace(oldest.placement, considered=())
         return decision
-
-    def explain(self, request_id: str) -> list[PlacementDecision]:
-        """The placements of a request's choices, as far as they are still known, whatever the tenant."""
-        return [decision for (_, known, _), decision in self._decisions.items() if known == request_id]
 
 
 def explained(decision: PlacementDecision) -> Explanation:
     """A placement in plain values, the quickest worker first."""
-    claim, placement = decision.claim, decision.placement
+    claim, placement, prediction, measured = decision.claim, decision.placement, decision.prediction, decision.measured
     options = [
         Option(
             worker_id=terms.worker_id,
@@ -94,7 +102,19 @@ def explained(decision: PlacementDecision) -> Explanation:
         source=placement.source,
         source_tokens=placement.source_tokens,
         outcome=decision.outcome,
-        predicted_ttft_s=decision.prediction.ttft_s,
+        predicted_ttft_s=prediction.ttft_s,
         measured_ttft_s=decision.ttft_s,
+        predicted=_seconds(prediction),
+        measured=_seconds(measured),
         options=tuple(options),
     )
+
+
+def prediction_attributes(prediction: Prediction) -> dict[str, float]:
+    """A prediction as attributes of a span."""
+    seconds = {**asdict(_seconds(prediction)), "ttft_s": prediction.ttft_s}
+    return {f"baton.predicted.{name}": value for name, value in seconds.items()}
+
+
+def _seconds(of: Prediction | MeasuredSeconds) -> PlacementSeconds:
+    return PlacementSeconds(**{each.name: getattr(of, each.name) for each in fields(PlacementSeconds)})

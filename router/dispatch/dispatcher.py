@@ -21,6 +21,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 from baton.blocks import block_keys
+from baton.cluster import Worker
 from baton.config import RouterConfig
 from baton.errors import InvalidRequest, WorkerDraining, WorkerFailed
 from baton.messages import NewTokens, SequenceSpec
@@ -40,6 +41,7 @@ from router.dispatch.choice import (
     WorkerLeaving,
 )
 from router.dispatch.decisions import DecisionLog
+from router.dispatch.events import EventKind, failed_text, placed_text
 from router.dispatch.exchange import FINISHED, Exchange, Patience
 from router.dispatch.migration import Migration
 from router.dispatch.reports import Reports
@@ -139,7 +141,7 @@ class Dispatcher:
                     case Moved(assignment):
                         prepared = assignment
                     case WorkerLeaving(worker):
-                        self._pools.leaves(worker)
+                        self._leaves(choice, worker, attempt)
                     case AttemptFailed(failure):
                         self._learn(choice, failure, attempt)
         finally:
@@ -242,6 +244,7 @@ class Dispatcher:
         self._instruments.placements.add(
             1, {"mode": placement.mode, "prefill": placement.prefill_worker, "decode": placement.decode_worker}
         )
+        self._note_placed(choice, spec, placement, is_move=prepared is not None)
         job = Job(
             turn=entry.turn,
             compute_s=entry.compute_s,
@@ -249,6 +252,20 @@ class Dispatcher:
             num_expected_tokens=prompt.num_expected_tokens,
         )
         return Attempt(choice=choice, spec=spec, assignment=assignment, job=job, entry=entry)
+
+    def _note_placed(self, choice: Choice, spec: SequenceSpec, placement: Placement, *, is_move: bool) -> None:
+        now_s, decode_worker = time.monotonic(), placement.decode_worker
+        kind, text = EventKind.MOVED, f"goes on at {decode_worker}, which has its KV now"
+        if not is_move:
+            kind, text = EventKind.PLACED, placed_text(placement, now_s - choice.began_s)
+        choice.events.note(now_s, kind, text, spec.attempt, decode_worker)
+
+    def _leaves(self, choice: Choice, worker: Worker, attempt: Attempt) -> None:
+        """Notes that a worker leaves, before it has computed anything of the choice."""
+        self._pools.leaves(worker)
+        worker_id = worker.info.id
+        text = f"{worker_id} leaves its role: placed again"
+        choice.events.note(time.monotonic(), EventKind.LEAVING, text, attempt.spec.attempt, worker_id)
 
     def _see_prompt(self, choice: Choice, prompt: Prompt) -> None:
         num_seen = self._instruments.prefixes.see_prompt(prompt.block_keys)
@@ -274,12 +291,15 @@ class Dispatcher:
         if isinstance(error, InvalidRequest):
             raise error from failure
         if isinstance(error, WorkerDraining):
-            self._pools.leaves(worker)
+            self._leaves(choice, worker, attempt)
             return
+        worker_id = worker.info.id
+        text = failed_text(worker_id, error, len(choice.emitted))
+        choice.events.note(time.monotonic(), EventKind.FAILED, text, attempt.spec.attempt, worker_id)
         if isinstance(error, WorkerFailed):
             self._pools.suspect(worker)
         failed = Failure(
-            worker_id=worker.info.id,
+            worker_id=worker_id,
             error=error,
             placement=attempt.assignment.placement,
             num_emitted=len(choice.emitted),

@@ -222,7 +222,7 @@ class Exchange:
             assert isinstance(ticket, Ticket)
             # A hand-over needs no permit: the router names the receiver, who is where its lease says.
             ticket = replace(ticket, kv_address=assignment.decode.info.address)
-            stages.has_room(time.monotonic())
+            self._reports.room(attempt)
             prefill = held.call(
                 self._client.prefill(assignment.prefill, attempt.spec, ticket, source=assignment.source, trace=trace)
             )

@@ -7,6 +7,8 @@ import time
 from baton.messages import FirstToken, HandedOver, PrefillReport, Ticket
 from baton.telemetry.instruments import Instruments
 from router.dispatch.choice import Attempt
+from router.dispatch.decisions import MeasuredSeconds
+from router.dispatch.events import EventKind
 from router.dispatch.worker_client import WorkerStream
 from router.placement import PriceFit
 from router.placement.stale_hints import HintTracker
@@ -19,6 +21,14 @@ class Reports:
         self._hints = hints
         self._prices = prices
         self._instruments = instruments
+
+    def room(self, attempt: Attempt) -> None:
+        """Books that the decode worker has room for an attempt whose prompt another worker computes."""
+        choice, now_s, worker_id = attempt.choice, time.monotonic(), attempt.assignment.placement.decode_worker
+        choice.stages.has_room(now_s)
+        if choice.decision is not None and attempt.spec.attempt == 0:
+            choice.decision.measured.room_s = choice.stages.noted[-1].took_s
+        choice.events.note(now_s, EventKind.ROOM, f"{worker_id} has room", attempt.spec.attempt, worker_id)
 
     def prefill(self, attempt: Attempt, report: PrefillReport) -> None:
         """Books that the prompt is computed and the first token here."""
@@ -36,8 +46,13 @@ class Reports:
         now_s = time.monotonic()
         choice.stages.computed(now_s, report.prefill_s, report.room_s)
         elapsed_s = now_s - choice.began_s
+        worker_id = attempt.assignment.placement.computes
+        choice.events.note(
+            now_s, EventKind.COMPUTED, _computed_text(report, worker_id), attempt.spec.attempt, worker_id
+        )
         if choice.decision is not None and attempt.spec.attempt == 0:
             choice.decision.ttft_s = elapsed_s
+            _measure(choice.decision.measured, report)
         prediction = attempt.assignment.placement.prediction
         for what, predicted_s, measured_s in (
             ("ttft", prediction.ttft_s, elapsed_s),
@@ -55,7 +70,34 @@ class Reports:
         report = await prefill.read()
         assert isinstance(report, HandedOver)
         if attempt.assignment.moves_from is None:
-            attempt.choice.stages.handed_over(time.monotonic(), report.exposed_s)
+            self._note_hand_over(attempt, report)
         self._prices.handed_over(ticket.num_tokens - ticket.skip_tokens, report.exposed_s)
         self._instruments.transfer_duration.record(report.transfer_s)
         self._instruments.transfer_bytes.add(report.num_bytes)
+
+    def _note_hand_over(self, attempt: Attempt, report: HandedOver) -> None:
+        choice, now_s, worker_id = attempt.choice, time.monotonic(), attempt.assignment.placement.decode_worker
+        choice.stages.handed_over(now_s, report.exposed_s)
+        if choice.decision is not None and attempt.spec.attempt == 0:
+            choice.decision.measured.exposed_s = report.exposed_s
+        text = (
+            f"KV is on {worker_id}: {report.num_bytes / 2**20:,.1f} MiB in {report.transfer_s:.3f} s, of which "
+            f"{report.exposed_s:.3f} s after the prompt was computed"
+        )
+        choice.events.note(now_s, EventKind.HANDED_OVER, text, attempt.spec.attempt, worker_id)
+
+
+def _measure(measured: MeasuredSeconds, report: PrefillReport) -> None:
+    """Notes what a worker says of a prompt. Where it decodes as well, it says how long it had no room."""
+    if measured.room_s is None:
+        measured.room_s = report.room_s
+    measured.wait_s = max(0.0, report.queue_s - report.pull_s - report.room_s)
+    measured.pull_s, measured.compute_s = report.pull_s, report.prefill_s
+
+
+def _computed_text(report: PrefillReport, worker_id: str) -> str:
+    """Says what a worker took to compute a prompt."""
+    text = f"{worker_id} has the first token: {report.queue_s:.3f} s in its queue"
+    if report.num_pulled_tokens:
+        text += f", {report.pull_s:.3f} s of them pulling {report.num_pulled_tokens} tokens"
+    return f"{text}, {report.prefill_s:.3f} s computing; {report.num_cached_tokens} tokens were cached"

@@ -2,8 +2,18 @@
 
 `settlement` books a request exactly once, however it ended; `resume` continues it after a break, from this router's
 memory or from the journal of another router; `moderation` holds its answers until the operator's judge allows them.
-`usage_log` writes what each request used, once over all of its calls: `usage_record` decides that, and `usage_marks` is
-what routers know of it in common.
+`request_log` remembers what became of requests, as `record` says. `usage_log` writes what each request used, once over
+all of its calls: `usage_record` decides that, and `usage_marks` is what routers know of it in common.
 """
 
-__all__ = ["model", "moderation", "resume", "settlement", "usage_log", "usage_marks", "usage_record"]
+__all__ = [
+    "model",
+    "moderation",
+    "record",
+    "request_log",
+    "resume",
+    "settlement",
+    "usage_log",
+    "usage_marks",
+    "usage_record",
+]

@@ -7,18 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from opentelemetry.context import Context
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace import Span, SpanKind, StatusCode
 
 from baton.api import Chat, GenerateChunk, GenerateRequest, Timing, Usage
 from baton.errors import InvalidRequest, Overloaded, QuotaExceeded, Unsupported
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry import logs, tracing
 from baton.telemetry.instruments import Instruments
+from baton.timelines import RUNNING
 from kvstore.leases import RecordKey
 from router.admission import Charge, Claim, SloCounts
 from router.admission.tenants import Tenant
 from router.dispatch.choice import Choice
+from router.dispatch.decisions import prediction_attributes
+from router.dispatch.events import EventKind, EventLog, error_text
 from router.request.model import Ingress
+from router.request.record import MOST_CHOICES, ChoiceRecord, FirstChoice, RequestRecord
 from router.request.usage_log import UsageBook
 from router.request.usage_record import UsageCall, UsageRecord
 from router.slo import SloOutcome, Stage, StagePhase, Stages, blame, classify, phases
@@ -49,6 +53,8 @@ class Settlement:
     ) -> None:
         self.arrived_s = time.monotonic()
         self._arrived_ns = time.time_ns()
+        self.request_id = request.request_id
+        """The request's; empty: it has none yet."""
         self.claim: Claim | None = None
         """The request's; None: it has not been found valid yet."""
         self.charge = Charge()
@@ -59,6 +65,7 @@ class Settlement:
         self._usage_call: UsageCall | None = None
         """This call, for the usage log; None: it has not begun to answer, or there is no log."""
         self._tenant = tenant
+        self._is_streamed = ingress.is_streamed
         self._continuous_usage = request.continuous_usage
         operation = "chat" if isinstance(request.prompt, Chat) else "text_completion"
         self._model = {"model": model_id}
@@ -67,16 +74,9 @@ class Settlement:
             "gen_ai.provider.name": "baton",
             "gen_ai.request.model": model_id,
         }
-        name = f"{operation} {model_id}"
-        self._span = tracing.start_span(name, trace, self._labels, self._arrived_ns, SpanKind.SERVER)
+        self._span = self._started_span(request, ingress, trace)
         self.trace = tracing.context_of(self._span)
         logs.about(self._span.get_span_context())
-        if self._span.is_recording():
-            self._span.set_attribute("gen_ai.request.stream", ingress.is_streamed)
-            if ingress.address:
-                self._span.set_attributes({"server.address": ingress.address, "server.port": ingress.port})
-            if (seed := request.sampling.get("seed")) is not None:
-                self._span.set_attribute("gen_ai.request.seed", seed)
         self._choices: Sequence[Choice] = ()
         self._num_prompt_tokens = 0
         self._delivered: Mapping[int, int] = {}
@@ -94,6 +94,20 @@ class Settlement:
         """The life of the first choice, and so of the request, once it has ended."""
         self._stages = Stages()
         self._num_unfinished = 0
+        self._events = EventLog()
+        self._events.note(self.arrived_s, EventKind.ARRIVED, "arrived")
+        self._outcome_shown, self._error, self._blamed_stage = RUNNING, "", ""
+
+    def _started_span(self, request: GenerateRequest, ingress: Ingress, trace: Context | None) -> Span:
+        name = f"{self._labels['gen_ai.operation.name']} {self._model['model']}"
+        span = tracing.start_span(name, trace, self._labels, self._arrived_ns, SpanKind.SERVER)
+        if span.is_recording():
+            span.set_attribute("gen_ai.request.stream", ingress.is_streamed)
+            if ingress.address:
+                span.set_attributes({"server.address": ingress.address, "server.port": ingress.port})
+            if (seed := request.sampling.get("seed")) is not None:
+                span.set_attribute("gen_ai.request.seed", seed)
+        return span
 
     def begin(
         self,
@@ -115,6 +129,7 @@ class Settlement:
         self._num_prompt_tokens = spec.num_prompt_tokens
         self._num_tokens = [0] * len(choices)
         self._num_unfinished = len(choices)
+        self._events.note(time.monotonic(), EventKind.ADMITTED, f"admitted: {spec.num_prompt_tokens} prompt tokens")
         if self._span.is_recording():
             self._span.set_attributes(
                 {
@@ -134,6 +149,7 @@ class Settlement:
         now = time.monotonic()
         if not self._first_token_s:
             self._first_token_s = now
+            self._events.note(now, EventKind.FIRST_TOKEN, "the first token leaves for the client")
             if self._usage_book.is_kept:
                 self._usage_call = self._usage_book.placed(self._key, self._digest, bool(self._delivered))
             if self.charge.quota is not None:
@@ -150,6 +166,8 @@ class Settlement:
             self._num_reasoning[index] = chunk.num_reasoning_tokens
         if chunk.finish_reason is not None:
             self._finish_reasons[index] = chunk.finish_reason
+            text = f"finished after {self._num_tokens[index]} tokens: {chunk.finish_reason.value}"
+            self._choices[index].events.note(now, EventKind.FINISHED, text)
             self._num_unfinished -= 1
         if self._num_unfinished:
             return replace(chunk, usage=self.usage()) if self._continuous_usage else chunk
@@ -203,6 +221,36 @@ class Settlement:
             retries=first.retries,
         )
 
+    def record(self) -> RequestRecord:
+        """What is to be remembered of the request, as it is now or as it ended."""
+        ended_s, choices = self._ended_s or time.monotonic(), self._choices
+        has_gaps = bool(self._num_tokens) and self._num_tokens[0] > 1
+        itl_s = self._itl_s() if has_gaps else None
+        if choices and choices[0].decision is not None:
+            choices[0].decision.measured.step_s = itl_s
+        return RequestRecord(
+            request_id=self.request_id,
+            tenant=self._tenant.id,
+            operation=self._labels["gen_ai.operation.name"],
+            is_streamed=self._is_streamed,
+            claim=self.claim,
+            arrived_s=self.arrived_s,
+            arrived_at_s=self._arrived_ns / 1e9,
+            ended_s=ended_s,
+            outcome=self._outcome_shown,
+            error=self._error,
+            blamed_stage=self._blamed_stage,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_tokens=sum(self._num_tokens),
+            num_choices=len(choices),
+            first_token_s=self._first_token_s,
+            itl_s=itl_s,
+            life=self._life or self._life_until(ended_s),
+            first=FirstChoice.of(choices),
+            events=self._events,
+            choices=tuple(ChoiceRecord.of(choice) for choice in choices[:MOST_CHOICES]),
+        )
+
     def __enter__(self) -> Settlement:
         return self
 
@@ -218,9 +266,11 @@ class Settlement:
         if outcome == "cancelled":
             self._labels["error.type"] = outcome
         elif outcome != "ok":
-            self._labels["error.type"] = type(error).__name__
+            assert error is not None
+            self._labels["error.type"], self._error = type(error).__name__, error_text(error)
             self._span.set_status(StatusCode.ERROR, str(error))
-        slo = self._book_slo(outcome)
+        slo = self._outcome_shown = str(self._book_slo(outcome))
+        self._events.note(self._ended_s, EventKind.ENDED, f"{slo}: {self._error}" if self._error else slo)
         self._instruments.tenant_requests.add(1, {"tenant": self._tenant.id, "outcome": slo})
         self._instruments.request_duration.record(self._ended_s - self.arrived_s, self._labels)
         if self._first_token_s:
@@ -269,6 +319,7 @@ class Settlement:
         if outcome is SloOutcome.ITL_MISSED:
             stages = Stages.of(self._life_until(self._choices[0].stages.last_token_s), self._first_token_s)
         stage = blame(outcome, stages, objective, self._num_tokens[0] - 1)
+        self._blamed_stage = stage.value
         self._instruments.slo_misses.add(1, {**labels, "outcome": outcome, "stage": stage})
         self._span.set_attribute("baton.slo.blame", stage)
         return outcome
@@ -336,23 +387,7 @@ class Settlement:
                 "baton.decode_worker": first.decode_worker,
                 "baton.prefix_source": first.source,
                 "baton.retries": first.retries,
-                **_predicted(first),
             }
+            if first.decision is not None:
+                attributes |= prediction_attributes(first.decision.prediction)
         self._span.set_attributes(attributes)
-
-
-def _predicted(choice: Choice) -> dict[str, float]:
-    """The prediction with which a choice was placed, as span attributes."""
-    if choice.decision is None:
-        return {}
-    prediction = choice.decision.prediction
-    seconds = {
-        "wait_s": prediction.wait_s,
-        "room_s": prediction.room_s,
-        "pull_s": prediction.pull_s,
-        "compute_s": prediction.compute_s,
-        "exposed_s": prediction.exposed_s,
-        "step_s": prediction.step_s,
-        "ttft_s": prediction.ttft_s,
-    }
-    return {f"baton.predicted.{name}": value for name, value in seconds.items()}

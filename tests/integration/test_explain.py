@@ -24,8 +24,7 @@ def explain(cluster: Served, request_id: str) -> list[dict[str, Any]]:
     words = ("--address", cluster.grpc, "--api-key", cluster.api_key, "--json")
     result = baton("status", "--explain", request_id, *words)
     assert result.returncode == 0, result.stderr
-    explanations: list[dict[str, Any]] = json.loads(result.stdout)
-    return explanations
+    return [placement for call in json.loads(result.stdout) for placement in call["placements"]]
 
 
 def test_the_command_line_explains_where_a_request_went(arithmetic_cluster: Cluster) -> None:

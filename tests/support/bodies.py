@@ -205,6 +205,7 @@ MESSAGES: Mapping[str, tuple[Message, ...]] = {
     ),
     "/baton.v1.Inference/ListModels": (inference_pb2.ListModelsRequest(),),
     "/baton.v1.Admin/Explain": (admin_pb2.ExplainRequest(request_id="resumed"),),
+    "/baton.v1.Admin/ListRequests": (admin_pb2.ListRequestsRequest(tenant="a", outcomes=["met"], limit=5),),
     "/baton.v1.Admin/GetStatus": (admin_pb2.GetStatusRequest(),),
 }
 """What a client may call without an operator's key."""

@@ -73,6 +73,7 @@ OPEN = {"", "acme", "operations"}
 WITH_TENANTS = {
     "/metrics": (set[str](), OPEN),
     "/api/metrics": ({"operations"}, set[str]()),
+    "/api/requests": ({"operations"}, set[str]()),
     "/healthz": (OPEN, OPEN),
     "/readyz": (OPEN, OPEN),
     "/": (OPEN, set[str]()),

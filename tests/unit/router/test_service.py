@@ -170,11 +170,18 @@ class Router:
         return caught.value.code(), caught.value.details() or ""
 
     async def post(self, path: str, body: object) -> httpx2.Response:
-        app = create_app(self.service, self._tenants, lambda: "", lambda: b"")
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://baton") as client:
+        async with self._http() as client:
             return await client.post(path, content=data, headers=headers)
+
+    async def get(self, path: str) -> httpx2.Response:
+        async with self._http() as client:
+            return await client.get(path)
+
+    def _http(self) -> httpx2.AsyncClient:
+        app = create_app(self.service, self._tenants, lambda: "", lambda: b"")
+        return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://baton")
 
 
 @pytest.fixture(scope="module")
@@ -570,3 +577,21 @@ async def test_many_messages_are_refused_by_their_number(router: Router) -> None
     assert "it holds 20000" in answer.json()["error"]["message"]
     answer = await router.post("/detokenize", {"tokens": [5] * 20_000})
     assert answer.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/completions", {"prompt": ["hi", "ho"], "max_tokens": 2}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+async def test_whole_answers_of_every_api_say_where_the_time_went(
+    router: Router, path: str, prompt: dict[str, Any]
+) -> None:
+    """A stream's header leaves before its times are known."""
+    whole, stream = [await router.post(path, {**prompt, "model": MODEL, "stream": yes}) for yes in (False, True)]
+    assert (whole.status_code, stream.status_code) == (200, 200)
+    assert re.match(r"total;dur=\d+\.\d, first_token;dur=\d+\.\d", whole.headers["server-timing"])
+    assert "server-timing" not in stream.headers

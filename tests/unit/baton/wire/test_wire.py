@@ -11,7 +11,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton import api, kv_layout, wire
+from baton import api, kv_layout, timelines, wire
 from baton import messages as m
 from baton.chat import ChatMessage, tool_call
 from baton.cluster import (
@@ -36,6 +36,7 @@ from baton.hypotheses import Beam, Hypotheses
 from baton.sampling import UNDRAWN, EarlyStopping, FinishReason, SamplingParams
 from baton.scores import TokenScores
 from baton.structure import MAX_GRAMMAR_BYTES, MAX_STRUCTURE_CHOICES, StructuredOutputs
+from baton.timelines import RequestList, RequestTimeline
 from baton.tools import Tool, ToolCallDelta, ToolChoice, ToolUse
 from baton.v1 import admin_pb2, inference_pb2, kv_pb2, worker_pb2
 from baton.wire.worker import MAX_HYPOTHESES_BYTES
@@ -123,13 +124,13 @@ SAMPLING_PARAMS = st.fixed_dictionaries(SAMPLING_VALUES).map(_together)
 def values_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     if field.name == "finish_reason":
         return st.none() | st.sampled_from(FinishReason)
-    if field.message_type is not None:  # the dataclass has the message's name
-        name = field.message_type.name
+    if field.message_type is not None:  # the dataclass has the message's name, but for one
+        name = {"Decision": "Explanation"}.get(field.message_type.name, field.message_type.name)
         if name == "SamplingParams":
             return SAMPLING_PARAMS
         if name == "TokenScores":
             return st.integers(0, 3).flatmap(scores)
-        owner = next(module for module in (m, api, kv_layout) if hasattr(module, name))
+        owner = next(module for module in (m, api, kv_layout, timelines) if hasattr(module, name))
         values = messages_of(getattr(owner, name), field.message_type)
     else:
         values = SCALARS[field.type]
@@ -764,13 +765,23 @@ def test_status_of_an_empty_cluster() -> None:
     assert wire.status_as_json(wire.status_response(status(0)))["workers"] == []
 
 
-EXPLANATIONS = messages_of(api.Explanation, admin_pb2.Decision.DESCRIPTOR)
+TIMELINES = messages_of(RequestTimeline, admin_pb2.RequestTimeline.DESCRIPTOR)
 
 
-@given(st.lists(EXPLANATIONS, max_size=3))
-def test_explanations(explanations: list[api.Explanation]) -> None:
-    """Infinite objectives too: a class may have none."""
-    assert wire.explanations(through_bytes(wire.explain_response(explanations))) == explanations
+@settings(max_examples=20)
+@given(st.lists(TIMELINES, max_size=3))
+def test_timelines(found: list[RequestTimeline]) -> None:
+    """Infinite objectives too: a class may have none. The placements are those of each tenant's latest call."""
+    message = through_bytes(wire.explain_response(found))
+    assert wire.timelines(message) == found
+    latest = {each.summary.tenant: each.placements for each in reversed(found)}
+    assert wire.explanations(message) == [each for placements in latest.values() for each in placements]
+
+
+@settings(max_examples=20)
+@given(messages_of(RequestList, admin_pb2.ListRequestsResponse.DESCRIPTOR))
+def test_request_lists(found: RequestList) -> None:
+    assert wire.request_list(through_bytes(wire.requests_response(found))) == found
 
 
 def test_pools_and_workers_are_those_of_the_status() -> None:

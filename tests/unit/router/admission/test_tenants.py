@@ -21,8 +21,8 @@ from router.admission.tenants import DEFAULT_TENANT, Tenant, TenantBook, api_key
 from router.api.controller_client import ControllerClient
 from router.api.grpc_api import CALLER, SERVICE_NAMES, AdminServicer, Authentication
 from router.api.openai import error_body
-from router.dispatch.decisions import DecisionLog
 from router.prompt import SequenceBuilder
+from router.request.request_log import RequestLog
 from tests.support.builders import cluster_status
 
 
@@ -236,7 +236,7 @@ NOTHING_RUNS = cluster_status(redis_ok=False)
 async def connection(book: TenantBook) -> AsyncGenerator[grpc.aio.Channel]:
     rpc = RpcServer(SERVICE_NAMES, [Authentication(book)])
     inference_pb2_grpc.add_InferenceServicer_to_server(SERVICER, rpc.server)
-    admin = AdminServicer(lambda: NOTHING_RUNS, DecisionLog().explain, ControllerClient(lambda: None))
+    admin = AdminServicer(lambda: NOTHING_RUNS, RequestLog(), ControllerClient(lambda: None))
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     port = rpc.bind("127.0.0.1", 0)
     await rpc.start()
@@ -291,6 +291,7 @@ ADMIN = {
     "ListPools": admin_pb2.ListPoolsRequest(),
     "ListWorkers": admin_pb2.ListWorkersRequest(),
     "Explain": admin_pb2.ExplainRequest(request_id="another's"),
+    "ListRequests": admin_pb2.ListRequestsRequest(),
     "ScalePool": admin_pb2.ScalePoolRequest(pool="decode", desired=2),
     "DrainWorker": admin_pb2.DrainWorkerRequest(worker_id="decode-0"),
     "SetWorkerRole": admin_pb2.SetWorkerRoleRequest(worker_id="a", role="decode"),

@@ -23,7 +23,7 @@ from router.api.connections import BoundedProtocol, ConnectionLimits, OpenConnec
 from router.api.controller_client import ControllerClient
 from router.api.grpc_api import CALLER, SERVICE_NAMES, AdminServicer, Authentication
 from router.api.http import OPEN_PATHS, create_app, require_certificates
-from router.dispatch.decisions import DecisionLog
+from router.request.request_log import RequestLog
 from tests.support.builders import cluster_status
 from tests.support.certificates import Authority, serial_of
 from tests.support.waiting import until
@@ -66,7 +66,7 @@ class _WhoAmI(inference_pb2_grpc.InferenceServicer):
 async def _grpc_door(book: TenantBook, door: Tls) -> AsyncIterator[str]:
     rpc = RpcServer(SERVICE_NAMES, [Authentication(book)])
     inference_pb2_grpc.add_InferenceServicer_to_server(_WhoAmI(), rpc.server)
-    admin = AdminServicer(lambda: cluster_status(redis_ok=False), DecisionLog().explain, ControllerClient(lambda: None))
+    admin = AdminServicer(lambda: cluster_status(redis_ok=False), RequestLog(), ControllerClient(lambda: None))
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
     port = rpc.bind("127.0.0.1", 0, door)
     await rpc.start()

@@ -12,13 +12,14 @@ import httpx2
 import openai
 import pytest
 
-from baton.api import Chat, GenerateChunk, GenerateRequest, Text, TokenIds, Truncation, TruncationSide, Usage
+from baton.api import Chat, GenerateChunk, GenerateRequest, Text, Timing, TokenIds, Truncation, TruncationSide, Usage
 from baton.chat import ChatMessage
 from baton.sampling import FinishReason
 from baton.structure import StructuredOutputs
 from router.admission.tenants import DEFAULT_TENANT
 from router.api.http import create_app
 from router.request.model import Ingress
+from router.request.request_log import RequestLog
 
 CHAT = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": %s}'
 
@@ -30,6 +31,7 @@ class Service:
     model = SimpleNamespace(tokenizer=None)
 
     def __init__(self) -> None:
+        self.requests = RequestLog()
         self.asked: list[GenerateRequest] = []
         self.may_answer = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -50,6 +52,7 @@ class Service:
             token_ids=(1,),
             finish_reason=FinishReason.STOP,
             usage=Usage(1, 1, 0),
+            timing=Timing(ttft_s=0.25, total_s=1.5, queue_s=0.05, prefill_s=0.2, decode_s=1.25),
         )
 
 
@@ -120,6 +123,15 @@ async def test_json_is_read_under_all_its_names(content_type: str) -> None:
     assert response.json()["choices"][0]["message"]["content"] == "word"
     (asked,) = service.asked
     assert (type(asked.prompt), asked.sampling) == (Chat, {"max_tokens": 4})
+
+
+async def test_a_whole_answer_says_in_a_header_where_the_time_went() -> None:
+    """A stage that took none is left out."""
+    service = Service()
+    service.may_answer.set()
+    response = await post(service, CHAT % b"4")
+    expected = "total;dur=1500.0, first_token;dur=250.0, queue;dur=50.0, prefill;dur=200.0, decode;dur=1250.0"
+    assert response.headers["server-timing"] == expected
 
 
 def chat(**fields: Any) -> tuple[str, dict[str, Any]]:

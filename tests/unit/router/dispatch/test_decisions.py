@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.api import Option
+from baton.api import Option, PlacementSeconds
 from baton.cluster import Role
 from router.admission import Claim
 from router.admission.tenants import Tenant
@@ -42,46 +42,22 @@ def noted(log: DecisionLog, request_id: str, choice_index: int = 0, claim: Claim
     return log.note(replace(SPEC, request_id=request_id, choice_index=choice_index), claim, found, found.prediction)
 
 
-def test_a_decision_is_found_by_its_request() -> None:
-    log = DecisionLog()
-    first, second = noted(log, "r", 0), noted(log, "r", 1)
-    noted(log, "other")
-    assert log.explain("r") == [first, second]
-    assert log.explain("unheard of") == []
-
-
-def test_two_tenants_may_use_the_same_id() -> None:
-    log = DecisionLog()
-    decisions = [noted(log, "r", claim=replace(CLAIM, tenant=Tenant(id=name))) for name in ("acme", "zeta")]
-    assert log.explain("r") == decisions
-
-
 def test_what_became_of_a_decision_shows() -> None:
-    log = DecisionLog()
-    decision = noted(log, "r")
+    decision = noted(DecisionLog(), "r")
     assert (decision.outcome, decision.ttft_s) == ("let in", 0.0)
     decision.outcome, decision.ttft_s = "refused: too late", 0.7
-    (explanation,) = map(explained, log.explain("r"))
+    decision.measured.wait_s, decision.measured.exposed_s = 0.5, 0.0
+    explanation = explained(decision)
     assert (explanation.outcome, explanation.measured_ttft_s) == ("refused: too late", 0.7)
+    assert explanation.measured == PlacementSeconds(wait_s=0.5, exposed_s=0.0)
 
 
-def test_the_last_ones_are_kept() -> None:
+def test_the_last_ones_keep_their_candidates() -> None:
     log = DecisionLog()
     decisions = [noted(log, f"r{i}") for i in range(KEPT + 3)]
-    assert [log.explain(f"r{i}") for i in range(4)] == [[], [], [], [decisions[3]]]
-    assert log.explain(f"r{KEPT + 2}") == [decisions[-1]]
-
-
-def test_a_request_id_that_comes_again_is_a_new_decision() -> None:
-    log = DecisionLog()
-    noted(log, "again")
-    for i in range(KEPT - 1):
-        noted(log, f"r{i}")
-    latest = noted(log, "again")
-    assert log.explain("again") == [latest]
-    noted(log, "one more")
-    assert log.explain("r0") == [], "the oldest goes"
-    assert log.explain("again") == [latest]
+    have_candidates = [bool(explained(decision).options) for decision in decisions]
+    assert have_candidates == [False] * 3 + [True] * KEPT
+    assert explained(decisions[0]).prefill_worker == "quick", "the rest stays"
 
 
 def test_an_explanation_says_what_was_asked_and_what_was_chosen() -> None:
@@ -94,6 +70,10 @@ def test_an_explanation_says_what_was_asked_and_what_was_chosen() -> None:
     assert (explanation.source, explanation.source_tokens) == ("", 0)
     assert explanation.predicted_ttft_s == 1.08, "the room comes after 1 s"
     assert (explanation.outcome, explanation.measured_ttft_s) == ("let in", 0.0)
+    assert explanation.measured == PlacementSeconds()
+    assert explanation.predicted == PlacementSeconds(
+        wait_s=0.0, room_s=1.0, pull_s=0.0, compute_s=0.08, exposed_s=0.005, step_s=0.002
+    )
 
 
 def test_an_explanation_lists_what_spoke_for_each_worker_the_quickest_first() -> None:

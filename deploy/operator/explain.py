@@ -1,0 +1,114 @@
+"""What `baton status --explain` prints: the life of a request, and how it was placed. It fits 80 columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from baton.api import Explanation, Option, PlacementSeconds
+from baton.cluster import Role
+from baton.errors import InvalidRequest
+from baton.timelines import RequestSummary, RequestTimeline, TimelinePhase, timeline_json
+from deploy.operator.tables import new_table
+
+
+def print_timelines(found: Sequence[RequestTimeline], request_id: str, as_json: bool) -> None:
+    """Prints the life of each call with this id, the latest first. Raises InvalidRequest if there is none."""
+    if not found:
+        raise InvalidRequest(
+            f"the router does not know a request {request_id!r}; it keeps the latest that it has served"
+        )
+    if as_json:
+        print(json.dumps([timeline_json(each) for each in found], indent=2))  # noqa: T201
+        return
+    out = Console(soft_wrap=True)
+    for each in found:
+        for line in summary_lines(each.summary):
+            out.print(line, markup=False)
+        out.print(event_table(each))
+        out.print(phase_table(each.phases, each.summary.total_s))
+        for placement in each.placements:
+            _print_placement(out, placement)
+
+
+def summary_lines(summary: RequestSummary) -> list[str]:
+    """Says what was asked, what became of it and how long that took."""
+    outcome = summary.outcome
+    if summary.blamed_stage:
+        outcome += f" because of {summary.blamed_stage}"
+    if summary.error:
+        outcome += f" ({summary.error})"
+    ttft = "none yet" if summary.ttft_s is None else f"{summary.ttft_s:.3f} s"
+    itl = "" if summary.itl_s is None else f", {summary.itl_s:.3f} s between tokens"
+    return [
+        f"{summary.request_id}: {outcome}",
+        f"tenant {summary.tenant}, class {summary.slo_class or 'none'}, priority {summary.priority}; objectives: first "
+        f"token {summary.ttft_objective_s:g} s, between tokens {summary.itl_objective_s:g} s, "
+        f"answer {summary.e2e_objective_s:g} s",
+        f"{summary.num_prompt_tokens} prompt tokens, {summary.num_cached_tokens} of them cached; {summary.num_tokens} "
+        f"tokens of answer in {summary.num_choices} choices; placed again {summary.retries} times",
+        f"first token after {ttft}{itl}, {summary.total_s:.3f} s in all",
+    ]
+
+
+def event_table(timeline: RequestTimeline) -> Table:
+    """The events of a request, in order of time."""
+    table = new_table("at (s)", "what happened")
+    has_several = timeline.summary.num_choices > 1
+    for event in timeline.events:
+        named = f"[{event.choice_index}] " if has_several and event.what not in ("arrived", "admitted", "ended") else ""
+        table.add_row(f"{event.at_s:.3f}", Text(named + event.text))
+    if timeline.num_events_left_out:
+        table.add_row("", f"({timeline.num_events_left_out} events in the middle are left out)")
+    return table
+
+
+def phase_table(phases: Sequence[TimelinePhase], total_s: float) -> Table:
+    """Where the time went: the phases in order, and what part of the whole they are."""
+    table = new_table("from (s)", "to (s)", "seconds", "share", "stage")
+    rows = [(f"{each.begin_s:.3f}", f"{each.end_s:.3f}", each.end_s - each.begin_s, each.stage) for each in phases]
+    rows.append(("", "", sum(seconds for _, _, seconds, _ in rows), f"in all, of {total_s:.3f} s"))
+    for begin, end, seconds, stage in rows:
+        table.add_row(begin, end, f"{seconds:.3f}", f"{seconds / total_s:.1%}" if total_s else "", stage)
+    return table
+
+
+def _print_placement(out: Console, placed: Explanation) -> None:
+    workers = " -> ".join(name for name in (placed.prefill_worker, placed.decode_worker) if name)
+    pulled = f", pulls {placed.source_tokens} tokens from {placed.source}" if placed.source else ""
+    measured = f"{placed.measured_ttft_s:.3f} s" if placed.measured_ttft_s else "not yet"
+    name = f"{placed.request_id}/{placed.choice_index}"
+    out.print(f"{name}: {placed.mode} on {workers}{pulled}; {placed.outcome}", markup=False)
+    out.print(f"{placed.num_prompt_tokens} prompt tokens, room for {placed.num_expected_tokens} tokens of answer")
+    out.print(f"first token: predicted {placed.predicted_ttft_s:.3f} s, measured {measured}")
+    out.print(seconds_table(placed.predicted, placed.measured))
+    if placed.options:
+        out.print(option_table(placed.options))
+
+
+def seconds_table(predicted: PlacementSeconds, measured: PlacementSeconds) -> Table:
+    """What was predicted of a placement beside what came of it, in milliseconds."""
+    table = new_table("(ms)", "wait", "room", "pull", "compute", "exposed", "step")
+    for name, each in (("predicted", predicted), ("measured", measured)):
+        seconds = (each.wait_s, each.room_s, each.pull_s, each.compute_s, each.exposed_s, each.step_s)
+        table.add_row(name, *("-" if value is None else f"{value * 1e3:.1f}" for value in seconds))
+    return table
+
+
+def option_table(options: Sequence[Option]) -> Table:
+    """The workers that could have been chosen, the fastest to a first token first."""
+    table = new_table("worker (ms)", "cached", "wait", "pull", "compute", "cost", "room", "exposed", "step")
+    for option in options:
+        seconds = (option.wait_s, option.pull_s, option.compute_s, option.cost_s)
+        decoding = (option.room_s, option.exposed_s, option.step_s)
+        table.add_row(
+            option.worker_id,
+            str(option.num_cached_tokens),
+            *(f"{value * 1e3:.1f}" for value in seconds),
+            *(f"{value * 1e3:.1f}" if option.role == Role.DECODE else "" for value in decoding),
+        )
+    return table

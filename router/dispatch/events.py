@@ -1,0 +1,87 @@
+"""What happened to a choice, in order: the time line that `baton status --explain` and the page show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from baton.errors import BatonError, InvalidRequest, Unsupported
+from router.placement import Mode, Placement
+
+MOST_EVENTS = 40
+"""Events of one log that are kept: of more, those in the middle are left out."""
+SLOW_PLACEMENT_S = 0.01
+"""A placement that took longer has waited for a worker."""
+
+
+class EventKind(StrEnum):
+    """The kinds of events, in the order in which they come if nothing goes wrong."""
+
+    ARRIVED = "arrived"
+    ADMITTED = "admitted"
+    """The request is valid, within its tenant's limits, and in tokens."""
+    PLACED = "placed"
+    ROOM = "room"
+    """The decode worker has room."""
+    COMPUTED = "computed"
+    """The first token has come from the worker that computed the prompt."""
+    FIRST_TOKEN = "first_token"
+    """The first token has left for the client."""
+    HANDED_OVER = "handed_over"
+    FAILED = "failed"
+    """A worker has failed, or refused."""
+    LEAVING = "leaving"
+    """A worker leaves before it has computed anything of it."""
+    MOVED = "moved"
+    """Another worker has its KV, and goes on."""
+    FINISHED = "finished"
+    """The choice has come to its end."""
+    ENDED = "ended"
+
+
+class LifeEvent(NamedTuple):
+    """Something that happened, on the router's monotonic clock."""
+
+    at_s: float
+    what: EventKind
+    text: str
+    attempt: int = 0
+    worker: str = ""
+
+
+@dataclass(slots=True)
+class EventLog:
+    """The first and the latest events of something."""
+
+    events: list[LifeEvent] = field(default_factory=list)
+    num_left_out: int = 0
+
+    def note(self, at_s: float, what: EventKind, text: str, attempt: int = 0, worker: str = "") -> None:
+        """Adds an event; where there are many, one in the middle goes."""
+        self.events.append(LifeEvent(at_s, what, text, attempt, worker))
+        if len(self.events) > MOST_EVENTS:
+            del self.events[MOST_EVENTS // 2]
+            self.num_left_out += 1
+
+
+def placed_text(placement: Placement, waited_s: float) -> str:
+    """Says where a choice goes, and how long that took to decide."""
+    workers = " -> ".join(name for name in (placement.prefill_worker, placement.decode_worker) if name)
+    text = f"placed: {'split' if placement.mode is Mode.SPLIT else 'aggregated'} on {workers}"
+    if placement.source:
+        text += f", pulls {placement.source_tokens} tokens from {placement.source}"
+    text += f"; first token predicted in {placement.prediction.ttft_s:.3f} s"
+    return text if waited_s < SLOW_PLACEMENT_S else f"{text}; waited {waited_s:.3f} s for a worker that can take it"
+
+
+def error_text(error: BaseException) -> str:
+    """Names an error. The sentence of one that may quote the request is left out."""
+    kind = type(error).__name__
+    is_ours = isinstance(error, BatonError) and not isinstance(error, InvalidRequest | Unsupported)
+    return f"{kind}: {error}" if is_ours else kind
+
+
+def failed_text(worker_id: str, error: BatonError, num_emitted: int) -> str:
+    """Says which worker failed, when and why."""
+    return f"failed on {worker_id} after {num_emitted} tokens: {error_text(error)}"

@@ -1,0 +1,160 @@
+"""What is remembered of a request: raw values as it ends or runs, and the same for people. It has no content."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.timelines import RequestSummary, RequestTimeline, StageSeconds, TimelineEvent, TimelinePhase
+from router.admission import Claim
+from router.dispatch.choice import Choice
+from router.dispatch.decisions import PlacementDecision, explained
+from router.dispatch.events import EventKind, EventLog, LifeEvent
+from router.placement import NO_OBJECTIVE
+from router.slo import StagePhase, Stages
+
+MOST_CHOICES = 8
+"""Choices of a request whose events and placements are kept."""
+HARMLESS = frozenset(("met", "limited", "invalid", "cancelled"))
+"""Outcomes after which nobody asks what the cluster did wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceRecord:
+    """What is remembered of one choice."""
+
+    index: int
+    events: EventLog
+    decision: PlacementDecision | None
+
+    @staticmethod
+    def of(choice: Choice) -> ChoiceRecord:
+        """Returns what is remembered of a choice; it goes on being filled in as long as the choice is."""
+        return ChoiceRecord(index=choice.index, events=choice.events, decision=choice.decision)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstChoice:
+    """Where the latest placement of a request's first choice was, and what it found."""
+
+    mode: str = ""
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    retries: int = 0
+    num_cached_tokens: int = 0
+
+    @staticmethod
+    def of(choices: Sequence[Choice]) -> FirstChoice:
+        """Returns it for a request of these choices; none: it was never placed."""
+        if not choices:
+            return FirstChoice()
+        first = choices[0]
+        return FirstChoice(
+            mode=first.mode,
+            prefill_worker=first.prefill_worker,
+            decode_worker=first.decode_worker,
+            retries=first.retries,
+            num_cached_tokens=first.num_cached_tokens or 0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One request. Times are the router's monotonic clock, unless something else is said."""
+
+    request_id: str
+    tenant: str
+    operation: str
+    is_streamed: bool
+    claim: Claim | None
+    """None: it was not found valid."""
+    arrived_s: float
+    arrived_at_s: float
+    """Seconds since 1970."""
+    ended_s: float
+    """The end, or now."""
+    outcome: str
+    error: str
+    blamed_stage: str
+    num_prompt_tokens: int
+    num_tokens: int
+    num_choices: int
+    first_token_s: float
+    """0: there was none."""
+    itl_s: float | None
+    life: Sequence[StagePhase]
+    """Phases that follow one another from the arrival to the end."""
+    first: FirstChoice
+    events: EventLog
+    """What happened to the request as a whole."""
+    choices: Sequence[ChoiceRecord]
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether it ended without anything that an operator would look into."""
+        return self.outcome in HARMLESS
+
+
+def summary_of(record: RequestRecord, router: str) -> RequestSummary:
+    """One request for a list.
+
+    Args:
+        router: id of this router.
+    """
+    claim, first = record.claim, record.first
+    objective = claim.objective if claim is not None else NO_OBJECTIVE
+    seconds = Stages.of(record.life, record.first_token_s).by_stage()
+    return RequestSummary(
+        request_id=record.request_id,
+        router=router,
+        tenant=record.tenant,
+        slo_class=claim.slo_class if claim is not None else "",
+        priority=claim.priority if claim is not None else 0,
+        operation=record.operation,
+        is_streamed=record.is_streamed,
+        arrived_s=record.arrived_at_s,
+        outcome=record.outcome,
+        error=record.error,
+        blamed_stage=record.blamed_stage,
+        num_prompt_tokens=record.num_prompt_tokens,
+        num_cached_tokens=first.num_cached_tokens,
+        num_tokens=record.num_tokens,
+        num_choices=record.num_choices,
+        ttft_s=record.first_token_s - record.arrived_s if record.first_token_s else None,
+        itl_s=record.itl_s,
+        total_s=record.ended_s - record.arrived_s,
+        ttft_objective_s=objective.ttft_s,
+        itl_objective_s=objective.itl_s,
+        e2e_objective_s=objective.e2e_s,
+        stages=StageSeconds(**{stage.value: spent_s for stage, spent_s in seconds.items()}),
+        mode=first.mode,
+        prefill_worker=first.prefill_worker,
+        decode_worker=first.decode_worker,
+        retries=first.retries,
+    )
+
+
+def timeline_of(record: RequestRecord, router: str) -> RequestTimeline:
+    """One request with its time line.
+
+    Args:
+        router: id of this router.
+    """
+    logs = [(0, record.events), *((choice.index, choice.events) for choice in record.choices)]
+    happened = [(index, event) for index, log in logs for event in log.events]
+    happened.sort(key=lambda pair: (pair[1].at_s, pair[1].what is EventKind.ENDED))
+    return RequestTimeline(
+        summary=summary_of(record, router),
+        phases=tuple(
+            TimelinePhase(stage=stage.value, begin_s=begin_s - record.arrived_s, end_s=end_s - record.arrived_s)
+            for stage, begin_s, end_s in record.life
+        ),
+        events=tuple(_event(record.arrived_s, index, each) for index, each in happened),
+        num_events_left_out=sum(log.num_left_out for _, log in logs),
+        placements=tuple(explained(choice.decision) for choice in record.choices if choice.decision is not None),
+    )
+
+
+def _event(arrived_s: float, choice_index: int, event: LifeEvent) -> TimelineEvent:
+    values = {**event._asdict(), "at_s": event.at_s - arrived_s, "what": event.what.value}
+    return TimelineEvent(choice_index=choice_index, **values)
