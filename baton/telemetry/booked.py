@@ -11,16 +11,24 @@ from dataclasses import dataclass, field
 
 from baton.telemetry.prometheus import Counter, Histogram
 
-# Bounds of the OpenTelemetry GenAI semantic conventions, in seconds, extended for late answers: a quantile in the last
-# bucket is only known to be above the last bound.
-LONG_BOUNDS = [163.84, 327.68, 655.36, 1310.72, 3600.0]
-DURATION_BOUNDS = [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, *LONG_BOUNDS]
-LATE_BOUNDS = [20.0, 40.0, 60.0, 120.0, 300.0, 600.0]
-TTFT_BOUNDS = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, *LATE_BOUNDS]
-TOKEN_BOUNDS = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0]
-STAGE_BOUNDS = [0.001, 0.0025, 0.005, *DURATION_BOUNDS]
+DIGITS = (1, 1.2, 1.4, 1.68, 2, 2.4, 2.8, 3.2, 3.8, 4.4, 5, 6, 7, 8.4)
+"""Bounds in each power of ten: each is at most 1.2 times the one before, so that any two values of a bucket are within
+20 % of each other, and the quantile that is shown is of the true one."""
+FIRST_BOUND = 0.001
+"""Below it nobody knows more than that."""
+
+
+def close_bounds(last: float) -> list[float]:
+    """Bounds from FIRST_BOUND to `last`, so close that a quantile between them is within 20 % of the truth."""
+    steps = [float(f"{digit}e{power}") for power in range(-3, 5) for digit in DIGITS]
+    return [*(step for step in steps if step < last), last]
+
+
+DURATION_BOUNDS = STAGE_BOUNDS = close_bounds(3600.0)
+TTFT_BOUNDS = close_bounds(600.0)
+TOKEN_BOUNDS = close_bounds(30.0)
+ERROR_BOUNDS = close_bounds(10.0)
 LENGTH_BOUNDS = [float(2**exponent) for exponent in range(4, 21)]
-ERROR_BOUNDS = [0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0]
 
 
 def _histogram(name: str, description: str, bounds: Sequence[float], unit: str = "s") -> Histogram:

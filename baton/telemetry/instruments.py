@@ -29,7 +29,8 @@ class Instruments(Booked):
     """The router's instruments and their Prometheus exposition.
 
     Args:
-        slo_classes: the SLO classes whose objectives are shown, by name.
+        slo_classes: the SLO classes whose objectives are shown, by name, and are bounds of the histograms: how many
+            requests met them is then exactly a bucket's count.
         vllm_model: the model name under which metrics are also shown with vLLM's names; empty: they are not.
     """
 
@@ -40,6 +41,11 @@ class Instruments(Booked):
         vllm_model: str = "",
     ) -> None:
         super().__init__()
+        classes = (slo_classes or {}).values()
+        self.time_to_first_token.divide(each.ttft_ms / 1e3 for each in classes)
+        self.time_per_output_token.divide(each.itl_ms / 1e3 for each in classes)
+        self.inter_token_latency.divide(each.itl_ms / 1e3 for each in classes)
+        self.request_duration.divide(each.e2e_ms / 1e3 for each in classes)
         self._status = status
         self.prefixes = PrefixBook()
         instruments: list[Instrument] = [getattr(self, field.name) for field in fields(Booked)]

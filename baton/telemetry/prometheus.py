@@ -78,7 +78,7 @@ class Histogram:
     def __init__(self, name: str, description: str, bounds: Sequence[float], unit: str = "") -> None:
         self._family = _Family(HistogramMetricFamily, name, description, unit)
         self.definition = self._family.definition
-        self._bounds = bounds
+        self.bounds = bounds
         self._counts: dict[Labels, list[int]] = {}
         self._sums: dict[Labels, float] = {}
 
@@ -86,13 +86,13 @@ class Histogram:
         key = frozenset(labels.items())
         counts = self._counts.get(key)
         if counts is None:
-            counts = self._counts[key] = [0] * (len(self._bounds) + 1)
+            counts = self._counts[key] = [0] * (len(self.bounds) + 1)
             self._sums[key] = 0.0
-        counts[bisect_left(self._bounds, value)] += times
+        counts[bisect_left(self.bounds, value)] += times
         self._sums[key] += value * times
 
     def collect(self) -> Iterable[Metric]:
-        names = [*map(str, self._bounds), "+Inf"]
+        names = [*map(str, self.bounds), "+Inf"]
         return self._family.of(
             [
                 (
@@ -105,7 +105,7 @@ class Histogram:
 
     def renamed(self, name: str, description: str, relabel: Relabel) -> Histogram:
         """A new histogram with the current values."""
-        other = Histogram(name, description, self._bounds)
+        other = Histogram(name, description, self.bounds)
         for labels, counts in self._counts.items():
             if (shown := relabel(dict(labels))) is not None:
                 key = frozenset(shown.items())
@@ -113,6 +113,11 @@ class Histogram:
                 other._counts[key] = [a + b for a, b in zip(before, counts, strict=True)]
                 other._sums[key] = other._sums.get(key, 0.0) + self._sums[labels]
         return other
+
+    def divide(self, at: Iterable[float]) -> None:
+        """Adds bounds below the last one, which stays; nothing is booked yet."""
+        assert not self._counts
+        self.bounds = sorted({*self.bounds, *(bound for bound in at if 0 < bound < self.bounds[-1])})
 
 
 class Renamed:

@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from baton.cluster import Role
+
 
 def print_status(report: dict[str, Any]) -> None:
     """Prints the report of `Client.status`."""

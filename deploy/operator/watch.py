@@ -50,6 +50,8 @@ class Quantile(NamedTuple):
     value: float
     is_above: bool = False
     """The quantile lies above `value`, which is the last finite bound; how far is not known."""
+    is_below: bool = False
+    """The quantile lies below `value`, which is the first bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,8 @@ def _quantiles(old: Mapping[float, float], new: Mapping[float, float]) -> Quanti
 
 
 def quantile(q: float, counts: Mapping[float, float]) -> Quantile | None:
-    """A quantile as by Prometheus' histogram_quantile, uniform within a bucket; one in the last bucket is marked so.
+    """A quantile as by Prometheus' histogram_quantile, uniform within a bucket; those in the first and the last bucket
+    are marked so.
 
     Args:
         counts: cumulative counts by upper bound, ascending, the last of which is infinite.
@@ -186,6 +189,8 @@ def quantile(q: float, counts: Mapping[float, float]) -> Quantile | None:
         if bound == math.inf:
             break
         if count >= rank and count > count_below:
+            if not bound_below:
+                return Quantile(bound, is_below=True)
             return Quantile(bound_below + (bound - bound_below) * (rank - count_below) / (count - count_below))
         bound_below, count_below = bound, count
     return Quantile(bound_below, is_above=True)
@@ -326,4 +331,8 @@ def _latency(found: Quantile | None) -> str:
         return "-"
     if found.is_above:
         return f"> {found.value:,g} s"
-    return f"{found.value * 1e3:.0f} ms" if found.value < 1 else f"{found.value:.2f} s"
+    if found.value >= 1:
+        text = f"{found.value:.2f} s"
+    else:
+        text = f"{found.value * 1e3:.{1 if found.value < 0.01 else 0}f} ms"
+    return f"< {text}" if found.is_below else text

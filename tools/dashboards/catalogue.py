@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from baton.cluster import ClusterStatus
-from baton.telemetry.booked import DURATION_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
+from baton.telemetry.booked import DURATION_BOUNDS, FIRST_BOUND, TOKEN_BOUNDS, TTFT_BOUNDS
 from baton.telemetry.instruments import Instruments
 from baton.telemetry.prometheus import Definition
 
@@ -23,7 +23,11 @@ Counters of requests are each router's own: `sum` them. Times are differences of
 
 Histograms end at {TTFT_BOUNDS[-1]:,g} s to the first token, {TOKEN_BOUNDS[-1]:,g} s between tokens and
 {DURATION_BOUNDS[-1]:,g} s for stages and requests. For values above, `histogram_quantile` returns that number; the
-page, `baton status --watch` and the dashboards show `> {TTFT_BOUNDS[-1]:,g} s`.
+page, `baton status --watch` and the dashboards show `> {TTFT_BOUNDS[-1]:,g} s`. They begin at {FIRST_BOUND * 1e3:g} ms:
+below, the dashboards and `--watch` show `<`. Between, each bound is at most 1.2 times the one before, so that a
+quantile is within 20 % of the truth. The objectives of the classes (`router.slo_classes`) are bounds, too: of the time
+to the first token, of the times between tokens, and of requests. All routers of a cluster need the same ones, for their
+buckets to be added up.
 
 The hardware dashboard, and the last alerts below, read what others export: NVIDIA's dcgm-exporter (the GPU Operator's
 list of counters, with `DCGM_FI_PROF_NVLINK_TX_BYTES` and `DCGM_FI_PROF_NVLINK_RX_BYTES` added for NVLink), the

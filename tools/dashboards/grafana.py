@@ -7,6 +7,7 @@ from itertools import count
 from string import ascii_uppercase
 from typing import Any
 
+from baton.telemetry.booked import FIRST_BOUND
 from tools.dashboards.model import FIRING, JOB, NAMESPACE, Dashboard, Kind, Lead, Panel, Section, Variable, expanded
 
 Json = dict[str, Any]
@@ -130,7 +131,7 @@ def _field(panel: Panel) -> Json:
     color = "palette-classic" if panel.kind is Kind.LINES else "thresholds"
     field: Json = {"unit": panel.unit, "color": {"mode": color}, "thresholds": _thresholds(panel)}
     if panel.last_bound is not None:
-        field["mappings"] = [_above(panel.last_bound, panel.unit)]
+        field["mappings"] = [_above(panel.last_bound, panel.unit), _below(panel.unit)]
     if not panel.is_logarithmic:
         field["min"] = 0
     if panel.kind is Kind.BARS and panel.unit == "percentunit":
@@ -155,6 +156,12 @@ def _above(bound: float, unit: str) -> Json:
     """Marks values in the last bucket, for which histogram_quantile returns the last finite bound exactly."""
     text = f"> {bound:.0%}" if unit == "percentunit" else f"> {bound:,g} {unit}"
     return {"type": "value", "options": {f"{bound:g}": {"text": text, "index": 0}}}
+
+
+def _below(unit: str) -> Json:
+    """Marks values in the first bucket, of which no more is known."""
+    text = f"< {FIRST_BOUND:.1%}" if unit == "percentunit" else f"< {FIRST_BOUND:g} {unit}"
+    return {"type": "range", "options": {"from": 0, "to": FIRST_BOUND, "result": {"text": text, "index": 1}}}
 
 
 def _is_limited(panel: Panel) -> bool:

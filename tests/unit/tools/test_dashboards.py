@@ -19,6 +19,7 @@ from baton.cluster import (
     RouterInfo,
     WorkerLoad,
 )
+from baton.telemetry.booked import FIRST_BOUND
 from baton.telemetry.instruments import Instruments
 from baton.telemetry.prometheus import Histogram
 from tests.observability import exporters
@@ -244,8 +245,11 @@ def test_a_quantile_above_the_last_bound_is_shown_as_such() -> None:
         text = {"s": f"> {bound:,.0f} s", "percentunit": f"> {bound * 100:.0f}%"}[
             panel["fieldConfig"]["defaults"]["unit"]
         ]
-        (mapping,) = mappings
+        mapping, below = mappings
         assert mapping["type"] == "value"
+        assert below["type"] == "range"
+        assert (below["options"]["from"], below["options"]["to"]) == (0, FIRST_BOUND)
+        assert below["options"]["result"]["text"].startswith("< 0.")
         assert {key: shown["text"] for key, shown in mapping["options"].items()} == {f"{bound:.0f}": text}
         assert "mean" not in panel["options"]["legend"]["calcs"]
         (limits,) = panel["fieldConfig"]["overrides"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 import time
@@ -24,8 +25,10 @@ from baton.cluster import (
     WorkerState,
 )
 from baton.config import SloClassConfig
+from baton.telemetry.booked import FIRST_BOUND
 from baton.telemetry.instruments import Instruments
 from baton.telemetry.observed import OBSERVED, TransferRows
+from baton.telemetry.prometheus import Histogram
 from tests.support.builders import cluster_status, worker, worker_info
 
 COUNTS = TransferCounts(**{field.name: i for i, field in enumerate(dataclasses.fields(TransferCounts), 1)})
@@ -114,7 +117,7 @@ def test_a_bucket_holds_its_bound_and_every_row_has_every_label() -> None:
     assert f"# TYPE {name} histogram" in found
     assert f'{name}_bucket{{{chat},le="0.01"}} 1.0' in found
     assert f'{name}_bucket{{{chat},le="0.02"}} 2.0' in found
-    assert f'{name}_bucket{{{chat},le="81.92"}} 2.0' in found
+    assert f'{name}_bucket{{{chat},le="84.0"}} 2.0' in found
     assert f'{name}_bucket{{{chat},le="+Inf"}} 3.0' in found
     assert f"{name}_sum{{{chat}}} 100.021" in found
     assert f'{name}_count{{error_type="Overloaded",gen_ai_operation_name="chat"}} 1.0' in found
@@ -366,3 +369,40 @@ def test_what_is_skipped_in_redis_is_counted_by_what_it_is() -> None:
     exposition = Instruments(lambda: cluster_status(store_garbage=garbage)).exposition()
     lines = [line for line in exposition.decode().splitlines() if line.startswith("baton_store_garbage")]
     assert lines == ['baton_store_garbage_total{what="event"} 2.0', 'baton_store_garbage_total{what="lease"} 5.0']
+
+
+def test_objectives_of_the_classes_are_bounds_of_what_they_limit() -> None:
+    """How many met them is then known exactly. One beyond the last bound, or none, is no bound."""
+    classes = {
+        "fast": SloClassConfig(ttft_ms=333.0, itl_ms=47.5, e2e_ms=7777.0),
+        "patient": SloClassConfig(ttft_ms=math.inf, itl_ms=1e6, e2e_ms=math.inf),
+        "default": SloClassConfig(),
+    }
+    plain, divided = Instruments(lambda: NOBODY), Instruments(lambda: NOBODY, classes)
+    for name, added in (
+        ("time_to_first_token", {0.333}),
+        ("inter_token_latency", {0.0475}),
+        ("time_per_output_token", {0.0475}),
+        ("request_duration", {7.777}),
+        ("stage_duration", set[float]()),
+    ):
+        before, after = getattr(plain, name).bounds, getattr(divided, name).bounds
+        assert set(after) - set(before) == added, name
+        assert list(after) == sorted(after)
+        assert after[-1] == before[-1]
+    divided.time_to_first_token.record(0.333)
+    divided.time_to_first_token.record(0.3331)
+    shown = divided.exposition().decode()
+    assert 'gen_ai_server_time_to_first_token_seconds_bucket{le="0.333"} 1.0' in shown
+    assert {60.0} < set(plain.time_to_first_token.bounds), "the default objectives are bounds in any case"
+    assert {1.0} < set(plain.inter_token_latency.bounds)
+
+
+def test_bounds_are_so_close_that_a_quantile_is_within_a_fifth() -> None:
+    instruments = Instruments(lambda: NOBODY)
+    histograms = [each for each in vars(instruments).values() if isinstance(each, Histogram)]
+    assert len(histograms) == 7
+    for each in histograms:
+        ratios = [above / below for below, above in itertools.pairwise(each.bounds)]
+        assert max(ratios) <= 1.2 + 1e-9, each.definition.name
+        assert each.bounds[0] == FIRST_BOUND

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from baton.config import SloClassConfig
 from baton.errors import InvalidRequest, NoWorker
+from baton.telemetry.booked import TOKEN_BOUNDS, TTFT_BOUNDS
 from baton.telemetry.instruments import Instruments
 from deploy.operator.scrape import Samples, Scraper, parse, seen_from
 from deploy.operator.watch import (
@@ -72,7 +75,7 @@ def test_figures_are_differences_of_two_looks() -> None:
         tokens=30.0,
         classes=(ClassView("batch", 0.6, 6 / 8), ClassView("default", 3.0, 30 / 38)),
         blame=(("prefill", 0.6), ("queue", 0.2), ("decode", 0.2)),
-        ttft=Quantiles(Quantile(0.1), Quantile(0.492)),
+        ttft=Quantiles(Quantile(0.1, is_below=True), Quantile(0.492)),
         hit_rate=0.25,
         hit_ceiling=0.5,
     )
@@ -106,9 +109,9 @@ def test_without_metrics_goodput_is_still_known() -> None:
 @pytest.mark.parametrize(
     ("q", "counts", "value"),
     [
-        (0.5, {1.0: 10, 2.0: 20, math.inf: 20}, Quantile(1.0)),
+        (0.5, {1.0: 10, 2.0: 20, math.inf: 20}, Quantile(1.0, is_below=True)),
         (0.75, {1.0: 10, 2.0: 20, math.inf: 20}, Quantile(1.5)),
-        (0.25, {1.0: 10, math.inf: 10}, Quantile(0.25)),
+        (0.25, {1.0: 10, math.inf: 10}, Quantile(1.0, is_below=True)),
         (0.5, {1.0: 0, 2.0: 4, math.inf: 4}, Quantile(1.5)),
         (0.5, {1.0: 1, 2.0: 50, math.inf: 100}, Quantile(2.0)),
         (0.51, {1.0: 1, 2.0: 50, math.inf: 100}, Quantile(2.0, is_above=True)),
@@ -117,7 +120,7 @@ def test_without_metrics_goodput_is_still_known() -> None:
         (0.5, {}, None),
     ],
 )
-def test_a_quantile_is_prometheus_own_and_tells_when_it_lies_above_the_last_bound(
+def test_a_quantile_is_prometheus_own_and_says_when_it_lies_beyond_the_bounds(
     q: float, counts: dict[float, float], value: Quantile | None
 ) -> None:
     assert quantile(q, counts) == value
@@ -175,9 +178,44 @@ def late_answers() -> tuple[str, str]:
 def test_what_lies_above_the_last_bound_is_not_shown_as_the_bound() -> None:
     before, after = late_answers()
     text = shown(view([snapshot(0, router(0), metrics=before), snapshot(1, router(1), metrics=after)]))
-    assert re.search(r"first token +p50 550\.00 s +p99 > 600 s", text), text
-    assert re.search(r"between tokens +p50 26\.67 s +p99 > 30 s", text), text
+    assert re.search(r"first token +p50 430\.00 s +p99 > 600 s", text), text
+    assert re.search(r"between tokens +p50 19\.47 s +p99 > 30 s", text), text
+    assert "p50 < 1.0 ms" in shown(View(itl=Quantiles(Quantile(0.001, is_below=True))))
+    assert "p50 2.4 ms" in shown(View(itl=Quantiles(Quantile(0.0024))))
     assert "p50 > 3,600 s" in shown(View(itl=Quantiles(Quantile(3600.0, is_above=True))))
+
+
+MIXES = {
+    "40 s": ([40.0], [1.0]),
+    "some 40 s among quick ones": ([0.13, 40.0], [0.7, 0.3]),
+    "around 40 s": ([31.0, 37.0, 41.5, 43.9, 58.0], [0.3, 0.3, 0.2, 0.19, 0.01]),
+    "near a bound": ([2.0, 2.01], [0.985, 0.015]),
+    "quick": ([0.0072, 0.0083], [0.9, 0.1]),
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("num", [7, 1000])
+def test_a_p99_is_within_a_fifth_of_what_clients_saw(mix: str, num: int) -> None:
+    """Or shown as above the last bound: of the gaps, 40 s are."""
+    values, weights = MIXES[mix]
+    rng = random.Random(7)
+    seen = [value * rng.uniform(0.98, 1.02) for value in rng.choices(values, weights, k=num)]
+    instruments = Instruments(cluster_status, {"default": SloClassConfig()})
+    latencies = instruments.time_to_first_token, instruments.inter_token_latency
+    for latency in latencies:
+        latency.record(0.0)
+    before = instruments.exposition().decode()
+    for value in seen:
+        for latency in latencies:
+            latency.record(value)
+    after = instruments.exposition().decode()
+    found = view([snapshot(0, router(0), metrics=before), snapshot(1, router(1), metrics=after)])
+    truth = sorted(seen)[math.ceil(0.99 * num) - 1]
+    for shown_p99, last in ((found.ttft.p99, TTFT_BOUNDS[-1]), (found.itl.p99, TOKEN_BOUNDS[-1])):
+        assert shown_p99 is not None
+        assert shown_p99.is_above == (truth > last)
+        assert shown_p99.is_above or shown_p99.value == pytest.approx(truth, rel=0.2)
 
 
 def test_what_is_skipped_in_redis_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
