@@ -194,10 +194,25 @@ class Client:
             return wire.explanations(admin.Explain(message, timeout=STATUS_TIMEOUT_S, metadata=self._metadata))
 
     def timelines(self, request_id: str) -> list[RequestTimeline]:
-        """The life of each call with this id, the latest first; none: the router does not know it, or not any more."""
+        """The life of each call with this id, the latest first; none: no router knows it, or not any more.
+
+        Each router knows what it has served itself, so all addresses are asked; those that do not answer are passed
+        over where others do.
+        """
         message = admin_pb2.ExplainRequest(request_id=request_id)
-        with self._admin() as admin:
-            return wire.timelines(admin.Explain(message, timeout=STATUS_TIMEOUT_S, metadata=self._metadata))
+        found: list[RequestTimeline] = []
+        failures: list[BatonError] = []
+        for address, channel in zip(self._addresses, self._channels, strict=True):
+            admin = admin_pb2_grpc.AdminStub(channel)
+            try:
+                answer = admin.Explain(message, timeout=STATUS_TIMEOUT_S, metadata=self._metadata)
+            except grpc.RpcError as error:
+                failures.append(typed(error, address))
+            else:
+                found += wire.timelines(answer)
+        if len(failures) == len(self._channels):
+            raise failures[0]
+        return sorted(found, key=lambda each: -each.summary.arrived_s)
 
     def scale(self, pool: str, num_workers: int, is_forced: bool = False) -> None:
         """Orders a pool's size; `status` shows when the pool has it.

@@ -20,7 +20,8 @@ def print_timelines(found: Sequence[RequestTimeline], request_id: str, as_json: 
     """Prints the life of each call with this id, the latest first. Raises InvalidRequest if there is none."""
     if not found:
         raise InvalidRequest(
-            f"the router does not know a request {request_id!r}; it keeps the latest that it has served"
+            f"the router does not know a request {request_id!r}; it keeps the latest that it has served. Where "
+            "there are several routers, name them all: --address HOST:PORT,HOST:PORT"
         )
     if as_json:
         print(json.dumps([timeline_json(each) for each in found], indent=2))  # noqa: T201

@@ -9,9 +9,12 @@ from typing import Any
 
 import yaml
 
+from baton.config import SloClassConfig
 from baton.telemetry.booked import DURATION_BOUNDS, ERROR_BOUNDS, STAGE_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
+from baton.telemetry.instruments import Instruments
 from tests.observability.prometheus import binaries
-from tests.observability.shipped import RULES, alerts, cases, recorded, selectors
+from tests.observability.shipped import RULES, alerts, cases, dashboards, recorded, selectors
+from tests.support.builders import cluster_status
 
 LABELS = 'job="baton", slo_class="chat"'
 
@@ -169,4 +172,41 @@ def test_a_quantile_above_the_last_bound_is_exactly_that_bound(tmp_path: Path) -
             expression = f"histogram_quantile({q}, sum by (le) (rate({name}_bucket[5m])))"
             samples = [{"labels": "{}", "value": ends[-1]}]
             asked.append({"expr": expression, "eval_time": "15m", "exp_samples": samples})
+    run([{**given(series), "promql_expr_test": asked}], tmp_path)
+
+
+def quantiles_of(title: str) -> dict[str, str]:
+    """The quantiles of a panel, as Grafana asks for them."""
+    panels = [panel for dashboard in dashboards().values() for panel in dashboard["panels"]]
+    (panel,) = (panel for panel in panels if panel["title"] == title)
+    found = {target["legendFormat"]: target["expr"] for target in panel["targets"] if "_bucket" in target["expr"]}
+    values = {"$namespace": "n", "$job": "baton", "$model": ".*", "$__rate_interval": "5m"}
+    for name, value in values.items():
+        found = {legend: expression.replace(name, value) for legend, expression in found.items()}
+    return found
+
+
+def test_dashboards_show_late_first_tokens_within_a_fifth_of_what_clients_saw(tmp_path: Path) -> None:
+    """Two routers, whose clients wait 30 s and longer, and one in ten 40 s and longer."""
+    seen = sorted([30 + number / 10 for number in range(90)] + [40 + number / 2 for number in range(10)])
+    instruments = Instruments(cluster_status, {"default": SloClassConfig()})
+    for value in seen:
+        instruments.time_to_first_token.record(value, {"gen_ai.request.model": "m"})
+    (metric,) = instruments.time_to_first_token.collect()
+    series = {}
+    for sample in metric.samples:
+        if sample.name.endswith("_bucket"):
+            for router in ("a", "b"):
+                labels = {**sample.labels, "namespace": "n", "job": "baton", "instance": router}
+                named = ", ".join(f'{name}="{value}"' for name, value in labels.items())
+                series[f"{sample.name}{{{named}}}"] = f"0+{sample.value:g}x20"
+    asked = [
+        {
+            "expr": f"abs(({expression}) / {seen[math.ceil(int(legend[1:]) / 100 * len(seen)) - 1]} - 1) <= bool 0.2",
+            "eval_time": "15m",
+            "exp_samples": [{"labels": "{}", "value": 1}],
+        }
+        for legend, expression in quantiles_of("Time to first token").items()
+    ]
+    assert len(asked) == 3
     run([{**given(series), "promql_expr_test": asked}], tmp_path)

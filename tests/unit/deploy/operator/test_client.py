@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import threading
 import time
@@ -14,16 +15,19 @@ from typing import Any
 import grpc
 import pytest
 
+from baton import wire
 from baton.api import GenerateRequest, TokenIds
 from baton.errors import ConfigError, InvalidRequest, NoWorker
+from baton.timelines import RequestTimeline
 from baton.tls import Tls
-from baton.v1 import inference_pb2
+from baton.v1 import admin_pb2, inference_pb2
 from deploy.lab.bench.connection import BenchConnection
 from deploy.operator.client import Client
 from deploy.operator.trust import TrustOptions
 from tests.integration.cluster import free_port
 from tests.support.certificates import Authority
 from tests.support.proxy import Proxy
+from tests.unit.deploy.operator.test_explain import SUMMARY
 
 REQUEST = GenerateRequest(prompt=TokenIds((1, 2, 3)))
 
@@ -155,3 +159,32 @@ def test_a_number_that_is_no_port_is_not_counted_around(address: str) -> None:
             client(address)
     for good in ("127.0.0.1:65535", "localhost:1", "[::1]:1", "unix:/tmp/x", "dns:///host:443"):
         Client(good).close()
+
+
+def test_all_routers_are_asked_for_a_request_since_each_knows_its_own() -> None:
+    """One that does not answer is passed over where others do."""
+
+    def router_of(*arrivals: float) -> tuple[grpc.Server, str]:
+        found = [RequestTimeline(summary=dataclasses.replace(SUMMARY, arrived_s=at_s)) for at_s in arrivals]
+        explain = grpc.unary_unary_rpc_method_handler(
+            lambda request, context: wire.explain_response(found if request.request_id == "r" else []),
+            admin_pb2.ExplainRequest.FromString,
+            admin_pb2.ExplainResponse.SerializeToString,
+        )
+        server = grpc.server(ThreadPoolExecutor(1))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.v1.Admin", {"Explain": explain}),))
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        return server, address
+
+    (first, first_address), (second, second_address) = router_of(2.0, 1.0), router_of(3.0)
+    nobody = f"127.0.0.1:{free_port()}"
+    try:
+        with contextlib.closing(Client(f"{nobody},{first_address},{second_address}")) as client:
+            assert [each.summary.arrived_s for each in client.timelines("r")] == [3.0, 2.0, 1.0]
+            assert client.timelines("another") == []
+        with contextlib.closing(Client(nobody)) as client, pytest.raises(NoWorker, match="no router answers"):
+            client.timelines("r")
+    finally:
+        for server in (first, second):
+            server.stop(0).wait(30)
