@@ -13,6 +13,7 @@ from rich.console import Console
 
 from baton import config as baton_config
 from baton.errors import ConfigError, InvalidRequest
+from baton.timelines import DEFAULT_LIMIT, MAX_LIMIT, OUTCOMES
 from baton.tls import Tls, own_door_tls
 from deploy.cli.options import (
     Address,
@@ -25,7 +26,7 @@ from deploy.cli.options import (
     options_from_fields,
 )
 from deploy.operator.client import Access, Client
-from deploy.operator.explain import print_timelines
+from deploy.operator.explain import print_requests, print_timelines
 from deploy.operator.tables import print_status
 from deploy.operator.trust import TrustOptions
 
@@ -113,6 +114,23 @@ def status(
         print(json.dumps(report, indent=2))  # noqa: T201
     else:
         print_status(report)
+
+
+@options_from_fields
+def requests(
+    target: ClientOptions,
+    tenant: Annotated[str, typer.Option(help="Those of this tenant alone.")] = "",
+    slo_class: Annotated[str, typer.Option("--class", help="Those of this SLO class alone.")] = "",
+    outcome: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Those of which this became: {', '.join(OUTCOMES)}. Several times: any of these."),
+    ] = None,
+    limit: Annotated[int, typer.Option(help="How many, at most.", min=1, max=MAX_LIMIT)] = DEFAULT_LIMIT,
+) -> None:
+    """List the latest requests: what became of them, and where their time went. Nothing of their content."""
+    with contextlib.closing(target.client()) as client:
+        found = client.requests(tenant=tenant, slo_class=slo_class, outcomes=outcome or (), limit=limit)
+    print_requests(found, target.as_json)
 
 
 @options_from_fields

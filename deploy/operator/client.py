@@ -6,9 +6,9 @@ import contextlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -19,10 +19,11 @@ from baton.errors import BatonError, InvalidRequest, NoWorker, Overloaded
 from baton.rpc import from_rpc_error
 from baton.rpc.errors import is_lost
 from baton.rpc.server import CHANNEL_OPTIONS
-from baton.timelines import RequestTimeline
+from baton.timelines import DEFAULT_LIMIT, RequestSummary, RequestTimeline
 from baton.tls import Tls
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 
+T = TypeVar("T")
 STATUS_TIMEOUT_S = 10.0
 ORDER_TIMEOUT_S = 30.0
 ROLE_TIMEOUT_S = 600.0
@@ -200,19 +201,36 @@ class Client:
         over where others do.
         """
         message = admin_pb2.ExplainRequest(request_id=request_id)
-        found: list[RequestTimeline] = []
+        answers = self._of_each(lambda admin, **how: admin.Explain(message, **how))
+        found = [each for answer in answers for each in wire.timelines(answer)]
+        return sorted(found, key=lambda each: -each.summary.arrived_s)
+
+    def requests(
+        self, *, tenant: str = "", slo_class: str = "", outcomes: Sequence[str] = (), limit: int = DEFAULT_LIMIT
+    ) -> list[RequestSummary]:
+        """The latest requests of all addresses, as `timelines` asks them, the latest first.
+
+        Args:
+            tenant, slo_class, outcomes: which are asked for; empty: all.
+        """
+        message = admin_pb2.ListRequestsRequest(tenant=tenant, slo_class=slo_class, outcomes=outcomes, limit=limit)
+        answers = self._of_each(lambda admin, **how: admin.ListRequests(message, **how))
+        found = [each for answer in answers for each in wire.request_list(answer).requests]
+        return sorted(found, key=lambda each: -each.arrived_s)[:limit]
+
+    def _of_each(self, ask: Callable[..., T]) -> list[T]:
+        """The answers of all addresses that answer. Raises the first one's error where none does."""
+        answers: list[T] = []
         failures: list[BatonError] = []
         for address, channel in zip(self._addresses, self._channels, strict=True):
-            admin = admin_pb2_grpc.AdminStub(channel)
             try:
-                answer = admin.Explain(message, timeout=STATUS_TIMEOUT_S, metadata=self._metadata)
+                admin = admin_pb2_grpc.AdminStub(channel)
+                answers.append(ask(admin, timeout=STATUS_TIMEOUT_S, metadata=self._metadata))
             except grpc.RpcError as error:
                 failures.append(typed(error, address))
-            else:
-                found += wire.timelines(answer)
-        if len(failures) == len(self._channels):
+        if not answers:
             raise failures[0]
-        return sorted(found, key=lambda each: -each.summary.arrived_s)
+        return answers
 
     def scale(self, pool: str, num_workers: int, is_forced: bool = False) -> None:
         """Orders a pool's size; `status` shows when the pool has it.

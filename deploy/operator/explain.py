@@ -1,9 +1,11 @@
-"""What `baton status --explain` prints: the life of a request, and how it was placed. It fits 80 columns."""
+"""What `baton requests` and `baton status --explain` print: which requests there were, and the life of one."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
@@ -12,8 +14,11 @@ from rich.text import Text
 from baton.api import Explanation, Option, PlacementSeconds
 from baton.cluster import Role
 from baton.errors import InvalidRequest
-from baton.timelines import RequestSummary, RequestTimeline, TimelinePhase, timeline_json
+from baton.timelines import RequestSummary, RequestTimeline, TimelinePhase, summary_json, timeline_json
 from deploy.operator.tables import new_table
+
+LINE = 160
+"""Columns of the list of requests: their ids are whole, to be copied."""
 
 
 def print_timelines(found: Sequence[RequestTimeline], request_id: str, as_json: bool) -> None:
@@ -34,6 +39,35 @@ def print_timelines(found: Sequence[RequestTimeline], request_id: str, as_json: 
         out.print(phase_table(each.phases, each.summary.total_s))
         for placement in each.placements:
             _print_placement(out, placement)
+
+
+def print_requests(found: Sequence[RequestSummary], as_json: bool) -> None:
+    """Prints a list of requests."""
+    if as_json:
+        print(json.dumps([summary_json(each) for each in found], indent=2))  # noqa: T201
+        return
+    out = Console(width=LINE)
+    out.print(request_table(found))
+    out.print("one of them: baton status --explain REQUEST", markup=False)
+
+
+def request_table(found: Sequence[RequestSummary]) -> Table:
+    """One row per request: what became of it, how long that took, and the stage to blame, or that took longest."""
+    table = new_table("arrived", "outcome", "first (s)", "all (s)", "most of it in", "class", "tenant", "request")
+    for each in found:
+        spent_s = asdict(each.stages)
+        stage = each.blamed_stage or max(spent_s, key=spent_s.__getitem__)
+        table.add_row(
+            time.strftime("%H:%M:%S", time.localtime(each.arrived_s)),
+            each.outcome,
+            "-" if each.ttft_s is None else f"{each.ttft_s:.3f}",
+            f"{each.total_s:.3f}",
+            f"{stage} {spent_s[stage]:.3f} s",
+            each.slo_class or "-",
+            Text(each.tenant),
+            Text(each.request_id),
+        )
+    return table
 
 
 def summary_lines(summary: RequestSummary) -> list[str]:

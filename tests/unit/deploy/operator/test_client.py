@@ -18,7 +18,7 @@ import pytest
 from baton import wire
 from baton.api import GenerateRequest, TokenIds
 from baton.errors import ConfigError, InvalidRequest, NoWorker
-from baton.timelines import RequestTimeline
+from baton.timelines import RequestList, RequestTimeline
 from baton.tls import Tls
 from baton.v1 import admin_pb2, inference_pb2
 from deploy.lab.bench.connection import BenchConnection
@@ -171,8 +171,17 @@ def test_all_routers_are_asked_for_a_request_since_each_knows_its_own() -> None:
             admin_pb2.ExplainRequest.FromString,
             admin_pb2.ExplainResponse.SerializeToString,
         )
+
+        def listed(request: Any, context: Any) -> Any:
+            kept = RequestList(router="a", now_s=9.0, num_kept=9, requests=tuple(each.summary for each in found))
+            return wire.requests_response(kept if request.tenant == "acme" else dataclasses.replace(kept, requests=()))
+
+        requests = grpc.unary_unary_rpc_method_handler(
+            listed, admin_pb2.ListRequestsRequest.FromString, admin_pb2.ListRequestsResponse.SerializeToString
+        )
+        handlers: dict[str, Any] = {"Explain": explain, "ListRequests": requests}
         server = grpc.server(ThreadPoolExecutor(1))
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.v1.Admin", {"Explain": explain}),))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.v1.Admin", handlers),))
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
         return server, address
@@ -183,6 +192,8 @@ def test_all_routers_are_asked_for_a_request_since_each_knows_its_own() -> None:
         with contextlib.closing(Client(f"{nobody},{first_address},{second_address}")) as client:
             assert [each.summary.arrived_s for each in client.timelines("r")] == [3.0, 2.0, 1.0]
             assert client.timelines("another") == []
+            assert [each.arrived_s for each in client.requests(tenant="acme", limit=2)] == [3.0, 2.0]
+            assert client.requests() == []
         with contextlib.closing(Client(nobody)) as client, pytest.raises(NoWorker, match="no router answers"):
             client.timelines("r")
     finally:

@@ -1,4 +1,4 @@
-"""What `baton status --explain` prints."""
+"""What `baton requests` and `baton status --explain` print."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.timelines import (
     TimelinePhase,
     timeline_json,
 )
-from deploy.operator.explain import option_table, print_timelines
+from deploy.operator.explain import option_table, print_requests, print_timelines
 
 PREFILL = Option(
     worker_id="prefill-12",
@@ -220,3 +220,17 @@ def test_the_options_fit_a_terminal_in_milliseconds_and_only_who_decodes_has_roo
     row = ["decode-3", "0", "500.0", "0.0", "98765.4", "120500.0", "2500.0", "125.0", "62.5"]
     assert decode.split() == row
     assert max(map(len, (heading, prefill, decode))) <= 80
+
+
+LONG = "chatcmpl-0123456789abcdef0123456789abcdef"
+
+
+def test_requests_are_listed_with_the_stage_to_blame_or_that_took_longest(capsys: pytest.CaptureFixture[str]) -> None:
+    met = replace(SUMMARY, request_id=LONG, outcome="met", blamed_stage="", slo_class="", ttft_s=None)
+    print_requests([SUMMARY, met], as_json=False)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[1][1:] == ["ttft_missed", "15.500", "20.000", "recovery", "0.500", "s", "interactive", "acme", "req-7"]
+    assert rows[2][1:] == ["met", "-", "20.000", "prefill", "12.500", "s", "-", "acme", LONG]
+    print_requests([met], as_json=True)
+    (document,) = json.loads(capsys.readouterr().out)
+    assert (document["request_id"], document["e2e_objective_s"]) == (LONG, None)
