@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from router.dispatch.events import MOST_EVENTS, EventKind, EventLog
 from router.prompt import Tokenizer
 from router.request import request_log
 from router.request.request_log import RequestFilter, RequestLog
+from tests.support.waiting import until
 from tests.unit.router.dispatch.scripted_workers import Bench, ScriptedWorkers, bench_of, ticket
 from tests.unit.router.test_service import MODEL, OneToken, Router
 
@@ -73,7 +75,7 @@ async def served(
 
 
 async def test_the_life_of_a_request_whose_worker_died_is_accounted_for(tokenizer: Tokenizer) -> None:
-    """It dies in the midst of the answer, which goes on elsewhere half a second later."""
+    """It dies in the midst of the answer, which goes on elsewhere."""
     dies, goes_on = asyncio.Event(), asyncio.Event()
     two = NewTokens(token_ids=(6,), finish_reason=None)
     workers = ScriptedWorkers(
@@ -87,7 +89,7 @@ async def test_the_life_of_a_request_whose_worker_died_is_accounted_for(tokenize
     async with served(tokenizer, workers, roles, "split") as (router, _):
         answering = asyncio.create_task(answered(router, request()))
         for event in (dies, goes_on):
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(1.0)
             event.set()
         took_s = await answering
         (timeline,) = router.service.requests.explain("r")
@@ -97,10 +99,10 @@ async def test_the_life_of_a_request_whose_worker_died_is_accounted_for(tokenize
     assert [each.end_s for each in timeline.phases[:-1]] == [each.begin_s for each in timeline.phases[1:]]
     accounted_s = sum(phase.end_s - phase.begin_s for phase in timeline.phases)
     assert 0.95 * took_s <= accounted_s <= took_s
-    stages = summary.stages
-    named_s = stages.decode_admission + stages.prefill + stages.transfer + stages.decode + stages.recovery
-    assert named_s >= 0.8 * took_s, "what is left for the queue is little"
-    assert stages.recovery > 0
+    named = [phase.stage for phase in timeline.phases if phase.stage not in ("queue", "transfer")]
+    once = [stage for stage, _ in itertools.groupby(named)]
+    assert once == ["decode_admission", "prefill", "decode", "recovery", "decode"]
+    (recovery,) = (phase for phase in timeline.phases if phase.stage == "recovery")
     happened = [(event.what, event.attempt) for event in timeline.events]
     died = happened.index(("failed", 0))
     assert happened[:2] == [("arrived", 0), ("admitted", 0)]
@@ -112,6 +114,7 @@ async def test_the_life_of_a_request_whose_worker_died_is_accounted_for(tokenize
     dead = (summary.decode_worker == "d0" and "d1") or "d0"
     failed = timeline.events[died]
     assert failed.worker == dead
+    assert recovery.begin_s <= failed.at_s <= recovery.end_s
     assert failed.text == f"failed on {dead} after 2 tokens: WorkerFailed: killed"
     assert [event.at_s for event in timeline.events] == sorted(event.at_s for event in timeline.events)
 
@@ -143,17 +146,19 @@ async def test_the_wait_for_a_worker_is_named(tokenizer: Tokenizer) -> None:
     workers = ScriptedWorkers(decode=[[LAST]])
     async with served(tokenizer, workers, {}, "aggregated") as (router, bench):
         answering = asyncio.create_task(answered(router, request()))
-        await asyncio.sleep(0.2)
-        (running,) = router.service.requests.explain("r")
+        log = router.service.requests
+        await until(lambda: any(event.what == "admitted" for call in log.explain("r") for event in call.events))
+        await asyncio.sleep(0.1)
+        (running,) = log.explain("r")
         await bench.lease("d0", Role.DECODE)
         await answering
-        (timeline,) = router.service.requests.explain("r")
+        (timeline,) = log.explain("r")
     assert (running.summary.outcome, running.summary.ttft_s) == ("running", None)
     assert running.summary.total_s == pytest.approx(sum(phase.end_s - phase.begin_s for phase in running.phases))
     (placed,) = (event for event in timeline.events if event.what == "placed")
     assert "; waited 0." in placed.text
     assert placed.text.endswith(" s for a worker that can take it")
-    assert timeline.summary.stages.queue >= 0.2
+    assert timeline.summary.stages.queue >= 0.1
 
 
 async def test_a_request_that_was_not_placed_says_why(tokenizer: Tokenizer) -> None:
