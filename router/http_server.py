@@ -20,6 +20,7 @@ from router.admission.tenants import TenantBook
 from router.api.connections import BoundedProtocol, ConnectionLimits, OpenConnections
 from router.api.hosts import Hosts
 from router.api.http import StreamLimit, create_app, create_scraped_app, require_certificates
+from router.api.operations import Operations
 from router.service import RouterService
 
 
@@ -45,18 +46,20 @@ def http_servers(
     tenants: TenantBook,
     is_ready: Callable[[], str],
     metrics: Callable[[], bytes],
+    *,
+    operations: Operations | None = None,
 ) -> tuple[HttpServer, ...]:
     """The server of the APIs, and that of the metrics, if they have a port of their own.
 
     Args:
-        is_ready, metrics: see `create_app`.
+        is_ready, metrics, operations: see `create_app`.
 
     Raises:
         ConfigError: a port is taken, a host is not one of this machine's, or the certificates are wrong.
     """
     hosts = Hosts.configured(config, not tenants.is_open)
     tls = door_tls(config)
-    app = create_app(service, tenants, is_ready, metrics, hosts)
+    app = create_app(service, tenants, is_ready, metrics, hosts, operations=operations)
     if tls is not None and tls.clients == "required":
         require_certificates(app)
     app.add_middleware(StreamLimit, most=config.router.max_streams_per_client)

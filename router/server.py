@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from baton.cluster import VERSION, RouterInfo, ServedModel
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.rpc import RpcServer
-from baton.rpc.doors import require_keys
+from baton.rpc.doors import MemberLink, require_keys
 from baton.rpc.server import CLIENTS_PING_TIMEOUT_S, ClientLimits
 from baton.telemetry import tracing
 from baton.telemetry.instruments import Instruments
@@ -34,6 +35,9 @@ from router.answer import AnswerFormat
 from router.api.controller_client import ControllerClient
 from router.api.exchange import MAX_BODY_BYTES
 from router.api.grpc_api import SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
+from router.api.operations import Operations
+from router.cluster.history import History
+from router.cluster.history_store import HistoryStore, RedisHistory
 from router.cluster.readiness import Readiness
 from router.cluster.registry import Registry
 from router.cluster.surroundings import Surroundings
@@ -68,12 +72,14 @@ class _Store:
     marks: MarkStore
     """Closed by the usage book, which owns them."""
     surroundings: Surroundings
+    history: HistoryStore
 
     @staticmethod
     def connect(config: Config, content: str, keys: KeyFile | None, tls: Tls | None, door: Tls | None) -> _Store:
         garbage, mirror, settings = GarbageBook(), Mirror(), config.index
         seal = Seal(config.router.cache_secret) if config.router.cache_secret else None
-        redis, own, records, counts, marks = (RedisConnection(settings.url, garbage, tls=tls) for _ in range(5))
+        connections = (RedisConnection(settings.url, garbage, tls=tls) for _ in range(6))
+        redis, own, records, counts, marks, history = connections
         index = RedisIndex(own, content, keys=keys)
         follower = MirrorFollower(
             index,
@@ -92,12 +98,14 @@ class _Store:
             ledger=RedisLedger(counts, content),
             marks=RedisMarks(marks, content, seal=seal),
             surroundings=Surroundings(redis, {"members": tls, "routers": door}),
+            history=RedisHistory(history, content, seal=seal),
         )
 
     async def close(self) -> None:
         await self.journal.close()
         await self.index.close()
         await self.leases.close()
+        await self.history.close()
 
 
 async def serve(config: Config, stop: asyncio.Event) -> None:
@@ -127,6 +135,7 @@ class Router:
     tenants_file: TenantsFile
     accounts: Accounts
     usage_book: UsageBook
+    history: History
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then lets requests in flight end, for `router.drain_timeout_s` at most."""
@@ -140,6 +149,7 @@ class Router:
                     tasks.create_task(self.tenants_file.run(), name="tenants"),
                     tasks.create_task(self.accounts.run(), name="accounts"),
                     tasks.create_task(self.usage_book.run(), name="usage"),
+                    tasks.create_task(self.history.run(), name="history"),
                     tasks.create_task(self._report_health(), name="health"),
                     tasks.create_task(garbage.keep_small(), name="memory"),
                 ]
@@ -209,9 +219,10 @@ def build(config: Config) -> Router:
         worker_limit=pools.max_model_len,
     )
     inference = InferenceServicer(service, Ingress(config.cluster.host, grpc_port), stall_s=config.router.stall_s)
-    inference_pb2_grpc.add_InferenceServicer_to_server(inference, rpc.server)
-    admin = AdminServicer(registry.status, service.requests, ControllerClient(registry.controller, keys, members))
-    admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
+    link = MemberLink(keys, members)
+    operations = _operations(config, store, registry, client=client, instruments=instruments, link=link)
+    admin = AdminServicer(registry.status, service.requests, operations.orders)
+    _add_services(rpc, inference, admin)
     return Router(
         config=config,
         tracer=tracer,
@@ -220,11 +231,12 @@ def build(config: Config) -> Router:
         registry=registry,
         readiness=readiness,
         rpc=rpc,
-        http=http_servers(config, service, tenants, readiness.why_not, instruments.exposition),
+        http=http_servers(config, service, tenants, readiness.why_not, instruments.exposition, operations=operations),
         service=service,
         tenants_file=TenantsFile(config.router, tenants, instruments),
         accounts=accounts,
         usage_book=usage_book,
+        history=operations.history,
     )
 
 
@@ -285,6 +297,30 @@ def _registry(
         surroundings=store.surroundings,
         poll_s=config.index.poll_s,
         lease_s=config.index.lease_s,
+    )
+
+
+def _add_services(rpc: RpcServer, inference: InferenceServicer, admin: AdminServicer) -> None:
+    inference_pb2_grpc.add_InferenceServicer_to_server(inference, rpc.server)
+    admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
+
+
+def _operations(
+    config: Config,
+    store: _Store,
+    registry: Registry,
+    *,
+    client: WorkerClient,
+    instruments: Instruments,
+    link: MemberLink,
+) -> Operations:
+    return Operations(
+        router_id=config.router.id,
+        status=registry.status,
+        history=History(store.history, f"{config.router.id}/{uuid.uuid4().hex[:12]}", instruments),
+        classes=config.router.slo_classes,
+        orders=ControllerClient(registry.controller, link.keys, link.tls),
+        workers=client,
     )
 
 

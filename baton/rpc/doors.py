@@ -24,6 +24,7 @@ Rules = Mapping[str, frozenset[Principal]]
 WORKERS_RULES: Rules = {
     "baton.v1.WorkerCalls": frozenset({Principal.ROUTER}),
     "baton.v1.WorkerControl": frozenset({Principal.CONTROLLER}),
+    "baton.v1.WorkerLog": frozenset({Principal.ROUTER}),
     "baton.v1.KvControl": frozenset({Principal.WORKER}),
 }
 CONTROLLERS_RULES: Rules = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections import deque
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
 
 _SUBJECT: ContextVar[SpanContext | None] = ContextVar("subject", default=None)
 """The request that this task works for; tasks that it starts inherit it."""
+MAX_KEPT_LINES, MAX_KEPT_CHARACTERS = 400, 2000
+"""The latest lines that a process keeps in memory, and the characters of each: what is longer is cut."""
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 
 
 def configure(level: str, log_format: str = "text", service: str = "baton") -> None:
-    """Sends log lines of `level` and above to standard error.
+    """Sends log lines of `level` and above to standard error, and keeps the latest for `latest_lines`.
 
     Args:
         log_format: text, or json; with json, warnings and uncaught exceptions become such lines, too.
@@ -34,12 +37,34 @@ def configure(level: str, log_format: str = "text", service: str = "baton") -> N
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(service) if log_format == "json" else logging.Formatter(TEXT_FORMAT))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    kept = _LatestLines()
+    kept.setFormatter(logging.Formatter(TEXT_FORMAT))
+    logging.basicConfig(level=level.upper(), handlers=[handler, kept], force=True)
     if log_format == "json":
         logging.captureWarnings(True)
         sys.excepthook = _log_uncaught
     for name in ("uvicorn", "httpx", "httpx2", "opentelemetry"):
         logging.getLogger(name).setLevel("WARNING")
+
+
+def latest_lines() -> list[str]:
+    """The latest log lines of this process as text, the oldest first; none before `configure`."""
+    kept = (each for each in logging.getLogger().handlers if isinstance(each, _LatestLines))
+    return [line for handler in kept for line in handler.lines]
+
+
+class _LatestLines(logging.Handler):
+    """Keeps the latest lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: deque[str] = deque(maxlen=MAX_KEPT_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.lines.append(self.format(record)[:MAX_KEPT_CHARACTERS])
+        except Exception:
+            self.handleError(record)
 
 
 def about(request: SpanContext) -> None:

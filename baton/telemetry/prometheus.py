@@ -59,6 +59,15 @@ class Counter:
     def collect(self) -> Iterable[Metric]:
         return self._family.of([(labels, {"value": value}) for labels, value in self._values.items()])
 
+    def totals(self, *names: str) -> dict[tuple[str, ...], float]:
+        """The sums of the rows that have the same values of these labels, by those values."""
+        sums: dict[tuple[str, ...], float] = {}
+        for labels, value in self._values.items():
+            given = dict(labels)
+            key = tuple(given.get(name, "") for name in names)
+            sums[key] = sums.get(key, 0.0) + value
+        return sums
+
     def renamed(self, name: str, description: str, relabel: Relabel) -> Counter:
         """A new counter with the current values."""
         other = Counter(name, description)
@@ -90,6 +99,12 @@ class Histogram:
             self._sums[key] = 0.0
         counts[bisect_left(self.bounds, value)] += times
         self._sums[key] += value * times
+
+    def totals(self) -> dict[str, int]:
+        """The number of values in each bucket, of all rows together, by the bucket's upper bound as it is shown."""
+        names = [*map(str, self.bounds), "+Inf"]
+        sums = [sum(counts) for counts in zip(*self._counts.values(), strict=True)] or [0] * len(names)
+        return dict(zip(names, sums, strict=True))
 
     def collect(self) -> Iterable[Metric]:
         names = [*map(str, self.bounds), "+Inf"]

@@ -218,3 +218,79 @@ class WorkerControl:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class WorkerLogStub:
+    """What a worker has logged, for people who look at the cluster through a router.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ReadLog = channel.unary_unary(
+                '/baton.v1.WorkerLog/ReadLog',
+                request_serializer=baton_dot_v1_dot_worker__pb2.ReadLogRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.ReadLogResponse.FromString,
+                _registered_method=True)
+
+
+class WorkerLogServicer:
+    """What a worker has logged, for people who look at the cluster through a router.
+    """
+
+    def ReadLog(self, request, context):
+        """The latest lines, the oldest first: a worker keeps a few hundred.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_WorkerLogServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ReadLog': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadLog,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.ReadLogRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.ReadLogResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.v1.WorkerLog', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.v1.WorkerLog', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class WorkerLog:
+    """What a worker has logged, for people who look at the cluster through a router.
+    """
+
+    @staticmethod
+    def ReadLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerLog/ReadLog',
+            baton_dot_v1_dot_worker__pb2.ReadLogRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.ReadLogResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -111,3 +111,34 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_WorkerControlServicer_to_server(servicer: WorkerControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class WorkerLogStub:
+    """What a worker has logged, for people who look at the cluster through a router."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> WorkerLogAsyncStub: ...
+    ReadLog: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReadLogRequest, _worker_pb2.ReadLogResponse]
+    """The latest lines, the oldest first: a worker keeps a few hundred."""
+
+@_typing.type_check_only
+class WorkerLogAsyncStub(WorkerLogStub):
+    """What a worker has logged, for people who look at the cluster through a router."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    ReadLog: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReadLogRequest, _worker_pb2.ReadLogResponse]  # type: ignore[assignment]
+    """The latest lines, the oldest first: a worker keeps a few hundred."""
+
+class WorkerLogServicer(metaclass=_abc_1.ABCMeta):
+    """What a worker has logged, for people who look at the cluster through a router."""
+
+    @_abc_1.abstractmethod
+    def ReadLog(
+        self,
+        request: _worker_pb2.ReadLogRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ReadLogResponse, _abc.Awaitable[_worker_pb2.ReadLogResponse]]:
+        """The latest lines, the oldest first: a worker keeps a few hundred."""
+
+def add_WorkerLogServicer_to_server(servicer: WorkerLogServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -49,6 +49,7 @@ from deploy.models import cache_dir
 from deploy.processes import FENCED, tell_parent
 from deploy.worker.calls import CallServicer, max_message_bytes
 from deploy.worker.control import WorkerControl
+from deploy.worker.log import WorkerLog
 from deploy.worker.member import Member
 from kvstore.transfer.transport.nccl_log import private_log
 from prefill_worker.service import PrefillService
@@ -57,7 +58,7 @@ LAST_WORDS_S = 0.2
 """Time for the last events of calls to reach the routers, in seconds."""
 LOST_S = 5.0
 """Time in which a process whose device is lost has to end, in seconds. What frees a device's memory may wait for it."""
-SERVICE_NAMES = ("baton.v1.WorkerCalls", "baton.v1.WorkerControl", "baton.v1.KvControl")
+SERVICE_NAMES = ("baton.v1.WorkerCalls", "baton.v1.WorkerControl", "baton.v1.WorkerLog", "baton.v1.KvControl")
 
 
 @contextlib.asynccontextmanager
@@ -76,6 +77,7 @@ async def running(
     control = WorkerControl(member, calls)
     worker_pb2_grpc.add_WorkerCallsServicer_to_server(calls, rpc.server)
     worker_pb2_grpc.add_WorkerControlServicer_to_server(control, rpc.server)
+    worker_pb2_grpc.add_WorkerLogServicer_to_server(WorkerLog(), rpc.server)
     kv_pb2_grpc.add_KvControlServicer_to_server(member.kv, rpc.server)
     port = rpc.bind(host, 0, member.tls)
     async with member.joined(rpc, port) as ended:

@@ -17,12 +17,21 @@ kv:{ns}:desired            HASH pool -> size
 kv:{ns}:req:<n>:<t>:<id>   HASH, a request in flight    PX a minute; tenant t of n characters, request id
 kv:{ns}:acct:<t>           the limits' account of tenant t: what it used, answers in flight    PX till nothing counts
 kv:{ns}:use:<n>:<t>:<id>   JSON, who writes the usage record of a request                      PX; names as in req
+kv:{ns}:hist:<slot>        HASH router's process -> JSON, what it counted in ten seconds                PX an hour
 kv:{ns}:held               ZSET of usage records that wait whether their request goes on       score: when they are due
 """
 
 from __future__ import annotations
 
-KINDS = {"ev": "event", "blk": "blocks", "snap": "snapshot", "req": "record", "acct": "account", "use": "usage"}
+KINDS = {
+    "ev": "event",
+    "blk": "blocks",
+    "snap": "snapshot",
+    "req": "record",
+    "acct": "account",
+    "use": "usage",
+    "hist": "history",
+}
 """Readable names of values whose key has a short name."""
 
 
@@ -72,6 +81,10 @@ class Keys:
     def usage(self, tenant_id: str, request_id: str) -> str:
         """Returns the key of who writes the usage record of a request; see `record` for the length."""
         return f"{self._prefix}use:{len(tenant_id)}:{tenant_id}:{request_id}"
+
+    def history(self, slot: int) -> str:
+        """Returns the key of what routers counted in a stretch of time (`router.cluster.history`)."""
+        return f"{self._prefix}hist:{slot}"
 
     def blocks(self, worker_id: str, epoch: int) -> str:
         """Returns the key of a worker's set of entries."""

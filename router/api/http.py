@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from baton.cluster import VERSION
 from baton.errors import BatonError, Forbidden, InvalidRequest, Overloaded, QuotaExceeded, Unauthenticated, Unsupported
 from router.admission.tenants import TenantBook, api_key_of, require_operator
 from router.api.apis import add_apis, error_body
@@ -28,7 +29,8 @@ from router.api.document import OPENAPI_PATH
 from router.api.exchange import MAX_BODY_BYTES, REQUEST_ID, JsonAnswer, id_headers, limit_headers
 from router.api.fields import UNSUPPORTED
 from router.api.hosts import ANY, Hosts
-from router.api.page import HEADERS, PAGE
+from router.api.operations import Operations, add_operations
+from router.api.page import FILES, add_page
 from router.api.parsing import BodyParser
 from router.api.requests import add_requests
 from router.api.unserved import why_unserved
@@ -39,8 +41,8 @@ NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": Fal
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 PROBES = {"/health", "/healthz", "/readyz"}
 """Paths that answer anybody, whatever host is named."""
-OPEN_PATHS = {"/", OPENAPI_PATH, *PROBES}
-"""Paths that need no API key: probes have none, and the page at / and the document of the API say nothing of this
+OPEN_PATHS = {*FILES, OPENAPI_PATH, *PROBES}
+"""Paths that need no API key: probes have none, and the page's files and the document of the API say nothing of this
 cluster."""
 FOR_OPERATORS = "/api/"
 """Paths below it say something of the cluster."""
@@ -52,6 +54,8 @@ def create_app(
     is_ready: Callable[[], str],
     metrics: Callable[[], bytes],
     hosts: Hosts = ANY,
+    *,
+    operations: Operations | None = None,
 ) -> FastAPI:
     """The HTTP application.
 
@@ -59,6 +63,7 @@ def create_app(
         is_ready: "" when requests can be served, else the reason why not.
         metrics: the Prometheus text.
         hosts: the hosts that requests may name.
+        operations: what the page asks; None: it shows nothing of the cluster.
     """
     app = _app()
     app.state.ahead = ReadAhead(is_crowded=lambda: service.is_crowded())
@@ -67,8 +72,11 @@ def create_app(
     app.add_middleware(_HostCheck, hosts=hosts)  # the last is the first that a request meets
 
     add_apis(app, service)
-    _add_page(app, metrics)
+    add_page(app)
+    _add_figures(app, metrics)
     add_requests(app, service)
+    if operations is not None:
+        add_operations(app, operations, tenants, is_ready)
     _add_probes(app, is_ready)
     _add_metrics(app, metrics if tenants.is_open else None)
     return app
@@ -94,10 +102,10 @@ def _app() -> FastAPI:
     return app
 
 
-def _add_page(app: FastAPI, metrics: Callable[[], bytes]) -> None:
-    @app.get("/")
-    async def page() -> Response:
-        return Response(PAGE, media_type="text/html; charset=utf-8", headers=HEADERS)
+def _add_figures(app: FastAPI, metrics: Callable[[], bytes]) -> None:
+    @app.get("/version")  # vLLM's
+    async def version() -> dict[str, str]:
+        return {"version": VERSION}
 
     @app.get(f"{FOR_OPERATORS}metrics")
     async def figures() -> Response:

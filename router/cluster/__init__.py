@@ -1,7 +1,8 @@
 """The router's place in the cluster: its picture of the other processes, and whether it should be sent requests.
 
 `registry` follows leases, loads and the index in Redis and announces this router; `readiness` answers /readyz and
-gRPC's health service; `surroundings` watches Redis' memory and the certificates' ends.
+gRPC's health service; `history` keeps what all routers counted in the last hour; `surroundings` watches Redis' memory
+and the certificates' ends.
 """
 
-__all__ = ["readiness", "registry", "surroundings"]
+__all__ = ["history", "history_store", "readiness", "registry", "surroundings"]

@@ -46,6 +46,7 @@ from baton.trust import KeyFile
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 E = TypeVar("E")
+LOG_TIMEOUT_S = 5.0
 MAX_JOINED = 32
 """Messages with tokens that are read as one: detokenizing them must not hold up the event loop."""
 
@@ -251,6 +252,20 @@ class WorkerClient:
         self, worker: Worker, spec: SequenceSpec, source: PrefixSource, *, trace: Context
     ) -> WorkerStream[Fetched]:
         return self._link(worker).start(worker, FetchRequest(spec, source), trace)
+
+    async def read_log(self, worker: Worker, max_lines: int) -> tuple[str, ...]:
+        """Returns the latest lines that a worker has logged.
+
+        Raises:
+            BatonError: it does not answer within `LOG_TIMEOUT_S`, or is of a release without this call.
+        """
+        proof = member_metadata(self._keys, "/baton.v1.WorkerLog/ReadLog", worker.info.incarnation)
+        stub: Any = worker_pb2_grpc.WorkerLogStub(self._channel(worker))
+        asked = worker_pb2.ReadLogRequest(max_lines=max_lines)
+        try:
+            return tuple((await stub.ReadLog(asked, metadata=proof, timeout=LOG_TIMEOUT_S)).lines)
+        except grpc.aio.AioRpcError as error:
+            raise _why(error, worker.info.id) from error
 
     async def forget_past_incarnations(self, workers: Collection[Worker]) -> None:
         """Closes the channels of workers that are listed at another address now; their calls have failed anyway."""

@@ -1,0 +1,149 @@
+"""What the page shows and does, below /api: the cluster, its history, a worker's log; drain, role and size of pools.
+
+All of it is for operators, see `router.api.http`. Orders need an API key even where the rest does not: where there is
+no tenants' file, anybody who reaches the port could give them, so they are refused, and `baton` gives them over gRPC.
+A body has to be JSON, which a browser sends to another website's host only if that host agrees: none of ours does.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from baton import wire
+from baton.cluster import VERSION, ClusterStatus, Role, Worker
+from baton.config import SloClassConfig
+from baton.errors import Forbidden
+from baton.v1 import admin_pb2
+from router.admission.tenants import TenantBook
+from router.api.controller_client import ControllerClient
+from router.api.exchange import JsonAnswer, read_body
+from router.cluster.history import SLOT_S, History
+from router.dispatch.worker_client import WorkerClient
+
+NO_STORE = {"Cache-Control": "no-store"}
+MAX_LOG_LINES = 200
+MAX_POOL = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operations:
+    """The parts of a router that the page asks."""
+
+    router_id: str
+    status: Callable[[], ClusterStatus]
+    history: History
+    classes: Mapping[str, SloClassConfig]
+    orders: ControllerClient
+    workers: WorkerClient
+
+
+class Order(BaseModel):
+    """Nothing but what the path says."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class RoleOrder(Order):
+    """The role that a worker is to take."""
+
+    role: Role
+
+
+class SizeOrder(Order):
+    """How many workers a pool is to have."""
+
+    workers: Annotated[int, Field(strict=True, ge=0, le=MAX_POOL)]
+
+
+AnyOrder = TypeVar("AnyOrder", bound=Order)
+
+
+def add_operations(app: FastAPI, operations: Operations, tenants: TenantBook, is_ready: Callable[[], str]) -> None:
+    """Adds the endpoints.
+
+    Args:
+        is_ready: "" when requests can be served, else the reason why not.
+    """
+    _add_views(app, operations, tenants, is_ready)
+    _add_orders(app, operations, tenants)
+
+
+def _add_views(app: FastAPI, operations: Operations, tenants: TenantBook, is_ready: Callable[[], str]) -> None:
+    @app.get("/api/status")
+    async def status() -> JSONResponse:
+        shown = {
+            "now_s": time.time(),
+            "version": VERSION,
+            "router": operations.router_id,
+            "not_ready": is_ready(),
+            "takes_orders": not tenants.is_open,
+            "slo_classes": {name: _objectives(each) for name, each in operations.classes.items()},
+            **wire.status_as_json(wire.status_response(operations.status())),
+        }
+        return JsonAnswer(shown, headers=NO_STORE)
+
+    @app.get("/api/history")
+    async def history(since: int = 0) -> JSONResponse:
+        slots = [
+            {"slot": number, "num_routers": slot.num_routers, "counts": slot.counts}
+            for number, slot in operations.history.slots(since).items()
+        ]
+        shown = {"now_s": time.time(), "slot_s": SLOT_S, "bounds": operations.history.bounds, "slots": slots}
+        return JsonAnswer(shown, headers=NO_STORE)
+
+    @app.get("/api/workers/{worker_id}/log")
+    async def log(worker_id: str) -> JSONResponse:
+        lines = await operations.workers.read_log(_worker(operations, worker_id), MAX_LOG_LINES)
+        return JsonAnswer({"worker": worker_id, "lines": lines}, headers=NO_STORE)
+
+
+def _add_orders(app: FastAPI, operations: Operations, tenants: TenantBook) -> None:
+    orders = operations.orders
+
+    @app.post("/api/workers/{worker_id}/drain")
+    async def drain(worker_id: str, request: Request) -> JSONResponse:
+        await _order(request, tenants, Order)
+        await orders.drain(admin_pb2.DrainWorkerRequest(worker_id=worker_id))
+        return JsonAnswer({"worker": worker_id, "state": "draining"})
+
+    @app.post("/api/workers/{worker_id}/role")
+    async def role(worker_id: str, request: Request) -> JSONResponse:
+        asked = await _order(request, tenants, RoleOrder)
+        await orders.set_role(admin_pb2.SetWorkerRoleRequest(worker_id=worker_id, role=asked.role))
+        return JsonAnswer({"worker": worker_id, "role": asked.role})
+
+    @app.post("/api/pools/{pool}")
+    async def size(pool: str, request: Request) -> JSONResponse:
+        asked = await _order(request, tenants, SizeOrder)
+        answer = await orders.scale(admin_pb2.ScalePoolRequest(pool=pool, desired=asked.workers))
+        return JsonAnswer({"pool": pool, "desired": answer.pool.desired, "ready": answer.pool.ready})
+
+
+async def _order(request: Request, tenants: TenantBook, kind: type[AnyOrder]) -> AnyOrder:
+    """The body of an order. Raises Forbidden where there are no tenants, and what `read_body` raises."""
+    if tenants.is_open:
+        raise Forbidden("orders over HTTP need an operator's API key, and router.tenants_file is not set; use `baton`")
+    return await read_body(request, kind)
+
+
+def _worker(operations: Operations, worker_id: str) -> Worker:
+    """Raises HTTPException 404: there is none of that id."""
+    for worker in operations.status().workers:
+        if worker.info.id == worker_id:
+            return worker
+    raise HTTPException(404, f"there is no worker {worker_id!r:.100}")
+
+
+def _objectives(slo: SloClassConfig) -> dict[str, Any]:
+    """Seconds; None: no objective."""
+    found = {"ttft_s": slo.ttft_ms, "itl_s": slo.itl_ms, "e2e_s": slo.e2e_ms}
+    return {name: ms / 1e3 if math.isfinite(ms) else None for name, ms in found.items()}

@@ -1,0 +1,59 @@
+"""The page at `/` of the HTTP port: files that the browser gets as they lie here, built by nobody.
+
+    index.html            the frame of all views
+    style.css             light and dark, wide and narrow
+    figures.js            from answers of /api to the figures that are shown: pure, tests run it by itself
+    draw.js               elements, charts and dialogs
+    overview.js, requests.js, workers.js, playground.js, reference.js    the views
+    app.js                asks the router every two seconds, and has the view that is open drawn
+    uPlot.*               charts, by Leon Sorokin (MIT, uPlot.LICENSE), version 1.6.32 as npm has it
+
+They ask nobody but the router that they came from, and say nothing of the cluster: what they show is behind /api,
+where there are tenants for an operator's key, which the page asks for and keeps as long as its tab is open.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import resources
+
+from fastapi import FastAPI, Request, Response
+
+__all__ = ["FILES", "HEADERS", "add_page"]
+
+_FOLDER = resources.files("router.api.page")
+_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "LICENSE": "text/plain"}
+FILES = {
+    "/" if each.name == "index.html" else f"/page/{each.name}": each.read_bytes()
+    for each in sorted(_FOLDER.iterdir(), key=lambda each: each.name)
+    if each.name.rpartition(".")[2] in _KINDS
+}
+"""Path -> the file's bytes."""
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def add_page(app: FastAPI) -> None:
+    """Adds the page's files to the application."""
+    for path, content in FILES.items():
+        app.get(path, include_in_schema=False)(_File(path, content))
+
+
+class _File:
+    """Answers with one file, or with 304 where the browser has it already."""
+
+    def __init__(self, path: str, content: bytes) -> None:
+        kind = _KINDS["html" if path == "/" else path.rpartition(".")[2]]
+        self._type = f"{kind}; charset=utf-8"
+        self._content = content
+        self._headers = {**HEADERS, "ETag": f'"{hashlib.blake2b(content, digest_size=12).hexdigest()}"'}
+
+    async def __call__(self, request: Request) -> Response:
+        if request.headers.get("if-none-match") == self._headers["ETag"]:
+            return Response(status_code=304, headers=self._headers)
+        return Response(self._content, media_type=self._type, headers=self._headers)

@@ -1,0 +1,163 @@
+// The page itself: asks the router every two seconds, keeps what it answered, and has the open view drawn.
+
+import { Refused, ask, keep, key } from "./asking.js";
+import { byId, say } from "./draw.js";
+import { health, parts, remember } from "./figures.js";
+import { Overview } from "./overview.js";
+import { Playground } from "./playground.js";
+import { Reference } from "./reference.js";
+import { Requests } from "./requests.js";
+import { Workers } from "./workers.js";
+
+const EVERY_MS = 2000, LOST_AFTER_MS = 7000;
+
+const state = {
+  status: null, // the latest answer of /api/status
+  before: null, // the one before it
+  slots: new Map(), // the last hour, by slot
+  slotS: 10,
+  bounds: {},
+  nowS: 0, // the router's clock at the latest answer
+  spanS: 300, // what is shown
+  model: null, // of /v1/models
+  hasOrders: false, // drain, role and size may be offered
+};
+const views = { overview: new Overview(), requests: new Requests(), workers: new Workers(), playground: new Playground(), api: new Reference() };
+let open = null, lastAnswerMs = null, reason = "", refusedStatus = 0;
+
+function show() {
+  const [name, ...rest] = location.hash.slice(1).split("/");
+  const view = views[name] || views.overview, shown = views[name] ? name : "overview";
+  if (open !== view) {
+    open?.close?.();
+    open = view;
+    byId("view").replaceChildren(view.element);
+    for (const link of document.querySelectorAll("nav a")) {
+      if (link.hash === `#${shown}`) link.setAttribute("aria-current", "page");
+      else link.removeAttribute("aria-current");
+    }
+    document.querySelector("nav a[aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
+  }
+  byId("span").parentElement.hidden = shown !== "overview";
+  view.open?.(rest.map(decodeURIComponent).join("/"), state);
+  draw();
+}
+
+function draw() {
+  showHead();
+  open?.update(state);
+}
+
+function showHead() {
+  const { status } = state;
+  byId("model").hidden = !status?.models.length;
+  if (status) {
+    say(byId("model"), status.models.map((model) => model.id).join(", "));
+    const found = health(parts(status));
+    const pill = byId("health");
+    pill.hidden = false;
+    if (pill.dataset.text !== found.text + found.level) {
+      pill.dataset.text = found.text + found.level;
+      pill.className = `pill ${found.level}`;
+      pill.innerHTML = '<span class="dot"></span><span class="text"></span>';
+      pill.lastElementChild.textContent = found.text;
+      pill.title = found.text;
+    }
+  }
+  const isAsked = refusedStatus === 401 || refusedStatus === 403;
+  byId("key-button").hidden = !isAsked && !key();
+  byId("ask").hidden = !(isAsked && !isPatient()) && !isAskOpen;
+  byId("forget").hidden = !key();
+  say(byId("ask-reason"), !key() ? "" : refusedStatus === 403 ? "This key is no operator's." : refusedStatus === 401 ? "This key is not known." : "This key works.");
+}
+
+// Views that work with the key of any tenant do not insist on an operator's.
+const isPatient = () => (open === views.playground && refusedStatus === 403) || open === views.api;
+let isAskOpen = false;
+
+function showAge() {
+  if (lastAnswerMs === null && !reason) return;
+  const isLost = !refusedStatus && (lastAnswerMs === null || Date.now() - lastAnswerMs > LOST_AFTER_MS);
+  const at = lastAnswerMs === null ? "" : new Date(lastAnswerMs).toLocaleTimeString();
+  say(byId("lost"), isLost ? `The router does not answer (${reason || "no answer yet"}). ${at && `What is shown is of ${at}.`}` : "");
+  byId("lost").hidden = !isLost;
+  document.title = isLost ? "Baton: lost" : `Baton${state.status?.models[0] ? ` · ${state.status.models[0].id}` : ""}`;
+}
+
+async function look() {
+  const since = Math.max(0, ...state.slots.keys()) - 6; // other routers still write to the latest
+  const [status, history] = await Promise.all([ask("api/status"), ask(`api/history?since=${since > 0 ? since : 0}`)]);
+  state.before = state.status;
+  state.status = status;
+  state.hasOrders = status.takes_orders && Boolean(key());
+  state.nowS = history.now_s;
+  state.slotS = history.slot_s;
+  state.bounds = history.bounds;
+  state.slots = remember(state.slots, history);
+  state.model ||= (await ask("v1/models")).data[0];
+  await open?.look?.(state);
+}
+
+let timer = 0;
+async function again() {
+  clearTimeout(timer);
+  try {
+    await look();
+    lastAnswerMs = Date.now();
+    refusedStatus = 0;
+    reason = "";
+  } catch (error) {
+    refusedStatus = error instanceof Refused && [401, 403].includes(error.status) ? error.status : 0;
+    reason = error.name === "TimeoutError" ? "it takes too long" : error.message;
+    if (refusedStatus) state.status = state.before = null;
+    if (refusedStatus === 403 && !state.model) state.model = await ask("v1/models").then((answer) => answer.data[0], () => null);
+  }
+  draw();
+  showAge();
+  timer = setTimeout(again, document.hidden ? 5 * EVERY_MS : EVERY_MS);
+}
+
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  keep(byId("key").value.trim());
+  byId("key").value = "";
+  isAskOpen = false;
+  again();
+});
+byId("forget").addEventListener("click", () => {
+  keep("");
+  isAskOpen = false;
+  again();
+});
+byId("key-button").addEventListener("click", () => {
+  isAskOpen = byId("ask").hidden;
+  showHead();
+  if (isAskOpen) byId("key").focus();
+});
+byId("span").addEventListener("change", () => {
+  state.spanS = Number(byId("span").value);
+  draw();
+});
+
+const THEMES = { "": ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
+function useTheme(name) {
+  if (name) document.documentElement.dataset.theme = name;
+  else delete document.documentElement.dataset.theme;
+  say(byId("theme"), THEMES[name][0]);
+  byId("theme").setAttribute("aria-label", `Colours: ${THEMES[name][1]}`);
+  byId("theme").title = `Colours: ${THEMES[name][1]}`;
+  views.overview.redraw();
+}
+byId("theme").addEventListener("click", () => {
+  const names = Object.keys(THEMES), name = names[(names.indexOf(document.documentElement.dataset.theme || "") + 1) % names.length];
+  localStorage.setItem("baton-theme", name);
+  useTheme(name);
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => views.overview.redraw());
+useTheme(THEMES[localStorage.getItem("baton-theme")] ? localStorage.getItem("baton-theme") : "");
+
+addEventListener("hashchange", show);
+document.addEventListener("visibilitychange", () => document.hidden || again());
+setInterval(showAge, 1000);
+show();
+again();

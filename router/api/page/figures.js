@@ -1,0 +1,191 @@
+// From answers of /api to the figures that are shown. Nothing here touches the page: tests run this file by itself.
+
+export const NUM_SLOTS = 360; // an hour, as long as routers keep them
+const SMALLEST_PART_S = 3; // of the slot that has only begun: less says nothing of a rate
+
+// Puts the slots of an answer of /api/history in the place of those that are known. kept: slot -> {num_routers, counts}.
+export function remember(kept, answer) {
+  const slots = new Map(kept);
+  for (const { slot, num_routers, counts } of answer.slots) slots.set(slot, { num_routers, counts });
+  const oldest = Math.floor(answer.now_s / answer.slot_s) - NUM_SLOTS + 1;
+  return new Map([...slots].filter(([slot]) => slot >= oldest).sort((a, b) => a[0] - b[0]));
+}
+
+export function added(slots) {
+  const sums = {};
+  for (const { counts } of slots) for (const [name, count] of Object.entries(counts)) sums[name] = (sums[name] || 0) + count;
+  return sums;
+}
+
+// [[name without the prefix, count]], of names such as requests/met/default.
+function below(counts, prefix) {
+  return Object.entries(counts).filter(([name]) => name.startsWith(prefix)).map(([name, count]) => [name.slice(prefix.length), count]);
+}
+
+const sumBelow = (counts, prefix) => below(counts, prefix).reduce((sum, [, count]) => sum + count, 0);
+
+// Requests by class and outcome: {default: {met: 3}}.
+export function byClass(counts) {
+  const classes = {};
+  for (const [name, count] of below(counts, "requests/")) {
+    const cut = name.indexOf("/");
+    (classes[name.slice(cut + 1)] ||= {})[name.slice(0, cut)] = count;
+  }
+  return classes;
+}
+
+// Requests that came, were answered in time, came too late or failed, were refused. Those that clients left count as offered alone.
+export function requests(counts) {
+  const of = (outcome) => sumBelow(counts, `requests/${outcome}/`);
+  const met = of("met"), refused = of("rejected"), errors = of("error"), cancelled = of("cancelled");
+  const offered = sumBelow(counts, "requests/");
+  return { offered, met, refused, errors, cancelled, late: offered - met - refused - errors - cancelled, ended: offered - cancelled };
+}
+
+// {value, isAbove} as Prometheus' histogram_quantile, even within a bucket; isAbove: it lies above the last finite bound,
+// which the value is, nobody knows how far. null: nothing was measured. Of the buckets, slots have those that hold
+// something: bounds has the ends of all, by prefix (ttft, itl or duration).
+export function quantile(q, counts, prefix, bounds) {
+  const number = (bound) => (bound === "+Inf" ? Infinity : Number(bound));
+  const buckets = below(counts, prefix + "/").map(([bound, count]) => [number(bound), count]).sort((a, b) => a[0] - b[0]);
+  const all = buckets.reduce((sum, [, count]) => sum + count, 0);
+  if (!(all > 0)) return null;
+  const rank = q * all, ends = bounds[prefix] || [];
+  let seen = 0;
+  for (const [end, count] of buckets) {
+    if (end === Infinity) break;
+    const begin = Math.max(0, ...ends.filter((each) => each < end));
+    if (seen + count >= rank) return { value: begin + ((end - begin) * (rank - seen)) / count, isAbove: false };
+    seen += count;
+  }
+  return { value: Math.max(0, ...ends), isAbove: true };
+}
+
+// What the slots from `nowS - spanS` to now say, in stretches of `stepS`: [{at, forS, counts} or {at, counts: null}].
+export function stretches(slots, { nowS, slotS, spanS, stepS }) {
+  const now = Math.floor(nowS / slotS), per = Math.max(1, Math.round(stepS / slotS));
+  const first = Math.floor((now - spanS / slotS + 1) / per) * per;
+  const found = [];
+  for (let begin = first; begin <= now; begin += per) {
+    const numbers = Array.from({ length: per }, (_, i) => begin + i).filter((slot) => slot <= now);
+    const known = numbers.filter((slot) => slots.has(slot));
+    const forS = known.length * slotS - (known.includes(now) ? (now + 1) * slotS - nowS : 0);
+    const at = Math.min((begin + per) * slotS, nowS);
+    if (begin + per > now && forS < SMALLEST_PART_S && found.length) continue;
+    found.push({ at, forS, counts: known.length && forS > 0 ? added(known.map((slot) => slots.get(slot))) : null });
+  }
+  return found;
+}
+
+const STEPS_S = { 300: 10, 900: 30, 3600: 60 };
+const share = (part, whole) => (whole > 0 ? part / whole : null);
+
+// Everything that the overview shows of requests; null where it is not known.
+export function overview(slots, { nowS, slotS, spanS, bounds }) {
+  const parts = stretches(slots, { nowS, slotS, spanS, stepS: STEPS_S[spanS] || 60 });
+  const known = parts.filter((part) => part.counts);
+  const counts = added(known), seconds = known.reduce((sum, part) => sum + part.forS, 0);
+  const rate = (count, forS) => (forS > 0 ? count / forS : null);
+  const line = (value) => parts.map((part) => (part.counts ? value(part) : null));
+  const perS = (of) => line((part) => rate(of(part.counts), part.forS));
+  const latency = (prefix, q) => line((part) => quantile(q, part.counts, prefix, bounds)?.value ?? null);
+  const recent = stretches(slots, { nowS, slotS, spanS: 3 * slotS, stepS: 3 * slotS }).filter((part) => part.counts).at(-1);
+  const recentOf = (name) => (recent ? rate(recent.counts[name] || 0, recent.forS) : null);
+  const quantiles = (prefix) => ({ p50: quantile(0.5, counts, prefix, bounds), p99: quantile(0.99, counts, prefix, bounds) });
+  const total = requests(counts), prompt = counts.prompt_tokens || 0;
+  const misses = below(counts, "misses/").sort((a, b) => b[1] - a[1]);
+  const blamed = misses.reduce((sum, [, count]) => sum + count, 0);
+  return {
+    seconds, total,
+    attainment: share(total.met, total.ended),
+    goodput: rate(total.met, seconds), offered: rate(total.offered, seconds),
+    ttft: quantiles("ttft"),
+    itl: quantiles("itl"),
+    duration: quantiles("duration"),
+    hits: share(counts.cached_tokens || 0, prompt), ceiling: share(counts.seen_tokens || 0, prompt),
+    tokens: { prompt, generated: counts.generated_tokens || 0 },
+    misses: misses.map(([stage, count]) => ({ stage, count, share: count / blamed })),
+    classes: Object.entries(byClass(counts)).sort().map(([name, outcomes]) => {
+      const { met = 0, cancelled = 0, ...others } = outcomes;
+      const ended = met + Object.values(others).reduce((sum, count) => sum + count, 0);
+      return { name, ended, attainment: share(met, ended), perS: rate(met, seconds), others: cancelled ? { ...others, cancelled } : others };
+    }),
+    now: { promptPerS: recentOf("prompt_tokens"), kvPerS: recentOf("kv_bytes"), generatedPerS: recentOf("generated_tokens"),
+      requestsPerS: recent ? rate(requests(recent.counts).offered, recent.forS) : null },
+    lines: {
+      at: parts.map((part) => part.at),
+      offered: perS((each) => requests(each).offered), met: perS((each) => requests(each).met),
+      refused: perS((each) => requests(each).refused),
+      ttftP50: latency("ttft", 0.5), ttftP99: latency("ttft", 0.99), itlP50: latency("itl", 0.5), itlP99: latency("itl", 0.99),
+      prompt: perS((each) => each.prompt_tokens || 0), generated: perS((each) => each.generated_tokens || 0),
+    },
+  };
+}
+
+// The parts of the cluster and how each is: [{name, level: good|warn|bad, value, more}].
+export function parts(status) {
+  const found = [];
+  const ready = status.not_ready === "";
+  const versions = new Set([status.version, ...status.routers.map((r) => r.version), ...status.workers.map((w) => w.version)].filter(Boolean));
+  found.push({ name: "Requests", level: ready ? "good" : "bad", value: ready ? "served" : "not served", more: status.not_ready });
+  found.push({ name: "Routers", level: "good", value: String(status.routers.length), more: "" });
+  for (const [name, pool] of Object.entries(status.pools).sort().reverse()) {
+    const level = pool.ready >= pool.desired ? "good" : pool.ready > 0 ? "warn" : "bad";
+    found.push({ name: title(name), level, value: `${pool.ready} of ${pool.desired}`, more: "ready" });
+  }
+  const sick = status.workers.filter((w) => w.self_check !== "ok");
+  if (sick.length) found.push({ name: "Self-check", level: "bad", value: "failed", more: sick.map((w) => `${w.id}: ${w.self_check}`).join("; ") });
+  found.push({ name: "Redis", level: status.redis.ok ? "good" : "bad", value: status.redis.ok ? "answers" : "lost", more: status.redis.ok ? "" : "served from memory" });
+  found.push(status.controller
+    ? { name: "Controller", level: "good", value: "answers", more: "" }
+    : { name: "Controller", level: "warn", value: "none", more: "pools stay as they are" });
+  found.push(versions.size > 1
+    ? { name: "Versions", level: "warn", value: String(versions.size), more: [...versions].sort().join(", ") }
+    : { name: "Version", level: "good", value: status.version, more: "" });
+  return found;
+}
+
+export function health(found) {
+  const bad = found.filter((part) => part.level === "bad"), warn = found.filter((part) => part.level === "warn");
+  if (!bad.length && !warn.length) return { level: "good", text: "all parts well" };
+  const named = (list) => list.map((part) => `${part.name.toLowerCase()} ${part.value}`).join(", ");
+  return { level: bad.length ? "bad" : "warn", text: named(bad.length ? bad : warn) };
+}
+
+// Growth a second of what workers and routers count, between two answers of /api/status: {id: value}.
+export function rates(before, now, list, value) {
+  const old = new Map((before?.[list] || []).map((each) => [`${each.id}/${each.pid}`, value(each)]));
+  const forS = before ? now.now_s - before.now_s : 0;
+  const found = {};
+  for (const each of now[list]) {
+    const was = old.get(`${each.id}/${each.pid}`);
+    found[each.id] = was === undefined || !(forS > 0) ? null : Math.max(0, value(each) - was) / forS;
+  }
+  return found;
+}
+
+export const title = (word) => word.charAt(0).toUpperCase() + word.slice(1).replaceAll("_", " ");
+export const figure = (value, digits = 1) =>
+  value === null || value === undefined ? "–" : value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+export const short = (value) => (value === null || value === undefined ? "–" : value >= 1e6 ? figure(value / 1e6) + "M" : value >= 1e4 ? figure(value / 1e3) + "k"
+  : figure(value, value >= 100 || value === 0 ? 0 : value >= 1 ? 1 : 2));
+export const percent = (value) => (value === null || value === undefined ? "–" : figure(100 * value, value > 0.995 && value < 1 ? 1 : 0) + " %");
+export const duration = (s) =>
+  s === null || s === undefined ? "–" : s < 0.01 ? figure(1000 * s, 1) + " ms" : s < 1 ? figure(1000 * s, 0) + " ms" : s < 100 ? figure(s, 2) + " s" : figure(s, 0) + " s";
+export const tick = (s) => (s < 1 ? `${+(1000 * s).toPrecision(2)} ms` : s < 60 ? `${+s.toPrecision(3)} s` : `${+(s / 60).toPrecision(3)} min`);
+export const rateOfBytes = (perS) => (perS === null ? "–" : perS >= 2 ** 30 ? figure(perS / 2 ** 30, 2) + " GiB/s" : figure(perS / 2 ** 20, perS < 2 ** 20 ? 2 : 1) + " MiB/s");
+export function age(s) {
+  if (!(s >= 0)) return "–";
+  const steps = [[86400, "d"], [3600, "h"], [60, "min"]];
+  for (const [i, [length, name]] of steps.entries()) {
+    if (s >= length) {
+      const rest = Math.floor((s % length) / (steps[i + 1]?.[0] || 1));
+      return `${Math.floor(s / length)} ${name}` + (rest && steps[i + 1] ? ` ${rest} ${steps[i + 1][1]}` : "");
+    }
+  }
+  return `${Math.floor(s)} s`;
+}
+export function latencyText(found) {
+  if (!found) return "–";
+  return found.isAbove ? `> ${tick(found.value)}` : duration(found.value);
+}

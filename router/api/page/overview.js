@@ -1,0 +1,191 @@
+// Is it well, is it quick, what does it do: the whole cluster at a glance.
+
+import { Chart, h, heading, keyed, outcomeName, say, stageClass, stageName, stateClass, width } from "./draw.js";
+import { duration, figure, latencyText, overview, parts, percent, rateOfBytes, rates, short, title } from "./figures.js";
+
+export class Overview {
+  constructor() {
+    this.parts = h("dl", { class: "parts" });
+    this.tiles = ["Goodput", "In time", "First token, p50 · p99", "Prompt tokens from cache"].map((name) => {
+      const value = h("span", {}, "–"), more = h("small");
+      return { value, more, element: h("section", { class: "card w3" }, heading(name), h("div", { class: "big" }, value, more)) };
+    });
+    this.requests = new Chart("Requests a second", [
+      { name: "offered", colour: "soft" }, { name: "in time", colour: "good", fill: true }, { name: "refused", colour: "bad" },
+    ]);
+    this.ttft = new Chart("Time to first token", [{ name: "p50", colour: "prefill" }, { name: "p99", colour: "decode" }], { isLog: true });
+    this.itl = new Chart("Time between tokens", [{ name: "p50", colour: "prefill" }, { name: "p99", colour: "decode" }], { isLog: true });
+    this.tokens = new Chart("Tokens a second", [{ name: "prompt", colour: "prefill" }, { name: "generated", colour: "decode", fill: true }]);
+    this.charts = [this.requests, this.ttft, this.itl, this.tokens];
+    this.routers = h("ul", { class: "routers", "aria-label": "Routers" });
+    this.prefill = h("ul", { class: "prefill", "aria-label": "Prefill workers" });
+    this.decode = h("ul", { class: "decode", "aria-label": "Decode workers" });
+    this.prompts = wire();
+    this.kv = wire();
+    this.flow = h("section", { class: "card w12" }, heading("Where work is now"),
+      h("div", { class: "flow" }, this.routers, this.prompts.element, this.prefill, this.kv.element, this.decode));
+    this.misses = h("div", { class: "stack" });
+    this.classes = h("tbody");
+    const columns = [["class"], ["in time", "number"], ["in time a second", "number"], ["objectives"], ["the others"]];
+    this.element = h("div", { class: "grid" },
+      h("section", { class: "card w12", "aria-label": "Health" }, this.parts),
+      this.tiles.map((tile) => tile.element), this.requests.element, this.ttft.element, this.flow, this.itl.element, this.tokens.element,
+      h("section", { class: "card w5" }, heading("Objectives missed, by the stage to blame"), this.misses),
+      h("section", { class: "card w7" }, heading("Service classes"),
+        h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Service classes" }, h("table", {},
+          h("thead", {}, h("tr", {}, columns.map(([name, kind = ""]) => h("th", { scope: "col", class: kind }, name)))), this.classes))));
+  }
+
+  redraw() {
+    for (const chart of this.charts) chart.draw();
+  }
+
+  update(state) {
+    const { status } = state;
+    if (!status) {
+      this.element.hidden = true;
+      return;
+    }
+    this.element.hidden = false;
+    this.showParts(status, state.model);
+    const seen = overview(state.slots, state);
+    this.showTiles(seen);
+    this.showCharts(seen, status.slo_classes);
+    this.showFlow(state, seen.now);
+    this.showMisses(seen);
+    this.showClasses(seen, status.slo_classes);
+  }
+
+  showParts(status, model) {
+    const modelPart = status.models.map((each) => ({
+      name: "Model", level: "good", value: each.id,
+      more: model?.max_model_len ? `${figure(model.max_model_len, 0)} tokens` : "",
+    }));
+    keyed(this.parts, [...modelPart, ...parts(status)], (part) => part.name,
+      (part) => h("div", {}, h("dt", {}, part.name), h("dd", {}, h("span", { class: "dot" }), h("span", { class: "wrap" }), h("small", { class: "wrap" }))),
+      (element, part) => {
+        const [dot, value, more] = element.lastElementChild.children;
+        dot.className = `dot ${part.level}`;
+        dot.hidden = ["Model", "Version"].includes(part.name);
+        say(value, part.value, part.level === "good" ? "wrap" : `wrap ${part.level}`);
+        say(more, part.more);
+      });
+  }
+
+  showTiles(seen) {
+    const [goodput, inTime, first, cache] = this.tiles;
+    const { total } = seen;
+    say(goodput.value, short(seen.goodput));
+    say(goodput.more, `requests/s of ${short(seen.offered)} offered`);
+    const level = seen.attainment === null ? "" : seen.attainment >= 0.99 ? "good" : seen.attainment >= 0.9 ? "warn" : "bad";
+    say(inTime.value, percent(seen.attainment), level);
+    say(inTime.more, total.ended ? `${figure(total.met, 0)} of ${figure(total.ended, 0)} requests` : "no requests");
+    say(first.value, `${latencyText(seen.ttft.p50)} · ${latencyText(seen.ttft.p99)}`);
+    say(first.more, `whole answer ${latencyText(seen.duration.p50)} · ${latencyText(seen.duration.p99)}`);
+    say(cache.value, percent(seen.hits));
+    say(cache.more, seen.ceiling === null ? "" : `of ${percent(seen.ceiling)} seen before`);
+  }
+
+  showCharts({ lines, total, ttft, itl, now, tokens, seconds }, classes) {
+    const marks = (name) => {
+      const byValue = {};
+      for (const [of, objectives] of Object.entries(classes)) if (objectives[name] !== null) (byValue[objectives[name]] ||= []).push(of);
+      return Object.entries(byValue).map(([value, names]) => ({ value: Number(value), name: `objective of ${names.join(", ")}` }));
+    };
+    const counts = [total.offered, total.met, total.refused].map((count) => figure(count, 0));
+    this.requests.show([lines.at, lines.offered, lines.met, lines.refused], [], counts);
+    this.ttft.show([lines.at, lines.ttftP50, lines.ttftP99], marks("ttft_s"), [ttft.p50, ttft.p99].map(latencyText));
+    this.itl.show([lines.at, lines.itlP50, lines.itlP99], marks("itl_s"), [itl.p50, itl.p99].map(latencyText));
+    const mean = (count) => (seconds > 0 ? short(count / seconds) : "–");
+    this.tokens.show([lines.at, lines.prompt, lines.generated], [], [mean(tokens.prompt), mean(tokens.generated)]);
+  }
+
+  showFlow(state, now) {
+    const { status, before } = state;
+    const asked = rates(before, status, "routers", (router) => router.met + router.missed + router.rejected);
+    const computed = rates(before, status, "workers", (worker) => worker.computed_tokens);
+    keyed(this.routers, status.routers, (router) => router.id,
+      () => h("li", {}, h("div", { class: "title" }, h("span", { class: "wrap" })), h("div", { class: "facts" })),
+      (element, router) => {
+        say(element.firstElementChild.firstElementChild, router.id);
+        say(element.lastElementChild, `${asked[router.id] === null ? "–" : short(asked[router.id])} requests/s`);
+      });
+    for (const [list, role] of [[this.prefill, "prefill"], [this.decode, "decode"]]) {
+      const workers = status.workers.filter((worker) => worker.role === role);
+      keyed(list, workers.length ? workers : [{ id: `no ${role} worker`, isNone: true }], (worker) => worker.id, workerNode,
+        (element, worker) => showWorker(element, worker, computed[worker.id]));
+    }
+    this.prompts.show(now.promptPerS, `${short(now.promptPerS)} prompt tokens/s`);
+    this.kv.show(now.kvPerS, `${rateOfBytes(now.kvPerS)} of KV`);
+  }
+
+  showMisses({ misses, total }) {
+    const items = misses.length ? misses : [{ stage: "", count: 0 }];
+    keyed(this.misses, items, (each) => each.stage,
+      ({ stage }) => (stage ? h("div", { class: "bar" }, h("span", {}, title(stageName(stage))), h("div", {}, h("i", { class: stageClass(stage) })), h("span"))
+        : h("p", { class: "soft" })),
+      (element, { stage, count, share }) => {
+        if (!stage) {
+          say(element, total.ended ? "Every request that was answered met its objectives." : "No requests in this time.");
+          return;
+        }
+        width(element.children[1].firstElementChild, share);
+        say(element.children[2], `${figure(count, 0)} · ${percent(share)}`);
+      });
+  }
+
+  showClasses({ classes }, objectives) {
+    const items = classes.length ? classes : Object.keys(objectives).map((name) => ({ name, ended: 0, attainment: null, perS: null, others: {} }));
+    keyed(this.classes, items, (each) => each.name,
+      () => h("tr", {}, h("th", { scope: "row", class: "strong" }), h("td", { class: "number" }), h("td", { class: "number" }), h("td"), h("td")),
+      (row, each) => {
+        const [name, inTime, perS, wanted, others] = row.children, of = objectives[each.name];
+        say(name, each.name);
+        say(inTime, percent(each.attainment));
+        say(perS, short(each.perS));
+        say(wanted, of ? [["first token", of.ttft_s], ["gap", of.itl_s], ["whole", of.e2e_s]].filter(([, s]) => s !== null).map(([what, s]) => `${what} ${duration(s)}`).join(", ") : "the request's own");
+        say(others, Object.entries(each.others).map(([outcome, count]) => `${figure(count, 0)} ${outcomeName(outcome)}`).join(", ") || "–");
+      });
+  }
+}
+
+function wire() {
+  const label = h("span"), svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("aria-hidden", "true");
+  const line = document.createElementNS(svg.namespaceURI, "line");
+  for (const [name, value] of Object.entries({ x1: "0", y1: "50%", x2: "100%", y2: "50%" })) line.setAttribute(name, value);
+  svg.append(line);
+  const narrow = matchMedia("(max-width: 1000px)");
+  const turn = () => {
+    const ends = narrow.matches ? { x1: "50%", y1: "0", x2: "50%", y2: "100%" } : { x1: "0", y1: "50%", x2: "100%", y2: "50%" };
+    for (const [name, value] of Object.entries(ends)) line.setAttribute(name, value);
+  };
+  narrow.addEventListener("change", turn);
+  turn();
+  return {
+    element: h("div", { class: "wire" }, label, svg),
+    show(perS, text) {
+      say(label, text);
+      line.setAttribute("class", perS > 0 ? "moves" : "");
+    },
+  };
+}
+
+function workerNode(worker) {
+  if (worker.isNone) return h("li", { class: "soft" }, worker.id);
+  return h("li", {}, h("div", { class: "title" }, h("span", { class: "wrap" }), h("span")), h("div", { class: "facts" }), h("div", { class: "facts" }),
+    h("div", { class: "meter", "aria-hidden": "true" }, h("i"), h("i", { class: "cached" })));
+}
+
+function showWorker(element, worker, perS) {
+  if (worker.isNone) return;
+  const [head, work, memory, meter] = element.children, { blocks } = worker;
+  say(head.firstElementChild, worker.id);
+  const isWell = worker.self_check === "ok";
+  say(head.lastElementChild, isWell ? worker.state : "self-check failed", `small ${isWell ? stateClass(worker.state) : "bad"}`);
+  say(work, `${worker.running} running · ${worker.waiting} waiting · ${short(perS)} tokens/s`);
+  const used = blocks.total ? blocks.in_use / blocks.total : 0, cached = blocks.total ? blocks.cached / blocks.total : 0;
+  say(memory, `KV ${percent(used)} in use, ${percent(cached)} cached`);
+  width(meter.firstElementChild, used);
+  width(meter.lastElementChild, cached);
+}

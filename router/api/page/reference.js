@@ -1,0 +1,82 @@
+// The APIs of this port, from the document that the router has of them.
+
+import { ask } from "./asking.js";
+import { copy, empty, h, heading, say } from "./draw.js";
+
+const ELSEWHERE = [
+  ["get", "/api/status", "The cluster: pools, workers, routers, Redis, objectives of the classes."],
+  ["get", "/api/history", "What all routers counted in the last hour, in slots of ten seconds. since: the first slot that is wanted."],
+  ["get", "/api/requests", "The latest requests of a router, without their content. tenant, slo_class, outcome, limit."],
+  ["get", "/api/requests/{id}", "Where the time of one request went."],
+  ["get", "/api/workers/{id}/log", "The latest lines of a worker's log."],
+  ["post", "/api/workers/{id}/drain", "Replaces a worker: its requests move to others. Body: {}"],
+  ["post", "/api/workers/{id}/role", 'Moves a worker to the other pool. Body: {"role": "decode"}'],
+  ["post", "/api/pools/{pool}", 'Sets how many workers a pool is to have. Body: {"workers": 3}'],
+  ["get", "/api/metrics", "The router's metrics, as Prometheus text."],
+];
+const OTHERS = [["get", "/version", "The router's release."], ["get", "/health", "200 when requests can be served; also /readyz."], ["get", "/healthz", "200 while the process lives."]];
+
+export class Reference {
+  constructor() {
+    this.search = h("input", { type: "search", placeholder: "Find a path or a field", "aria-label": "Find a path or a field", oninput: () => this.filter() });
+    this.base = h("code", { class: "wrap" });
+    this.list = h("section", { class: "card", "aria-label": "Endpoints" }, empty("Reading the document…"));
+    const url = new URL(".", location.href).href;
+    say(this.base, url);
+    this.element = h("div", { class: "stack" },
+      h("section", { class: "card" }, h("div", { class: "head" }, h("div", { class: "row" }, h("span", { class: "soft" }, "Base URL"), this.base,
+        h("button", { onclick: () => copy(url, "The base URL") }, "Copy")), h("a", { href: "openapi.json" }, "openapi.json")),
+        h("p", { class: "soft" }, "Clients of OpenAI and of Anthropic work with this base URL. Where there are tenants, a key goes into the header ",
+          h("code", {}, "Authorization: Bearer KEY"), " or ", h("code", {}, "x-api-key: KEY"), ". gRPC has the same and more; its server describes itself.")),
+      this.search, this.list,
+      h("section", { class: "card" }, h("div", { class: "head" }, heading("For operators")), ELSEWHERE.map(plain)),
+      h("section", { class: "card" }, h("div", { class: "head" }, heading("For probes and tools")), OTHERS.map(plain)));
+  }
+
+  open() {
+    this.reading ||= ask("openapi.json").then((found) => this.show(found), (error) => {
+      this.reading = null;
+      this.list.replaceChildren(empty(`The document cannot be read: ${error.message}`));
+    });
+  }
+
+  update() {}
+
+  show(found) {
+    const schemas = found.components.schemas;
+    const operations = Object.entries(found.paths).flatMap(([path, methods]) => Object.entries(methods).map(([method, operation]) => ({ path, method, operation })));
+    this.list.replaceChildren(...operations.map(({ path, method, operation }) => {
+      const ref = operation.requestBody?.content["application/json"].schema.$ref, schema = ref ? schemas[ref.split("/").at(-1)] : null;
+      return h("details", { class: "op" },
+        h("summary", {}, h("span", { class: `method ${method}` }, method.toUpperCase()), h("code", { class: "strong" }, path), h("span", { class: "soft" }, operation.summary || "")),
+        schema ? h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": `Fields of ${path}` }, fields(schema)) : h("div", { class: "soft" }, "No body."));
+    }));
+    this.filter();
+  }
+
+  filter() {
+    const wanted = this.search.value.trim().toLowerCase();
+    for (const each of this.list.querySelectorAll("details")) each.hidden = Boolean(wanted) && !each.textContent.toLowerCase().includes(wanted);
+  }
+}
+
+function plain([method, path, what]) {
+  return h("div", { class: "row op-line" }, h("span", { class: `method ${method}` }, method.toUpperCase()), h("code", { class: "strong" }, path), h("span", { class: "soft" }, what));
+}
+
+function fields(schema) {
+  const required = new Set(schema.required || []);
+  const rows = Object.entries(schema.properties || {}).sort(([a], [b]) => required.has(b) - required.has(a) || a.localeCompare(b)).map(([name, field]) =>
+    h("tr", {}, h("th", { scope: "row" }, h("code", { class: "strong" }, name), required.has(name) ? h("span", { class: "warn small" }, " needed") : null),
+      h("td", { class: "mono soft" }, kind(field)), h("td", { class: "soft" }, field.description || "")));
+  return h("table", {}, h("thead", {}, h("tr", {}, ["field", "type", ""].map((name) => h("th", { scope: "col" }, name || h("span", { class: "hidden" }, "meaning"))))), h("tbody", {}, rows));
+}
+
+function kind(field) {
+  if (field.$ref) return field.$ref.split("/").at(-1);
+  if (field.anyOf) return [...new Set(field.anyOf.map((each) => kind(each)))].filter((each) => each !== "null").join(" | ");
+  if (field.enum) return field.enum.map((each) => JSON.stringify(each)).join(" | ");
+  if ("const" in field) return JSON.stringify(field.const);
+  if (field.type === "array") return `[${field.items ? kind(field.items) : "any"}]`;
+  return field.type || "any";
+}

@@ -1,0 +1,171 @@
+"""The last hour of what all routers together have counted, for the page.
+
+Time is cut into slots of `SLOT_S` seconds of the wall clock. Every two seconds a router puts what it has counted in the
+current slot into the store (`router.cluster.history_store`), beside the other routers' counts, and reads theirs of the
+latest slots. So every router has the history of all, also of those that are gone, and one that has just started has
+what was before it. While the store is away, a router goes on with its own counts, and writes them when it is back.
+
+An hour is `NUM_SLOTS` slots; older ones are forgotten here and in the store. Nothing names a request or a tenant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from baton.errors import StoreUnavailable
+from baton.telemetry.booked import Booked
+from baton.telemetry.prometheus import Histogram
+from router.cluster.history_store import Counts, HistoryStore
+
+SLOT_S = 10
+NUM_SLOTS = 360
+LATE_SLOTS = 6
+"""The latest slots, which are read again and again: other routers still write to them, some by a clock that is late."""
+PERIOD_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What routers counted in one slot."""
+
+    num_routers: int = 0
+    """Routers that lived in it."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Sums by the names that `counted` gives."""
+
+
+def counted(booked: Booked) -> dict[str, float]:
+    """What a router has counted since its start, by names such as `requests/met/CLASS`, `misses/STAGE` and
+    `ttft/BOUND`: values up to that bound and above the one before. What is zero is left out.
+    """
+    counts = {
+        **{f"requests/{outcome}/{name}": n for (outcome, name), n in _by(booked, "outcome", "slo_class").items()},
+        **{f"misses/{stage}": number for (stage,), number in booked.slo_misses.totals("stage").items()},
+        **{
+            f"{prefix}/{bound}": number
+            for prefix, histogram in _histograms(booked).items()
+            for bound, number in histogram.totals().items()
+        },
+        "prompt_tokens": booked.prompt_tokens.totals().get((), 0.0),
+        "cached_tokens": booked.prefix_hit_tokens.totals().get((), 0.0),
+        "seen_tokens": booked.prefix_ceiling_tokens.totals().get((), 0.0),
+        "generated_tokens": booked.generation_tokens.totals().get((), 0.0),
+        "kv_bytes": booked.transfer_bytes.totals().get((), 0.0),
+        "retries": booked.retries.totals().get((), 0.0),
+    }
+    return {name: number for name, number in counts.items() if number}
+
+
+def _histograms(booked: Booked) -> dict[str, Histogram]:
+    """The histograms whose buckets are counted, by the prefix of their counts."""
+    return {
+        "ttft": booked.time_to_first_token,
+        "itl": booked.inter_token_latency,
+        "duration": booked.request_duration,
+    }
+
+
+def _by(booked: Booked, *labels: str) -> Mapping[tuple[str, ...], float]:
+    return booked.requests_slo.totals(*labels)
+
+
+class History:
+    """Keeps the history current while `run` runs.
+
+    Args:
+        writer: names this process among all that have written in the last hour.
+        booked: what this router counts.
+        clock: wall time in seconds.
+    """
+
+    def __init__(
+        self, store: HistoryStore, writer: str, booked: Booked, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._store = store
+        self._writer = writer
+        self._booked = booked
+        self._clock = clock
+        self._own: dict[int, Counts] = {}
+        """This router's counts, by slot."""
+        self._others: dict[int, Slot] = {}
+        """The other routers' counts, as of the latest look, by slot."""
+        self._unwritten: set[int] = set()
+        self._read_to = 0
+        """The slot in which the store was read last; 0: not yet."""
+        self._seen: Counts = {}
+        """What had been counted when it was looked at last."""
+
+    @property
+    def bounds(self) -> dict[str, list[float]]:
+        """The upper bounds of the histograms, but the infinite one, by the prefix of their counts."""
+        return {prefix: list(histogram.bounds) for prefix, histogram in _histograms(self._booked).items()}
+
+    async def run(self) -> None:
+        """Looks every `PERIOD_S` until cancelled. While the store is away, own counts are kept."""
+        while True:
+            with contextlib.suppress(StoreUnavailable):  # the registry reports it
+                await self.look()
+            await asyncio.sleep(PERIOD_S)
+
+    async def look(self) -> None:
+        """Notes what has been counted since the last look, and reads what others have written.
+
+        Raises:
+            StoreUnavailable: own counts are noted, and are written with the next look.
+        """
+        slot = self._note()
+        for each in sorted(self._unwritten):
+            await self._store.write(each, self._writer, self._own[each])
+            self._unwritten.discard(each)
+        first = max(slot - NUM_SLOTS + 1, self._read_to - LATE_SLOTS + 1)
+        for number, found in (await self._store.read(range(first, slot + 1))).items():
+            others = {writer: counts for writer, counts in found.items() if writer != self._writer}
+            self._others[number] = Slot(len(others), sums(others))
+        self._read_to = slot
+        self._forget(slot)
+
+    def slots(self, since: int = 0) -> dict[int, Slot]:
+        """What all routers counted, by slot, the oldest first.
+
+        Args:
+            since: the first slot that is wanted.
+        """
+        self._forget(self._note())
+        numbers = sorted(number for number in self._own.keys() | self._others.keys() if number >= since)
+        return {number: self._slot(number) for number in numbers}
+
+    def _slot(self, number: int) -> Slot:
+        others, own = self._others.get(number, Slot()), self._own.get(number)
+        if own is None:
+            return others
+        return Slot(others.num_routers + 1, sums({"": others.counts, self._writer: own}))
+
+    def _note(self) -> int:
+        """Adds what has been counted since the last time to the current slot, and returns the slot."""
+        slot = int(self._clock() // SLOT_S)
+        now = counted(self._booked)
+        new = {name: number - self._seen.get(name, 0.0) for name, number in now.items()}
+        self._seen = now
+        self._own[slot] = sums({"": self._own.get(slot, {}), "new": {name: n for name, n in new.items() if n}})
+        self._unwritten.add(slot)
+        return slot
+
+    def _forget(self, slot: int) -> None:
+        oldest = slot - NUM_SLOTS + 1
+        for kept in (self._own, self._others):
+            for number in [number for number in kept if number < oldest]:
+                del kept[number]
+        self._unwritten &= self._own.keys()
+
+
+def sums(parts: Mapping[str, Counts]) -> dict[str, float]:
+    """The sums of the counts of several routers."""
+    added: Counter[str] = Counter()
+    for counts in parts.values():
+        added.update(counts)
+    return dict(added)
