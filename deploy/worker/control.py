@@ -14,6 +14,7 @@ the drain in the lease and starts another worker in its place.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import grpc
@@ -24,6 +25,8 @@ from baton.errors import Conflict, InvalidRequest, WorkerDraining
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.worker.calls import CallServicer
 from deploy.worker.member import Member
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
@@ -46,6 +49,7 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
 
     async def _drain(self, timeout_s: float) -> int:
         member = self.member
+        logger.info("%s drains, for %g s at most", member.worker_id, timeout_s)
         member.become(WorkerState.DRAINING)
         member.loop.hand_back(WorkerDraining(f"{member.worker_id} takes no new work"))
         self._calls.migrate(member.loop.hypotheses)
@@ -75,6 +79,7 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
                 self._stay(member.role)
                 raise
             self._stay(role)
+            logger.info("%s is a %s worker now", member.worker_id, role)
 
     def _stay(self, role: Role) -> None:
         """Makes the worker ready again, unless it has been ordered to leave in the meantime."""

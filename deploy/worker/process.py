@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import os
 import signal
 import socket
@@ -31,7 +32,7 @@ import uvloop
 from opentelemetry.sdk.trace import TracerProvider
 
 from baton import garbage
-from baton.cluster import Role
+from baton.cluster import VERSION, Role
 from baton.config import Config, process_config
 from baton.engine.core.runner import Runner
 from baton.engine.runners import make_runner
@@ -53,6 +54,8 @@ from deploy.worker.log import WorkerLog
 from deploy.worker.member import Member
 from kvstore.transfer.transport.nccl_log import private_log
 from prefill_worker.service import PrefillService
+
+logger = logging.getLogger(__name__)
 
 LAST_WORDS_S = 0.2
 """Time for the last events of calls to reach the routers, in seconds."""
@@ -81,6 +84,7 @@ async def running(
     kv_pb2_grpc.add_KvControlServicer_to_server(member.kv, rpc.server)
     port = rpc.bind(host, 0, member.tls)
     async with member.joined(rpc, port) as ended:
+        logger.info("%s joins at %s, as a %s worker of release %s", worker_id, member.info.address, role, VERSION)
         yield control, ended
 
 

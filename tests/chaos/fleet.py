@@ -48,6 +48,7 @@ from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_
 from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import Fenced
 from baton.rpc import RpcServer
+from baton.telemetry import logs
 from baton.tls import Tls, own_door_tls
 from baton.v1 import worker_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
@@ -370,8 +371,10 @@ def run_worker(role: Role, worker_id: str, config_json: str, progress: Progress,
     """
     if ports:
         _announce_other_port(*ports)
+    config = Config.from_json(config_json)
+    logs.configure(config.telemetry.log_level, config.telemetry.log_format, f"baton-{role}")
     try:
-        uvloop.run(_serve(Role(role), worker_id, Config.from_json(config_json), progress))
+        uvloop.run(_serve(Role(role), worker_id, config, progress))
     except* Fenced:
         sys.exit(FENCED)
 

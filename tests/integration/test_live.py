@@ -152,5 +152,6 @@ def is_served(cluster: Cluster) -> bool:
 def test_the_page_and_its_metrics_are_there(arithmetic_cluster: Cluster) -> None:
     page = httpx2.get(f"http://{arithmetic_cluster.http}/")
     assert page.status_code == 200
-    assert 'fetch("api/metrics"' in page.text
+    assert "page/app.js" in page.text
+    assert 'ask("api/status")' in httpx2.get(f"http://{arithmetic_cluster.http}/page/app.js").text
     assert "baton_pool_workers" in httpx2.get(f"http://{arithmetic_cluster.http}/metrics").text

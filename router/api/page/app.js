@@ -1,7 +1,7 @@
 // The page itself: asks the router every two seconds, keeps what it answered, and has the open view drawn.
 
 import { Refused, ask, keep, key } from "./asking.js";
-import { byId, say } from "./draw.js";
+import { byId, h, say } from "./draw.js";
 import { health, parts, remember } from "./figures.js";
 import { Overview } from "./overview.js";
 import { Playground } from "./playground.js";
@@ -59,8 +59,7 @@ function showHead() {
     if (pill.dataset.text !== found.text + found.level) {
       pill.dataset.text = found.text + found.level;
       pill.className = `pill ${found.level}`;
-      pill.innerHTML = '<span class="dot"></span><span class="text"></span>';
-      pill.lastElementChild.textContent = found.text;
+      pill.replaceChildren(h("span", { class: "dot" }), h("span", { class: "text" }, found.text));
       pill.title = found.text;
     }
   }

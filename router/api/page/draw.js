@@ -116,7 +116,7 @@ export class Chart {
     this.texts = texts;
     if (!this.isPointed) texts.forEach((text, i) => say(this.lines[i].shown, text));
     this.objectives.hidden = !marks.length;
-    say(this.objectives, marks.length ? `┄ objective ${marks.map((mark) => duration(mark.value)).join(", ")}` : "");
+    say(this.objectives, marks.length ? `┄ objective ${marks.map((mark) => tick(mark.value)).join(", ")}` : "");
     this.place.setAttribute("aria-label", `${this.title}: ${this.lines.map((line, i) => `${line.name} ${texts[i]}`).join(", ")}`);
     if (this.plot && !changed) this.plot.setData(data);
     else this.draw();
@@ -128,17 +128,19 @@ export class Chart {
     if (!this.place.clientWidth || !this.data[0].length) return;
     const soft = colour("soft"), edge = colour("edge"), accent = colour("warn");
     const axis = { stroke: soft, font: LABEL_FONT, grid: { stroke: edge, width: 1 }, ticks: { show: false } };
+    const round = (each) => (!this.isLog || Math.abs(Math.log10(each) % 1) < 1e-6 || Math.abs(Math.log10(each) % 1) > 1 - 1e-6 ? each : null);
     const colours = this.lines.map((line) => colour(line.colour));
     const options = {
-      width: this.place.clientWidth, height: this.place.clientHeight, padding: [8, 6, 0, 0],
+      width: this.place.clientWidth, height: this.place.clientHeight, padding: [8, 18, 0, 0],
       legend: { show: false }, cursor: { y: false, points: { size: 6 }, drag: { setScale: false } },
       series: [{}, ...this.lines.map((line, i) => ({
         stroke: colours[i], width: 1.75, fill: line.fill ? faded(colours[i]) : undefined, points: { show: false }, spanGaps: false,
       }))],
       scales: { x: { time: true }, y: this.isLog ? { distr: 3, range: (_, low, high) => this.logRange(low, high) } : { range: (_, low, high) => [0, niceTop(high)] } },
       axes: [
-        { ...axis, space: 70, values: (_, ticks) => ticks.map(clock) },
-        { ...axis, size: this.isLog ? 52 : 44, space: 30, values: (_, ticks) => ticks.map((each) => (each === null ? "" : this.isLog ? tick(each) : short(each))) },
+        { ...axis, size: 28, space: 48, incrs: [10, 30, 60, 120, 300, 600, 900, 1800], values: (_, ticks) => ticks.map((each) => clock(each)) },
+        { ...axis, size: this.isLog ? 54 : 44, space: 28, grid: { ...axis.grid, filter: (_, splits) => splits.map(round) }, filter: (_, splits) => splits.map(round),
+          values: (_, ticks) => ticks.map((each) => (each === null ? "" : this.isLog ? tick(each) : String(+each.toPrecision(3)))) },
       ],
       hooks: { draw: [(plot) => this.drawMarks(plot, accent)], setCursor: [(plot) => this.point(plot)] },
     };
@@ -156,6 +158,8 @@ export class Chart {
     ctx.save();
     ctx.strokeStyle = ctx.fillStyle = stroke;
     ctx.setLineDash([5 * devicePixelRatio, 4 * devicePixelRatio]);
+    ctx.textAlign = "left";
+    ctx.textBaseline = "alphabetic";
     ctx.lineWidth = 1.25 * devicePixelRatio;
     ctx.font = `${10.5 * devicePixelRatio}px system-ui, sans-serif`;
     for (const { value, name } of this.marks) {

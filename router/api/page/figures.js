@@ -172,8 +172,9 @@ export const short = (value) => (value === null || value === undefined ? "–" :
 export const percent = (value) => (value === null || value === undefined ? "–" : figure(100 * value, value > 0.995 && value < 1 ? 1 : 0) + " %");
 export const duration = (s) =>
   s === null || s === undefined ? "–" : s < 0.01 ? figure(1000 * s, 1) + " ms" : s < 1 ? figure(1000 * s, 0) + " ms" : s < 100 ? figure(s, 2) + " s" : figure(s, 0) + " s";
-export const tick = (s) => (s < 1 ? `${+(1000 * s).toPrecision(2)} ms` : s < 60 ? `${+s.toPrecision(3)} s` : `${+(s / 60).toPrecision(3)} min`);
-export const rateOfBytes = (perS) => (perS === null ? "–" : perS >= 2 ** 30 ? figure(perS / 2 ** 30, 2) + " GiB/s" : figure(perS / 2 ** 20, perS < 2 ** 20 ? 2 : 1) + " MiB/s");
+export const tick = (s) => (s < 1 ? `${+(1000 * s).toPrecision(2)} ms` : s < 120 ? `${+s.toPrecision(3)} s` : `${+(s / 60).toPrecision(3)} min`);
+export const rateOfBytes = (perS) => (perS === null ? "–" : perS >= 2 ** 30 ? figure(perS / 2 ** 30, 2) + " GiB/s"
+  : perS >= 2 ** 20 ? figure(perS / 2 ** 20, 1) + " MiB/s" : figure(perS / 2 ** 10, perS < 10240 && perS > 0 ? 1 : 0) + " KiB/s");
 export function age(s) {
   if (!(s >= 0)) return "–";
   const steps = [[86400, "d"], [3600, "h"], [60, "min"]];

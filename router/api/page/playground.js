@@ -35,7 +35,7 @@ export class Playground {
     this.figures = h("dl", { class: "figures" });
     this.stages = h("div", { class: "stack" });
     this.measured = h("section", { class: "card stack", hidden: true, "aria-label": "Where the time went" }, heading("Where the time went"), this.figures, this.stages);
-    this.code = h("pre", { tabIndex: 0, "aria-label": "The same call" });
+    this.code = h("pre", { class: "code", tabIndex: 0, role: "region", "aria-label": "The same call" });
     this.tabs = h("div", { class: "tabs", role: "group", "aria-label": "Language" }, ["curl", "Python", "gRPC"].map((name) =>
       h("button", { type: "button", "aria-pressed": String(name === this.language), onclick: () => this.speak(name) }, name)));
     this.element = h("div", { class: "grid" },
@@ -64,6 +64,7 @@ export class Playground {
   forget() {
     this.aborter?.abort();
     this.messages = [];
+    this.sent = null; // the body of the latest request, which is shown as code until another prompt is written
     this.fresh.hidden = true;
     this.measured.hidden = true;
     this.talk.replaceChildren(h("p", { class: "soft" }, "The answer comes here, as it is generated."));
@@ -87,6 +88,7 @@ export class Playground {
     const thought = this.talk.appendChild(h("div", { class: "say reasoning", hidden: true }));
     const answer = this.talk.appendChild(h("div", { class: "say assistant running" }));
     this.aborter = new AbortController();
+    this.sent = body;
     this.busy(true);
     const beganMs = performance.now(), seen = { firstMs: null, usage: null, timing: null, id: "", text: "" };
     try {
@@ -144,7 +146,8 @@ export class Playground {
   }
 
   showCode() {
-    say(this.code, CODE[this.language](this.body(), this.mode, this.grpc, Boolean(key())));
+    const body = this.sent && !this.prompt.value.trim() ? this.sent : this.body();
+    say(this.code, CODE[this.language](body, this.mode, this.grpc, Boolean(key())));
   }
 }
 

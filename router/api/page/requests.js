@@ -99,7 +99,8 @@ export class Requests {
 
   fill(row, each, nowS) {
     const [when, , outcome, went, first, total, tokens, stages] = row.children;
-    row.setAttribute("aria-selected", String(each.request_id === this.chosen));
+    if (each.request_id === this.chosen) row.setAttribute("aria-current", "true");
+    else row.removeAttribute("aria-current");
     say(when, `${age(Math.max(0, nowS - each.arrived_s))} ago`);
     say(first, duration(each.ttft_s));
     say(total, duration(each.total_s));

@@ -24,9 +24,12 @@ export class Workers {
     const { status } = state;
     this.element.hidden = !status;
     if (!status) return;
-    say(this.note, status.takes_orders
-      ? "Orders are carried out by the controller; each is asked about once more before it is given."
-      : "Orders from this page need an operator's API key, and no tenants' file is configured: use `baton scale`, `baton drain` and `baton role`.");
+    if (this.note.dataset.key !== String(status.takes_orders)) {
+      this.note.dataset.key = String(status.takes_orders);
+      this.note.replaceChildren(...(status.takes_orders ? ["Orders are carried out by the controller; the page asks once more before it gives one."] : [
+        "This page gives orders only for an operator's API key, and no tenants' file is configured. In a terminal: ",
+        ...["baton scale", "baton drain", "baton role"].flatMap((name) => [h("code", {}, name), " "])]));
+    }
     const wanted = Object.fromEntries((status.controller?.scaling || []).map((each) => [each.pool, each.wanted]));
     keyed(this.pools, Object.entries(status.pools).sort().reverse(), ([name]) => name, ([name]) => this.pool(name),
       (element, [name, pool]) => this.showPool(element, pool, wanted[name], state.hasOrders));
@@ -60,7 +63,7 @@ export class Workers {
     return h("section", { class: "card worker stack", "aria-label": id },
       h("div", { class: "head" }, h("h3", { class: "wrap" }, id), h("span", { class: "row" }, h("span", { class: "chip" }), h("span", { class: "chip" }))),
       h("div"), h("div", {}, h("div", { class: "small soft" }), h("div", { class: "meter", "aria-hidden": "true" }, h("i"), h("i", { class: "cached" }))),
-      h("div", { class: "row" }, log, role, drain), h("pre", { class: "log", tabIndex: 0, hidden: true, "aria-label": `Log of ${id}` }));
+      h("div", { class: "row" }, log, role, drain), h("pre", { class: "log", tabIndex: 0, hidden: true, role: "region", "aria-label": `Log of ${id}` }));
   }
 
   showWorker(element, worker, perS, state) {
@@ -89,7 +92,7 @@ export class Workers {
     const [logButton, role, drain] = buttons.children;
     role.hidden = drain.hidden = !state.hasOrders;
     role.disabled = drain.disabled = worker.state !== "ready";
-    say(role, `Make it ${OTHER[worker.role]}…`);
+    say(role, `Change to ${OTHER[worker.role]}…`);
     const lines = this.logs.get(worker.id);
     logButton.setAttribute("aria-expanded", String(lines !== undefined));
     log.hidden = lines === undefined;
@@ -115,7 +118,7 @@ export class Workers {
   async flip(id) {
     const to = OTHER[this.roles[id]];
     const text = `Its requests move to other workers first; its cache stays. The pools' sizes follow: one ${this.roles[id]} worker less, one ${to} worker more.`;
-    if (await confirm({ title: `Make ${id} a ${to} worker?`, text, yes: `Make it ${to}` })) await give(`${id} is a ${to} worker now`, `api/workers/${encodeURIComponent(id)}/role`, { role: to });
+    if (await confirm({ title: `Make ${id} a ${to} worker?`, text, yes: `Change to ${to}` })) await give(`${id} is a ${to} worker now`, `api/workers/${encodeURIComponent(id)}/role`, { role: to });
   }
 
   async scale(event, name, size) {

@@ -77,6 +77,8 @@ WITH_TENANTS = {
     "/healthz": (OPEN, OPEN),
     "/readyz": (OPEN, OPEN),
     "/": (OPEN, set[str]()),
+    "/page/app.js": (OPEN, set[str]()),
+    "/version": ({"acme", "operations"}, set[str]()),
 }
 """Path -> the keys with which the HTTP port answers it, and those with which the port of the metrics does."""
 

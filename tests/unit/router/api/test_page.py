@@ -1,7 +1,8 @@
-"""The page at /: it is served to everybody, asks nobody but its router, and reads metrics as Prometheus does."""
+"""The page at /: its files are served to everybody and ask nobody but their router, and its figures are right."""
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
@@ -15,14 +16,17 @@ import httpx2
 import pytest
 
 from baton.errors import Unauthenticated
-from deploy.operator.scrape import parse
-from deploy.operator.watch import ITL, TTFT, Quantile, quantile
+from baton.telemetry.booked import Booked
+from deploy.operator.watch import Quantile, quantile
 from router.api.http import create_app
-from router.api.page import PAGE
-from tests.unit.deploy.operator.test_watch import AFTER, BEFORE, late_answers
+from router.api.page import FILES
+from router.cluster.history import counted
 
-TEXT = PAGE.decode()
-FIGURES = re.search(r'<script id="figures">(.*?)</script>', TEXT, re.DOTALL)
+OURS = {path: content.decode() for path, content in FILES.items() if "uPlot" not in path}
+TEXT = FILES["/"].decode()
+SCRIPTS = "\n".join(text for path, text in OURS.items() if path.endswith(".js"))
+FORBIDDEN = re.compile(r"@import|\burl\(|\bimport\s*\(|\beval\(|innerHTML|insertAdjacent|document\.write")
+"""What would bring something from elsewhere, or make elements of texts."""
 NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="needs node, which runs the page's script")
 
@@ -31,29 +35,44 @@ def refusing(key: str | None, certificate: Any) -> Any:
     raise Unauthenticated("an API key is needed")
 
 
-async def get(path: str) -> httpx2.Response:
+async def get(path: str, **headers: str) -> httpx2.Response:
     service: Any = SimpleNamespace()
     tenants: Any = SimpleNamespace(is_open=False, identify=refusing)
     app = create_app(service, tenants, lambda: "", lambda: b"")
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://baton") as client:
-        return await client.get(path)
+        return await client.get(path, headers=headers)
 
 
 async def test_the_page_is_served_without_a_key_and_may_ask_only_its_router() -> None:
-    response = await get("/")
-    assert (response.status_code, response.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert response.content == PAGE
-    policy = response.headers["content-security-policy"]
-    assert "default-src 'none'" in policy
-    assert "connect-src 'self'" in policy
-    assert (await get("/v1/models")).status_code == 401, "what is a tenant's still needs one"
+    kinds = {"/": "text/html", "/page/style.css": "text/css", "/page/app.js": "text/javascript"}
+    for path, content in FILES.items():
+        response = await get(path)
+        assert (response.status_code, response.content) == (200, content)
+        assert path not in kinds or response.headers["content-type"] == f"{kinds[path]}; charset=utf-8"
+        policy = response.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "connect-src 'self'" in policy
+        assert "unsafe" not in policy
+        assert (await get(path, **{"If-None-Match": response.headers["etag"]})).status_code == 304
+    for path in ("/v1/models", "/api/status", "/version"):
+        assert (await get(path)).status_code == 401, "what is a tenant's still needs a key"
+    assert (await get("/page/__init__.py")).status_code == 401, "nothing else of the folder is served"
 
 
 def test_nothing_comes_from_elsewhere() -> None:
-    assert not re.search(r"(?:https?:)?//[a-z0-9]", re.sub(r"^\s*//.*$|[^:]// .*$", "", TEXT, flags=re.MULTILINE))
-    assert not re.search(r"\b(?:src|href|action)\s*=\s*[\"'](?!data:,)", TEXT)
-    assert not re.search(r"@import|url\(|import\s*\(|\bimport\s", TEXT)
-    assert re.findall(r"fetch\(([^,)]*)", TEXT) == ['"api/metrics"']
+    for path, text in OURS.items():
+        bare = re.sub(r"http://www\.w3\.org/2000/svg", "", text)
+        assert not re.search(r"(?:https?:)?//[a-z0-9]", re.sub(r"(^|\s)// .*$", "", bare, flags=re.MULTILINE)), path
+        assert not FORBIDDEN.search(text), path
+    assert set(re.findall(r'(?:src|href)="([^"#]+)"', TEXT)) >= {"page/app.js", "page/style.css", "page/uPlot.min.css"}
+    assert {f"/{name}" for name in re.findall(r'(?:src|href)="(page/[^"]+)"', TEXT)} <= FILES.keys()
+    assert {f"/page/{name}" for name in re.findall(r'from "\./([^"]+)"', SCRIPTS)} <= FILES.keys()
+    assert "/metrics" not in re.sub(r'"/api/metrics"', "", SCRIPTS), "its figures come from /api"
+
+
+def test_the_library_is_the_one_that_its_licence_is_of() -> None:
+    assert FILES["/page/uPlot.iife.min.js"].startswith(b"/*! https://github.com/leeoniya/uPlot (v1.6.32) */")
+    assert b"The MIT License" in FILES["/page/uPlot.LICENSE"]
 
 
 class Outline(HTMLParser):
@@ -61,7 +80,6 @@ class Outline(HTMLParser):
         super().__init__()
         self.ids: list[str] = []
         self.labelled: list[str] = []
-        self.unscoped = 0
         self.language = ""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -69,212 +87,180 @@ class Outline(HTMLParser):
         if found := given.get("id"):
             self.ids.append(found)
         self.labelled += [given["aria-labelledby"] or ""] if "aria-labelledby" in given else []
-        self.unscoped += tag == "th" and given.get("scope") not in ("col", "row")
         self.language = given.get("lang") or self.language if tag == "html" else self.language
 
 
-def test_the_page_can_be_read_aloud_and_its_script_finds_its_places() -> None:
+def test_the_scripts_find_their_places_in_the_page() -> None:
     outline = Outline()
     outline.feed(TEXT)
-    assert (outline.language, outline.unscoped) == ("en", 0)
+    assert outline.language == "en"
     assert len(set(outline.ids)) == len(outline.ids)
     assert set(outline.labelled) <= set(outline.ids)
-    asked = set(re.findall(r"(?:byId|fill)\(\"([\w-]+)\"", TEXT))
+    asked = set(re.findall(r"byId\(\"([\w-]+)\"", SCRIPTS))
     assert len(asked) > 10
     assert asked <= set(outline.ids)
     assert 'role="alert"' in TEXT
-    assert "prefers-color-scheme: dark" in TEXT
 
 
-def figures(*answers: tuple[float, str]) -> dict[str, Any]:
-    """What the page shows after these answers of /metrics, by its own script."""
-    assert FIGURES
-    code = (
-        FIGURES[1]
-        + """
-        const answers = JSON.parse(require("fs").readFileSync(0, "utf8"));
-        let kept = [];
-        for (const [at, text] of answers) kept = remember(kept, { at, samples: parseMetrics(text) });
-        const shown = figures(kept);
-        for (const each of shown.latencies) each.texts = [each.p50, each.p99].map(latencyText);
-        process.stdout.write(JSON.stringify(shown));
-        """
-    )
+def figures(code: str, value: Any = None) -> Any:
+    """What a piece of JavaScript makes of a value, `given`, with figures.js, which is `f`."""
+    module = base64.b64encode(OURS["/page/figures.js"].encode()).decode()
+    program = f"""
+        const f = await import("data:text/javascript;base64,{module}");
+        const {{ readFileSync }} = await import("node:fs");
+        const given = JSON.parse(readFileSync(0, "utf8"));
+        process.stdout.write(JSON.stringify(await (async () => {{ {code} }})()) ?? "null");
+    """
     assert NODE
     done = subprocess.run(
-        [NODE, "-e", code], input=json.dumps(answers), capture_output=True, text=True, check=False, timeout=30
-    )
-    assert done.returncode == 0, done.stderr
-    shown: dict[str, Any] = json.loads(done.stdout)
-    return shown
-
-
-BROWSER = """
-const elements = new Map(), stored = new Map(), sent = [], shown = [];
-const node = () => ({
-  hidden: true, textContent: "", value: "", style: {}, append() {}, replaceChildren() {}, setAttribute() {},
-  addEventListener(_, listener) { this.listener = listener; },
-});
-const place = (id) => elements.get(id) ?? elements.set(id, node()).get(id);
-globalThis.document = { getElementById: place, createElement: node, createElementNS: node, title: "" };
-const getItem = (name) => stored.get(name) ?? null, setItem = (name, value) => stored.set(name, value);
-globalThis.sessionStorage = { getItem, setItem };
-globalThis.Node = class {};
-globalThis.setInterval = globalThis.setTimeout = () => {};
-globalThis.fetch = async (path, { headers }) => {
-  const key = headers.Authorization ?? "";
-  sent.push([path, key]);
-  const status = { "Bearer ops": 200, "Bearer acme": 403 }[key] ?? 401;
-  return { status, ok: status === 200, text: async () => "baton_redis_up 1.0" };
-};
-(async () => {
-  eval(SCRIPT + "; globalThis.again = ask");
-  for (const key of ["", "acme", " ops "]) {
-    if (key) {
-      place("key").value = key;
-      place("key-form").listener({ preventDefault() {} });
-    }
-    await again();
-    const texts = ["ask-reason", "redis"].map((id) => place(id).textContent);
-    shown.push([place("ask").hidden, place("lost").hidden, ...texts]);
-  }
-  process.stdout.write(JSON.stringify({ sent: sent.slice(1), shown, left: place("key").value }));
-})();
-"""
-"""Enough of a browser for the page's script, which is SCRIPT, and a user who tries keys."""
-
-
-@needs_node
-def test_the_page_asks_for_an_operators_key_and_sends_it() -> None:
-    script = "\n".join(re.findall(r"<script[^>]*>(.*?)</script>", TEXT, re.DOTALL))
-    assert NODE
-    done = subprocess.run(
-        [NODE, "-e", f"const SCRIPT = {json.dumps(script)};{BROWSER}"],
-        capture_output=True, text=True, check=False, timeout=30,
+        [NODE, "--input-type=module", "-e", program],
+        input=json.dumps(value), capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
-    assert seen["sent"] == [["api/metrics", ""], ["api/metrics", "Bearer acme"], ["api/metrics", "Bearer ops"]]
-    assert seen["shown"] == [
-        [False, True, "", ""],
-        [False, True, "this key is no operator's", ""],
-        [True, True, "this key is not known", "Redis ok"],
-    ]
-    assert seen["left"] == "", "the key is not left on the page"
+    return json.loads(done.stdout)
 
 
-CLUSTER = """
-# HELP baton_pool_workers Workers of a pool, desired and ready.
-# TYPE baton_pool_workers gauge
-baton_pool_workers{pool="decode",state="desired"} 3.0
-baton_pool_workers{pool="decode",state="ready"} 2.0
-baton_autoscale_wanted_workers{pool="decode"} 4.0
-baton_worker_ready{role="decode",worker="decode-0"} 1.0
-baton_worker_ready{role="decode",worker="decode-1"} 0.0
-baton_worker_ready{role="prefill",worker="prefill-0"} 0.0
-baton_worker_state{role="decode",state="draining",worker="decode-1"} 1.0
-baton_worker_state{role="decode",state="ready",worker="decode-1"} 0.0
-baton_worker_info{block_size="16",engine="e",node="a \\"b\\" \\\\c",role="decode",sampler="s/1",worker="decode-0"} 1.0
-baton_worker_self_check_ok{worker="decode-0"} 1.0
-baton_worker_self_check_ok{worker="decode-1"} 0.0
-baton_worker_sequences{role="decode",state="running",worker="decode-0"} 5.0
-baton_worker_sequences{role="decode",state="waiting",worker="decode-0"} 2.0
-baton_kv_blocks{role="decode",state="free",worker="decode-0"} 50.0
-baton_kv_blocks{role="decode",state="cached",worker="decode-0"} 30.0
-baton_kv_blocks{role="decode",state="in_use",worker="decode-0"} 20.0
-baton_slo_objective_seconds{objective="ttft",slo_class="default"} 0.5
-baton_slo_objective_seconds{objective="e2e",slo_class="default"} +Inf
-baton_mirror_lag_seconds{router="router-0"} 1e-05
-baton_mirror_lag_seconds{router="router-1"} 0.0
-baton_redis_up 0.0
-baton_build_info{version="0.1.0"} 1.0
+NOW_S = 10_005.0
+"""Half of slot 1000, of ten seconds, is over."""
+OVERVIEW = """
+    const slots = f.remember(new Map(), given);
+    return f.overview(slots, { nowS: given.now_s, slotS: given.slot_s, spanS: 300, bounds: given.bounds });
 """
 
 
-@needs_node
-def test_requests_are_differences_of_two_answers() -> None:
-    seen = figures((100.0, BEFORE), (110.0, AFTER))
-    batch, default = seen["classes"]
-    assert seen["goodput"] == pytest.approx(3.6)
-    assert seen["line"] == [{"at": 110.0, "perS": pytest.approx(3.6)}]
-    assert seen["attainment"] == pytest.approx(36 / 46)
-    assert (batch["name"], batch["attainment"], batch["perS"]) == ("batch", 0.75, 0.6)
-    assert batch["others"] == {"itl_missed": 2, "cancelled": 50}
-    assert (default["name"], default["attainment"]) == ("default", pytest.approx(30 / 38))
-    assert [(b["stage"], b["count"], b["share"]) for b in seen["blame"]] == [
-        ("prefill", 6, 0.6), ("decode", 2, 0.2), ("queue", 2, 0.2),
-    ]  # fmt: skip
-    assert (seen["hitRate"], seen["hitCeiling"], seen["tokensPerS"]) == (0.25, 0.5, 30)
+def answer(*slots: tuple[int, Mapping[str, float]], now_s: float = NOW_S, **bounds: list[float]) -> dict[str, Any]:
+    """An answer of /api/history."""
+    listed = [{"slot": number, "num_routers": 1, "counts": dict(counts)} for number, counts in slots]
+    return {"now_s": now_s, "slot_s": 10, "bounds": bounds, "slots": listed}
+
+
+COUNTS = {
+    "requests/met/default": 30, "requests/ttft_missed/default": 6, "requests/rejected/default": 2,
+    "requests/met/batch": 6, "requests/itl_missed/batch": 2, "requests/cancelled/batch": 50,
+    "misses/prefill": 6, "misses/decode": 2,
+    "prompt_tokens": 400, "cached_tokens": 100, "seen_tokens": 200, "kv_bytes": 1000,
+}  # fmt: skip
 
 
 @needs_node
-def test_quantiles_are_those_of_prometheus_and_of_the_terminal() -> None:
-    seen = figures((0.0, BEFORE), (1.0, AFTER))
-    first, between, _ = seen["latencies"]
-    before, after = parse(BEFORE).buckets(TTFT), parse(AFTER).buckets(TTFT)
-    counts: Mapping[float, float] = {bound: count - before[bound] for bound, count in after.items()}
-    for found, q, value in ((first["p50"], 0.5, 0.1), (first["p99"], 0.99, 0.492)):
-        assert found == {"value": pytest.approx(value), "isAbove": False}
-        expected = quantile(q, counts)
-        assert isinstance(expected, Quantile)
-        assert expected.value == pytest.approx(value)
-    assert first["texts"] == ["100 ms", "492 ms"]
-    assert (between["p50"], between["p99"], between["texts"]) == (None, None, ["–", "–"])
-    assert f'"{TTFT}"' in TEXT
-    assert f'"{ITL}"' in TEXT
-
-
-@needs_node
-def test_what_lies_above_the_last_bound_is_not_shown_as_the_bound() -> None:
-    before, after = late_answers()
-    first, between, whole = figures((0.0, before), (1.0, after))["latencies"]
-    assert first["texts"] == ["430.00 s", "> 600 s"]
-    assert between["texts"] == ["19.47 s", "> 30 s"]
-    assert (whole["texts"][1], whole["p99"]) == ("> 3,600 s", {"value": 3600, "isAbove": True})
-
-
-@needs_node
-def test_the_cluster_is_as_its_gauges_say() -> None:
-    seen = figures((0.0, CLUSTER))
-    assert seen["pools"] == [{"name": "decode", "desired": 3, "ready": 2, "wanted": 4}]
-    well, sick, other = seen["workers"]
-    assert well == {
-        "worker": "decode-0", "role": "decode", "state": "ready", "isWell": True, "running": 5, "waiting": 2,
-        "inUse": 0.2, "cached": 0.3, "node": 'a "b" \\c', "engine": "e, s/1",
+def test_the_overview_is_the_sum_of_the_slots() -> None:
+    seen = figures(OVERVIEW, answer((999, COUNTS), (1000, {"requests/met/default": 4})))
+    assert seen["total"] == {
+        "offered": 100, "met": 40, "refused": 2, "errors": 0, "cancelled": 50, "late": 8, "ended": 50,
     }  # fmt: skip
-    assert (sick["state"], sick["isWell"], sick["inUse"]) == ("draining", False, None)
-    assert other["state"] == "not ready"
-    assert (seen["redis"], seen["version"], seen["routers"]) == (False, "0.1.0", 2)
+    assert (seen["seconds"], seen["goodput"], seen["offered"]) == (15, pytest.approx(40 / 15), pytest.approx(100 / 15))
+    assert (seen["attainment"], seen["hits"], seen["ceiling"]) == (0.8, 0.25, 0.5)
+    assert seen["misses"] == [
+        {"stage": "prefill", "count": 6, "share": 0.75},
+        {"stage": "decode", "count": 2, "share": 0.25},
+    ]
+    batch, default = seen["classes"]
+    assert (batch["name"], batch["attainment"], batch["others"]) == ("batch", 0.75, {"itl_missed": 2, "cancelled": 50})
+    assert (default["ended"], default["others"]) == (42, {"ttft_missed": 6, "rejected": 2})
+    lines = seen["lines"]
+    assert (len(lines["at"]), lines["at"][-2:]) == (30, [10_000, NOW_S])
+    assert lines["met"][-3:] == [None, 3.6, 0.8], "nobody lived before; of the slot that runs, half is over"
+    assert seen["now"]["promptPerS"] == pytest.approx(400 / 15)
+
+
+@needs_node
+def test_what_has_only_begun_makes_no_peak() -> None:
+    seen = figures(OVERVIEW, answer((999, COUNTS), (1000, {"requests/met/default": 4}), now_s=10_001.0))
+    assert seen["lines"]["at"][-1] == 10_000
+    assert seen["total"]["met"] == 36, "it is shown two seconds later"
 
 
 @needs_node
 def test_what_is_not_known_is_null() -> None:
-    seen = figures((0.0, "x 1\n"))
-    unknown = ("goodput", "attainment", "tokensPerS", "hitRate", "hitCeiling", "redis")
+    seen = figures(OVERVIEW, answer())
+    unknown = ("goodput", "attainment", "hits", "ceiling")
     assert {name: seen[name] for name in unknown} == dict.fromkeys(unknown)
-    assert (seen["line"], seen["classes"], seen["blame"], seen["workers"]) == ([], [], [], [])
+    assert (seen["misses"], seen["classes"], seen["ttft"]) == ([], [], {"p50": None, "p99": None})
 
 
 @needs_node
-def test_a_router_that_starts_again_or_another_one_at_the_same_port_makes_no_peak() -> None:
-    def answer(met: int, router: str) -> str:
-        return (
-            f'baton_requests_slo_total{{outcome="met",slo_class="default"}} {met}\n'
-            f'baton_build_info{{router="{router}",version="1"}} 1.0\n'
-        )
-
-    restarted = figures((0.0, answer(1000, "r0")), (2.0, answer(4, "r0")), (4.0, answer(10, "r0")))
-    assert (restarted["goodput"], restarted["line"]) == (3.0, [{"at": 4.0, "perS": 3.0}])
-    two = figures((0.0, answer(1000, "r0")), (2.0, answer(0, "r1")), (4.0, answer(1008, "r0")))
-    assert (two["goodput"], two["line"]) == (2.0, [{"at": 4.0, "perS": 2.0}])
+def test_slots_are_replaced_and_an_hour_of_them_is_kept() -> None:
+    code = """
+        let kept = f.remember(new Map(), given[0]);
+        kept = f.remember(kept, given[1]);
+        return [...kept].map(([slot, each]) => [slot, each.counts.x]);
+    """
+    first = answer((641, {"x": 1}), (640, {"x": 1}), (999, {"x": 2}))
+    assert figures(code, [first, answer((999, {"x": 3}), (1000, {"x": 4}))]) == [[641, 1], [999, 3], [1000, 4]]
 
 
 @needs_node
-def test_old_answers_are_forgotten() -> None:
-    def answer(met: int) -> str:
-        return f'baton_requests_slo_total{{outcome="met",slo_class="default"}} {met}\n'
+def test_quantiles_are_those_of_prometheus_and_of_the_terminal() -> None:
+    booked = Booked()
+    for value, times in ((0.03, 10), (0.09, 70), (0.3, 19), (1e9, 1)):
+        booked.time_to_first_token.record(value, times=times)
+    bounds = list(booked.time_to_first_token.bounds)
+    code = """
+        const found = [0.5, 0.98, 1].map((q) => f.quantile(q, given.counts, "ttft", { ttft: given.bounds }));
+        return [found, found.map(f.latencyText), f.quantile(0.5, {}, "ttft", {})];
+    """
+    found, texts, none = figures(code, {"counts": counted(booked), "bounds": bounds})
+    ends, total, cumulative = booked.time_to_first_token.totals(), 0, {}
+    for bound, count in ends.items():
+        total += count
+        cumulative[float(bound)] = float(total)
+    for each, q in zip(found, (0.5, 0.98, 1), strict=True):
+        expected = quantile(q, cumulative)
+        assert isinstance(expected, Quantile)
+        assert (each["value"], each["isAbove"]) == (pytest.approx(expected.value), q == 1)
+    assert texts[2].startswith("> "), "what lies above the last bound is not shown as the bound"
+    assert none is None
 
-    seen = figures(*((float(at), answer(at)) for at in range(0, 400, 2)))
-    assert len(seen["line"]) == 150
-    assert seen["spanS"] == 300
-    assert seen["goodput"] == 1.0
+
+STATUS: dict[str, Any] = {
+    "now_s": 100.0, "version": "1", "not_ready": "", "routers": [{"id": "r0", "pid": 1, "version": "1"}],
+    "pools": {"decode": {"desired": 2, "ready": 2}, "prefill": {"desired": 1, "ready": 1}},
+    "workers": [{"id": "w0", "pid": 5, "version": "1", "self_check": "ok", "computed_tokens": 100}],
+    "redis": {"ok": True}, "controller": {"pid": 1},
+}  # fmt: skip
+
+
+@needs_node
+@pytest.mark.parametrize(
+    ("changed", "level", "text"),
+    [
+        ({}, "good", "all parts well"),
+        ({"not_ready": "no worker is ready"}, "bad", "requests not served"),
+        ({"redis": {"ok": False}}, "bad", "redis lost"),
+        ({"controller": None}, "warn", "controller none"),
+        ({"pools": {"decode": {"desired": 2, "ready": 1}}}, "warn", "decode 1 of 2"),
+        ({"pools": {"decode": {"desired": 2, "ready": 0}}}, "bad", "decode 0 of 2"),
+        ({"routers": [{"id": "r0", "pid": 1, "version": "2"}]}, "warn", "versions 2"),
+        ({"workers": [{"id": "w0", "pid": 5, "version": "1", "self_check": "3 blocks"}]}, "bad", "self-check failed"),
+    ],
+)
+def test_health_names_what_is_not_well(changed: dict[str, Any], level: str, text: str) -> None:
+    assert figures("return f.health(f.parts(given))", STATUS | changed) == {"level": level, "text": text}
+
+
+@needs_node
+def test_rates_are_of_the_same_process() -> None:
+    later = STATUS | {
+        "now_s": 104.0,
+        "workers": [
+            {"id": "w0", "pid": 5, "computed_tokens": 140},
+            {"id": "w1", "pid": 6, "computed_tokens": 9},
+        ],
+    }
+    code = "return f.rates(given[0], given[1], 'workers', (worker) => worker.computed_tokens)"
+    assert figures(code, [STATUS, later]) == {"w0": 10, "w1": None}
+    assert figures(code, [None, STATUS]) == {"w0": None}
+
+
+@needs_node
+def test_numbers_are_short_and_say_their_units() -> None:
+    code = """return [
+        f.short(null), f.short(0), f.short(0.456), f.short(12.34), f.short(123456), f.percent(0.9999), f.percent(0.5),
+        f.duration(0.0042), f.duration(0.42), f.duration(4.2), f.duration(420), f.rateOfBytes(5000), f.rateOfBytes(3e6),
+        f.age(5), f.age(65), f.age(3700), f.age(90000), f.age(-1), f.tick(0.1), f.tick(60), f.tick(600),
+    ]"""
+    assert figures(code) == [
+        "–", "0", "0.46", "12.3", "123.5k", "100.0 %", "50 %",
+        "4.2 ms", "420 ms", "4.20 s", "420 s", "4.9 KiB/s", "2.9 MiB/s",
+        "5 s", "1 min", "1 h 1 min", "1 d 1 h", "–", "100 ms", "60 s", "10 min",
+    ]  # fmt: skip

@@ -1,0 +1,187 @@
+"""The history of all routers: one suite for its store in memory and in every Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from baton.errors import StoreUnavailable
+from baton.telemetry.booked import Booked
+from kvstore.index import RedisConnection, Seal
+from kvstore.index.keys import Keys
+from router.cluster.history import LATE_SLOTS, NUM_SLOTS, SLOT_S, History, Slot, counted
+from router.cluster.history_store import Counts, HistoryStore, MemoryHistory, RedisHistory
+
+if TYPE_CHECKING:
+    from tests.contract.conftest import Backend, Clock, RedisServer
+
+MET, LATE = {"slo_class": "default", "outcome": "met"}, {"slo_class": "batch", "outcome": "ttft_missed"}
+
+
+@pytest.fixture
+def store(backend: Backend) -> HistoryStore:
+    if backend.store:
+        return MemoryHistory()
+    assert backend.router
+    return RedisHistory(backend.router, backend.namespace, seal=Seal("a secret of the routers"))
+
+
+class Away:
+    """A store that can be out of reach."""
+
+    def __init__(self, store: HistoryStore) -> None:
+        self.store = store
+        self.is_away = False
+
+    def _check(self) -> None:
+        if self.is_away:
+            raise StoreUnavailable("away")
+
+    async def write(self, slot: int, writer: str, counts: Counts) -> None:
+        self._check()
+        await self.store.write(slot, writer, counts)
+
+    async def read(self, slots: Iterable[int]) -> dict[int, dict[str, Counts]]:
+        self._check()
+        return await self.store.read(slots)
+
+    async def close(self) -> None:
+        await self.store.close()
+
+
+class Router:
+    """A router's counters and its history."""
+
+    def __init__(self, store: HistoryStore, name: str, clock: Clock) -> None:
+        self.booked = Booked()
+        self.history = History(store, name, self.booked, clock)
+
+    def total(self, name: str) -> float:
+        return sum(slot.counts.get(name, 0.0) for slot in self.history.slots().values())
+
+
+async def test_every_router_has_the_history_of_all(store: HistoryStore, backend: Backend) -> None:
+    clock = backend.clock
+    first, second = Router(store, "r0/a", clock), Router(store, "r1/b", clock)
+    first.booked.requests_slo.add(3, MET)
+    first.booked.time_to_first_token.record(0.03, times=3)
+    second.booked.requests_slo.add(2, MET)
+    second.booked.requests_slo.add(1, LATE)
+    second.booked.slo_misses.add(1, {**LATE, "stage": "queue"})
+    for router in (first, second, first):
+        await router.history.look()
+    clock.now += SLOT_S
+    second.booked.requests_slo.add(4, MET)
+    for router in (first, second, first):
+        await router.history.look()
+    expected = {
+        int(clock.now // SLOT_S) - 1: Slot(
+            2, {"requests/met/default": 5, "ttft/0.04": 3, "requests/ttft_missed/batch": 1, "misses/queue": 1}
+        ),
+        int(clock.now // SLOT_S): Slot(2, {"requests/met/default": 4}),
+    }
+    assert first.history.slots() == second.history.slots() == expected
+    assert list(first.history.slots(int(clock.now // SLOT_S))) == [int(clock.now // SLOT_S)]
+
+
+async def test_a_router_that_starts_has_what_was_before_it_and_ends_nothing(
+    store: HistoryStore, backend: Backend
+) -> None:
+    clock = backend.clock
+    gone = Router(store, "r0/a", clock)
+    gone.booked.requests_slo.add(7, MET)
+    await gone.history.look()
+    clock.now += 5 * SLOT_S
+    again = Router(store, "r0/b", clock)
+    await again.history.look()
+    assert again.total("requests/met/default") == 7
+    slots = again.history.slots()
+    assert [slot.num_routers for slot in slots.values()] == [1, 1]
+    assert list(slots) == [int(clock.now // SLOT_S) - 5, int(clock.now // SLOT_S)], "a time without routers is none"
+
+
+async def test_an_hour_is_kept(store: HistoryStore, backend: Backend) -> None:
+    clock = backend.clock
+    router, other = Router(store, "r0", clock), Router(store, "r1", clock)
+    for _ in range(NUM_SLOTS + 10):
+        router.booked.requests_slo.add(1, MET)
+        clock.now += SLOT_S
+        await router.history.look()
+    await other.history.look()
+    for each in (router, other):
+        assert len(each.history.slots()) == NUM_SLOTS
+        assert each.total("requests/met/default") == NUM_SLOTS
+    clock.now += (NUM_SLOTS - 1) * SLOT_S
+    assert len(router.history.slots()) == 2, "what is old is forgotten, whether the store answers or not"
+
+
+async def test_while_the_store_is_away_own_counts_are_kept_and_then_written(
+    store: HistoryStore, backend: Backend
+) -> None:
+    clock, link = backend.clock, Away(store)
+    router, other = Router(link, "r0", clock), Router(store, "r1", clock)
+    await router.history.look()
+    link.is_away = True
+    for _ in range(2 * LATE_SLOTS):
+        clock.now += SLOT_S
+        for each in (router, other):
+            each.booked.requests_slo.add(1, MET)
+        with pytest.raises(StoreUnavailable):
+            await router.history.look()
+        await other.history.look()
+    assert (router.total("requests/met/default"), other.total("requests/met/default")) == (12, 12)
+    link.is_away = False
+    await router.history.look()
+    assert router.total("requests/met/default") == 24, "others are read from where the store was left"
+    late = Router(store, "r2", clock)
+    await late.history.look()
+    assert late.total("requests/met/default") == 24
+
+
+async def test_slots_end_by_themselves(server: RedisServer, namespace: str) -> None:
+    connection = server.backend(namespace).connection
+    assert connection
+    await RedisHistory(connection, namespace).write(7, "r0", {"x": 1})
+    assert 3_600_000 < await connection.call("PTTL", Keys(namespace).history(7)) <= 3_900_000
+
+
+async def test_what_no_router_has_written_is_passed_over(server: RedisServer, namespace: str) -> None:
+    connection = server.backend(namespace).connection
+    assert connection
+    store, key = RedisHistory(connection, namespace), Keys(namespace).history(7)
+    for value in ("no json", "[]", '{"x": -1}', '{"x": NaN}', '{"x": true}', '{"x": "1"}', "{" + " " * 70_000 + "}"):
+        await connection.call("HSET", key, "forged", value)
+        await store.write(7, "r0", {"x": 1})
+        assert await store.read([7]) == {7: {"r0": {"x": 1}}}
+    await connection.pipeline([("DEL", key), ("SET", key, "x")])
+    assert await store.read([7]) == {}
+    await store.write(7, "r0", {"x": 2})
+    assert await store.read([7]) == {7: {"r0": {"x": 2}}}
+    sealed = RedisHistory(connection, namespace, seal=Seal("a secret of the routers"))
+    assert await sealed.read([7]) == {}, "it is not sealed"
+
+
+async def test_without_redis_there_is_the_own_history(backend: Backend) -> None:
+    router = Router(RedisHistory(RedisConnection("redis://127.0.0.1:1/0"), "ns"), "r0", backend.clock)
+    router.booked.requests_slo.add(1, MET)
+    with pytest.raises(StoreUnavailable):
+        await router.history.look()
+    assert router.total("requests/met/default") == 1
+
+
+def test_all_that_is_counted_has_a_name_and_zeros_are_left_out() -> None:
+    booked = Booked()
+    assert counted(booked) == {}
+    booked.prompt_tokens.add(5, {"model": "m"})
+    booked.generation_tokens.add(6, {"model": "m"})
+    booked.prefix_hit_tokens.add(2, {"model": "m"})
+    booked.prefix_ceiling_tokens.add(3, {"model": "m"})
+    booked.transfer_bytes.add(100)
+    booked.retries.add(1, {"kind": "WorkerFailed"})
+    booked.inter_token_latency.record(1e9)
+    assert counted(booked) == {
+        "prompt_tokens": 5, "generated_tokens": 6, "cached_tokens": 2, "seen_tokens": 3, "kv_bytes": 100, "retries": 1,
+        "itl/+Inf": 1,
+    }  # fmt: skip

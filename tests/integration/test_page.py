@@ -1,0 +1,180 @@
+"""The page in a browser, on two routers of one cluster: what it shows, what it asks, and that a key gives orders.
+
+One browser and one fleet are shared by the file. All views at both widths and in both colour schemes are in `make
+chaos`; here each view is opened once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from baton.blocks import content_id
+from baton.cluster import Role
+from baton.config import RouterConfig, TransferConfig
+from tests.chaos.fleet import Fleet, running_fleet
+from tests.support import request_lists
+from tests.support.asking import metric
+from tests.support.browsing import WAIT_MS, browser, is_too_wide, needs_chromium, opened_page, serious
+from tests.support.operator import OPERATOR_ENTRY, OPERATOR_KEY
+from tests.support.ordered import ordered
+
+pytestmark = needs_chromium
+TENANT_KEY = "key-of-acme"
+VIEWS = ("overview", "requests", "workers", "playground", "api")
+SHOWN = {
+    "overview": "Where work is now",
+    "requests": "where the time went",
+    "workers": "Decode pool",
+    "playground": "The same, from code",
+    "api": "/v1/chat/completions",
+}
+"""A view -> a text by which it is known to be drawn."""
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Fleet]:
+    """Two routers, a prefill worker and two decode workers, a tenant and an operator."""
+    path = tmp_path_factory.mktemp("page") / "tenants.yaml"
+    path.write_text(f"acme: {{key_sha256: ['{hashlib.sha256(TENANT_KEY.encode()).hexdigest()}']}}{OPERATOR_ENTRY}")
+    router = RouterConfig(mode="split", tenants_file=str(path))
+    with running_fleet(TransferConfig(), router, num_routers=2) as running:
+        running.wait_for(*[running.add(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)])
+        with ordered(running.redis.url, content_id(running.config.kv_identity), prefill=1, decode=2):
+            yield running
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser() as started:
+        yield started
+
+
+def url(fleet: Fleet) -> str:
+    return f"http://{fleet.routers[0].http}/"
+
+
+def generate(fleet: Fleet, path: str = "completions", router: int = 0, **body: Any) -> None:
+    """Sends one of the routers a request, and reads the answer."""
+    headers = {"Authorization": f"Bearer {OPERATOR_KEY}"}
+    address = f"http://{fleet.routers[router].http}/v1/{path}"
+    httpx2.post(address, json=body, headers=headers, timeout=60).raise_for_status()
+
+
+def show(page: Any, fleet: Fleet, view: str) -> None:
+    """Opens a view and waits until it is drawn."""
+    page.goto(f"{url(fleet)}#{view}")
+    page.get_by_text(SHOWN[view]).first.wait_for()
+    page.locator("nav a[aria-current]", has_text=view if view != "api" else "API").wait_for()
+    page.get_by_text("all parts well").first.wait_for(state="attached")
+
+
+def test_every_view_is_shown_and_every_part_of_it_can_be_used(fleet: Fleet, chromium: Any) -> None:
+    generate(fleet, prompt="Hello", max_tokens=4)
+    with opened_page(chromium, url(fleet), key=OPERATOR_KEY) as page:
+        answer_for_requests(page)
+        for view in VIEWS:
+            show(page, fleet, view)
+            assert serious(page) == [], view
+            assert not is_too_wide(page), view
+        show(page, fleet, "requests")
+        page.get_by_role("link", name="chatcmpl").first.click()
+        page.get_by_text("failed on decode-0 after 31 tokens").wait_for()
+        page.get_by_text("Predicted and measured").wait_for()
+
+
+def answer_for_requests(page: Any) -> None:
+    """Has the browser answer for the list of requests, with every outcome."""
+    page.route("**/api/requests?*", lambda route: route.fulfill(json=request_lists.answer()))
+    page.route("**/api/requests/*", lambda route: route.fulfill(json=request_lists.detail()))
+
+
+def test_the_playground_streams_and_says_where_the_time_went(fleet: Fleet, chromium: Any) -> None:
+    with opened_page(chromium, url(fleet), key=OPERATOR_KEY) as page:
+        show(page, fleet, "playground")
+        page.evaluate(
+            "window.grown = new Set(); new MutationObserver(() => grown.add(document.querySelector('.say.assistant')"
+            "?.textContent.length)).observe(document.querySelector('.talk'), {childList: true, subtree: true})"
+        )
+        page.get_by_role("button", name="Send").click()
+        page.get_by_text("Its time line").wait_for()
+        assert page.evaluate("grown.size") > 3, "the answer came bit by bit"
+        told = page.locator(".figures").inner_text()
+        assert "prefill-0 → decode-" in told
+        assert "128 tokens" in told
+        assert page.locator(".stages").get_attribute("aria-label").startswith("queue ")
+        body = json.loads(page.locator("pre.code").inner_text().split("-d '", 1)[1].removesuffix("'"))
+        assert body["messages"][-1]["content"] == "What is the capital of France?"
+        generate(fleet, "chat/completions", **body)
+        for name, said in (("Python", "from openai import OpenAI"), ("gRPC", "baton.v1.Inference/Generate")):
+            page.get_by_role("button", name=name).click()
+            assert said in page.locator("pre.code").inner_text()
+
+
+SUMMED = {"prompt_tokens": "baton_prompt_tokens_total", "generated_tokens": "baton_generation_tokens_total"}
+"""A name in the history -> the metric."""
+
+
+def test_its_figures_are_those_of_the_metrics_of_both_routers(fleet: Fleet, chromium: Any) -> None:
+    for number in range(12):
+        generate(fleet, router=number % 2, prompt=f"Once {number}", max_tokens=3)
+    with opened_page(chromium, url(fleet), key=OPERATOR_KEY) as page:
+        show(page, fleet, "overview")
+        met = [metric(router, "baton_requests_slo_total", 'outcome="met"') for router in fleet.routers]
+        assert all(met), "both have served some"
+        page.get_by_text(f"{sum(met):.0f} of {sum(met):.0f} requests").wait_for()
+        slots = page.evaluate(
+            "fetch('api/history', {headers: {Authorization: 'Bearer ' + sessionStorage.getItem('baton-api-key')}})"
+            ".then((answer) => answer.json()).then((answer) => answer.slots)"
+        )
+        for name, of in SUMMED.items():
+            shown = sum(slot["counts"].get(name, 0) for slot in slots)
+            assert shown == sum(metric(router, of) for router in fleet.routers) > 0
+
+
+def test_orders_are_given_with_an_operators_key_and_refused_without(fleet: Fleet, chromium: Any) -> None:
+    with opened_page(chromium, url(fleet), may_fail=(401, 403)) as page:
+        page.goto(f"{url(fleet)}#workers")
+        page.get_by_label("API key", exact=True).fill(TENANT_KEY)
+        page.get_by_role("button", name="Use this key").click()
+        page.get_by_text("This key is no operator's.").wait_for()
+        assert page.get_by_role("button", name="Drain").count() == 0
+        key = {"Authorization": f"Bearer {TENANT_KEY}"}
+        assert httpx2.post(f"{url(fleet)}api/workers/decode-1/drain", json={}, headers=key).status_code == 403
+        page.get_by_label("API key", exact=True).fill(OPERATOR_KEY)
+        page.get_by_role("button", name="Use this key").click()
+        card = page.get_by_role("region", name="decode-1", exact=True)
+        card.get_by_role("button", name="Log").click()
+        card.get_by_text("decode-1 joins at").wait_for()
+        drain = card.get_by_role("button", name="Drain…")
+        drain.click()
+        page.get_by_role("button", name="Cancel").click()
+        assert fleet.routers[0].worker("decode-1")["state"] == "ready", "it was not confirmed"
+        drain.focus()
+        page.keyboard.press("Enter")
+        page.get_by_text("Drain decode-1?").wait_for()
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        page.get_by_text("decode-1 drains", exact=True).wait_for()
+        card.get_by_text("draining", exact=True).wait_for()
+        assert fleet.routers[0].worker("decode-1")["state"] == "draining"
+
+
+@pytest.mark.chaos
+def test_all_views_at_all_widths_and_in_both_schemes(fleet: Fleet, chromium: Any) -> None:
+    for width, scheme in itertools.product((400, 1280), ("light", "dark")):
+        with opened_page(chromium, url(fleet), width=width, scheme=scheme, key=OPERATOR_KEY) as page:
+            page.set_default_timeout(2 * WAIT_MS)
+            answer_for_requests(page)
+            for view in VIEWS:
+                page.goto(f"{url(fleet)}#{view}")
+                page.get_by_text(SHOWN[view]).first.wait_for(state="attached")
+                assert serious(page) == [], (view, width, scheme)
+                assert not is_too_wide(page), (view, width, scheme)

@@ -1,0 +1,197 @@
+"""What the page asks of /api: for operators alone, and orders only with a key."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from baton.cluster import VERSION, PoolStatus, Role
+from baton.config import SloClassConfig
+from baton.errors import Conflict, WorkerFailed
+from baton.rpc import RpcServer
+from baton.rpc.doors import WORKERS_RULES, member_doors
+from baton.telemetry import logs
+from baton.telemetry.booked import Booked
+from baton.trust import KeyFile, Principal, draw_secret, write_private
+from baton.v1 import admin_pb2, worker_pb2_grpc
+from deploy.worker.log import WorkerLog
+from router.admission.tenants import TenantBook
+from router.api.http import create_app
+from router.api.operations import Operations
+from router.cluster.history import History
+from router.cluster.history_store import MemoryHistory
+from router.dispatch.worker_client import WorkerClient
+from tests.support.builders import cluster_status, worker
+
+KEYS = ("acme", "operations")
+
+
+class Orders:
+    """A controller's client that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    async def scale(self, request: admin_pb2.ScalePoolRequest) -> admin_pb2.ScalePoolResponse:
+        self.heard.append(("scale", request.pool, request.desired))
+        return admin_pb2.ScalePoolResponse(pool=admin_pb2.Pool(desired=request.desired, ready=1))
+
+    async def drain(self, request: admin_pb2.DrainWorkerRequest) -> admin_pb2.DrainWorkerResponse:
+        self.heard.append(("drain", request.worker_id))
+        return admin_pb2.DrainWorkerResponse()
+
+    async def set_role(self, request: admin_pb2.SetWorkerRoleRequest) -> admin_pb2.SetWorkerRoleResponse:
+        self.heard.append(("role", request.worker_id, request.role))
+        raise Conflict("it is not free in time")
+
+
+class Logs:
+    """A client of workers that have one line each."""
+
+    async def read_log(self, asked: Any, max_lines: int) -> tuple[str, ...]:
+        if asked.info.id == "old":
+            raise WorkerFailed("old is of a release without this call")
+        return (f"{asked.info.id} joins",)
+
+
+class Door:
+    """The HTTP port of a router, with a tenant and an operator, or with nobody."""
+
+    def __init__(self, tmp_path: Path, has_tenants: bool = True) -> None:
+        path = tmp_path / "tenants.yaml"
+        hashes = [hashlib.sha256(key.encode()).hexdigest() for key in KEYS]
+        path.write_text(
+            f"acme: {{key_sha256: [{hashes[0]}]}}\noperations: {{key_sha256: [{hashes[1]}], operator: true}}\n"
+        )
+        self.orders, self.booked = Orders(), Booked()
+        pools = {"decode": PoolStatus(desired=2, ready=1)}
+        status = cluster_status(worker("w0"), worker("old", Role.PREFILL), pools=pools)
+        stand_ins: dict[str, Any] = {"orders": self.orders, "workers": Logs()}
+        operations = Operations(
+            router_id="router-0",
+            status=lambda: status,
+            history=History(MemoryHistory(), "router-0", self.booked, lambda: 1005.0),
+            classes={"default": SloClassConfig(ttft_ms=500)},
+            **stand_ins,
+        )
+        service: Any = None
+        tenants = TenantBook.configured(str(path) if has_tenants else "")
+        self.app = create_app(service, tenants, lambda: "no worker", lambda: b"", operations=operations)
+
+    async def ask(self, method: str, path: str, key: str = "operations", **more: Any) -> httpx2.Response:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(self.app), base_url="http://baton") as client:
+            return await client.request(method, path, headers=headers, **more)
+
+
+@pytest.mark.parametrize("path", ["/api/status", "/api/history", "/api/workers/w0/log"])
+async def test_the_cluster_is_shown_to_operators_alone(tmp_path: Path, path: str) -> None:
+    door = Door(tmp_path)
+    answers = [await door.ask("GET", path, key) for key in ("", *KEYS)]
+    assert [answer.status_code for answer in answers] == [401, 403, 200]
+    assert answers[-1].headers["cache-control"] == "no-store"
+
+
+async def test_the_status_is_that_of_the_terminal_and_says_what_the_page_needs(tmp_path: Path) -> None:
+    status = (await Door(tmp_path).ask("GET", "/api/status")).json()
+    assert [(each["id"], each["state"]) for each in status["workers"]] == [("w0", "ready"), ("old", "ready")]
+    assert (status["version"], status["router"], status["not_ready"]) == (VERSION, "router-0", "no worker")
+    assert status["takes_orders"] is True
+    assert status["slo_classes"] == {"default": {"ttft_s": 0.5, "itl_s": 1.0, "e2e_s": None}}
+    assert status["pools"] == {"decode": {"desired": 2, "ready": 1}}
+
+
+async def test_the_history_comes_from_a_slot_on(tmp_path: Path) -> None:
+    door = Door(tmp_path)
+    door.booked.requests_slo.add(2, {"slo_class": "default", "outcome": "met"})
+    history = (await door.ask("GET", "/api/history")).json()
+    assert history["slots"] == [{"slot": 100, "num_routers": 1, "counts": {"requests/met/default": 2}}]
+    assert (history["slot_s"], history["bounds"]["ttft"]) == (10, list(door.booked.time_to_first_token.bounds))
+    assert (await door.ask("GET", "/api/history?since=101")).json()["slots"] == []
+    assert (await door.ask("GET", "/api/history?since=x")).status_code == 400
+
+
+async def test_a_worker_without_a_log_is_named(tmp_path: Path) -> None:
+    door = Door(tmp_path)
+    assert (await door.ask("GET", "/api/workers/w0/log")).json() == {"worker": "w0", "lines": ["w0 joins"]}
+    for path, status, sentence in (("old", 503, "a release without"), ("gone", 404, "no worker 'gone'")):
+        answer = await door.ask("GET", f"/api/workers/{path}/log")
+        assert answer.status_code == status
+        assert sentence in answer.json()["error"]["message"]
+
+
+ORDERS = (
+    ("/api/workers/w0/drain", {}, ("drain", "w0"), 200),
+    ("/api/pools/decode", {"workers": 3}, ("scale", "decode", 3), 200),
+    ("/api/workers/w0/role", {"role": "prefill"}, ("role", "w0", "prefill"), Conflict.http),
+)
+
+
+@pytest.mark.parametrize(("path", "body", "order", "status"), ORDERS)
+async def test_an_operators_order_reaches_the_controller(
+    tmp_path: Path, path: str, body: dict[str, Any], order: tuple[Any, ...], status: int
+) -> None:
+    door = Door(tmp_path)
+    assert (await door.ask("POST", path, json=body)).status_code == status
+    assert door.orders.heard == [order]
+
+
+@pytest.mark.parametrize(("path", "body", "order", "status"), ORDERS)
+async def test_without_an_operators_key_no_order_is_given(
+    tmp_path: Path, path: str, body: dict[str, Any], order: object, status: int
+) -> None:
+    door, nobodys = Door(tmp_path), Door(tmp_path, has_tenants=False)
+    refused = [await door.ask("POST", path, key, json=body) for key in ("", "acme")]
+    refused += [await nobodys.ask("POST", path, key, json=body) for key in ("", "operations")]
+    assert [answer.status_code for answer in refused] == [401, 403, 403, 403]
+    assert "router.tenants_file is not set" in refused[-1].json()["error"]["message"]
+    assert (await nobodys.ask("GET", "/api/status")).json()["takes_orders"] is False
+    assert door.orders.heard == nobodys.orders.heard == []
+
+
+async def test_an_order_is_json_and_nothing_else(tmp_path: Path) -> None:
+    """A browser asks another website's host first before it sends that, and a client's certificate with it."""
+    door = Door(tmp_path)
+    for path, body, *_ in ORDERS:
+        plain = {"content": json.dumps(body)}
+        for more in (
+            plain,
+            {"json": body | {"force": True}},
+            {"json": {"workers": "3", "role": "both"}},
+            {"content": ""},
+        ):
+            assert (await door.ask("POST", path, **more)).status_code == 400, (path, more)
+    assert door.orders.heard == []
+
+
+@contextlib.asynccontextmanager
+async def logging_worker(secret: Path) -> AsyncIterator[Any]:
+    doors = member_doors(KeyFile(secret, Principal.WORKER), "w1", WORKERS_RULES)
+    rpc = RpcServer(("baton.v1.WorkerLog",), doors, describes_itself=False)
+    worker_pb2_grpc.add_WorkerLogServicer_to_server(WorkerLog(), rpc.server)
+    port = rpc.bind("127.0.0.1", 0)
+    await rpc.start()
+    yield worker("w0", address=f"127.0.0.1:{port}", incarnation="w1")
+    await rpc.stop(0)
+
+
+async def test_routers_alone_read_the_log_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_private(tmp_path / "secret", draw_secret())
+    lines = [f"line {number}" for number in range(5)]
+    monkeypatch.setattr(logs, "latest_lines", lambda: lines)
+    async with logging_worker(tmp_path / "secret") as named:
+        router = WorkerClient(KeyFile(tmp_path / "secret", Principal.ROUTER))
+        assert await router.read_log(named, 2) == ("line 3", "line 4")
+        assert await router.read_log(named, 0) == tuple(lines)
+        await router.close()
+        stranger = WorkerClient(KeyFile(tmp_path / "secret", Principal.WORKER))
+        with pytest.raises(WorkerFailed):
+            await stranger.read_log(named, 2)
+        await stranger.close()
