@@ -8,12 +8,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from baton import wire
-from baton.cluster import ControllerInfo, PoolStatus, Role
+from baton.cluster import ControllerInfo, PoolStatus, Role, Worker
 from baton.rpc import RpcServer, channel
 from baton.rpc.doors import CONTROLLERS_RULES, member_doors, member_metadata
 from baton.trust import Principal
-from baton.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from deploy.controller.service import add_orders
 from kvstore.index import RedisConnection
 from kvstore.leases import RedisLeases
 from tests.support.members import keys_of
@@ -23,30 +23,28 @@ TIMEOUT_S = 30.0
 CONTROL = "/baton.v1.WorkerControl"
 
 
-class _Orders(admin_pb2_grpc.AdminServicer):
+class _Orders:
+    """What `deploy.controller.service` takes for a controller's orders."""
+
     def __init__(self, leases: RedisLeases) -> None:
         self._leases = leases
 
-    async def DrainWorker(self, request: admin_pb2.DrainWorkerRequest, context: Any) -> admin_pb2.DrainWorkerResponse:  # noqa: N802
-        await self._tell(request.worker_id, "Drain", worker_pb2.DrainRequest(timeout_s=TIMEOUT_S))
-        return admin_pb2.DrainWorkerResponse()
+    async def scale(self, pool: str, desired: int) -> PoolStatus:
+        await self._leases.set_desired({pool: desired})
+        return PoolStatus(desired=desired, ready=0)
 
-    async def SetWorkerRole(  # noqa: N802
-        self, request: admin_pb2.SetWorkerRoleRequest, context: Any
-    ) -> admin_pb2.SetWorkerRoleResponse:
-        order = worker_pb2.SetRoleRequest(role=request.role, timeout_s=TIMEOUT_S)
-        await self._tell(request.worker_id, "SetRole", order)
-        return admin_pb2.SetWorkerRoleResponse()
+    async def drain(self, worker_id: str) -> Worker:
+        return await self._pass_on(worker_id, "Drain", worker_pb2.DrainRequest(timeout_s=TIMEOUT_S))
 
-    async def ScalePool(self, request: admin_pb2.ScalePoolRequest, context: Any) -> admin_pb2.ScalePoolResponse:  # noqa: N802
-        await self._leases.set_desired({request.pool: request.desired})
-        return wire.scale_response(PoolStatus(desired=request.desired, ready=0))
+    async def set_role(self, worker_id: str, role: str) -> Worker:
+        return await self._pass_on(worker_id, "SetRole", worker_pb2.SetRoleRequest(role=role, timeout_s=TIMEOUT_S))
 
-    async def _tell(self, worker_id: str, method: str, order: Any) -> None:
+    async def _pass_on(self, worker_id: str, method: str, order: Any) -> Worker:
         found = next(each for each in await self._leases.list_workers() if each.info.id == worker_id)
         proof = member_metadata(keys_of(Principal.CONTROLLER), f"{CONTROL}/{method}", found.info.incarnation)
         async with channel(found.info.address, None) as link:
             await getattr(worker_pb2_grpc.WorkerControlStub(link), method)(order, metadata=proof, timeout=TIMEOUT_S)
+        return found
 
 
 @contextlib.contextmanager
@@ -65,7 +63,8 @@ def ordered(redis_url: str, content_id: str, **sizes: int) -> Iterator[None]:
             member_doors(keys_of(Principal.CONTROLLER), INCARNATION, CONTROLLERS_RULES),
             describes_itself=False,
         )
-        admin_pb2_grpc.add_AdminServicer_to_server(_Orders(leases), rpc.server)
+        orders: Any = _Orders(leases)
+        add_orders(rpc.server, orders)
         me = ControllerInfo(pid=1, address=f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}", incarnation=INCARNATION)
         await rpc.start()
         try:
