@@ -36,7 +36,7 @@ from router.api.controller_client import ControllerClient
 from router.api.exchange import MAX_BODY_BYTES
 from router.api.grpc_api import SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
 from router.api.operations import Operations
-from router.cluster.history import History
+from router.cluster.history import ClusterHistory
 from router.cluster.history_store import HistoryStore, RedisHistory
 from router.cluster.readiness import Readiness
 from router.cluster.registry import Registry
@@ -135,7 +135,7 @@ class Router:
     tenants_file: TenantsFile
     accounts: Accounts
     usage_book: UsageBook
-    history: History
+    history: ClusterHistory
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then lets requests in flight end, for `router.drain_timeout_s` at most."""
@@ -317,7 +317,7 @@ def _operations(
     return Operations(
         router_id=config.router.id,
         status=registry.status,
-        history=History(store.history, f"{config.router.id}/{uuid.uuid4().hex[:12]}", instruments),
+        history=ClusterHistory(store.history, f"{config.router.id}/{uuid.uuid4().hex[:12]}", instruments),
         classes=config.router.slo_classes,
         orders=ControllerClient(registry.controller, link.keys, link.tls),
         workers=client,

@@ -9,6 +9,7 @@ here when traces are exported. `exception` is the traceback. A line is ASCII and
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -61,10 +62,8 @@ class _LatestLines(logging.Handler):
         self.lines: deque[str] = deque(maxlen=MAX_KEPT_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
+        with contextlib.suppress(Exception):  # what cannot be formatted is reported by the handler that writes
             self.lines.append(self.format(record)[:MAX_KEPT_CHARACTERS])
-        except Exception:
-            self.handleError(record)
 
 
 def about(request: SpanContext) -> None:

@@ -5,6 +5,7 @@ member    makes the engine and the KV endpoint, holds the lease and publishes wh
 ahead     which workers a prefill worker connects to before a hand-over needs them
 calls     the worker's end of the stream that each router has to it
 control   the controller's and operators' orders: drain, change the role
+log       the latest lines of its log, for routers
 
 The threads of the process; everything but the steps themselves and the bytes of KV happens on the event loop:
 
@@ -16,4 +17,4 @@ The threads of the process; everything but the steps themselves and the bytes of
     gRPC's pool       bytes of the streams
 """
 
-__all__ = ["ahead", "calls", "control", "member", "process"]
+__all__ = ["ahead", "calls", "control", "log", "member", "process"]

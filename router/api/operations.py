@@ -26,7 +26,7 @@ from baton.v1 import admin_pb2
 from router.admission.tenants import TenantBook
 from router.api.controller_client import ControllerClient
 from router.api.exchange import JsonAnswer, read_body
-from router.cluster.history import SLOT_S, History
+from router.cluster.history import SLOT_S, ClusterHistory
 from router.dispatch.worker_client import WorkerClient
 
 NO_STORE = {"Cache-Control": "no-store"}
@@ -40,7 +40,7 @@ class Operations:
 
     router_id: str
     status: Callable[[], ClusterStatus]
-    history: History
+    history: ClusterHistory
     classes: Mapping[str, SloClassConfig]
     orders: ControllerClient
     workers: WorkerClient

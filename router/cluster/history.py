@@ -74,7 +74,7 @@ def _by(booked: Booked, *labels: str) -> Mapping[tuple[str, ...], float]:
     return booked.requests_slo.totals(*labels)
 
 
-class History:
+class ClusterHistory:
     """Keeps the history current while `run` runs.
 
     Args:

@@ -138,7 +138,7 @@ export class Chart {
       }))],
       scales: { x: { time: true }, y: this.isLog ? { distr: 3, range: (_, low, high) => this.logRange(low, high) } : { range: (_, low, high) => [0, niceTop(high)] } },
       axes: [
-        { ...axis, size: 28, space: 48, incrs: [10, 30, 60, 120, 300, 600, 900, 1800], values: (_, ticks) => ticks.map((each) => clock(each)) },
+        { ...axis, size: 28, space: 66, incrs: [10, 30, 60, 120, 300, 600, 900, 1800], values: (_, ticks) => ticks.map((each) => clock(each)) },
         { ...axis, size: this.isLog ? 54 : 44, space: 28, grid: { ...axis.grid, filter: (_, splits) => splits.map(round) }, filter: (_, splits) => splits.map(round),
           values: (_, ticks) => ticks.map((each) => (each === null ? "" : this.isLog ? tick(each) : String(+each.toPrecision(3)))) },
       ],

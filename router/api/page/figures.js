@@ -171,7 +171,8 @@ export const short = (value) => (value === null || value === undefined ? "–" :
   : figure(value, value >= 100 || value === 0 ? 0 : value >= 1 ? 1 : 2));
 export const percent = (value) => (value === null || value === undefined ? "–" : figure(100 * value, value > 0.995 && value < 1 ? 1 : 0) + " %");
 export const duration = (s) =>
-  s === null || s === undefined ? "–" : s < 0.01 ? figure(1000 * s, 1) + " ms" : s < 1 ? figure(1000 * s, 0) + " ms" : s < 100 ? figure(s, 2) + " s" : figure(s, 0) + " s";
+  s === null || s === undefined ? "–" : s === 0 ? "0 ms" : s < 0.00995 ? figure(1000 * s, 1) + " ms" : s < 0.9995 ? figure(1000 * s, 0) + " ms"
+    : figure(s, s < 9.995 ? 2 : s < 99.95 ? 1 : 0) + " s";
 export const tick = (s) => (s < 1 ? `${+(1000 * s).toPrecision(2)} ms` : s < 120 ? `${+s.toPrecision(3)} s` : `${+(s / 60).toPrecision(3)} min`);
 export const rateOfBytes = (perS) => (perS === null ? "–" : perS >= 2 ** 30 ? figure(perS / 2 ** 30, 2) + " GiB/s"
   : perS >= 2 ** 20 ? figure(perS / 2 ** 20, 1) + " MiB/s" : figure(perS / 2 ** 10, perS < 10240 && perS > 0 ? 1 : 0) + " KiB/s");

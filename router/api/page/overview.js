@@ -1,7 +1,7 @@
 // Is it well, is it quick, what does it do: the whole cluster at a glance.
 
 import { Chart, h, heading, keyed, outcomeName, say, stageClass, stageName, stateClass, width } from "./draw.js";
-import { duration, figure, latencyText, overview, parts, percent, rateOfBytes, rates, short, title } from "./figures.js";
+import { figure, latencyText, overview, parts, percent, rateOfBytes, rates, short, tick, title } from "./figures.js";
 
 export class Overview {
   constructor() {
@@ -137,13 +137,13 @@ export class Overview {
   showClasses({ classes }, objectives) {
     const items = classes.length ? classes : Object.keys(objectives).map((name) => ({ name, ended: 0, attainment: null, perS: null, others: {} }));
     keyed(this.classes, items, (each) => each.name,
-      () => h("tr", {}, h("th", { scope: "row", class: "strong" }), h("td", { class: "number" }), h("td", { class: "number" }), h("td"), h("td")),
+      () => h("tr", {}, h("th", { scope: "row", class: "strong" }), h("td", { class: "number" }), h("td", { class: "number" }), h("td"), h("td", { class: "break" })),
       (row, each) => {
         const [name, inTime, perS, wanted, others] = row.children, of = objectives[each.name];
         say(name, each.name);
         say(inTime, percent(each.attainment));
         say(perS, short(each.perS));
-        say(wanted, of ? [["first token", of.ttft_s], ["gap", of.itl_s], ["whole", of.e2e_s]].filter(([, s]) => s !== null).map(([what, s]) => `${what} ${duration(s)}`).join(", ") : "the request's own");
+        say(wanted, of ? [["first token", of.ttft_s], ["gap", of.itl_s], ["whole", of.e2e_s]].filter(([, s]) => s !== null).map(([what, s]) => `${what} ${tick(s)}`).join(", ") : "the request's own");
         say(others, Object.entries(each.others).map(([outcome, count]) => `${figure(count, 0)} ${outcomeName(outcome)}`).join(", ") || "–");
       });
   }

@@ -2,7 +2,7 @@
 
 import { ask } from "./asking.js";
 import { clock, empty, h, heading, keyed, named, outcomeChip, outcomeName, say, stageBar, stageClass, stageLegend, stageName, width } from "./draw.js";
-import { age, duration, figure } from "./figures.js";
+import { age, duration, figure, tick } from "./figures.js";
 
 const KEPT = 200, TRIES = 4; // routers behind one port answer for their own: another one may be asked next time
 const FILTERS = {
@@ -135,7 +135,7 @@ const way = (each) => (each.prefill_worker && each.decode_worker && each.prefill
   ? `${each.prefill_worker} → ${each.decode_worker}` : each.decode_worker || each.prefill_worker || "–") + (each.retries ? ` (again ${each.retries}×)` : "");
 
 function detailOf(detail) {
-  const objective = (s) => (s === null ? "none" : duration(s));
+  const objective = (s) => (s === null ? "none" : tick(s));
   const facts = h("div", { class: "grid" },
     h("div", { class: "w4" }, named({
       "outcome": outcomeName(detail.outcome) + (detail.blamed_stage ? `, by ${stageName(detail.blamed_stage)}` : ""), "arrived": clock(detail.arrived_s, true),

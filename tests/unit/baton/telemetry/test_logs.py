@@ -123,3 +123,30 @@ raise RuntimeError("a\\nb")
     assert (warned["logger"], warned["level"]) == ("py.warnings", "WARNING")
     assert (failed["level"], failed["service"]) == ("CRITICAL", "baton-worker")
     assert "RuntimeError: a\nb" in failed["exception"]
+
+
+LATEST = """
+import logging
+from baton.telemetry import logs
+assert logs.latest_lines() == []
+logs.configure("info", "json")
+logging.raiseExceptions = False
+for number in range(410):
+    logging.getLogger("worker").info("line %d", number)
+logging.getLogger("worker").debug("not of this level")
+logging.getLogger("worker").info("%d", "no number")
+logging.getLogger("worker").info("x" * 5000)
+for line in logs.latest_lines():
+    print(line[-2000:])
+"""
+
+
+def test_the_latest_lines_are_kept_as_text() -> None:
+    done = subprocess.run([sys.executable, "-c", LATEST], capture_output=True, text=True, check=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert len(lines) == logs.MAX_KEPT_LINES
+    assert lines[0].endswith("worker: line 11")
+    assert lines[-2].endswith("worker: line 409")
+    assert lines[-1].endswith("xxx")
+    assert len(lines[-1]) == logs.MAX_KEPT_CHARACTERS
+    assert len([json.loads(line) for line in done.stderr.splitlines()]) == 412, "what is written is JSON all the same"

@@ -25,7 +25,7 @@ from deploy.worker.log import WorkerLog
 from router.admission.tenants import TenantBook
 from router.api.http import create_app
 from router.api.operations import Operations
-from router.cluster.history import History
+from router.cluster.history import ClusterHistory
 from router.cluster.history_store import MemoryHistory
 from router.dispatch.worker_client import WorkerClient
 from tests.support.builders import cluster_status, worker
@@ -77,7 +77,7 @@ class Door:
         operations = Operations(
             router_id="router-0",
             status=lambda: status,
-            history=History(MemoryHistory(), "router-0", self.booked, lambda: 1005.0),
+            history=ClusterHistory(MemoryHistory(), "router-0", self.booked, lambda: 1005.0),
             classes={"default": SloClassConfig(ttft_ms=500)},
             **stand_ins,
         )
@@ -127,7 +127,7 @@ async def test_a_worker_without_a_log_is_named(tmp_path: Path) -> None:
         assert sentence in answer.json()["error"]["message"]
 
 
-ORDERS = (
+ORDERS: tuple[tuple[str, dict[str, Any], tuple[Any, ...], int], ...] = (
     ("/api/workers/w0/drain", {}, ("drain", "w0"), 200),
     ("/api/pools/decode", {"workers": 3}, ("scale", "decode", 3), 200),
     ("/api/workers/w0/role", {"role": "prefill"}, ("role", "w0", "prefill"), Conflict.http),

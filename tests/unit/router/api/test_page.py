@@ -250,6 +250,8 @@ def test_rates_are_of_the_same_process() -> None:
     code = "return f.rates(given[0], given[1], 'workers', (worker) => worker.computed_tokens)"
     assert figures(code, [STATUS, later]) == {"w0": 10, "w1": None}
     assert figures(code, [None, STATUS]) == {"w0": None}
+    again = STATUS | {"now_s": 104.0, "workers": [{"id": "w0", "pid": 7, "computed_tokens": 200}]}
+    assert figures(code, [STATUS, again]) == {"w0": None}, "it has begun anew"
 
 
 @needs_node
