@@ -30,7 +30,7 @@ PERIOD_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class HistorySlot:
     """What routers counted in one slot."""
 
     num_routers: int = 0
@@ -92,7 +92,7 @@ class ClusterHistory:
         self._clock = clock
         self._own: dict[int, Counts] = {}
         """This router's counts, by slot."""
-        self._others: dict[int, Slot] = {}
+        self._others: dict[int, HistorySlot] = {}
         """The other routers' counts, as of the latest look, by slot."""
         self._unwritten: set[int] = set()
         self._read_to = 0
@@ -125,11 +125,11 @@ class ClusterHistory:
         first = max(slot - NUM_SLOTS + 1, self._read_to - LATE_SLOTS + 1)
         for number, found in (await self._store.read(range(first, slot + 1))).items():
             others = {writer: counts for writer, counts in found.items() if writer != self._writer}
-            self._others[number] = Slot(len(others), sums(others))
+            self._others[number] = HistorySlot(len(others), sums(others))
         self._read_to = slot
         self._forget(slot)
 
-    def slots(self, since: int = 0) -> dict[int, Slot]:
+    def slots(self, since: int = 0) -> dict[int, HistorySlot]:
         """What all routers counted, by slot, the oldest first.
 
         Args:
@@ -139,11 +139,11 @@ class ClusterHistory:
         numbers = sorted(number for number in self._own.keys() | self._others.keys() if number >= since)
         return {number: self._slot(number) for number in numbers}
 
-    def _slot(self, number: int) -> Slot:
-        others, own = self._others.get(number, Slot()), self._own.get(number)
+    def _slot(self, number: int) -> HistorySlot:
+        others, own = self._others.get(number, HistorySlot()), self._own.get(number)
         if own is None:
             return others
-        return Slot(others.num_routers + 1, sums({"": others.counts, self._writer: own}))
+        return HistorySlot(others.num_routers + 1, sums({"": others.counts, self._writer: own}))
 
     def _note(self) -> int:
         """Adds what has been counted since the last time to the current slot, and returns the slot."""

@@ -11,7 +11,7 @@ from baton.errors import StoreUnavailable
 from baton.telemetry.booked import Booked
 from kvstore.index import RedisConnection, Seal
 from kvstore.index.keys import Keys
-from router.cluster.history import LATE_SLOTS, NUM_SLOTS, SLOT_S, ClusterHistory, Slot, counted
+from router.cluster.history import LATE_SLOTS, NUM_SLOTS, SLOT_S, ClusterHistory, HistorySlot, counted
 from router.cluster.history_store import Counts, HistoryStore, MemoryHistory, RedisHistory
 
 if TYPE_CHECKING:
@@ -77,10 +77,10 @@ async def test_every_router_has_the_history_of_all(store: HistoryStore, backend:
     for router in (first, second, first):
         await router.history.look()
     expected = {
-        int(clock.now // SLOT_S) - 1: Slot(
+        int(clock.now // SLOT_S) - 1: HistorySlot(
             2, {"requests/met/default": 5, "ttft/0.04": 3, "requests/ttft_missed/batch": 1, "misses/queue": 1}
         ),
-        int(clock.now // SLOT_S): Slot(2, {"requests/met/default": 4}),
+        int(clock.now // SLOT_S): HistorySlot(2, {"requests/met/default": 4}),
     }
     assert first.history.slots() == second.history.slots() == expected
     assert list(first.history.slots(int(clock.now // SLOT_S))) == [int(clock.now // SLOT_S)]

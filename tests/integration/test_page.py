@@ -9,6 +9,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +140,29 @@ def test_its_figures_are_those_of_the_metrics_of_both_routers(fleet: Fleet, chro
         for name, of in SUMMED.items():
             shown = sum(slot["counts"].get(name, 0) for slot in slots)
             assert shown == sum(metric(router, of) for router in fleet.routers) > 0
+
+
+@pytest.mark.chaos
+def test_the_calls_that_are_shown_work_as_they_are(fleet: Fleet, chromium: Any) -> None:
+    tools = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "BATON_API_KEY": OPERATOR_KEY}
+    with opened_page(chromium, url(fleet), key=OPERATOR_KEY) as page:
+        show(page, fleet, "playground")
+        page.get_by_label("Prompt").fill('It\'s "quoted" – and $HOME')
+        for kind, (name, command) in itertools.product(("Chat", "Completion"), CALLS.items()):
+            page.get_by_text(kind, exact=True).click()
+            page.get_by_role("button", name=name).click()
+            code = page.locator("pre.code").inner_text()
+            assert "quoted" in code
+            done = subprocess.run(
+                [*command, code], env=environment, capture_output=True, text=True, timeout=120, check=False
+            )
+            assert done.returncode == 0, done.stderr
+            assert len(done.stdout) > 100, done.stderr
+
+
+CALLS = {"curl": ("bash", "-c"), "Python": (sys.executable, "-c"), "gRPC": ("bash", "-c")}
+"""A language of the playground -> what runs it."""
 
 
 def test_orders_are_given_with_an_operators_key_and_refused_without(fleet: Fleet, chromium: Any) -> None:
