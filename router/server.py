@@ -73,6 +73,7 @@ class _Store:
     """Closed by the usage book, which owns them."""
     surroundings: Surroundings
     history: HistoryStore
+    """Closed by the history of the cluster, which owns it."""
 
     @staticmethod
     def connect(config: Config, content: str, keys: KeyFile | None, tls: Tls | None, door: Tls | None) -> _Store:
@@ -105,7 +106,6 @@ class _Store:
         await self.journal.close()
         await self.index.close()
         await self.leases.close()
-        await self.history.close()
 
 
 async def serve(config: Config, stop: asyncio.Event) -> None:
@@ -167,6 +167,7 @@ class Router:
             await self.client.close()
             await self.accounts.close()
             await self.usage_book.close()
+            await self.history.close()
             await self.store.close()
             self.service.close()
             if self.tracer is not None:

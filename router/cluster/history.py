@@ -75,7 +75,7 @@ def _by(booked: Booked, *labels: str) -> Mapping[tuple[str, ...], float]:
 
 
 class ClusterHistory:
-    """Keeps the history current while `run` runs.
+    """Keeps the history current while `run` runs. Owns `store`: `close` closes it.
 
     Args:
         writer: names this process among all that have written in the last hour.
@@ -111,6 +111,12 @@ class ClusterHistory:
             with contextlib.suppress(StoreUnavailable):  # the registry reports it
                 await self.look()
             await asyncio.sleep(PERIOD_S)
+
+    async def close(self) -> None:
+        """Writes what has been counted since the last look, if the store can be reached, and closes it."""
+        with contextlib.suppress(StoreUnavailable):
+            await self.look()
+        await self._store.close()
 
     async def look(self) -> None:
         """Notes what has been counted since the last look, and reads what others have written.
