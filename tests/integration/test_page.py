@@ -150,7 +150,7 @@ def test_the_calls_that_are_shown_work_as_they_are(fleet: Fleet, chromium: Any) 
         show(page, fleet, "playground")
         page.get_by_label("Prompt").fill('It\'s "quoted" – and $HOME')
         for kind, (name, command) in itertools.product(("Chat", "Completion"), CALLS.items()):
-            page.get_by_text(kind, exact=True).click()
+            page.get_by_role("radio", name=kind).check()
             page.get_by_role("button", name=name).click()
             code = page.locator("pre.code").inner_text()
             assert "quoted" in code
