@@ -99,6 +99,20 @@ def answer_for_requests(page: Any) -> None:
     page.route("**/api/requests/*", lambda route: route.fulfill(json=request_lists.detail()))
 
 
+def test_a_request_leads_from_the_playground_to_its_time_line(fleet: Fleet, chromium: Any) -> None:
+    with opened_page(chromium, url(fleet), key=OPERATOR_KEY) as page:
+        show(page, fleet, "playground")
+        page.get_by_role("radio", name="Completion").check()
+        page.get_by_role("button", name="Send").click()
+        page.get_by_role("link", name="Its time line").click()
+        page.get_by_text("finished after 128 tokens").wait_for()
+        assert page.locator("ol.events li").count() > 4
+        page.get_by_label("Outcome").select_option("failed")
+        page.get_by_text("No requests yet").wait_for()
+        page.get_by_label("Outcome").select_option("met")
+        page.get_by_role("link", name="cmpl-").first.wait_for()
+
+
 def test_the_playground_streams_and_says_where_the_time_went(fleet: Fleet, chromium: Any) -> None:
     with opened_page(chromium, url(fleet), key=OPERATOR_KEY) as page:
         show(page, fleet, "playground")
