@@ -2,15 +2,17 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Exact versions of what pyproject.toml names ranges of. It has no hashes, with which pip would refuse our own source.
+CONSTRAINTS := constraints.txt
 # What is used is compiled when it is first imported. Most of what these bring never is, so compiling it all only costs.
-PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --progress-bar on
+PIP := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --quiet --progress-bar on -c $(CONSTRAINTS)
 STAMP := $(VENV)/.installed
 # What only `make lock` and `make audit` need stands in an environment of its own.
 TOOLS := $(VENV)/tools
 # So does what builds the site of the documents.
 DOCS := $(VENV)/docs
 LOCK_TOOLS := uv==0.13.9 pip-audit==2.10.1
-TORCH := 2.13.0
+TORCH := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
 # Asked beside pip's own indexes where there is no NVIDIA driver: PyPI has only the build that brings CUDA, gigabytes of it.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # What tells that there is a driver. `make install NVIDIA=` takes the CPU build in any case.
@@ -39,12 +41,12 @@ INSTALL_TORCH = $(PIP) --retries 1 --timeout 10 --extra-index-url $(TORCH_CPU_IN
 else
 INSTALL_TORCH = $(PIP) 'torch==$(TORCH),!=$(TORCH)+cpu'
 endif
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@echo "==> Setting up $(VENV): a few minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "==> 1 of 2: torch, $(if $(NVIDIA),for GPUs,the CPU build: there is no NVIDIA driver)"
 	@$(INSTALL_TORCH) || (echo "    not to be had; taking the build that pip finds"; $(PIP) torch==$(TORCH))
-	@echo "==> 2 of 2: everything else";  $(PIP) -e '.[worker,local,dev]'
+	@echo "==> 2 of 2: everything else";  $(PIP) -e '.[worker,local,plot,dev]'
 	@touch $(STAMP)
 
 serve: $(STAMP)
@@ -102,10 +104,11 @@ $(TOOLS)/.installed: Makefile
 	@$(TOOLS)/bin/python -m pip install --no-compile --disable-pip-version-check --quiet $(LOCK_TOOLS)
 	@touch $@
 
-# What the images install, from the pins in pyproject.toml, with the hash of each file: asks the package index.
+# Which exact versions are installed: by the images, with the hash of each file, and by `install`. Asks the package index.
+# What is locked stays while pyproject.toml allows it; `make lock UPGRADE=1` takes the newest that it allows.
 .PHONY: lock audit
 lock: $(STAMP) $(TOOLS)/.installed
-	$(BIN)/python -m tools.lock --uv $(TOOLS)/bin/uv
+	$(BIN)/python -m tools.lock --uv $(TOOLS)/bin/uv $(if $(UPGRADE),--upgrade)
 
 # Known vulnerabilities and licences of what the locks name, and dist/sbom/. Status 3: no database could be asked.
 audit: $(STAMP) $(TOOLS)/.installed

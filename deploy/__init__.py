@@ -16,6 +16,7 @@ __all__ = [
     "controller",
     "doctor",
     "embedded_redis",
+    "extras",
     "kubernetes",
     "lab",
     "local",

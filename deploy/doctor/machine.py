@@ -22,6 +22,7 @@ from baton.gpus import sign_of_gpu
 from baton.memory import CPU_MOST_GIB, GIB, PROCESS_BYTES, available_memory
 from deploy.doctor.checks import Check, judged, names
 from deploy.embedded_redis import EmbeddedRedis
+from deploy.extras import pip_command, requirements
 from deploy.models import CATALOGUE, cache_dir
 from deploy.models.folder import check_folder
 from deploy.models.seal import damage, is_sealed
@@ -37,7 +38,6 @@ TOOL_S = 10.0
 """Longest wait for nvidia-smi, which a broken driver holds up."""
 LEAST_DRIVERS = {"11": 450, "12": 525, "13": 580}
 """The oldest drivers by CUDA's major version: within one, a driver also runs the newer minor versions."""
-DISTRIBUTION = "baton-serving"
 
 
 def python() -> Iterator[Check]:
@@ -46,27 +46,16 @@ def python() -> Iterator[Check]:
 
 
 def packages(extras: Collection[str]) -> Iterator[Check]:
-    """Installed versions against the pins of the distribution itself."""
+    """Installed versions against what the distribution itself allows."""
     wrong = []
-    for requirement in importlib.metadata.requires(DISTRIBUTION) or ():
-        spec, _, marker = requirement.partition(";")
-        name, _, wanted = spec.strip().partition("==")
-        extra = re.search(r"extra == ['\"]([\w-]+)", marker)
-        if extra and extra[1] not in extras:
-            continue
+    for requirement in requirements(extras):
         try:
-            found = importlib.metadata.version(name).partition("+")[0]
+            found = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
             found = "missing"
-        if found != wanted:
-            wrong.append(f"{name} {found} (needs {wanted})")
-    listed = f"[{','.join(sorted(extras))}]" if extras else ""
-    yield judged(
-        "packages",
-        not wrong,
-        ", ".join(wrong) or "all at their pinned versions",
-        f"run `make install`, or pip install '{DISTRIBUTION}{listed}' of this version",
-    )
+        if found == "missing" or not requirement.specifier.contains(found, prereleases=True):
+            wrong.append(f"{requirement.name} {found} (needs {requirement.specifier})")
+    yield judged("packages", not wrong, ", ".join(wrong) or "all of versions that suit", pip_command(extras))
 
 
 def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:

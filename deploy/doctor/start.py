@@ -67,6 +67,12 @@ def _require(config: Config, looks: Iterable[tuple[str, Precondition]]) -> None:
                 raise ConfigError(f"{check.name}: {check.found}" + (f"; {check.mend}" if check.mend else ""))
 
 
+def packages(config: Config) -> Iterator[Check]:
+    """The packages of extras without which a cluster cannot run here."""
+    preflight.require_packages(config)
+    yield from ()
+
+
 def settings(config: Config) -> Iterator[Check]:
     """Settings that name something which is read or loaded later, by a process that could only say so in its log."""
     parse_faults(config.faults.spec)
@@ -133,6 +139,7 @@ def memory(config: Config) -> Iterator[Check]:
 
 
 LOOKS: tuple[tuple[str, Precondition], ...] = (
+    ("packages", packages),
     ("settings", settings),
     ("tenants", machine.tenants),
     ("certificates", certificates.files),

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from baton.config import Config, child_environment
 from baton.errors import ConfigError
+from deploy.extras import lacking
 from deploy.local.part import ClusterPart
 from deploy.models import ProgressDisplay, with_models, with_places
 from deploy.processes import module_command
@@ -34,10 +35,13 @@ def run(part: ClusterPart, config: Config, console: Console, *, weights: bool = 
         weights: whether the part `model` gets them, too.
 
     Raises:
-        ConfigError: a setting is missing on which the parts must agree, or Ray is not there in time.
+        ConfigError: a package is missing, or a setting on which the parts must agree, or Ray is not there in time.
         ModelLoadError: the model cannot be obtained.
     """
     if part is ClusterPart.CONTROLLER:
+        pools = ("lightkube",) if config.kubernetes.namespace else ()
+        if missing := lacking("ray", *pools):
+            raise ConfigError(f"the controller cannot run here: {missing}")
         with ProgressDisplay(console) as progress:
             config = with_places(config, progress.update)
     else:

@@ -11,9 +11,11 @@ from pathlib import Path
 from baton.config import ClusterConfig, Config, ModelConfig
 from baton.errors import ModelLoadError
 from baton.spelling import nearest
+from deploy.extras import lacking
 from deploy.models.catalogue import CATALOGUE
 from deploy.models.folder import check_folder, folder_revision
 from deploy.models.progress import OnModelProgress, ignore_progress
+from deploy.models.wheel import catalogue_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,6 @@ def resolve(
     """
     weights_path: Path | None = None
     if not model.path and model.id in CATALOGUE:
-        # Imported on use: gguf is needed for the catalogue only.
-        from deploy.models.wheel import catalogue_folder
-
         entry = CATALOGUE[model.id]
         path, revision = catalogue_folder(entry, cache_dir, progress, weights=weights), entry.revision
         weights_path = path.with_name(entry.folder_name)
@@ -62,6 +61,8 @@ def resolve(
         check_folder(path, weights=weights)
         revision = model.revision or folder_revision(path)
     elif model.id.count("/") == 1:
+        if missing := lacking("huggingface_hub"):
+            raise ModelLoadError(f"{model.id} comes from the Hugging Face hub, and {missing}")
         # Imported on use: huggingface_hub takes 0.3 s, and most starts do without it.
         from deploy.models.hub import hub_folder
 

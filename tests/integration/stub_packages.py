@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-EXTRAS = "worker", "local", "dev"
+EXTRAS = "worker", "local", "plot", "dev"
 
 
 def wheel(folder: Path, name: str, version: str, *lines: str) -> str:

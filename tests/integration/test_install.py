@@ -39,9 +39,10 @@ class Project:
         for name in ("pip", f"pip-{pip.version}.dist-info"):
             (self._packages / name).symlink_to(str(pip.locate_file(name)))
         shutil.copy(ROOT / "Makefile", folder)
+        (folder / "constraints.txt").write_text(f"torch=={VERSION}\nneedstorch==1\n")
         shutil.copy(stub_packages.__file__, folder)
         (folder / "pyproject.toml").write_text(PROJECT)
-        (folder / "requirements.txt").write_text(f"torch=={VERSION}\nneedstorch\n")
+        (folder / "requirements.txt").write_text(f"torch>={VERSION}\nneedstorch\n")
 
     def install(self, **variables: str) -> set[str]:
         """What there is after `make install`."""
@@ -79,6 +80,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         publish(folder / name, "nvidia_cublas", "1")
         (folder / name / "nvidia_cublas").rename(folder / name / "nvidia-cublas")
         publish(folder / name, "needstorch", "1", "torch>=2")
+        publish(folder / name, "needstorch", "2", "torch>=2")  # newer than the constraints allow
     for name in ("cpu", "both"):
         publish(folder / name, "torch", f"{VERSION}+cpu")
     publish(folder / "cpu", "needstorch", "1", "torch>=2")
