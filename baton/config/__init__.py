@@ -17,11 +17,13 @@ telemetry   telemetry
 secrets     what of them is secret, and is shown nowhere
 section     how a field is parsed, checked and refused
 load        all sections together, from file and environment
+origins     what each setting is, and what says so
 """
 
 from baton.config.cluster import AutoscaleConfig, ClusterConfig, KubernetesConfig
 from baton.config.engine import OWN_SETTINGS, EngineConfig, EveryEngineConfig, GibOrAuto, ModelConfig
 from baton.config.load import REDIS_URL, SHORT_NAMES, Config, child_environment, load, process_config
+from baton.config.origins import DEFAULT, SettingOrigin, origins
 from baton.config.secrets import HIDDEN, password_of, why_unreadable, with_password, without_password
 from baton.config.section import MAX_PORT, MAX_TIMEOUT_S, has_no_port
 from baton.config.serving import DEFAULT_CLASS, IndexConfig, RouterConfig, SloClassConfig
@@ -32,6 +34,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 """Router that client commands call when no address is given."""
 
 __all__ = [
+    "DEFAULT",
     "DEFAULT_ADDRESS",
     "DEFAULT_CLASS",
     "HIDDEN",
@@ -51,12 +54,14 @@ __all__ = [
     "KubernetesConfig",
     "ModelConfig",
     "RouterConfig",
+    "SettingOrigin",
     "SloClassConfig",
     "TelemetryConfig",
     "TransferConfig",
     "child_environment",
     "has_no_port",
     "load",
+    "origins",
     "password_of",
     "process_config",
     "why_unreadable",

@@ -22,7 +22,7 @@ from baton.errors import ConfigError
 from baton.spelling import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 SHORT_NAMES = {
     "BATON_GRPC_PORT": ("cluster", "grpc_port"),
@@ -130,20 +130,37 @@ def load(path: Path | None = None, environ: Mapping[str, str] | None = None) -> 
         ConfigError: an unknown name, or a value that is not allowed; the message names it.
     """
     environ = os.environ if environ is None else environ
+    values = read_file(path)
+    for variable, name, key in variables(environ):
+        if isinstance(values.setdefault(name, {}), dict):  # else `build` refuses it by name
+            values[name][key] = environ[variable]
+    return build(Config, values)
+
+
+def read_file(path: Path | None) -> dict[str, Any]:
+    """The sections of a file of settings, not checked yet; without a file there are none.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no sections.
+    """
     try:
         values: dict[str, Any] = (yaml.safe_load(path.read_text()) or {}) if path else {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {why_unreadable(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold sections such as 'engine:' and 'cluster:'")
-    values = {name: {} if section is None else section for name, section in values.items()}
-    for name, value in environ.items():
-        if not name.startswith("BATON_") or name in NOT_SETTINGS:
-            continue
-        section, key = SHORT_NAMES.get(name) or _split(name)
-        if isinstance(values.setdefault(section, {}), dict):  # else `build` refuses it by name
-            values[section][key] = value
-    return build(Config, values)
+    return {name: {} if section is None else section for name, section in values.items()}
+
+
+def variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """The variables of the environment that are settings: each with its setting's section and name.
+
+    Raises:
+        ConfigError: a variable that begins with BATON_ is no setting.
+    """
+    for name in environ:
+        if name.startswith("BATON_") and name not in NOT_SETTINGS:
+            yield name, *(SHORT_NAMES.get(name) or _split(name))
 
 
 def process_config() -> Config:

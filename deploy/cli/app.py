@@ -9,7 +9,7 @@ import typer
 
 from baton.cluster import VERSION
 from baton.errors import BatonError
-from deploy.cli import generate, lab, mistakes, operate, serve
+from deploy.cli import chat, generate, lab, look, mistakes, operate, serve
 from deploy.cli.options import print_error
 from deploy.extras import advice
 
@@ -38,11 +38,14 @@ app.command()(serve.run)
 app.command()(serve.leave)
 app.command()(serve.keys)
 app.command()(generate.generate)
+app.command()(chat.chat)
 app.command(name="scale")(operate.scale_pool)
 app.command()(operate.drain)
 app.command()(operate.role)
 app.command()(operate.status)
 app.command()(operate.requests)
+app.command()(look.logs)
+app.command(name="config")(look.show_config)
 app.command()(operate.autoscale)
 app.command()(operate.doctor)
 app.command()(lab.bench)

@@ -8,6 +8,7 @@ child_log   what a child writes: into a file, and to the terminal
 parts       one part in the foreground, as containers run it
 keys        files of keys for the members of a cluster
 leave       the workers of this machine leave the cluster
+log_files   what the parts on this machine have written
 """
 
-__all__ = ["child", "child_log", "folder", "keys", "leave", "part", "parts", "ray_cluster", "up"]
+__all__ = ["child", "child_log", "folder", "keys", "leave", "log_files", "part", "parts", "ray_cluster", "up"]

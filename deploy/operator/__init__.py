@@ -1,11 +1,14 @@
-"""What an operator does with a running cluster, over gRPC and `/metrics`.
+"""What an operator does with a running cluster, over gRPC and HTTP.
 
-client   calls a router
-explain  `baton requests` and `baton status --explain`
-orders   scale a pool, drain a worker, change a worker's role
-scrape   reads the metrics of every process
-trust    the options of clients for TLS
-watch    `baton status --watch`
+client       calls a router
+http_door    calls its HTTP port
+talk         a chat, over either
+explain      `baton requests` and `baton status --explain`
+orders       scale a pool, drain a worker, change a worker's role
+scrape       reads the metrics of every process
+worker_log   what a worker has logged
+trust        the options of clients for TLS
+watch        `baton status --watch`
 """
 
-__all__ = ["client", "explain", "orders", "scrape", "tables", "trust", "watch"]
+__all__ = ["client", "explain", "http_door", "orders", "scrape", "tables", "talk", "trust", "watch", "worker_log"]

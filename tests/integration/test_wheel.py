@@ -42,8 +42,9 @@ class Baton:
         self.pip("install", "--quiet", "--no-compile", f"--constraint={ROOT / 'constraints.txt'}", str(wheel))
 
     def pip(self, *words: str) -> str:
-        command = [self.folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", *words]
-        return subprocess.run(command, check=True, timeout=1000, stdout=subprocess.PIPE, text=True).stdout
+        command = [str(self.folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", *words]
+        done = subprocess.run(command, check=True, timeout=1000, stdout=subprocess.PIPE, text=True)
+        return done.stdout
 
     def run(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         own = {name: value for name, value in os.environ.items() if not name.startswith(("BATON_", "PYTHON"))}

@@ -1,0 +1,64 @@
+"""Where each setting has its value from: the default, the file, or a variable of the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.config.load import Config, load, read_file, variables
+from baton.config.secrets import HIDDEN, without_password
+from baton.config.section import SECRET
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class SettingOrigin:
+    """A setting as it may be shown: a secret's value is hidden."""
+
+    name: str
+    """section.field, as in the file."""
+    value: Any
+    """A value that JSON can hold."""
+    origin: str
+    """`default`, the path of the file, or the name of the variable."""
+
+
+def origins(path: Path | None = None, environ: Mapping[str, str] | None = None) -> list[SettingOrigin]:
+    """Every setting of the configuration that `load` returns for the same file and environment, in its order.
+
+    Raises:
+        ConfigError: as `load` does.
+    """
+    environ = os.environ if environ is None else environ
+    config = load(path, environ)
+    given = {(section, name): str(path) for section, values in read_file(path).items() for name in values}
+    given |= {(section, name): variable for variable, section, name in variables(environ)}
+    return list(_shown(config, given))
+
+
+def _shown(config: Config, given: Mapping[tuple[str, str], str]) -> Iterator[SettingOrigin]:
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        for field in dataclasses.fields(values):
+            value = getattr(values, field.name)
+            is_secret = SECRET in type(values).__pydantic_fields__[field.name].metadata
+            origin = given.get((section.name, field.name), DEFAULT)
+            yield SettingOrigin(f"{section.name}.{field.name}", _hidden(value, is_secret), origin)
+
+
+def _hidden(value: Any, is_secret: bool) -> Any:
+    """The value in what JSON has, without passwords. Of a secret that is a URL all but its password stays."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _hidden(dataclasses.asdict(value), is_secret)
+    if isinstance(value, Mapping):
+        return {str(name): _hidden(each, is_secret) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_hidden(each, is_secret) for each in value]
+    if isinstance(value, str) and "://" in value:
+        return without_password(value)
+    return HIDDEN if is_secret and value else value

@@ -1,0 +1,79 @@
+"""Answers to a chat, piece by piece, over gRPC or HTTP: two ways of the same conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from baton.api import Chat, GenerateRequest
+from baton.chat import ChatMessage
+from baton.errors import NoWorker
+from deploy.operator.client import Client
+from deploy.operator.http_door import HttpDoor
+
+ANSWER_S = 600.0
+"""The longest wait for the next token over HTTP."""
+
+
+class Speaker(Protocol):
+    """Answers messages of a chat. Raises the router's own errors, or NoWorker when none answers."""
+
+    def answer(self, messages: Sequence[ChatMessage]) -> Iterator[str]:
+        """The text of the answer to the last message, in pieces as they come."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class GrpcSpeaker:
+    """Speaks gRPC.
+
+    Args:
+        client: closed with this speaker.
+        sampling: parameters of every answer, by their names in `SamplingParams`.
+    """
+
+    def __init__(self, client: Client, sampling: Mapping[str, Any]) -> None:
+        self._client = client
+        self._sampling = dict(sampling)
+
+    def answer(self, messages: Sequence[ChatMessage]) -> Iterator[str]:
+        request = GenerateRequest(prompt=Chat(messages=tuple(messages)), sampling=self._sampling)
+        for chunk in self._client.generate(request):
+            yield chunk.text
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class HttpSpeaker:
+    """Speaks OpenAI's API over HTTP.
+
+    Args:
+        door: a router's HTTP port.
+        sampling: parameters of every answer, by their names in that API.
+    """
+
+    def __init__(self, door: HttpDoor, sampling: Mapping[str, Any]) -> None:
+        self._door = door
+        self._sampling = dict(sampling)
+        self._model = ""
+
+    def answer(self, messages: Sequence[ChatMessage]) -> Iterator[str]:
+        spoken = [{"role": each.role, "content": each.content} for each in messages]
+        body = {"model": self._served(), "messages": spoken, "stream": True, **self._sampling}
+        for event in self._door.events("/v1/chat/completions", body):
+            for choice in event["choices"]:
+                yield choice["delta"].get("content") or ""
+
+    def close(self) -> None:
+        """Has nothing to close: each answer has a connection of its own."""
+
+    def _served(self) -> str:
+        """The id of the first model that is served."""
+        if not self._model:
+            models = self._door.get("/v1/models")["data"]
+            if not models:
+                raise NoWorker("the router serves no model")
+            self._model = str(models[0]["id"])
+        return self._model

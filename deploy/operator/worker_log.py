@@ -1,0 +1,57 @@
+"""What a worker has logged, as its router passes it on, and which of it is new."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from urllib.parse import quote
+
+from baton.errors import NoWorker
+from deploy.operator.client import Access, Client
+from deploy.operator.http_door import HttpDoor
+from deploy.operator.scrape import seen_from
+
+TIMEOUT_S = 10.0
+POLL_S = 1.0
+
+
+def doors(client: Client, address: str, access: Access) -> list[HttpDoor]:
+    """The HTTP ports where a router may answer whose gRPC port is at the address; the likeliest first.
+
+    Raises the errors of `Client.status`.
+    """
+    scheme = "https" if access.tls else "http"
+    addresses = [each for router in client.status()["routers"] for each in seen_from(router["http"], address)]
+    return [HttpDoor(f"{scheme}://{each}", access, TIMEOUT_S) for each in addresses]
+
+
+def read(doors: Sequence[HttpDoor], worker_id: str) -> list[str]:
+    """The latest lines of a worker. Raises the router's own errors, or NoWorker when none answers."""
+    failure = NoWorker("no router is known")
+    for door in doors:
+        try:
+            return [str(line) for line in door.get(f"/api/workers/{quote(worker_id, safe='')}/log")["lines"]]
+        except NoWorker as error:
+            failure = error
+    raise failure
+
+
+def follow(doors: Sequence[HttpDoor], worker_id: str, shown: Sequence[str]) -> Iterator[str]:
+    """Lines that a worker logs from now on, until the caller stops. Raises as `read` does.
+
+    Args:
+        shown: what `read` has returned.
+    """
+    while True:
+        time.sleep(POLL_S)
+        lines = read(doors, worker_id)
+        yield from new_lines(shown, lines)
+        shown = lines
+
+
+def new_lines(before: Sequence[str], now: Sequence[str]) -> list[str]:
+    """The lines at the end of `now` that were not there `before`: both are the ends of one log that only grows."""
+    for number in range(min(len(before), len(now)), 0, -1):
+        if list(before[-number:]) == list(now[:number]):
+            return list(now[number:])
+    return list(now)
