@@ -78,7 +78,7 @@ class LockedPackage:
 
     @property
     def public(self) -> str:
-        """The version without what tells builds of it apart: 2.13.0 of 2.13.0+cpu."""
+        """The version without the name of a build: 2.13.0 of 2.13.0+cpu."""
         return self.version.partition("+")[0]
 
     def __str__(self) -> str:

@@ -33,7 +33,7 @@ class AnswerOptions:
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None
 
     def given(self) -> dict[str, int | float]:
-        """Those that were given, by their names in every API."""
+        """Returns those that were given, by their names in every API."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 

@@ -12,6 +12,7 @@ from baton.errors import BatonError
 from deploy.extras import ALL_IN_USE, advice, pip_command
 
 State = Literal["ok", "warn", "fail"]
+REINSTALL = f"install it again: {pip_command(ALL_IN_USE)} --force-reinstall"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +30,13 @@ def judged(name: str, is_good: bool, found: str, mend: str, otherwise: State = "
     return Check(name, "ok", found) if is_good else Check(name, otherwise, found, mend)
 
 
-def guarded(name: str, look: Callable[[], Iterable[Check]]) -> list[Check]:
+def guarded(name: str, look: Callable[[], Iterable[Check]], mend: str = REINSTALL) -> list[Check]:
     """The results of a group of checks, or one failure in their place: a broken part does not hide the others."""
     checks = []
     try:
         for check in look():
             checks.append(check)  # noqa: PERF402 - those before an error count
     except (BatonError, ImportError, OSError, RuntimeError) as error:
-        mend = f"install it again: {pip_command(ALL_IN_USE)} --force-reinstall"
         if isinstance(error, ImportError) and (missing := advice(error)):
             checks.append(Check(name, "fail", *missing.split("; ", 1)))
         else:

@@ -11,7 +11,6 @@ from pathlib import Path
 from baton.config import ClusterConfig, Config, ModelConfig
 from baton.errors import ModelLoadError
 from baton.spelling import nearest
-from deploy.extras import lacking
 from deploy.models.catalogue import CATALOGUE
 from deploy.models.folder import check_folder, folder_revision
 from deploy.models.progress import OnModelProgress, ignore_progress
@@ -61,8 +60,6 @@ def resolve(
         check_folder(path, weights=weights)
         revision = model.revision or folder_revision(path)
     elif model.id.count("/") == 1:
-        if missing := lacking("huggingface_hub"):
-            raise ModelLoadError(f"{model.id} comes from the Hugging Face hub, and {missing}")
         # Imported on use: huggingface_hub takes 0.3 s, and most starts do without it.
         from deploy.models.hub import hub_folder
 

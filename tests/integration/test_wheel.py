@@ -61,10 +61,12 @@ class Baton:
         return done.stdout
 
     def sentence(self, *words: str, **environment: str) -> str:
-        """The one sentence with which the command fails."""
+        """The one sentence with which the command fails, after what it has said of its work."""
         done = self.run(*words, **environment)
         assert done.returncode == 1, done.stdout + done.stderr
-        (line,) = done.stderr.splitlines()
+        assert "Traceback" not in done.stderr
+        (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+        assert done.stderr.endswith(f"{line}\n")
         return line
 
 
@@ -99,12 +101,19 @@ def test_help_version_and_settings_need_no_cluster(baton: Baton) -> None:
     for command in helped.split("Commands")[1].split():
         if command.isalpha() and command.islower() and f"│ {command} " in helped:
             assert "Usage: baton" in baton.works(command, "--help")
+    assert "cluster.grpc_port" in baton.works("config")
     assert "baton" in baton.works("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
 
 
 def test_a_client_needs_no_extra(baton: Baton, cluster: Cluster, tmp_path: Path) -> None:
     address = f"--address={cluster.grpc}"
     assert baton.works("generate", "Hello", "--max-tokens", "8", address).strip()
+    for where in (address, f"--address=http://{cluster.http}"):
+        said = subprocess.run(
+            [str(baton.folder / "bin" / "baton"), "chat", "--max-tokens", "4", where],
+            input="Hello\n/reset\nAgain\n/exit\n", capture_output=True, text=True, check=True, timeout=120,
+        )  # fmt: skip
+        assert (len(said.stdout.splitlines()) >= 2, said.stderr) == (True, ""), "two answers"
     assert len(json.loads(baton.works("status", "--json", address))["workers"]) == 2
     (tmp_path / "trace.jsonl").write_text(SHORT_TRACE)
     report = json.loads(baton.works("bench", str(tmp_path / "trace.jsonl"), "--seconds", "5", "--json", address))
@@ -139,7 +148,6 @@ def test_what_needs_an_extra_says_so_in_a_sentence(baton: Baton, model_dir: Path
     assert up.endswith(GET_ALL)
     assert "the controller cannot run here: ray is not installed" in baton.sentence("run", "controller", **own)
     assert "set index.redis_url" in baton.run("run", "router", **own).stderr.splitlines()[-1]
-    assert "pip install 'baton-serving[worker]'" in baton.sentence("run", "model", BATON_MODEL_ID="org/name")
 
 
 def test_doctor_names_what_is_missing_and_the_command_that_brings_it(baton: Baton) -> None:

@@ -111,8 +111,13 @@ def test_the_converter_is_missed_before_anything_is_downloaded(monkeypatch: pyte
 
 
 def test_a_cluster_says_which_packages_it_needs_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(preflight, "lacking", lambda *modules: asked.append(modules) or "ray is not installed")
+    asked: list[tuple[str, ...]] = []
+
+    def lacks_ray(*modules: str) -> str:
+        asked.append(modules)
+        return "ray is not installed"
+
+    monkeypatch.setattr(preflight, "lacking", lacks_ray)
     with pytest.raises(ConfigError, match="a cluster cannot run here: ray is not installed"):
         preflight.require_packages(Config())
     with pytest.raises(ConfigError, match="ray is not installed"):

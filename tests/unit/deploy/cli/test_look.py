@@ -130,7 +130,10 @@ class Router(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.asked.append((self.path, self.headers.get("authorization"), body))
-        events = [{"choices": [{"delta": {"role": "assistant"}}]}, {"choices": [{"delta": {"content": "Hel"}}]}]
+        events: list[dict[str, object]] = [
+            {"choices": [{"delta": {"role": "assistant"}}]},
+            {"choices": [{"delta": {"content": "Hel"}}]},
+        ]
         if body["messages"][-1]["content"] == "break":
             events.append({"error": {"message": "it broke"}})
         events += [{"choices": [{"delta": {"content": "lo"}}]}, {"choices": [], "usage": {}}]

@@ -275,8 +275,8 @@ def test_a_part_that_breaks_does_not_hide_the_others() -> None:
         yield Check("a", "ok", "well")
         raise OSError("gone")
 
-    mend = "install it again: pip install 'baton-serving[local,worker]' --force-reinstall"
-    assert guarded("b", look) == [Check("a", "ok", "well"), Check("b", "fail", "OSError: gone", mend)]
+    assert guarded("b", look, "mend it") == [Check("a", "ok", "well"), Check("b", "fail", "OSError: gone", "mend it")]
+    assert guarded("b", look)[1].mend == "install it again: pip install 'baton-serving[local,worker]' --force-reinstall"
 
 
 def test_long_lists_are_cut() -> None:

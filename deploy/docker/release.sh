@@ -1,0 +1,40 @@
+#!/bin/sh
+# Builds the images of a release, and pushes them: sh deploy/docker/release.sh REGISTRY VERSION PYTHON_TAG true|false
+#
+# The base image is taken by the digest that its registry answers. With `true` the images are pushed, each with a bill of
+# materials and where it was built, and dist/images.json gets the digests that the registry has given them.
+set -eu
+registry=$1 version=$2 python=$3 is_pushed=$4
+mkdir -p dist
+base=$(docker buildx imagetools inspect "docker.io/library/python:$python" --format '{{.Manifest.Digest}}')
+
+build() { # NAME TAG DOCKERFILE OPTION...
+  name=$1 tag=$2 file=$3
+  shift 3
+  if [ "$is_pushed" = true ]; then
+    set -- --push --sbom=true --provenance=mode=max "$@"
+  fi
+  docker buildx build --platform linux/amd64 --file "deploy/docker/$file.Dockerfile" \
+    --build-arg "PYTHON=$python@$base" --build-arg "VERSION=$version" --tag "${registry:-local}/$name:$tag" \
+    --metadata-file "dist/$name-$tag.json" "$@" .
+}
+
+digest() { # NAME TAG
+  sed -n 's/.*"containerimage.digest": *"\(sha256:[0-9a-f]*\)".*/\1/p' "dist/$1-$2.json" | head -n 1
+}
+
+# Without a builder of its own docker keeps neither bills of materials nor provenance.
+docker buildx create --use --name baton-release --driver docker-container > /dev/null 2>&1 || docker buildx use baton-release
+build baton-router "$version" router
+build baton-worker "$version" worker
+build baton-worker "$version-cuda" worker --build-arg VARIANT=cuda
+if [ "$is_pushed" = true ]; then
+  cat > dist/images.json << END
+{
+  "router": {"repository": "$registry/baton-router", "digest": "$(digest baton-router "$version")"},
+  "worker": {"repository": "$registry/baton-worker", "digest": "$(digest baton-worker "$version")"},
+  "worker-cuda": {"repository": "$registry/baton-worker", "digest": "$(digest baton-worker "$version-cuda")"}
+}
+END
+fi
+rm -f dist/baton-*.json
