@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster import VERSION
+from baton.cluster import VERSION, Role
+from baton.config import RouterConfig, TransferConfig
 from deploy.models.catalogue import CATALOGUE
-from tests.integration.cluster import Cluster, free_port, running_cluster
+from tests.chaos.fleet import RouterProcess, running_fleet
+from tests.integration.cluster import free_port
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]  # packages of an index, in an empty environment
 
@@ -76,9 +78,9 @@ def baton(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Baton:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with running_cluster(engine_runner="arithmetic", engine_num_blocks="1024") as cluster:
-        yield cluster
+def router() -> Iterator[RouterProcess]:
+    with running_fleet(TransferConfig(), RouterConfig()) as fleet:
+        yield fleet.fill(Role.PREFILL, Role.DECODE)
 
 
 def test_the_wheel_has_the_packages_and_no_more(wheel: Path) -> None:
@@ -105,10 +107,10 @@ def test_help_version_and_settings_need_no_cluster(baton: Baton) -> None:
     assert "baton" in baton.works("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
 
 
-def test_a_client_needs_no_extra(baton: Baton, cluster: Cluster, tmp_path: Path) -> None:
-    address = f"--address={cluster.grpc}"
+def test_a_client_needs_no_extra(baton: Baton, router: RouterProcess, tmp_path: Path) -> None:
+    address = f"--address={router.grpc}"
     assert baton.works("generate", "Hello", "--max-tokens", "8", address).strip()
-    for where in (address, f"--address=http://{cluster.http}"):
+    for where in (address, f"--address=http://{router.http}"):
         said = subprocess.run(
             [str(baton.folder / "bin" / "baton"), "chat", "--max-tokens", "4", where],
             input="Hello\n/reset\nAgain\n/exit\n", capture_output=True, text=True, check=True, timeout=120,
@@ -117,7 +119,7 @@ def test_a_client_needs_no_extra(baton: Baton, cluster: Cluster, tmp_path: Path)
     assert len(json.loads(baton.works("status", "--json", address))["workers"]) == 2
     (tmp_path / "trace.jsonl").write_text(SHORT_TRACE)
     report = json.loads(baton.works("bench", str(tmp_path / "trace.jsonl"), "--seconds", "5", "--json", address))
-    assert report["requests"] == 1, report
+    assert (report["num_requests"], report["num_failed"]) == (1, 0), report
     assert "baton autoscale" in baton.works("autoscale", "--help")
 
 
