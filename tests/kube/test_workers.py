@@ -46,7 +46,7 @@ def a_crash_is_in_the_log(release: Release) -> None:
     """From its start to its end and its next start, in JSON, by the plain `kubectl logs` of its pod."""
     release.wait_for_pool("decode", 2)
     pid = pids(release)["decode-1"]
-    (pod,) = (name for name in names(release, "decode") if f'"process": {pid}' in log(release, name))
+    (pod,) = (name for name in names(release, "decode") if "decode-1 takes traffic" in log(release, name))
     psutil.Process(pid).send_signal(signal.SIGSEGV)
     release.wait_for(lambda: messages(log(release, pod))["decode-1 takes traffic"] == 2)
     seen = messages(log(release, pod))
