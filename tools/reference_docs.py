@@ -64,7 +64,7 @@ def _cell(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ProtoLine:
     """A line of a proto's block, with the comment before it."""
 
     text: str
@@ -78,12 +78,12 @@ class Block:
     kind: str
     name: str
     comment: str
-    entries: tuple[Entry, ...]
+    entries: tuple[ProtoLine, ...]
 
 
 def blocks_of(proto: str) -> Iterator[Block]:
     """The services and messages of a proto, in its order; what is in a oneof says so."""
-    head, comment, within, entries = ("", "", ""), "", "", list[Entry]()
+    head, comment, within, entries = ("", "", ""), "", "", list[ProtoLine]()
     for line in map(str.strip, proto.splitlines()):
         if line.startswith("//"):
             comment = f"{comment} {line[2:].strip()}".strip()
@@ -102,7 +102,7 @@ def blocks_of(proto: str) -> Iterator[Block]:
             head = ("", "", "")
         elif head[0] and line.endswith(";"):
             of = f"One of `{within}`. " if within else ""
-            entries.append(Entry(line.rstrip(";"), of + comment))
+            entries.append(ProtoLine(line.rstrip(";"), of + comment))
         comment = ""
 
 

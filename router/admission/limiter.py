@@ -16,7 +16,7 @@ SMOOTHING = 0.1
 CROWDED = 0.8
 """Share of the limit up to which anybody may take what is free; above it, each tenant its own share."""
 CROWDED_S = 30.0
-"""After a refusal, others are likely to be refused for so long."""
+"""Others are likely to be refused for so long after a refusal."""
 
 
 class Limiter:

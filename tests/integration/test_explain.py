@@ -52,6 +52,9 @@ def test_the_command_line_explains_where_a_request_went(arithmetic_cluster: Clus
     assert f"first token: predicted {predicted:.3f} s, measured {measured:.3f} s" in shown.stdout
     rows = {line.split()[0] for line in shown.stdout.splitlines()}
     assert rows >= {"worker", "prefill-0", "prefill-1", "decode-0", "decode-1"}
+    listed = baton("requests", "--address", arithmetic_cluster.grpc)
+    assert listed.returncode == 0, listed.stderr
+    assert name in listed.stdout
 
 
 def test_every_choice_is_explained(arithmetic_cluster: Cluster) -> None:

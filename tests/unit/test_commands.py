@@ -29,6 +29,7 @@ VARIABLES = {
     *(f"BATON_{section}_{field.name}".upper() for section, fields in SETTINGS.items() for field in fields),
     *SHORT_NAMES,
     *NOT_SETTINGS,
+    "BATON_PYTHON",  # of the dev container
 }
 COMMANDS = typer.main.get_command(app)
 PLACEHOLDERS = {"N": "3", "L": "1.5", "--help": "", "HOST:PORT": "127.0.0.1:50051", "...": ""}
@@ -46,6 +47,10 @@ RUN_BY = {
     "doctor": "tests/integration/test_doctor.py",
     "bench": "tests/integration/test_bench.py",
     "simulate": "tests/integration/test_simulate.py",
+    "requests": "tests/integration/test_explain.py",
+    "config": "tests/integration/test_wheel.py",
+    "chat": "tests/integration/test_wheel.py",
+    "logs": "tests/unit/deploy/cli/test_look.py",
 }
 """What pages give without a mark, and the test that runs it whole, against processes."""
 RUN_BLOCK_BY_BLOCK = {
@@ -230,7 +235,7 @@ def test_the_tests_that_run_commands_do_so() -> None:
 def test_addresses_that_curl_asks_are_served() -> None:
     urls = [word for each in ALL if each.words[0] == "curl" for word in each.words if "://" in word]
     served = (ROOT / "docs/http.md").read_text()
-    paths = {re.sub(r"^\w+://[^/]+", "", url) for url in urls}
+    paths = {re.sub(r"^\w+://[^/]+", "", url).partition("?")[0] for url in urls}
     assert len(paths) > 3
     assert [path for path in paths if f"`{path}`" not in served] == []
 
@@ -251,6 +256,7 @@ def test_the_readme_is_short_and_every_need_is_named() -> None:
     assert {command.needs for command in ALL} <= {
         "",
         "a Kubernetes cluster",
+        "a cluster in trouble",
         "an NVIDIA GPU",
         "docker",
         "docker and a registry",
