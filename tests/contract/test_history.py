@@ -85,7 +85,7 @@ async def test_every_router_has_the_history_of_all(store: HistoryStore, backend:
         await router.history.look()
     expected = {
         int(clock.now // SLOT_S) - 1: HistorySlot(
-            2, {"requests/met/default": 5, "ttft/0.04": 3, "requests/ttft_missed/batch": 1, "misses/queue": 1}
+            2, {"requests/met/default": 5, "ttft/0.032": 3, "requests/ttft_missed/batch": 1, "misses/queue": 1}
         ),
         int(clock.now // SLOT_S): HistorySlot(2, {"requests/met/default": 4}),
     }

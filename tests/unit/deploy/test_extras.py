@@ -89,13 +89,13 @@ def test_a_command_that_lacks_a_package_ends_with_the_sentence(
     def lacks(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(cli, "app", lambda: lacks("no_such_pool"))
+    monkeypatch.setattr(cli, "app", lambda *_, **__: lacks("no_such_pool"))
     with pytest.raises(SystemExit, match="1"):
         cli.main()
     assert capsys.readouterr().err == (
         "error: this needs no_such_pool, which is not installed; get it with: pip install 'baton-serving[local]'\n"
     )
-    monkeypatch.setattr(cli, "app", lambda: lacks("baton.gone"))
+    monkeypatch.setattr(cli, "app", lambda *_, **__: lacks("baton.gone"))
     with pytest.raises(ModuleNotFoundError, match=r"baton\.gone"):
         cli.main()
 

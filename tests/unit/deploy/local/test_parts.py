@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import socket
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def test_only_what_computes_has_weights(tmp_path: Path, monkeypatch: pytest.Monk
         return cache_dir / "models" / (entry.folder_name if weights else entry.tokenizer_folder_name)
 
     started: dict[str, Config] = {}
-    monkeypatch.setattr("deploy.models.wheel.catalogue_folder", catalogue_folder)
+    monkeypatch.setattr(importlib.import_module("deploy.models.resolve"), "catalogue_folder", catalogue_folder)
     monkeypatch.setattr(parts, "_become", lambda module, _, config: started.update({module: config}))
     monkeypatch.setattr(parts, "await_port", lambda *_: None)
     cluster = dataclasses.replace(WHOLE.cluster, cache_dir=str(tmp_path))

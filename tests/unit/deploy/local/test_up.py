@@ -145,10 +145,13 @@ async def test_a_setting_of_another_release_is_a_sentence_and_not_the_actors_end
         await actor.start()
 
 
+REPORT = '{"address": "127.0.0.1:1"}'
+
+
 async def test_a_worker_whose_name_another_process_has_says_so() -> None:
     class Fenced(actors.WorkerActor):
         def _spawn(self, ready_fd: int) -> subprocess.Popen[bytes]:
-            code = f"import os; os.write({ready_fd}, b'{{}}\\n'); os._exit({FENCED})"
+            code = f"import os; os.write({ready_fd}, b'{REPORT}\\n'); os._exit({FENCED})"
             return subprocess.Popen([sys.executable, "-c", code], pass_fds=[ready_fd])
 
     with pytest.raises(WorkerFailed, match="another process has the name decode-0: does another cluster use this Red"):
