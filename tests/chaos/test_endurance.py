@@ -56,7 +56,9 @@ class Entry:
     rss_mib: dict[str, float]
     """Resident memory of each process, by name."""
     num_keys: int
-    """In Redis, without those of requests whose client has left: these stay for a minute."""
+    """In Redis, without those of requests whose client has left, which stay for a minute, and of the page's history,
+    one for each 10 s of the last hour.
+    """
     num_events: int
     redis_mib: float
 
@@ -77,7 +79,7 @@ class Ledger:
         pids |= {router.id: router.process.pid for router in fleet.routers}
         return Entry(
             rss_mib={name: psutil.Process(pid).memory_info().rss / MIB for name, pid in pids.items()},
-            num_keys=sum(b":req:" not in key for key in set(store.scan_iter())),
+            num_keys=sum(b":req:" not in key and b":hist:" not in key for key in set(store.scan_iter())),
             num_events=sum(store.xlen(key) for key in store.scan_iter(match="kv:*:ev", _type="stream")),
             redis_mib=store.info("memory")["used_memory"] / MIB,
         )

@@ -223,6 +223,7 @@ def placements_on(fleet: Fleet) -> dict[str, float]:
     return {worker: metric(router, "baton_placements_total", f'decode="{worker}"') for worker in workers}
 
 
+@pytest.mark.chaos
 def test_a_long_answer_outlives_more_workers_than_may_fail_in_a_row(fleets: Fleets) -> None:
     num_deaths, num_between = 6, 70
     with killing(fleets("split"), Role.DECODE) as killer:

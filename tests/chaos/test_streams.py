@@ -37,7 +37,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.first
 
-SECONDS = float(os.environ.get("CHAOS_SECONDS", "6"))
+SECONDS = float(os.environ.get("CHAOS_SECONDS", "4"))
 PERIOD_S = 2.5
 """Between two faults."""
 FROZEN_S = (0.3, 2.0, 5.0)

@@ -118,6 +118,7 @@ def num_near_ties(search: BeamSearch, found: tuple[Beam, ...], expected: list[tu
 @pytest.mark.parametrize(
     "early", [False, pytest.param(True, marks=pytest.mark.chaos), pytest.param("never", marks=pytest.mark.chaos)]
 )
+@pytest.mark.chaos
 def test_a_search_finds_what_transformers_finds(tiny: Path, early: bool | str) -> None:
     model, engine = load_reference(tiny), make_engine(tiny, ENGINE)
     asked = [(prompt, width, penalty) for prompt in prompts() for width in WIDTHS for penalty in PENALTIES]

@@ -186,6 +186,7 @@ def test_a_draining_prefill_worker_hands_back_what_it_has_not_begun(split_fleet:
         assert not any(stream.retries for stream in streams)
 
 
+@pytest.mark.chaos
 def test_roles_change_under_load_and_the_cache_stays(split_fleet: Fleet) -> None:
     fleet = split_fleet
     with working(fleet) as workers:
@@ -266,6 +267,7 @@ def test_a_worker_that_waits_for_redis_to_join_ends_at_once(tmp_path: Path) -> N
         worker.wait()
 
 
+@pytest.mark.chaos
 def test_a_worker_that_ends_waits_until_its_last_choice_has_moved(split_fleet: Fleet) -> None:
     """Even where the next worker is so busy that it takes a while to answer."""
     fleet = split_fleet

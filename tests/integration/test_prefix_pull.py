@@ -149,6 +149,7 @@ class Busy:
         return Answer(messages)
 
 
+@pytest.mark.chaos
 def test_a_busy_owner_is_a_source_of_its_peers(slow_fleet: Fleet) -> None:
     """Decode worker to decode worker: the whole prefix comes over."""
     cluster = slow_fleet.routers[0]
@@ -206,6 +207,7 @@ def connected_ports(pid: int) -> set[int]:
 LINK_DELAY_S = 1.0
 
 
+@pytest.mark.chaos
 def test_a_slow_link_delays_no_first_token() -> None:
     """A second for every chunk of the hand-over: the second token waits for it, the first does not."""
     with running_fleet(TransferConfig(), SPLIT, faults=f"link_delay_ms={1e3 * LINK_DELAY_S:.0f}") as fleet:

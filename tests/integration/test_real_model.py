@@ -132,7 +132,7 @@ def num_excepted(got: list[int], want: list[int], margins: list[float]) -> int:
 def test_tokens_equal_generate(
     num_tokens: int, split_cluster: Cluster, reference: Reference, prompts: list[list[int]], several_chunks: list[int]
 ) -> None:
-    prompts = [*prompts, several_chunks] if num_tokens > NUM_NEW_TOKENS else prompts[::2]
+    prompts = [*prompts, several_chunks] if num_tokens > NUM_NEW_TOKENS else prompts[::4]
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         answers = list(pool.map(lambda prompt: greedy(split_cluster, prompt, num_tokens), prompts))
     excepted = 0
@@ -235,6 +235,7 @@ def test_log_probabilities_are_those_of_transformers(
             assert best == pytest.approx(own, abs=1e-3)
 
 
+@pytest.mark.chaos
 def test_log_probabilities_of_prompts_are_those_of_transformers(
     split_cluster: Cluster, reference: Reference, prompts: list[list[int]], several_chunks: list[int]
 ) -> None:

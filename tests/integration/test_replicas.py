@@ -323,6 +323,7 @@ def test_what_cannot_be_continued_is_refused(
     assert part_of_message in (caught.value.details() or "")
 
 
+@pytest.mark.chaos
 def test_what_a_router_noted_is_what_another_goes_on_from(fleet: Fleet) -> None:
     """A client that has lost everything hears at once what was noted before the router died."""
     victim, survivor = alive(fleet)[0], fleet.routers[-1]

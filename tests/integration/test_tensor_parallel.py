@@ -168,6 +168,7 @@ def test_caches_that_shared_memory_cannot_hold_are_refused(tmp_path: Path) -> No
         make_engine(tmp_path, replace(TWO_RANKS, num_blocks=10**11))
 
 
+@pytest.mark.chaos
 def test_weights_that_cannot_be_loaded_are_an_error_and_leave_no_process(tmp_path: Path) -> None:
     save_tiny("llama", {}, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
