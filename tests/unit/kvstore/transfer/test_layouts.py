@@ -137,13 +137,11 @@ ROUTES = {
     "over-everything-in-whole-blocks": ((3, 1, 6), (32, 64, 16), 128),
 }
 """Tensor-parallel degrees and block sizes of the workers between, and the tokens that travel."""
-PAIRWISE = {
-    (16, "over-three-ranks"),
+OFTEN = {
     (32, "over-six-ranks-with-each-head-twice"),
-    (32, "over-blocks-of-32"),
     (16, "over-everything"),
 }
-"""Every degree, block size and length meets every block size of the receiver; the other routes are in `make chaos`."""
+"""One route to each block size of the receiver; the others are in `make chaos`."""
 
 
 @pytest.mark.parametrize(
@@ -153,7 +151,7 @@ PAIRWISE = {
             block_size,
             *route,
             id=f"decode-in-blocks-of-{block_size}-{name}",
-            marks=[] if (block_size, name) in PAIRWISE else [pytest.mark.chaos],
+            marks=[] if (block_size, name) in OFTEN else [pytest.mark.chaos],
         )
         for block_size in (16, 32)
         for name, route in ROUTES.items()

@@ -24,7 +24,7 @@ from tests.unit.baton.engine.sampling import reference
 
 VOCAB_SIZE = 24
 EOS_IDS = (3, 7)
-NUM_DRAWS = 20_000
+NUM_DRAWS = 8_000
 STEPS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.7},
     "repetition": {"repetition_penalty": 1.3},

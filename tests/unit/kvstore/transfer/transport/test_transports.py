@@ -613,7 +613,7 @@ def send_and_stay(kind: str, pipe: Connection) -> None:
         time.sleep(60.0)
 
 
-@pytest.mark.parametrize("kind", ["gloo", "ipc", "shm", "tcp"])
+@pytest.mark.parametrize("kind", [pytest.param("gloo", marks=pytest.mark.chaos), "ipc", "shm", "tcp"])
 def test_a_killed_sender_ends_a_posted_signal_at_once(kind: str) -> None:
     """And what it had sent is there, from another process."""
     here, there = multiprocessing.get_context("spawn").Pipe()
