@@ -268,7 +268,8 @@ def test_a_frozen_worker_is_left_within_seconds(arithmetic_cluster: Cluster) -> 
             longest_gap_s, last_s = max(longest_gap_s, now - last_s), now
             tokens += message.token_ids
     finally:
-        frozen.resume()
+        with contextlib.suppress(psutil.NoSuchProcess):  # the controller ends one that is silent for long
+            frozen.resume()
     assert tokens == expected_tokens(prompt, 6000)
     assert message.timing.retries == 1
     assert longest_gap_s < 20, "gRPC's own default is a minute"
