@@ -31,7 +31,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 pytestmark = pytest.mark.first
 
 GOODPUT = re.compile(r"goodput\s+([\d.]+) requests/s")
-PACE = re.compile(r"between tokens\s+p50 \d+ ms")
+PACE = re.compile(r"between tokens\s+p50 [\d.]+ ms")
 
 
 @contextlib.contextmanager
