@@ -48,17 +48,18 @@ def _shown(config: Config, given: Mapping[tuple[str, str], str]) -> Iterator[Set
             value = getattr(values, field.name)
             is_secret = SECRET in type(values).__pydantic_fields__[field.name].metadata
             origin = given.get((section.name, field.name), DEFAULT)
-            yield SettingOrigin(f"{section.name}.{field.name}", _hidden(value, is_secret), origin)
+            # A word may look like a URL; all of it is the secret then.
+            is_hidden = is_secret and bool(value) and not field.name.endswith("_url")
+            shown = HIDDEN if is_hidden else _without_passwords(value)
+            yield SettingOrigin(f"{section.name}.{field.name}", shown, origin)
 
 
-def _hidden(value: Any, is_secret: bool) -> Any:
-    """The value in what JSON has, without passwords. Of a secret that is a URL all but its password stays."""
+def _without_passwords(value: Any) -> Any:
+    """The value in what JSON has, without the passwords of URLs."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _hidden(dataclasses.asdict(value), is_secret)
+        return _without_passwords(dataclasses.asdict(value))
     if isinstance(value, Mapping):
-        return {str(name): _hidden(each, is_secret) for name, each in value.items()}
+        return {str(name): _without_passwords(each) for name, each in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_hidden(each, is_secret) for each in value]
-    if isinstance(value, str) and "://" in value:
-        return without_password(value)
-    return HIDDEN if is_secret and value else value
+        return [_without_passwords(each) for each in value]
+    return without_password(value) if isinstance(value, str) and "://" in value else value

@@ -175,7 +175,7 @@ def test_the_monitor_has_all_that_its_values_say() -> None:
 
 
 def test_two_releases_of_a_namespace_do_not_size_each_other_s_pools() -> None:
-    """By the label that the monitors take from the objects of a release."""
+    """Autoscalers ask for the label that the monitors take from the objects of a release."""
     for name in ("baton", "other"):
         keda, hpa = (render(MATRIX[values]._replace(name=name)) for values in ("keda", "pool-hpa"))
         for each in of_kind(keda, "ScaledObject"):

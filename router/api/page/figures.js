@@ -42,8 +42,8 @@ export function requests(counts) {
   return { offered, met, refused, errors, cancelled, late: offered - met - refused - errors - cancelled, ended: offered - cancelled };
 }
 
-// {value, isAbove} as Prometheus' histogram_quantile, even within a bucket; isAbove: it lies above the last finite bound,
-// which the value is, nobody knows how far. null: nothing was measured. Of the buckets, slots have those that hold
+// {value, isAbove, isBelow} as Prometheus' histogram_quantile, even within a bucket; isBelow: it lies below the first
+// bound, which is the value then; isAbove: above the last finite bound, which the value is, nobody knows how far. null: nothing was measured. Of the buckets, slots have those that hold
 // something: bounds has the ends of all, by prefix (ttft, itl or duration).
 export function quantile(q, counts, prefix, bounds) {
   const number = (bound) => (bound === "+Inf" ? Infinity : Number(bound));
@@ -55,10 +55,13 @@ export function quantile(q, counts, prefix, bounds) {
   for (const [end, count] of buckets) {
     if (end === Infinity) break;
     const begin = Math.max(0, ...ends.filter((each) => each < end));
-    if (seen + count >= rank) return { value: begin + ((end - begin) * (rank - seen)) / count, isAbove: false };
+    if (seen + count >= rank) {
+      if (begin === 0) return { value: end, isAbove: false, isBelow: true };
+      return { value: begin + ((end - begin) * (rank - seen)) / count, isAbove: false, isBelow: false };
+    }
     seen += count;
   }
-  return { value: Math.max(0, ...ends), isAbove: true };
+  return { value: Math.max(0, ...ends), isAbove: true, isBelow: false };
 }
 
 // What the slots from `nowS - spanS` to now say, in stretches of `stepS`: [{at, forS, counts} or {at, counts: null}].
@@ -189,5 +192,6 @@ export function age(s) {
 }
 export function latencyText(found) {
   if (!found) return "–";
-  return found.isAbove ? `> ${tick(found.value)}` : duration(found.value);
+  if (found.isAbove) return `> ${tick(found.value)}`;
+  return found.isBelow ? `< ${duration(found.value)}` : duration(found.value);
 }

@@ -44,6 +44,8 @@ def test_secrets_are_hidden_and_what_is_not_set_is_seen_to_be_empty() -> None:
     assert settings["telemetry.otlp_endpoint"].value == f"http://user:{HIDDEN}@host:4317"
     assert "word" not in json.dumps([each.value for each in settings.values()])
     assert (found()["router.cache_secret"].value, found()["index.redis_url"].value) == ("", "")
+    like_a_url = found(None, BATON_ROUTER_CACHE_SECRET="s3cret://host")["router.cache_secret"]
+    assert like_a_url.value == HIDDEN
 
 
 def test_a_mapping_is_shown_as_the_file_would_have_it() -> None:

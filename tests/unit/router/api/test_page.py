@@ -192,11 +192,11 @@ def test_slots_are_replaced_and_an_hour_of_them_is_kept() -> None:
 @needs_node
 def test_quantiles_are_those_of_prometheus_and_of_the_terminal() -> None:
     booked = Booked()
-    for value, times in ((0.03, 10), (0.09, 70), (0.3, 19), (1e9, 1)):
+    for value, times in ((0.0004, 5), (0.03, 5), (0.09, 70), (0.3, 19), (1e9, 1)):
         booked.time_to_first_token.record(value, times=times)
     bounds = list(booked.time_to_first_token.bounds)
     code = """
-        const found = [0.5, 0.98, 1].map((q) => f.quantile(q, given.counts, "ttft", { ttft: given.bounds }));
+        const found = [0.04, 0.5, 0.98, 1].map((q) => f.quantile(q, given.counts, "ttft", { ttft: given.bounds }));
         return [found, found.map(f.latencyText), f.quantile(0.5, {}, "ttft", {})];
     """
     found, texts, none = figures(code, {"counts": counted(booked), "bounds": bounds})
@@ -204,11 +204,13 @@ def test_quantiles_are_those_of_prometheus_and_of_the_terminal() -> None:
     for bound, count in ends.items():
         total += count
         cumulative[float(bound)] = float(total)
-    for each, q in zip(found, (0.5, 0.98, 1), strict=True):
+    for each, q in zip(found, (0.04, 0.5, 0.98, 1), strict=True):
         expected = quantile(q, cumulative)
         assert isinstance(expected, Quantile)
-        assert (each["value"], each["isAbove"]) == (pytest.approx(expected.value), q == 1)
-    assert texts[2].startswith("> "), "what lies above the last bound is not shown as the bound"
+        assert each["value"] == pytest.approx(expected.value)
+        assert (each["isBelow"], each["isAbove"]) == (expected.is_below, expected.is_above) == (q == 0.04, q == 1)
+    assert texts[0].startswith("< "), "what lies below the first bound is not shown as the bound"
+    assert texts[3].startswith("> "), "what lies above the last bound is not shown as the bound"
     assert none is None
 
 
