@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -78,12 +79,17 @@ def summary_lines(summary: RequestSummary) -> list[str]:
     if summary.error:
         outcome += f" ({summary.error})"
     ttft = "none yet" if summary.ttft_s is None else f"{summary.ttft_s:.3f} s"
+    asked = {
+        "first token": summary.ttft_objective_s,
+        "between tokens": summary.itl_objective_s,
+        "answer": summary.e2e_objective_s,
+    }
+    objectives = [f"{name} {seconds:g} s" for name, seconds in asked.items() if seconds < math.inf]
     itl = "" if summary.itl_s is None else f", {summary.itl_s:.3f} s between tokens"
     return [
         f"{summary.request_id}: {outcome}",
-        f"tenant {summary.tenant}, class {summary.slo_class or 'none'}, priority {summary.priority}; objectives: first "
-        f"token {summary.ttft_objective_s:g} s, between tokens {summary.itl_objective_s:g} s, "
-        f"answer {summary.e2e_objective_s:g} s",
+        f"tenant {summary.tenant}, class {summary.slo_class or 'none'}, priority {summary.priority}; objectives: "
+        f"{', '.join(objectives) or 'none'}",
         f"{summary.num_prompt_tokens} prompt tokens, {summary.num_cached_tokens} of them cached; {summary.num_tokens} "
         f"tokens of answer in {summary.num_choices} choices; placed again {summary.retries} times",
         f"first token after {ttft}{itl}, {summary.total_s:.3f} s in all",
