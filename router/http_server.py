@@ -18,6 +18,7 @@ from baton.errors import ConfigError
 from baton.tls import Tls, door_tls
 from router.admission.tenants import TenantBook
 from router.api.connections import BoundedProtocol, ConnectionLimits, OpenConnections
+from router.api.handshake import TlsListener
 from router.api.hosts import Hosts
 from router.api.http import StreamLimit, create_app, create_scraped_app, require_certificates
 from router.api.operations import Operations
@@ -25,15 +26,46 @@ from router.service import RouterService
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers, since the process has one owner of signals, and with its sockets."""
+    """uvicorn without its signal handlers, since the process has one owner of signals, and with its sockets.
 
-    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket]) -> None:
+    Args:
+        sockets: bound ones.
+        open_connections: those that the protocol of `config` counts.
+        tls: what the doors show; None: they speak plain HTTP.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        sockets: list[socket.socket],
+        open_connections: OpenConnections,
+        tls: Tls | None = None,
+    ) -> None:
         super().__init__(config)
-        self._sockets = sockets
+        self._sockets, self._open_connections, self._tls = sockets, open_connections, tls
 
     async def serve_all(self) -> None:
         """Serves until `should_exit` is set."""
         await self.serve(self._sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._tls is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+        context, config = self._tls.server_context(), self.config
+        protocol: Any = config.http_protocol_class
+        make_protocol = partial(
+            protocol,
+            is_counted=True,
+            config=config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        listeners = [TlsListener(each, context, make_protocol, self._open_connections) for each in self._sockets]
+        for listener in listeners:
+            listener.start(config.backlog)
+        self.servers: Any = listeners
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -76,7 +108,8 @@ def _server(config: Config, app: FastAPI, host: str, port: int, tls: Tls | None)
         max_per_client=config.router.max_connections_per_client,
         stall_s=config.router.stall_s,
     )
-    protocol: Any = partial(BoundedProtocol, OpenConnections(limits))
+    open_connections = OpenConnections(limits)
+    protocol: Any = partial(BoundedProtocol, open_connections)
     return HttpServer(
         uvicorn.Config(
             app=app,
@@ -85,10 +118,11 @@ def _server(config: Config, app: FastAPI, host: str, port: int, tls: Tls | None)
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            ssl_context_factory=None if tls is None else lambda config, default: tls.server_context(),
             timeout_graceful_shutdown=math.ceil(config.router.drain_timeout_s),
         ),
         bound(host, port, config.cluster.routers > 1),
+        open_connections,
+        tls,
     )
 
 

@@ -77,12 +77,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     Args:
         open_connections: those of the server.
+        is_counted: whether the connection is one of them already.
         uvicorn: what uvicorn makes its protocols of.
     """
 
-    def __init__(self, open_connections: OpenConnections, **uvicorn: Any) -> None:
+    def __init__(self, open_connections: OpenConnections, *, is_counted: bool = False, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
-        self._open, self._limits = open_connections, open_connections.limits
+        self._open, self._limits, self._is_counted = open_connections, open_connections.limits, is_counted
         self._address = ""
         self._num_head = 0
         """Bytes since the head began, and what came before it in the same packet."""
@@ -100,7 +101,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._address = self.client[0] if self.client else ""
         self._names = names_in_connection(transport.get_extra_info("peercert"))
-        if reason := self._open.enter(self._address):
+        if not self._is_counted and (reason := self._open.enter(self._address)):
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, reason)
         else:
             self._expect_head()

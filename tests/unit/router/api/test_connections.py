@@ -21,7 +21,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "LINGER_S", 0.05)
+    monkeypatch.setattr(connections, "LINGER_S", 0.25)
 
 
 REQUEST = b"POST /it HTTP/1.1\r\nhost: here\r\ncontent-length: %d\r\n"

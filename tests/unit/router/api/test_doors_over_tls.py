@@ -23,6 +23,7 @@ from router.api.connections import BoundedProtocol, ConnectionLimits, OpenConnec
 from router.api.controller_client import ControllerClient
 from router.api.grpc_api import CALLER, SERVICE_NAMES, AdminServicer, Authentication
 from router.api.http import OPEN_PATHS, create_app, require_certificates
+from router.http_server import HttpServer, bound
 from router.request.request_log import RequestLog
 from tests.support.builders import cluster_status
 from tests.support.certificates import Authority, serial_of
@@ -120,22 +121,15 @@ async def _http_door(book: TenantBook, door: Tls) -> AsyncIterator[int]:
     async def whose_is_it(request: Request) -> dict[str, str]:
         return {"tenant": request.state.tenant.id}
 
-    limits = ConnectionLimits(max_connections=100, max_per_client=100)
-    protocol: Any = partial(BoundedProtocol, OpenConnections(limits))
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            port=0,
-            http=protocol,
-            log_config=None,
-            lifespan="off",
-            ssl_context_factory=lambda config, default: door.server_context(),
-        )
-    )
-    serving = asyncio.create_task(server.serve())
+    open_connections = OpenConnections(ConnectionLimits(max_connections=100, max_per_client=100))
+    protocol: Any = partial(BoundedProtocol, open_connections)
+    config = uvicorn.Config(app, http=protocol, log_config=None, lifespan="off")
+    sockets = bound("127.0.0.1", 0, shares_port=False)
+    server = HttpServer(config, sockets, open_connections, door)
+    serving = asyncio.create_task(server.serve_all())
     await until(lambda: server.started)
     try:
-        yield server.servers[0].sockets[0].getsockname()[1]
+        yield sockets[0].getsockname()[1]
     finally:
         server.should_exit = True
         await serving
