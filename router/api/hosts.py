@@ -11,6 +11,7 @@ need no key and come over loopback: there are no Ingresses and load balancers be
 from __future__ import annotations
 
 import fnmatch
+import functools
 import ipaddress
 import socket
 from collections.abc import Iterable
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from starlette.types import Scope
 
 from baton.config import Config
+
+LONGEST_ADDRESS = len("[ffff:ffff:ffff:ffff:ffff:ffff:255.255.255.255]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,9 @@ class Hosts:
         return next((name for name in _named(scope["headers"]) if is_strict and not self._knows(name)), None)
 
     def _knows(self, name: str) -> bool:
-        is_nobodys = "." not in name or name.endswith(".localhost") or _is_address(name)
+        is_nobodys = "." not in name or name.endswith(".localhost")
+        if not is_nobodys and len(name) <= LONGEST_ADDRESS:
+            is_nobodys = _address(name) is not None
         return is_nobodys or name in self.own or any(fnmatch.fnmatchcase(name, each) for each in self.allowed)
 
 
@@ -62,12 +67,13 @@ def _named(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
 def _is_local(scope: Scope) -> bool:
     """Whether a request came over loopback."""
     host, _ = scope.get("server") or ("", None)
-    return _is_address(host) and ipaddress.ip_address(host).is_loopback
+    address = _address(host)
+    return address is not None and address.is_loopback
 
 
-def _is_address(host: str) -> bool:
+@functools.lru_cache(maxsize=256)
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
-        return False
-    return True
+        return None
