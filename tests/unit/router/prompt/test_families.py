@@ -6,6 +6,7 @@ calls, results and reasoning.
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,15 @@ def chat_of(messages: list[dict[str, Any]], **fields: Any) -> Chat:
     return Chat(messages=tuple(parsed), **fields)
 
 
+@functools.cache
+def template_of(name: str) -> ChatTemplate:
+    """A family's template. To compile it takes as long as dozens of renderings."""
+    return ChatTemplate({"default": SOURCES[name]}, SPECIAL)
+
+
 def both(name: str, messages: list[dict[str, Any]], tools: Any = None, **fields: Any) -> tuple[str, str]:
     """What we write, and what transformers does."""
-    template = ChatTemplate({"default": SOURCES[name]}, SPECIAL)
+    template = template_of(name)
     parsed = tuple(Tool.parse(tool, index) for index, tool in enumerate(tools or ()))
     continues = bool(fields.get("continue_final_message"))
     chat = chat_of(messages, tools=parsed, **{"add_generation_prompt": not continues, **fields})
