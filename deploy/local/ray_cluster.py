@@ -52,7 +52,8 @@ class RayCluster:
         self.awaited = "Ray"
         """What a start that takes long waits for."""
         self._controllers_log = log_of(logs, "controller")
-        self._head = Child("Ray", "deploy.ray_pools.head", (), self._environment, log=log_of(logs, "ray"))
+        workers = ("--workers", str(config.cluster.prefill + config.cluster.decode))
+        self._head = Child("Ray", "deploy.ray_pools.head", workers, self._environment, log=log_of(logs, "ray"))
         self._controller = self._controller_at(config.cluster.ray_address)
         self._was_started = False
         """Whether workers were started; the controller may have ended since."""

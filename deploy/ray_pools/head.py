@@ -1,4 +1,6 @@
-"""A Ray cluster of this machine alone, for the life of this process: `python -m deploy.ray_pools.head --ready-fd N`.
+"""A Ray cluster of this machine alone, for the life of this process.
+
+    python -m deploy.ray_pools.head --ready-fd N [--workers N]
 
 It reports on the descriptor, in one line of JSON, `{"address": "HOST:PORT"}`, or an error of Baton's tree. SIGTERM ends
 it. It also prints the workers' output, because it lives longer than the controller that starts them.
@@ -10,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import logging
+import os
 import signal
 import sys
 import threading
@@ -21,11 +24,25 @@ from baton.errors import ConfigError
 from baton.rpc.errors import to_failed
 from deploy.processes import tell_parent
 from deploy.ray_pools.actor import RESOURCE
-from deploy.ray_pools.ray_import import ray
+from deploy.ray_pools.ray_import import Node, ray
 
 CHECK_S = 0.5
 END_S = 3.0
 """Time in which Ray's own processes may end by themselves, once Ray is shut down."""
+
+
+class Head(Node):  # type: ignore[misc] # mypy is not shown Ray
+    """Ray's head as fast as it starts here, for which `ray.init` has no settings.
+
+    It leaves out two processes that nobody asks anything, each of a second of CPU time or more: what is left of the
+    dashboard where there is to be none, for which a start would wait, and the monitor of Ray's autoscaler.
+    """
+
+    def start_api_server(self, **_: object) -> None:
+        """Starts none."""
+
+    def start_monitor(self) -> None:
+        """Starts none."""
 
 
 def main() -> None:
@@ -33,11 +50,15 @@ def main() -> None:
     parser.add_argument(
         "--ready-fd", type=int, required=True, help="inherited descriptor to which the head writes its address"
     )
-    ready_fd: int = parser.parse_args().ready_fd
+    parser.add_argument("--workers", type=int, default=1, help="how many begin at once: Ray has their processes ready")
+    arguments = parser.parse_args()
+    ready_fd: int = arguments.ready_fd
+    ray._private.node.Node = Head  # there is no setting for either process
     try:
         ray.init(
             address="local",
-            num_cpus=1,
+            # Workers ask for none. So many processes Ray begins before they are asked for, and no more at a time.
+            num_cpus=max(1, min(arguments.workers, os.cpu_count() or 1)),
             resources={RESOURCE: MAX_WORKERS},
             include_dashboard=False,
             object_store_memory=80 * 2**20,  # workers exchange nothing through it

@@ -12,5 +12,6 @@ os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # else its prefix of a worker's 
 import ray
 import ray.exceptions
 import ray.util
+from ray._private.node import Node
 
-__all__ = ["ray"]
+__all__ = ["Node", "ray"]

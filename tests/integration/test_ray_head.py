@@ -13,6 +13,10 @@ from tests.support.processes import command_line, running
 from tests.support.waiting import wait_until
 
 
+def names(line: list[str]) -> set[str]:
+    return {argument.rpartition("/")[2] for argument in line}
+
+
 @pytest.mark.chaos
 async def test_it_leaves_no_process_when_its_raylet_is_killed() -> None:
     """The agents then report to the GCS, and when that is gone as well they try for a minute."""
@@ -23,6 +27,8 @@ async def test_it_leaves_no_process_when_its_raylet_is_killed() -> None:
     programs = {command_line(process)[0].rpartition("/")[2]: process for process in processes}
     try:
         assert "ray::RuntimeEnvAgent" in programs
+        left_out = [line for line in map(command_line, processes) if {"dashboard.py", "monitor.py"} & names(line)]
+        assert not left_out, "nobody asks them anything"
         programs["gcs_server"].kill()
         programs["raylet"].kill()
         assert await asyncio.wait_for(head.ended(), 120) == 1
