@@ -13,5 +13,7 @@ import ray
 import ray.exceptions
 import ray.util
 from ray._private.node import Node
+from ray._private.parameter import RayParams
+from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port
 
-__all__ = ["Node", "ray"]
+__all__ = ["DASHBOARD_AGENT_LISTEN_PORT_NAME", "Node", "RayParams", "persist_port", "ray"]

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from deploy.ray_pools.head import Head
-from deploy.ray_pools.ray_import import Node
+import socket
+
+import pytest
+
+from deploy.ray_pools import head
+from deploy.ray_pools.head import AGENTS_PORTS, Head, free_ports
+from deploy.ray_pools.ray_import import Node, RayParams
 
 
-def test_what_it_leaves_out_is_called_so_in_ray() -> None:
-    """Under another name Ray would start it all the same."""
-    left_out = {name for name in vars(Head) if name.startswith("start_")}
-    assert left_out == {"start_api_server", "start_monitor"}
-    assert left_out <= vars(Node).keys()
+def test_what_it_does_otherwise_is_called_so_in_ray() -> None:
+    """Under other names Ray would start its own all the same, or take no notice of the ports."""
+    changed = {name for name in vars(Head) if name.startswith("start_")}
+    assert changed == {"start_api_server", "start_monitor", "start_raylet"}
+    assert changed <= vars(Node).keys()
+    assert vars(RayParams()).keys() >= set(AGENTS_PORTS)
+
+
+def test_agents_get_ports_that_nothing_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server((head.HOST, 0)) as taken:
+        port: int = taken.getsockname()[1]
+        monkeypatch.setattr(head, "PORTS", range(port, port + 2))
+        assert free_ports(2) == [port + 1]
