@@ -23,10 +23,11 @@ async def test_it_leaves_no_process_when_its_raylet_is_killed() -> None:
     head = Child("Ray", "deploy.ray_pools.head", (), {})
     await head.start_and_listen()
     (ours,) = running(psutil.Process().children(), "deploy.ray_pools.head")
+    # The agents are still on their way when the head reports; each has its name once it is there.
+    wait_until(lambda: any("ray::RuntimeEnvAgent" in command_line(each) for each in ours.children(recursive=True)), 60)
     processes = ours.children(recursive=True)
     programs = {command_line(process)[0].rpartition("/")[2]: process for process in processes}
     try:
-        assert "ray::RuntimeEnvAgent" in programs
         left_out = [line for line in map(command_line, processes) if {"dashboard.py", "monitor.py"} & names(line)]
         assert not left_out, "nobody asks them anything"
         programs["gcs_server"].kill()
