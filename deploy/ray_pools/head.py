@@ -11,62 +11,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import logging
 import os
-import random
 import signal
 import sys
 import threading
-from typing import Any
 
 import psutil
 
 from baton.cluster import MAX_WORKERS
 from baton.errors import ConfigError
 from baton.rpc.errors import to_failed
-from deploy.processes import tell_parent, why_taken
+from deploy.processes import tell_parent
 from deploy.ray_pools.actor import RESOURCE
-from deploy.ray_pools.ray_import import DASHBOARD_AGENT_LISTEN_PORT_NAME, Node, RayParams, persist_port, ray
+from deploy.ray_pools.ray_import import ray
 
-HOST = "127.0.0.1"
 CHECK_S = 0.5
 END_S = 3.0
 """Time in which Ray's own processes may end by themselves, once Ray is shut down."""
-AGENTS_PORTS = ("dashboard_agent_listen_port", "metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
-PORTS = range(20_000, 32_768)
-"""Where the ports are looked for. Linux gives none of these to a socket that asks for any."""
-
-
-class Head(Node):  # type: ignore[misc] # mypy is not shown Ray
-    """Ray's head as fast as it starts here, for which `ray.init` has no settings.
-
-    It leaves out two processes that nobody asks anything, each of a second of CPU time or more: what is left of the
-    dashboard where there is to be none, for which a start would wait, and the monitor of Ray's autoscaler. The ports of
-    the raylet's agents are chosen here: a raylet whose agents choose waits for both, and fails after 15 s.
-    """
-
-    def __init__(self, ray_params: RayParams, **options: Any) -> None:
-        ray_params.update(**dict(zip(AGENTS_PORTS, free_ports(len(AGENTS_PORTS)), strict=True)))
-        super().__init__(ray_params, **options)
-
-    def start_raylet(self, *arguments: Any, **options: Any) -> None:
-        """See `Node`, which passes on all ports but one: for that the raylet looks where the agent would write it."""
-        port = self._ray_params.dashboard_agent_listen_port
-        persist_port(self._session_dir, self._node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, port)
-        super().start_raylet(*arguments, **options)
-
-    def start_api_server(self, **_: object) -> None:
-        """Starts none."""
-
-    def start_monitor(self) -> None:
-        """Starts none."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns ports of this machine that nothing has now, in no order: two heads hardly ever find the same."""
-    drawn = random.sample(PORTS, len(PORTS))
-    return list(itertools.islice((port for port in drawn if not why_taken(HOST, port)), count))
 
 
 def main() -> None:
@@ -77,7 +39,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="how many begin at once: Ray has their processes ready")
     arguments = parser.parse_args()
     ready_fd: int = arguments.ready_fd
-    ray._private.node.Node = Head  # there is no setting for either process
+    with contextlib.suppress(ImportError):  # a Ray with other parts starts as it does by itself
+        from deploy.ray_pools.lean_node import LeanNode
+
+        ray._private.node.Node = LeanNode
     try:
         ray.init(
             address="local",
@@ -88,7 +53,7 @@ def main() -> None:
             object_store_memory=80 * 2**20,  # workers exchange nothing through it
             log_to_driver=True,
             logging_level=logging.ERROR,
-            _node_ip_address=HOST,
+            _node_ip_address="127.0.0.1",
         )
     except Exception as error:  # Ray has no class of its own for this
         failed = to_failed(ConfigError(f"Ray does not start: {error}"))

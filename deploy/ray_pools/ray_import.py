@@ -12,8 +12,5 @@ os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # else its prefix of a worker's 
 import ray
 import ray.exceptions
 import ray.util
-from ray._private.node import Node
-from ray._private.parameter import RayParams
-from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port
 
-__all__ = ["DASHBOARD_AGENT_LISTEN_PORT_NAME", "Node", "RayParams", "persist_port", "ray"]
+__all__ = ["ray"]

@@ -16,6 +16,7 @@ __all__ = [
     "exchange",
     "fields",
     "grpc_api",
+    "handshake",
     "hosts",
     "http",
     "openai",
