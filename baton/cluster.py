@@ -23,9 +23,9 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
-def pool_of(worker_id: str) -> Role:
-    """The pool in which the worker was started, whatever its role is now. It runs on a node for that pool."""
-    return Role(worker_id.rpartition("-")[0])
+def with_role(worker_id: str, role: str) -> str:
+    """Returns what people are shown of a worker: its id names no role, since it stays when the role changes."""
+    return f"{worker_id} ({role})" if role else worker_id
 
 
 class WorkerState(StrEnum):
@@ -145,6 +145,11 @@ class WorkerInfo:
     incarnation: str = ""
     """The identity of its process, to which hand-overs and the proofs of calls are bound. Empty: a release that did not
     announce it, to which no connection is opened ahead."""
+
+    @property
+    def label(self) -> str:
+        """The worker as people are shown it."""
+        return with_role(self.id, self.role)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,6 @@ from baton.cluster import (
     WorkerInfo,
     WorkerLoad,
     WorkerState,
-    pool_of,
 )
 from baton.config import Config, without_password
 from baton.errors import StoreUnavailable
@@ -124,10 +123,11 @@ class Controller:
         leased: dict[str, Role] = {}
         with contextlib.suppress(StoreUnavailable):
             leased = {worker.info.id: worker.info.role for worker in await self._leases.list_workers()}
-        for worker_id in sorted(found | self.state.roles.keys()):
-            # Where the state file is lost, a worker's lease has its role, or it has the role that it began with.
-            role = self.state.roles.get(worker_id) or leased.get(worker_id) or pool_of(worker_id)
-            worker = ManagedWorker(id=worker_id, role=role)
+        # Where the state file is lost, a worker's lease has its role, and its actor the pool.
+        pools = {**self.state.pools, **await self._actors.pools(found - self.state.pools.keys())}
+        for worker_id, pool in sorted(pools.items()):
+            role = self.state.roles.get(worker_id) or leased.get(worker_id) or pool
+            worker = ManagedWorker(id=worker_id, pool=pool, role=role)
             self._lives.workers[worker_id] = worker
             if worker_id in found:
                 self._lives.adopt(worker)
@@ -252,7 +252,7 @@ class Controller:
         for action in reconcile(self.state.desired, list(observed.values()), time.monotonic(), giving_way):
             match action:
                 case StartWorker(worker_id, role):
-                    worker = workers.setdefault(worker_id, ManagedWorker(id=worker_id, role=role))
+                    worker = workers.setdefault(worker_id, ManagedWorker(id=worker_id, pool=role, role=role))
                     self._record_workers()
                     self._lives.start(worker)
                 case RetireWorker(worker_id):
@@ -309,7 +309,7 @@ class Controller:
         """Where the workers are that run, or may run."""
         return [
             PlacedWorker(
-                pool_of(worker.id),
+                worker.pool,
                 worker.role,
                 worker.pod if worker.phase in (WorkerPhase.READY, WorkerPhase.LEAVING) else "",
                 worker.id not in self.state.retiring and worker.phase is not WorkerPhase.LEAVING,
@@ -352,6 +352,7 @@ class Controller:
         is_unplaced = worker.phase is WorkerPhase.STARTING and not worker.is_placed
         return ObservedWorker(
             id=worker.id,
+            pool=worker.pool,
             role=worker.role,
             phase=worker.phase,
             is_retiring=worker.id in self.state.retiring,
@@ -374,10 +375,11 @@ class Controller:
         for worker in self._lives.workers.values():
             if observed[worker.id].waits_for_room and not worker.is_wait_logged:
                 worker.is_wait_logged = True
-                pool, needs = pool_of(worker.id), self._actors.needs
-                logger.warning("%s waits: no Ray node for %s workers has room for %s", worker.id, pool, needs)
+                pool, needs = worker.pool, self._actors.needs
+                logger.warning("%s waits: no Ray node for %s workers has room for %s", worker, pool, needs)
 
     def _record_workers(self) -> None:
         """Writes down which workers there are by now."""
         roles = {worker.id: worker.role for worker in self._lives.workers.values()}
-        self.record(replace(self.state, roles=roles, retiring=self.state.retiring & roles.keys()))
+        pools = {worker.id: worker.pool for worker in self._lives.workers.values()}
+        self.record(replace(self.state, roles=roles, pools=pools, retiring=self.state.retiring & roles.keys()))

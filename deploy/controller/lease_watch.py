@@ -107,10 +107,10 @@ class LeaseWatch:
             silent_s = now_s - max(worker.leased_s, last.steady_since_s)
             if silent_s > SILENT_LEASES * lease_s and not worker.is_silent:
                 worker.is_silent = True
-                logger.warning("%s has had no lease for %.0f s: it does not serve, though it runs", worker.id, silent_s)
+                logger.warning("%s has had no lease for %.0f s: it does not serve, though it runs", worker, silent_s)
                 self._lives.give_up_unless_well(worker)
             if silent_s > GIVEN_UP_LEASES * lease_s and not worker.is_given_up and worker.actor:
-                logger.error("%s has had no lease for %.0f s: it is killed", worker.id, silent_s)
+                logger.error("%s has had no lease for %.0f s: it is killed", worker, silent_s)
                 self._lives.give_up(worker)
 
     def _note_draining(self, worker: ManagedWorker, lease: Worker | None, now_s: float) -> None:
@@ -127,4 +127,4 @@ class LeaseWatch:
         if now_s - worker.draining_since_s > self._config.lease_s and not worker.is_draining:
             worker.is_draining = True
             if worker.id not in self._state.current.retiring:
-                logger.warning("%s drains without an order from here: another worker takes its place", worker.id)
+                logger.warning("%s drains without an order from here: another worker takes its place", worker)

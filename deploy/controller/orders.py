@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
-from baton.cluster import PoolStatus, Role, Worker
+from baton.cluster import PoolStatus, Role, Worker, with_role
 from baton.errors import BatonError, Conflict, InvalidRequest
 from baton.tasks import cancel_and_wait
 from deploy.controller.controller import Controller
@@ -85,12 +85,12 @@ class Orders:
     async def drain(self, worker_id: str) -> Worker:
         """Has a worker leave and another one take its place. Returns once it has begun, or waits for the other one."""
         controller = self._controller
-        self._required(worker_id)
+        worker = self._required(worker_id)
         self._refuse_during_the_start()
         if controller.state.role_change and controller.state.role_change.worker_id == worker_id:
             self._refuse_during_a_change_of_role()
         controller.record(replace(controller.state, retiring=controller.state.retiring | {worker_id}))
-        logger.info("%s is to leave", worker_id)
+        logger.info("%s is to leave", with_role(worker_id, worker.role))
         before = controller.worker(worker_id)
         controller.step()
         return controller.worker(worker_id) if worker_id in controller.ids else before
@@ -123,7 +123,7 @@ class Orders:
         if reason := controller.sizes_problem(controller.sizes_after(change)):
             raise Conflict(f"{worker_id} cannot become a {target} worker: {reason}")
         controller.record(replace(controller.state, role_change=change))
-        logger.info("%s is to become a %s worker", worker_id, target)
+        logger.info("%s is to become a %s worker", with_role(worker_id, worker.role), target)
         await asyncio.shield(self._begin_change(change))
         return controller.worker(worker_id)
 
@@ -156,9 +156,8 @@ class Orders:
     def _required(self, worker_id: str) -> ObservedWorker:
         observed = self._controller.observed()
         if worker_id not in observed:
-            raise InvalidRequest(
-                f"no worker is called {worker_id!r}; there are {', '.join(self._controller.ids)}", "worker_id"
-            )
+            known = ", ".join(with_role(name, worker.role) for name, worker in sorted(observed.items()))
+            raise InvalidRequest(f"no worker is called {worker_id!r}; there are {known}", "worker_id")
         return observed[worker_id]
 
     def _refuse_during_the_start(self) -> None:

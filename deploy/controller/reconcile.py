@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
 
-from baton.cluster import Role, pool_of
+from baton.cluster import Role
 
 MAX_STARTING = 4
 """Workers that may start at a time: after the death of many, loading all models at once would exhaust the machines."""
@@ -38,6 +38,8 @@ class ObservedWorker:
     """A worker as the controller sees it now."""
 
     id: str
+    pool: Role
+    """The pool in which it was started, on whose nodes it runs."""
     role: Role
     phase: WorkerPhase
     is_retiring: bool = False
@@ -193,7 +195,7 @@ def _victims(desired: int, workers: Sequence[ObservedWorker], role: Role, surge:
 def _surge(desired: int, workers: Sequence[ObservedWorker], role: Role, giving_way: GivingWay) -> int:
     """The number of workers that the pool may have more, as a newer version's pod has room: only while it is whole."""
     serving = [worker for worker in workers if worker.role is role and is_serving(worker)]
-    is_rolling = any(worker.is_outdated and pool_of(worker.id) is role for worker in serving)
+    is_rolling = any(worker.is_outdated and worker.pool is role for worker in serving)
     return int(is_rolling and not giving_way.in_place and role in giving_way.room and len(serving) >= desired)
 
 
@@ -204,7 +206,7 @@ def _strays(workers: Sequence[ObservedWorker], giving_way: GivingWay) -> set[str
     """
     found = set()
     for pool in () if giving_way.in_place else giving_way.room:
-        older = [worker for worker in workers if worker.is_outdated and pool_of(worker.id) is pool]
+        older = [worker for worker in workers if worker.is_outdated and worker.pool is pool]
         if older and not any(worker.is_retiring or worker.role is pool for worker in older):
             found.add(min(worker.id for worker in older))
     return found
@@ -233,16 +235,16 @@ def _starts(
 ) -> list[StartWorker]:
     """Starts of workers that died, then of new ones."""
     starts = [StartWorker(w.id, w.role) for w in staying if w.phase is WorkerPhase.DOWN and w.start_at_s <= now_s]
+    ids = _free_ids(known)
     for role in Role:
         num_members = sum(worker.role is role and _is_member(worker) for worker in staying)
-        ids = _free_ids(role, known)
         starts += [StartWorker(next(ids), role) for _ in range(desired[role] - num_members)]
     return starts
 
 
-def _free_ids(role: Role, known: set[str]) -> Iterator[str]:
-    """Unused ids, the smallest number first. A worker keeps its id when its role changes: `prefill-0` may decode."""
-    return (worker_id for number in count() if (worker_id := f"{role.value}-{number}") not in known)
+def _free_ids(known: set[str]) -> Iterator[str]:
+    """Unused ids, the smallest number first. They name no role, since a worker keeps its id when its role changes."""
+    return (worker_id for number in count() if (worker_id := f"worker-{number}") not in known)
 
 
 def _number(worker_id: str) -> int:

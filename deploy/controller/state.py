@@ -33,6 +33,8 @@ class ControllerState:
     """The Ray namespace of the workers below. The sizes hold for any cluster."""
     roles: Mapping[str, Role] = field(default_factory=dict)
     """The role of every worker that was started and has not left."""
+    pools: Mapping[str, Role] = field(default_factory=dict)
+    """The pool in which each of them was started. It runs on a node for that pool, whatever its role is now."""
     retiring: frozenset[str] = frozenset()
     """Workers that must leave."""
     role_change: RoleChange | None = None
@@ -90,7 +92,8 @@ def load(path: Path) -> ControllerState | None:
         return ControllerState(
             desired={role: int(values["desired"][role.value]) for role in Role},
             cluster=str(values["cluster"]),
-            roles={str(worker_id): Role(role) for worker_id, role in values["workers"].items()},
+            roles=_by_worker(values["workers"]),
+            pools=_by_worker(values.get("pools", {})),  # a file of an earlier version has none
             retiring=frozenset(values["retiring"]),
             role_change=RoleChange(flip["worker"], Role(flip["role"])) if flip else None,
             gpus_per_worker=float(values["gpus_per_worker"]),
@@ -99,6 +102,10 @@ def load(path: Path) -> ControllerState | None:
         return None
     except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"cluster.state_file: cannot use {path}: {error!r}; move it away to start afresh") from error
+
+
+def _by_worker(values: Mapping[str, str]) -> dict[str, Role]:
+    return {str(worker_id): Role(role) for worker_id, role in values.items()}
 
 
 def save(path: Path, state: ControllerState) -> None:
@@ -111,6 +118,7 @@ def save(path: Path, state: ControllerState) -> None:
         "desired": {role.value: size for role, size in state.desired.items()},
         "cluster": state.cluster,
         "workers": {worker_id: role.value for worker_id, role in state.roles.items()},
+        "pools": {worker_id: pool.value for worker_id, pool in state.pools.items()},
         "retiring": sorted(state.retiring),
         "flip": {"worker": state.role_change.worker_id, "role": state.role_change.role.value}
         if state.role_change

@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cluster import Role
+from baton.cluster import Role, with_role
 from baton.config import ClusterConfig
 from baton.errors import BatonError, WorkerFailed
 from baton.rpc import channel, from_rpc_error
@@ -55,6 +55,8 @@ class ManagedWorker:
     """A worker that the controller looks after. `task` follows its process from start to end."""
 
     id: str
+    pool: Role
+    """The pool in which it was started: it runs on a node for that pool, whatever its role is now."""
     role: Role
     phase: WorkerPhase = WorkerPhase.DOWN
     is_placed: bool = False
@@ -85,6 +87,9 @@ class ManagedWorker:
     """The Kubernetes pod in which it was placed last."""
     actor: asyncio.Future[Any] | None = None
     task: asyncio.Task[None] | None = None
+
+    def __str__(self) -> str:
+        return with_role(self.id, self.role)
 
     @property
     def is_serving(self) -> bool:
@@ -126,7 +131,7 @@ class WorkerLives:
 
     def start(self, worker: ManagedWorker) -> None:
         """Starts the worker in a new actor."""
-        self._begin(worker, self._actors.create(worker.id, worker.role))
+        self._begin(worker, self._actors.create(worker.id, worker.role, worker.pool))
 
     def adopt(self, worker: ManagedWorker) -> None:
         """Takes over the worker in the actor that runs under its id."""
@@ -146,7 +151,7 @@ class WorkerLives:
         if worker.task and not can_answer:
             worker.task.cancel()  # before it finds that the worker is ready
         worker.phase = WorkerPhase.LEAVING
-        logger.info("%s leaves", worker.id)
+        logger.info("%s leaves", worker)
         self._send_off(leave(can_answer), f"{worker.id} leaves")
 
     def give_up(self, worker: ManagedWorker) -> None:
@@ -161,9 +166,9 @@ class WorkerLives:
         async def give_up() -> None:
             actor = worker.actor
             if await _is_well(worker.address, self._link.tls):
-                logger.warning("%s answers: it is left to its streams for now", worker.id)
+                logger.warning("%s answers: it is left to its streams for now", worker)
             elif worker.actor is actor and worker.is_silent and not worker.is_given_up:
-                logger.error("%s does not answer either: it is killed", worker.id)
+                logger.error("%s does not answer either: it is killed", worker)
                 self.give_up(worker)
 
         self._send_off(give_up(), f"{worker.id} is asked how it is")
@@ -225,7 +230,7 @@ class WorkerLives:
             worker.incarnation = started.incarnation
             worker.phase = WorkerPhase.READY
             worker.since_s = worker.leased_s = time.monotonic()
-            logger.info("%s is ready, pid %d, at %s", worker.id, worker.pid, worker.address)
+            logger.info("%s is ready, pid %d, at %s", worker, worker.pid, worker.address)
             await self._notify()
             await self._actors.ended(actor)
         except BatonError as error:
@@ -235,9 +240,9 @@ class WorkerLives:
             is_stable = worker.phase is WorkerPhase.READY and time.monotonic() - worker.since_s > STABLE_S
             worker.num_failures = 0 if is_stable else worker.num_failures + 1
             if worker.phase is WorkerPhase.READY:
-                logger.warning("%s is gone (%s); starting it again", worker.id, first_line(error))
+                logger.warning("%s is gone (%s); starting it again", worker, first_line(error))
             else:
-                logger.error("%s does not start: %s", worker.id, first_line(error))
+                logger.error("%s does not start: %s", worker, first_line(error))
                 if self.must_start:
                     self._fail(error)
         wait_s = RESTART_BACKOFF_S[min(worker.num_failures, len(RESTART_BACKOFF_S) - 1)]
@@ -251,7 +256,7 @@ class WorkerLives:
             async with asyncio.timeout(timeout_s):
                 return await self._actors.start(actor)
         except TimeoutError:
-            raise WorkerFailed(f"{worker.id} was not ready within {timeout_s:g} s (cluster.start_timeout_s)") from None
+            raise WorkerFailed(f"{worker} was not ready within {timeout_s:g} s (cluster.start_timeout_s)") from None
 
     async def _drain(self, worker: ManagedWorker) -> None:
         """Drains the worker as far as possible; what is left is computed again elsewhere."""
@@ -263,10 +268,10 @@ class WorkerLives:
                     request, timeout=timeout_s + RPC_SLACK_S, metadata=self._proof("Drain", worker)
                 )
             except grpc.aio.AioRpcError as error:
-                logger.warning("%s is not drained: %s", worker.id, from_rpc_error(error, worker.id))
+                logger.warning("%s is not drained: %s", worker, from_rpc_error(error, worker.id))
             else:
                 if answer.num_left:
-                    logger.warning("%s leaves with %d calls that others take over", worker.id, answer.num_left)
+                    logger.warning("%s leaves with %d calls that others take over", worker, answer.num_left)
 
     def _proof(self, method: str, worker: ManagedWorker) -> tuple[tuple[str, bytes], ...]:
         return member_metadata(self._link.keys, f"/baton.v1.WorkerControl/{method}", worker.incarnation)

@@ -35,16 +35,20 @@ With another value, or none, it is for all."""
 
 
 class WorkerActor:
-    """The methods run on the actor's own event loop. `start` comes first, and may be called again.
+    """The methods run on the actor's own event loop. Before `start`, which may be called again, there is `pool` alone.
 
     Args:
         role: the one that the worker starts with; it may change.
+        pool: the one in which the worker was started first, on whose nodes it runs.
         host: where the worker listens; empty: at this Ray node's own address.
         fingerprint: names the cluster's keys, which the worker's must fit; empty: the cluster has no secret.
     """
 
-    def __init__(self, role: str, worker_id: str, host: str, config_json: str, fingerprint: str = "") -> None:
+    def __init__(
+        self, role: str, worker_id: str, host: str, config_json: str, fingerprint: str = "", *, pool: str
+    ) -> None:
         self._role = role
+        self._pool = pool
         self._worker_id = worker_id
         self._host = host
         self._config_json = config_json
@@ -58,6 +62,10 @@ class WorkerActor:
     def __repr__(self) -> str:
         """The name that Ray puts before the lines of its log."""
         return self._worker_id
+
+    async def pool(self) -> str:
+        """Returns the pool in which the worker was started, whatever its role is now."""
+        return self._pool
 
     async def start(self) -> dict[str, Any]:
         """Loads the model, joins the cluster and takes traffic.
@@ -96,7 +104,7 @@ class WorkerActor:
         with os.fdopen(reading) as reports:
             process = self._process = self._spawn(writing)
             os.close(writing)
-            self._say("starting")
+            self._say("starting", f"it is a {self._role} worker")
             self._ended = asyncio.create_task(self._end_of(process))
             line = await asyncio.to_thread(reports.readline)
         if not line:

@@ -10,11 +10,11 @@ import contextlib
 import logging
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from baton.cluster import Role, pool_of
+from baton.cluster import Role
 from baton.config import ClusterConfig, Config
 from baton.errors import BatonError, ConfigError, WorkerFailed
 from baton.trust import KeyFile
@@ -28,6 +28,8 @@ T = TypeVar("T")
 NAME_TAKEN_S = 10.0
 """Longest time for which the name of a killed actor stays taken."""
 RETRY_S = 0.05
+SAY_S = 10.0
+"""Longest wait for an actor to say its pool. One that has a node does so at once, also while its worker starts."""
 ANSWER_S = 30.0
 """Longest wait for a simple answer of Ray; after it, Ray counts as broken."""
 
@@ -144,6 +146,26 @@ class RayActors:
         names: list[str] = await _in_thread(ray.util.list_named_actors)
         return names
 
+    async def pools(self, worker_ids: Collection[str]) -> dict[str, Role]:
+        """The pools in which these workers were started, as their actors say.
+
+        Ends an actor that does not say so: it has no node yet, and nobody else knows for which pool it is.
+        """
+        said = await asyncio.gather(*map(self._pool, worker_ids))
+        return {worker_id: pool for worker_id, pool in zip(worker_ids, said, strict=True) if pool}
+
+    async def _pool(self, worker_id: str) -> Role | None:
+        try:
+            actor = await self.get(worker_id)
+        except WorkerFailed:
+            return None
+        try:
+            return Role(await asyncio.wait_for(_result(actor.pool.remote()), SAY_S))
+        except (TimeoutError, WorkerFailed, AttributeError):  # the last: it is of an earlier version
+            logger.warning("%s is ended: nothing says for which pool it is", worker_id)
+            await self.kill(actor)
+            return None
+
     async def check(self) -> None:
         """Waits for a head that is away for as long as Ray does: RAY_gcs_rpc_server_reconnect_timeout_s.
 
@@ -160,22 +182,23 @@ class RayActors:
         if not any(node["NodeID"] == node_id and node["Alive"] for node in nodes):
             raise ConfigError("the Ray node by which this process has joined is gone")
 
-    async def create(self, worker_id: str, role: Role) -> Any:
-        """A new actor, which runs once a node that is not for other pools has room for it.
+    async def create(self, worker_id: str, role: Role, pool: Role) -> Any:
+        """A new actor, which runs once a node that is not for other pools than this one has room for it.
 
         Raises:
             WorkerFailed: Ray does not take it.
         """
-        others = ",".join(pool for pool in Role if pool is not pool_of(worker_id))
+        others = ",".join(other for other in Role if other is not pool)
         nodes = {POOL_LABEL: f"!in({others})"}
         make = ray.remote(WorkerActor).options(name=worker_id, label_selector=nodes, **self._options).remote
+        host, config_json = self._arguments
         deadline_s = time.monotonic() + NAME_TAKEN_S
         try:
             while True:
                 try:  # however long it takes: nobody would know of an actor that is made after we have given up
-                    host, config_json = self._arguments
                     fingerprint = self._keys.keys.fingerprint if self._keys else ""
-                    return await asyncio.to_thread(make, role.value, worker_id, host, config_json, fingerprint)
+                    arguments = (role.value, worker_id, host, config_json, fingerprint)
+                    return await asyncio.to_thread(make, *arguments, pool=pool.value)
                 except ValueError as error:  # the one before it has not quite gone
                     if time.monotonic() > deadline_s:
                         raise WorkerFailed(f"its name is still taken after {NAME_TAKEN_S:g} s") from error

@@ -19,7 +19,7 @@ from typing import Any
 
 import grpc
 
-from baton.cluster import Role, WorkerState
+from baton.cluster import Role, WorkerState, with_role
 from baton.config import MAX_TIMEOUT_S
 from baton.errors import Conflict, InvalidRequest, WorkerDraining
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -49,7 +49,7 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
 
     async def _drain(self, timeout_s: float) -> int:
         member = self.member
-        logger.info("%s drains, for %g s at most", member.worker_id, timeout_s)
+        logger.info("%s drains, for %g s at most", with_role(member.worker_id, member.role), timeout_s)
         member.become(WorkerState.DRAINING)
         member.loop.hand_back(WorkerDraining(f"{member.worker_id} takes no new work"))
         self._calls.migrate(member.loop.hypotheses)

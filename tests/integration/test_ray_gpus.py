@@ -32,7 +32,7 @@ async def test_three_workers_find_their_parts_of_two_gpus() -> None:
     try:
         share = gpus_per_worker(Config(), await ray_actors.nodes(), {Role.PREFILL: 1, Role.DECODE: 2})
         actors = RayActors(Config(), "127.0.0.1", share)
-        made = [await actors.create(f"decode-{number}", Role.DECODE) for number in range(3)]
+        made = [await actors.create(f"worker-{number}", Role.DECODE, Role.DECODE) for number in range(3)]
         await asyncio.wait_for(asyncio.gather(*map(actors.placed, made)), 120)
     finally:
         ray.shutdown()

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from deploy.controller.controller import Controller
 from deploy.controller.kubernetes_side import Kubernetes
 from deploy.controller.orders import Orders
 from deploy.controller.reconcile import WorkerPhase
-from deploy.controller.state import ControllerState, RoleChange, load, locked
+from deploy.controller.state import ControllerState, RoleChange, load, locked, save
 from deploy.kubernetes.node_plan import NodeLayout, NodePod
 from deploy.kubernetes.serving_pool import PoolSpec
 from deploy.ray_pools import actors as ray_actors
@@ -44,6 +44,7 @@ CONFIG = Config(index=IndexConfig(lease_s=LEASE_S, renew_s=0.02))
 @dataclass(slots=True)
 class Actor:
     may_start: asyncio.Event
+    pool: Role
     dead: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -67,9 +68,12 @@ class LocalActors(RayActors):
     async def check(self) -> None:
         pass
 
-    async def create(self, worker_id: str, role: Role) -> Actor:
+    async def pools(self, worker_ids: Collection[str]) -> dict[str, Role]:
+        return {worker_id: self.alive[worker_id].pool for worker_id in worker_ids}
+
+    async def create(self, worker_id: str, role: Role, pool: Role) -> Actor:
         self.num_created += 1
-        self.alive[worker_id] = Actor(self.may_start)
+        self.alive[worker_id] = Actor(self.may_start, pool)
         return self.alive[worker_id]
 
     async def get(self, worker_id: str) -> Actor:
@@ -155,7 +159,7 @@ class Bench:
         epochs: dict[str, int] = {}
         while True:
             for worker_id in self.actors.alive.keys() - self.hanging:
-                role = Role(worker_id.rpartition("-")[0])
+                role = self.controller.observed()[worker_id].role
                 if worker_id not in epochs or not self.store.lease(worker_id):
                     epochs[worker_id] = await self.leases.acquire(worker_id)
                 info = worker_info(worker_id, role, epoch=epochs[worker_id])
@@ -226,8 +230,8 @@ async def test_no_order_is_taken_before_the_first_start_is_whole(tmp_path: Path)
         await until(lambda: bool(it.actors.alive))
         for order in (
             lambda: it.orders.scale("decode", 2),
-            lambda: it.orders.drain("decode-0"),
-            lambda: it.orders.set_role("decode-0", "prefill"),
+            lambda: it.orders.drain("worker-0"),
+            lambda: it.orders.set_role("worker-0", "prefill"),
         ):
             with pytest.raises(Conflict, match="the cluster is still starting"):
                 await order()
@@ -263,9 +267,9 @@ async def test_workers_in_one_pod_are_counted_as_neighbours(tmp_path: Path) -> N
         it.actors.pod = "a-pod"
         await it.orders.scale("decode", 4)
         await until(lambda: num_ready(it) == 4)
-        found = {worker.num_neighbours for worker in it.controller.observed().values() if worker.id != "decode-0"}
+        found = {worker.num_neighbours for worker in it.controller.observed().values() if worker.id != "worker-0"}
         assert found == {2}, "and none of those without a pod"
-        assert it.controller.observed()["decode-0"].num_neighbours == 0
+        assert it.controller.observed()["worker-0"].num_neighbours == 0
 
 
 async def test_a_newer_version_s_pod_gets_a_worker_before_the_older_one_leaves(tmp_path: Path) -> None:
@@ -278,12 +282,12 @@ async def test_a_newer_version_s_pod_gets_a_worker_before_the_older_one_leaves(t
         it.actors.pod = "new"
         it.actors.may_start.clear()
         it.controller.see_pods(NodeLayout({Role.PREFILL: "prefill", Role.DECODE: "decode"}), [old, new])
-        await until(lambda: it.controller.ids == ["decode-0", "decode-1"])
-        assert is_in(it, "decode-1", WorkerPhase.STARTING)
-        assert is_in(it, "decode-0", WorkerPhase.READY)
-        assert not it.controller.observed()["decode-0"].is_retiring
+        await until(lambda: it.controller.ids == ["worker-0", "worker-1"])
+        assert is_in(it, "worker-1", WorkerPhase.STARTING)
+        assert is_in(it, "worker-0", WorkerPhase.READY)
+        assert not it.controller.observed()["worker-0"].is_retiring
         it.actors.may_start.set()
-        await until(lambda: it.controller.ids == ["decode-1"])
+        await until(lambda: it.controller.ids == ["worker-1"])
         assert it.actors.num_created == 2, "its pod has room for one"
 
 
@@ -293,30 +297,43 @@ async def test_in_place_a_worker_leaves_before_another_one_has_room(tmp_path: Pa
     async with bench(tmp_path, replace(CONFIG, kubernetes=KubernetesConfig(in_place=in_place))) as it:
         await until(lambda: num_ready(it) == 1)
         it.actors.has_room.clear()
-        await it.orders.drain("decode-0")
-        await until(lambda: "decode-1" in it.controller.ids)
+        await it.orders.drain("worker-0")
+        await until(lambda: "worker-1" in it.controller.ids)
         if in_place:
-            await until(lambda: it.controller.ids == ["decode-1"])
+            await until(lambda: it.controller.ids == ["worker-1"])
         else:
             it.controller.step()
-            assert is_in(it, "decode-0", WorkerPhase.READY)
+            assert is_in(it, "worker-0", WorkerPhase.READY)
         it.actors.has_room.set()
-        await until(lambda: it.controller.ids == ["decode-1"] and num_ready(it) == 1)
+        await until(lambda: it.controller.ids == ["worker-1"] and num_ready(it) == 1)
 
 
 async def test_a_controller_that_has_lost_its_state_believes_what_workers_say_of_their_roles(tmp_path: Path) -> None:
     """A head's pod that is replaced has an empty disk; the workers live on in Ray."""
     it = Bench(tmp_path, CONFIG, {Role.PREFILL: 0, Role.DECODE: 2}, is_first=False, lease_s=60.0)
-    for worker_id in ("prefill-0", "decode-0"):
-        await it.actors.create(worker_id, Role.DECODE)
-    flipped = worker_info("prefill-0", Role.DECODE, epoch=await it.leases.acquire("prefill-0"))
+    await it.actors.create("worker-0", Role.PREFILL, Role.PREFILL)
+    await it.actors.create("worker-1", Role.DECODE, Role.DECODE)
+    flipped = worker_info("worker-0", Role.DECODE, epoch=await it.leases.acquire("worker-0"))
     await it.leases.renew(flipped, WorkerLoad(state=WorkerState.READY))
     await it.controller.adopt()
     try:
         assert it.controller.pool(Role.DECODE) == PoolStatus(desired=2, ready=2)
-        assert it.controller.state.roles == {"prefill-0": Role.DECODE, "decode-0": Role.DECODE}
+        assert it.controller.state.roles == {"worker-0": Role.DECODE, "worker-1": Role.DECODE}
+        assert it.controller.state.pools == {"worker-0": Role.PREFILL, "worker-1": Role.DECODE}
+        assert [worker.pool for worker in it.controller.placed_workers()] == [Role.PREFILL, Role.DECODE]
     finally:
         await it.controller.let_go()
+
+
+async def test_a_worker_that_has_changed_its_role_is_started_again_in_its_pool(tmp_path: Path) -> None:
+    """Its node has the room, and may be one that is for that pool alone."""
+    async with bench(tmp_path, decode=2) as it:
+        await until(lambda: num_ready(it) == 2)
+        it.controller.set_role("worker-0", Role.PREFILL)
+        it.actors.alive["worker-0"].dead.set()
+        await until(lambda: it.actors.num_created == 3)
+        assert it.actors.alive["worker-0"].pool is Role.DECODE
+        assert it.controller.observed()["worker-0"].role is Role.PREFILL
 
 
 async def test_a_worker_that_dies_soon_after_it_was_ready_waits_longer_each_time(
@@ -328,13 +345,13 @@ async def test_a_worker_that_dies_soon_after_it_was_ready_waits_longer_each_time
     async with bench(tmp_path) as it:
         for number, wait_s in enumerate((1.0, 2.0, 5.0)):
             await until(lambda: num_ready(it) == 1)
-            it.actors.alive["decode-0"].dead.set()
+            it.actors.alive["worker-0"].dead.set()
             await until(lambda: num_ready(it) == 0)
-            assert it.controller.observed()["decode-0"].start_at_s == clock.now_s + wait_s
+            assert it.controller.observed()["worker-0"].start_at_s == clock.now_s + wait_s
             assert it.controller.trouble() == (PoolTrouble("prefill", 0, 0), PoolTrouble("decode", 0, number + 1))
             clock.now_s += 0.99 * wait_s
             it.controller.step()
-            assert it.controller.observed()["decode-0"].phase is WorkerPhase.DOWN
+            assert it.controller.observed()["worker-0"].phase is WorkerPhase.DOWN
             assert it.actors.num_created == number + 1
             clock.now_s += 0.02 * wait_s
             it.controller.step()
@@ -348,7 +365,7 @@ async def test_a_worker_that_served_for_a_while_comes_back_at_once(
     async with bench(tmp_path) as it:
         for number in range(3):
             await until(lambda number=number: num_ready(it) == 1 and it.actors.num_created == number + 1)  # type: ignore[misc]
-            it.actors.alive["decode-0"].dead.set()
+            it.actors.alive["worker-0"].dead.set()
 
 
 @contextlib.asynccontextmanager
@@ -370,13 +387,13 @@ async def test_a_worker_that_hangs_is_started_again_after_two_leases(
     monkeypatch.setattr(lease_watch, "GIVEN_UP_LEASES", 10**6)
     async with bench(tmp_path, decode=2) as it:
         await until(lambda: num_ready(it) == 2)
-        it.hanging.add("decode-1")
+        it.hanging.add("worker-1")
         await until(lambda: it.actors.num_created == 3)
         it.hanging.clear()
         await until(lambda: num_ready(it) == 2)
-    assert "decode-1 has had no lease for 0 s: it does not serve" in caplog.text
-    assert "decode-1 does not answer either: it is killed" in caplog.text
-    assert "decode-0" not in caplog.text
+    assert "worker-1 (decode) has had no lease for 0 s: it does not serve" in caplog.text
+    assert "worker-1 (decode) does not answer either: it is killed" in caplog.text
+    assert "worker-0" not in caplog.text
 
 
 async def test_a_worker_that_answers_without_a_lease_serves_nobody_and_is_started_again_in_the_end(
@@ -386,38 +403,38 @@ async def test_a_worker_that_answers_without_a_lease_serves_nobody_and_is_starte
         await until(lambda: num_ready(it) == 2)
         await asyncio.sleep(3 * LEASE_S)
         assert num_ready(it) == 2
-        it.hanging.add("decode-1")
+        it.hanging.add("worker-1")
         await until(lambda: num_ready(it) == 1)
-        with pytest.raises(Conflict, match="decode-1 is hanging"):
-            await it.orders.set_role("decode-1", "prefill")
-        with pytest.raises(Conflict, match="decode-0 is the last ready worker"):
-            await it.orders.set_role("decode-0", "prefill")
+        with pytest.raises(Conflict, match="worker-1 is hanging"):
+            await it.orders.set_role("worker-1", "prefill")
+        with pytest.raises(Conflict, match="worker-0 is the last ready worker"):
+            await it.orders.set_role("worker-0", "prefill")
         assert it.actors.num_created == 2
         await until(lambda: it.actors.num_created == 3)
         it.hanging.clear()
         await until(lambda: num_ready(it) == 2)
-    assert caplog.text.count("decode-1 has had no lease for 0 s: it does not serve") == 1
-    assert caplog.text.count("decode-1 answers: it is left to its streams for now") == 1
-    assert caplog.text.count("decode-1 has had no lease for 1 s: it is killed") == 1
-    assert "decode-0 has had no lease" not in caplog.text
+    assert caplog.text.count("worker-1 (decode) has had no lease for 0 s: it does not serve") == 1
+    assert caplog.text.count("worker-1 (decode) answers: it is left to its streams for now") == 1
+    assert caplog.text.count("worker-1 (decode) has had no lease for 1 s: it is killed") == 1
+    assert "worker-0 (decode) has had no lease" not in caplog.text
 
 
 async def test_a_worker_that_hangs_leaves_without_being_asked(tmp_path: Path) -> None:
     async with bench(tmp_path, decode=2) as it, answering(it.actors):
         await until(lambda: num_ready(it) == 2)
-        it.hanging.add("decode-0")
+        it.hanging.add("worker-0")
         await until(lambda: num_ready(it) == 1)
         await it.orders.scale("decode", 1)
-        await until(lambda: set(it.actors.alive) == {"decode-1"})
+        await until(lambda: set(it.actors.alive) == {"worker-1"})
 
 
 async def test_a_worker_whose_lease_cannot_be_read_is_not_held_to_hang(tmp_path: Path) -> None:
     """It is of the next release, perhaps: whoever hangs has no lease."""
     async with bench(tmp_path, decode=2) as it:
         await until(lambda: num_ready(it) == 2)
-        it.leases.unreadable.add("decode-1")
+        it.leases.unreadable.add("worker-1")
         await asyncio.sleep((lease_watch.GIVEN_UP_LEASES + 2) * LEASE_S)
-        assert not it.controller.observed()["decode-1"].is_silent
+        assert not it.controller.observed()["worker-1"].is_silent
         assert (it.actors.num_created, num_ready(it)) == (2, 2)
 
 
@@ -427,11 +444,11 @@ async def test_a_worker_that_drains_without_an_order_is_replaced(
     """Anybody who reaches it can tell it so; it would take no request for the rest of its life."""
     async with bench(tmp_path, decode=2) as it:
         await until(lambda: num_ready(it) == 2)
-        it.draining.add("decode-1")
-        await until(lambda: set(it.actors.alive) == {"decode-0", "decode-2"} and num_ready(it) == 2)
+        it.draining.add("worker-1")
+        await until(lambda: set(it.actors.alive) == {"worker-0", "worker-2"} and num_ready(it) == 2)
         await asyncio.sleep(3 * LEASE_S)
-        assert (it.actors.num_created, it.controller.ids) == (3, ["decode-0", "decode-2"])
-    assert caplog.text.count("decode-1 drains without an order from here: another worker takes its place") == 1
+        assert (it.actors.num_created, it.controller.ids) == (3, ["worker-0", "worker-2"])
+    assert caplog.text.count("worker-1 (decode) drains without an order from here: another worker takes its place") == 1
 
 
 async def test_a_worker_that_drains_to_change_its_role_is_left_alone(
@@ -446,9 +463,9 @@ async def test_a_worker_that_drains_to_change_its_role_is_left_alone(
     async with bench(tmp_path, decode=2) as it:
         await until(lambda: num_ready(it) == 2)
         monkeypatch.setattr(it.controller, "ask_for_role", drain)
-        changing = asyncio.create_task(it.orders.set_role("decode-0", "prefill"))
+        changing = asyncio.create_task(it.orders.set_role("worker-0", "prefill"))
         await asyncio.sleep(3 * LEASE_S)
-        assert it.controller.observed()["decode-0"].is_held
+        assert it.controller.observed()["worker-0"].is_held
         has_moved.set()
         await changing
         await asyncio.sleep(LEASE_S / 2)  # its lease is behind
@@ -470,7 +487,7 @@ async def test_the_sizes_of_the_serving_pools_wait_for_a_change_of_role(
         it.controller.follow(Role.DECODE, PoolSpec(size=2, asked=2, max_size=4))
         await until(lambda: num_ready(it) == 2)
         monkeypatch.setattr(it.controller, "ask_for_role", move)
-        changing = asyncio.create_task(it.orders.set_role("decode-0", "prefill"))
+        changing = asyncio.create_task(it.orders.set_role("worker-0", "prefill"))
         await until(lambda: it.controller.state.role_change is not None)
         it.controller.follow(Role.DECODE, PoolSpec(size=4, asked=4, max_size=4))
         it.controller.step()
@@ -490,34 +507,34 @@ async def test_a_worker_that_leaves_while_it_starts_is_never_ready(
         await until(lambda: num_ready(it) == 1)
         it.actors.may_start.clear()
         await it.orders.scale("decode", 2)
-        await until(lambda: is_in(it, "decode-1", WorkerPhase.STARTING) and len(it.actors.alive) == 2)
+        await until(lambda: is_in(it, "worker-1", WorkerPhase.STARTING) and len(it.actors.alive) == 2)
         for _ in range(10):
             await asyncio.sleep(0)  # so that it is known to start
         it.actors.may_start.set()
         await it.orders.scale("decode", 1)
-        await until(lambda: it.controller.ids == ["decode-0"])
-        assert set(it.actors.alive) == {"decode-0"}
+        await until(lambda: it.controller.ids == ["worker-0"])
+        assert set(it.actors.alive) == {"worker-0"}
         assert not it.controller._lives.failed.done()
-    assert "decode-1 leaves" in caplog.text
-    assert "decode-1 is ready" not in caplog.text
+    assert "worker-1 (decode) leaves" in caplog.text
+    assert "worker-1 (decode) is ready" not in caplog.text
 
 
 async def test_a_worker_with_the_number_of_one_that_has_left_stays(tmp_path: Path) -> None:
     async with bench(tmp_path, decode=2) as it:
         await until(lambda: num_ready(it) == 2)
         await it.orders.scale("decode", 1)
-        await until(lambda: it.controller.ids == ["decode-0"])
+        await until(lambda: it.controller.ids == ["worker-0"])
         assert it.controller.state.retiring == frozenset()
         await it.orders.scale("decode", 2)
         await until(lambda: num_ready(it) == 2)
-        assert it.controller.ids == ["decode-0", "decode-1"]
+        assert it.controller.ids == ["worker-0", "worker-1"]
 
 
 async def test_without_redis_nobody_is_held_to_hang(tmp_path: Path) -> None:
     async with bench(tmp_path) as it, answering(it.actors):
         await until(lambda: num_ready(it) == 1)
         it.leases.is_away = True
-        it.hanging.add("decode-0")
+        it.hanging.add("worker-0")
         await asyncio.sleep(5 * LEASE_S)
         assert num_ready(it) == 1
         it.leases.is_away = False  # it comes back without its leases, which workers have to see first
@@ -540,7 +557,8 @@ async def test_a_worker_that_waits_for_room_is_told_of_once(
         assert it.controller.trouble()[1] == PoolTrouble("decode", 1, 0)
         it.actors.has_room.set()
         await until(lambda: num_ready(it) == 1)
-    assert caplog.text.count("decode-0 waits: no Ray node for decode workers has room for {'baton_worker': 1}") == 1
+    waits = "worker-0 (decode) waits: no Ray node for decode workers has room for {'baton_worker': 1}"
+    assert caplog.text.count(waits) == 1
 
 
 async def test_a_change_of_role_that_fails_is_told_of_when_nobody_waits_for_it(
@@ -556,13 +574,13 @@ async def test_a_change_of_role_that_fails_is_told_of_when_nobody_waits_for_it(
     async with bench(tmp_path, decode=2) as it:
         await until(lambda: num_ready(it) == 2)
         monkeypatch.setattr(it.controller, "ask_for_role", fail)
-        caller = asyncio.create_task(it.orders.set_role("decode-0", "prefill"))
+        caller = asyncio.create_task(it.orders.set_role("worker-0", "prefill"))
         await until(lambda: it.controller.state.role_change is not None)
         await cancel_and_wait((caller,))
         nobody_waits.set()
         await until(lambda: it.controller.state.role_change is None)
         await until(lambda: "a change of role was given up" in caplog.text)
-    assert "decode-0 is to become a prefill worker" in caplog.text
+    assert "worker-0 (decode) is to become a prefill worker" in caplog.text
 
 
 async def test_what_it_says_of_the_cluster_has_no_password(tmp_path: Path) -> None:
@@ -575,9 +593,9 @@ async def test_orders_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     caplog.set_level(logging.INFO)
     async with bench(tmp_path) as it:
         await until(lambda: num_ready(it) == 1)
-        await it.orders.drain("decode-0")
+        await it.orders.drain("worker-0")
         await it.orders.scale("decode", 2)
-    assert "decode-0 is to leave" in caplog.text
+    assert "worker-0 (decode) is to leave" in caplog.text
     assert "decode: 2 workers are wanted" in caplog.text
 
 
@@ -589,7 +607,7 @@ async def test_a_start_that_takes_too_long_is_given_up(
         it.actors.may_start.clear()
         await until(lambda: it.actors.num_created == 2)
         assert len(it.actors.alive) == 1
-    assert "decode-0 was not ready within 0.1 s (cluster.start_timeout_s)" in caplog.text
+    assert "worker-0 (decode) was not ready within 0.1 s (cluster.start_timeout_s)" in caplog.text
 
 
 class Names:
@@ -605,7 +623,7 @@ class Names:
         def options(self, name: str, **_: object) -> Names.Remote:
             return Names.Remote(self._ray, name)
 
-        def remote(self, *_: object) -> object:
+        def remote(self, *_: object, **__: object) -> object:
             time.sleep(self._ray.make_s)
             if self._name in self._ray.names:
                 raise ValueError("the name is taken")
@@ -628,23 +646,51 @@ class Names:
         self.names = {name: other for name, other in self.names.items() if other is not actor}
 
 
+class SaysItsPool:
+    """An actor's handle; the actor answers at once, or never."""
+
+    def __init__(self, pool: Role | None) -> None:
+        self._said = pool
+        self.pool = self
+
+    async def remote(self) -> str:
+        if self._said is None:
+            await asyncio.Event().wait()
+        return str(self._said)
+
+
+async def test_actors_say_for_which_pool_they_are_and_one_that_does_not_is_ended(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A controller that has lost its state knows of them by their ids alone, which name no role."""
+    ray = Names()
+    waiting = SaysItsPool(None)
+    ray.names = {"worker-0": SaysItsPool(Role.PREFILL), "worker-1": SaysItsPool(Role.DECODE), "worker-2": waiting}
+    monkeypatch.setattr(ray_actors, "ray", ray)
+    monkeypatch.setattr(ray_actors, "SAY_S", 0.05)
+    ids = ["worker-0", "worker-1", "worker-2", "worker-3"]
+    assert await RayActors(Config(), "", 0.0).pools(ids) == {"worker-0": Role.PREFILL, "worker-1": Role.DECODE}
+    assert ray.names.keys() == {"worker-0", "worker-1"}
+    assert "worker-2 is ended: nothing says for which pool it is" in caplog.text
+
+
 async def test_a_name_that_stays_taken_is_made_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """An actor that was made too late is nobody's, and detached."""
     ray = Names()
-    ray.names["decode-0"] = object()
+    ray.names["worker-0"] = object()
     monkeypatch.setattr(ray_actors, "ray", ray)
     monkeypatch.setattr(ray_actors, "NAME_TAKEN_S", 0.1)
     actors = RayActors(Config(), "", 0.0)
-    with pytest.raises(WorkerFailed, match=r"has not made the actor decode-0: its name is still taken after 0.1 s"):
-        await actors.create("decode-0", Role.DECODE)
-    assert await actors.create("decode-0", Role.DECODE) is ray.names["decode-0"]
+    with pytest.raises(WorkerFailed, match=r"has not made the actor worker-0: its name is still taken after 0.1 s"):
+        await actors.create("worker-0", Role.DECODE, Role.DECODE)
+    assert await actors.create("worker-0", Role.DECODE, Role.DECODE) is ray.names["worker-0"]
 
 
 async def test_an_actor_that_takes_long_to_make_is_still_known(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = Names(make_s=0.2)
     monkeypatch.setattr(ray_actors, "ray", ray)
     monkeypatch.setattr(ray_actors, "NAME_TAKEN_S", 0.05)
-    assert await RayActors(Config(), "", 0.0).create("decode-0", Role.DECODE) is ray.names["decode-0"]
+    assert await RayActors(Config(), "", 0.0).create("worker-0", Role.DECODE, Role.DECODE) is ray.names["worker-0"]
 
 
 async def test_the_sizes_are_those_of_the_serving_pools(tmp_path: Path) -> None:
@@ -668,8 +714,8 @@ async def test_the_sizes_are_those_of_the_serving_pools(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match="allows 0 to 4"):
             await it.orders.scale("decode", 5)
         it.controller.follow(Role.PREFILL, PoolSpec(size=0, asked=0, max_size=0))
-        with pytest.raises(Conflict, match="decode-0 cannot become a prefill worker: its ServingPool allows 0 to 0"):
-            await it.orders.set_role("decode-0", "prefill")
+        with pytest.raises(Conflict, match="worker-0 cannot become a prefill worker: its ServingPool allows 0 to 0"):
+            await it.orders.set_role("worker-0", "prefill")
 
 
 async def test_an_order_is_kept_in_kubernetes_before_it_is_carried_out(tmp_path: Path) -> None:
@@ -711,10 +757,20 @@ def test_a_state_file_is_of_one_cluster_at_a_time(tmp_path: Path) -> None:
         pass
 
 
+def test_pools_and_roles_of_workers_are_kept(tmp_path: Path) -> None:
+    state = ControllerState(
+        desired={Role.PREFILL: 1, Role.DECODE: 1},
+        roles={"worker-0": Role.DECODE},
+        pools={"worker-0": Role.PREFILL},
+    )
+    save(tmp_path / "state.json", state)
+    assert load(tmp_path / "state.json") == state
+
+
 @pytest.mark.parametrize("size", ["Infinity", "NaN", '"many"', "null"])
 def test_a_state_file_with_sizes_that_are_none_is_refused(tmp_path: Path, size: str) -> None:
     values: dict[str, object] = {
-        "cluster": "", "workers": {}, "retiring": [], "flip": None, "gpus_per_worker": 0,
+        "cluster": "", "workers": {}, "pools": {}, "retiring": [], "flip": None, "gpus_per_worker": 0,
     }  # fmt: skip
     path = tmp_path / "state.json"
     path.write_text(json.dumps(values)[:-1] + f', "desired": {{"prefill": {size}, "decode": 1}}}}')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -32,11 +33,16 @@ def sizes(prefill: int, decode: int) -> dict[Role, int]:
     return {PREFILL: prefill, DECODE: decode}
 
 
-def ready(worker_id: str, num_requests: int = 0, num_unique_blocks: int = 0) -> ObservedWorker:
-    role = Role(worker_id.rpartition("-")[0])
-    return ObservedWorker(
-        id=worker_id, role=role, phase=READY, num_requests=num_requests, num_unique_blocks=num_unique_blocks
-    )
+def worker(number: int, role: Role, phase: WorkerPhase = READY, **fields: Any) -> ObservedWorker:
+    return ObservedWorker(id=f"worker-{number}", pool=role, role=role, phase=phase, **fields)
+
+
+def prefill(number: int) -> ObservedWorker:
+    return worker(number, PREFILL)
+
+
+def decode(number: int, num_requests: int = 0, num_unique_blocks: int = 0) -> ObservedWorker:
+    return worker(number, DECODE, num_requests=num_requests, num_unique_blocks=num_unique_blocks)
 
 
 def decide(prefill: int, decode: int, *workers: ObservedWorker, now_s: float = 0.0) -> list[Action]:
@@ -44,43 +50,62 @@ def decide(prefill: int, decode: int, *workers: ObservedWorker, now_s: float = 0
 
 
 def test_nothing_to_do() -> None:
-    assert decide(1, 2, ready("prefill-0"), ready("decode-0"), ready("decode-1")) == []
+    assert decide(1, 2, prefill(100), decode(0), decode(1)) == []
 
 
 def test_the_workers_of_the_emptiest_pod_leave_first() -> None:
-    full = [replace(ready(f"decode-{number}"), num_neighbours=3) for number in range(4)]
-    busy = replace(ready("decode-4", num_requests=9), num_neighbours=0)
-    assert decide(0, 4, *full, busy) == [RetireWorker("decode-4"), EndWorker("decode-4")]
+    full = [replace(decode(number), num_neighbours=3) for number in range(4)]
+    busy = replace(decode(4, num_requests=9), num_neighbours=0)
+    assert decide(0, 4, *full, busy) == [RetireWorker("worker-4"), EndWorker("worker-4")]
 
 
 def test_new_workers_take_the_smallest_free_numbers() -> None:
-    assert decide(0, 3, ready("decode-1")) == [StartWorker("decode-0", DECODE), StartWorker("decode-2", DECODE)]
+    assert decide(0, 3, decode(1)) == [StartWorker("worker-0", DECODE), StartWorker("worker-2", DECODE)]
 
 
 def test_a_worker_keeps_its_id_whatever_its_role() -> None:
-    moved = replace(ready("prefill-0"), role=DECODE)
-    assert decide(1, 2, moved, ready("decode-0")) == [StartWorker("prefill-1", PREFILL)]
+    moved = replace(prefill(0), role=DECODE)
+    assert decide(1, 2, moved, decode(1)) == [StartWorker("worker-2", PREFILL)]
+
+
+def test_at_the_first_start_prefill_workers_take_the_first_numbers() -> None:
+    """Whichever of a few that start at a time are ready first, and though the pool that has nobody goes first."""
+    workers: dict[str, ObservedWorker] = {}
+    while starts := [action for action in decide(6, 3, *workers.values()) if isinstance(action, StartWorker)]:
+        for start in starts:
+            workers[start.worker_id] = worker(int(start.worker_id.removeprefix("worker-")), start.role, STARTING)
+        begun = next(each for each in workers.values() if each.phase is STARTING)
+        workers[begun.id] = replace(begun, phase=READY)
+    assert {each.id: each.role for each in workers.values()} == {
+        f"worker-{number}": PREFILL if number < 6 else DECODE for number in range(9)
+    }
+
+
+def test_pools_share_the_numbers() -> None:
+    assert decide(2, 2, decode(1)) == [
+        StartWorker("worker-0", PREFILL), StartWorker("worker-2", PREFILL), StartWorker("worker-3", DECODE),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("phase", WorkerPhase)
 def test_the_number_of_a_worker_that_leaves_is_not_free(phase: WorkerPhase) -> None:
-    leaving = ObservedWorker(id="decode-0", role=DECODE, phase=phase, is_retiring=True)
-    assert StartWorker("decode-2", DECODE) in decide(0, 2, leaving, ready("decode-1"))
+    leaving = worker(0, DECODE, phase=phase, is_retiring=True)
+    assert StartWorker("worker-2", DECODE) in decide(0, 2, leaving, decode(1))
 
 
 def test_the_dead_are_started_again_under_their_id_once_their_wait_is_over() -> None:
-    dead = ObservedWorker(id="decode-1", role=DECODE, phase=DOWN, start_at_s=5.0)
-    assert decide(0, 2, ready("decode-0"), dead, now_s=4.9) == []
-    assert decide(0, 2, ready("decode-0"), dead, now_s=5.0) == [StartWorker("decode-1", DECODE)]
+    dead = worker(1, DECODE, phase=DOWN, start_at_s=5.0)
+    assert decide(0, 2, decode(0), dead, now_s=4.9) == []
+    assert decide(0, 2, decode(0), dead, now_s=5.0) == [StartWorker("worker-1", DECODE)]
 
 
 def test_a_dead_worker_comes_back_in_the_role_that_it_had() -> None:
-    dead = ObservedWorker(id="prefill-0", role=DECODE, phase=DOWN)
-    assert decide(0, 1, dead) == [StartWorker("prefill-0", DECODE)]
+    dead = worker(100, DECODE, phase=DOWN)
+    assert decide(0, 1, dead) == [StartWorker("worker-100", DECODE)]
 
 
 def test_after_a_mass_death_a_few_start_at_a_time() -> None:
-    dead = [ObservedWorker(id=f"decode-{number}", role=DECODE, phase=DOWN) for number in range(20)]
+    dead = [worker(number, DECODE, phase=DOWN) for number in range(20)]
     starts = decide(0, 20, *dead)
     assert len(starts) == MAX_STARTING
     starting = [replace(worker, phase=STARTING) for worker in dead[:3]]
@@ -89,95 +114,93 @@ def test_after_a_mass_death_a_few_start_at_a_time() -> None:
 
 def test_both_pools_come_back_side_by_side() -> None:
     """The pool that has nobody first: else a large decode pool would hold up all prompts."""
-    dead = [ObservedWorker(id=f"decode-{number}", role=DECODE, phase=DOWN) for number in range(10)]
-    starts = decide(1, 11, ready("decode-10"), *dead, ObservedWorker(id="prefill-0", role=PREFILL, phase=DOWN))
-    assert starts[0] == StartWorker("prefill-0", PREFILL)
+    dead = [worker(number, DECODE, phase=DOWN) for number in range(10)]
+    starts = decide(1, 11, decode(10), *dead, worker(100, PREFILL, phase=DOWN))
+    assert starts[0] == StartWorker("worker-100", PREFILL)
 
 
 def test_workers_that_ray_has_no_room_for_do_not_hold_up_others() -> None:
-    waiting = [ObservedWorker(id=f"decode-{n}", role=DECODE, phase=STARTING, waits_for_room=True) for n in range(1, 9)]
-    dead = ObservedWorker(id="prefill-0", role=PREFILL, phase=DOWN)
-    assert decide(1, 9, ready("decode-0"), *waiting, dead) == [StartWorker("prefill-0", PREFILL)]
+    waiting = [worker(n, DECODE, phase=STARTING, waits_for_room=True) for n in range(1, 9)]
+    dead = worker(100, PREFILL, phase=DOWN)
+    assert decide(1, 9, decode(0), *waiting, dead) == [StartWorker("worker-100", PREFILL)]
 
 
 def test_scaling_in_takes_those_that_serve_least() -> None:
-    workers = [ready("decode-0", num_requests=3), ready("decode-1", num_requests=1), ready("decode-2", num_requests=2)]
-    assert decide(0, 2, *workers) == [RetireWorker("decode-1"), EndWorker("decode-1")]
+    workers = [decode(0, num_requests=3), decode(1, num_requests=1), decode(2, num_requests=2)]
+    assert decide(0, 2, *workers) == [RetireWorker("worker-1"), EndWorker("worker-1")]
 
 
 def test_among_those_it_takes_the_one_whose_cache_is_missed_least() -> None:
-    workers = [ready("decode-0", 1, 500), ready("decode-1", 1, 900), ready("decode-2", 1, 400), ready("decode-3", 2)]
-    assert decide(0, 3, *workers) == [RetireWorker("decode-2"), EndWorker("decode-2")]
+    workers = [decode(0, 1, 500), decode(1, 1, 900), decode(2, 1, 400), decode(3, 2)]
+    assert decide(0, 3, *workers) == [RetireWorker("worker-2"), EndWorker("worker-2")]
 
 
 def test_otherwise_the_highest_number_goes() -> None:
-    assert decide(0, 1, ready("decode-2"), ready("decode-10")) == [RetireWorker("decode-10"), EndWorker("decode-10")]
+    assert decide(0, 1, decode(2), decode(10)) == [RetireWorker("worker-10"), EndWorker("worker-10")]
 
 
 def test_workers_that_do_not_serve_yet_go_first() -> None:
-    busy = ready("decode-0", num_requests=9)
-    starting = ObservedWorker(id="decode-1", role=DECODE, phase=STARTING)
-    down = ObservedWorker(id="decode-2", role=DECODE, phase=DOWN, start_at_s=99.0)
+    busy = decode(0, num_requests=9)
+    starting = worker(1, DECODE, phase=STARTING)
+    down = worker(2, DECODE, phase=DOWN, start_at_s=99.0)
     assert decide(0, 1, busy, starting, down) == [
-        RetireWorker("decode-1"), RetireWorker("decode-2"), EndWorker("decode-1"), ForgetWorker("decode-2"),
+        RetireWorker("worker-1"), RetireWorker("worker-2"), EndWorker("worker-1"), ForgetWorker("worker-2"),
     ]  # fmt: skip
 
 
 def test_the_last_decode_worker_stays_until_another_is_ready() -> None:
-    drained = replace(ready("decode-0"), is_retiring=True)
-    assert decide(0, 1, drained) == [StartWorker("decode-1", DECODE)]
-    assert decide(0, 1, drained, ObservedWorker(id="decode-1", role=DECODE, phase=STARTING)) == []
-    assert decide(0, 1, drained, ready("decode-1")) == [EndWorker("decode-0")]
+    drained = replace(decode(0), is_retiring=True)
+    assert decide(0, 1, drained) == [StartWorker("worker-1", DECODE)]
+    assert decide(0, 1, drained, worker(1, DECODE, phase=STARTING)) == []
+    assert decide(0, 1, drained, decode(1)) == [EndWorker("worker-0")]
 
 
 def test_a_worker_that_changes_its_role_stands_in_for_nobody() -> None:
-    drained = replace(ready("decode-0"), is_retiring=True)
-    changing = replace(ready("decode-1"), is_held=True)
-    assert decide(0, 2, drained, changing) == [StartWorker("decode-2", DECODE)]
+    drained = replace(decode(0), is_retiring=True)
+    changing = replace(decode(1), is_held=True)
+    assert decide(0, 2, drained, changing) == [StartWorker("worker-2", DECODE)]
 
 
 def test_of_many_that_are_drained_one_goes_for_each_that_comes() -> None:
-    drained = [replace(ready(f"decode-{n}"), is_retiring=True) for n in range(8)]
-    coming = [ObservedWorker(id=f"decode-{n}", role=DECODE, phase=STARTING) for n in (9, 10, 11)]
-    come = [ready(worker.id) for worker in coming]
+    drained = [replace(decode(n), is_retiring=True) for n in range(8)]
+    coming = [worker(n, DECODE, phase=STARTING) for n in (9, 10, 11)]
+    come = [replace(worker, phase=READY) for worker in coming]
 
     def leaves(*workers: ObservedWorker) -> list[str]:
         return [action.worker_id for action in decide(0, 8, *workers) if isinstance(action, EndWorker)]
 
-    assert leaves(*drained, ready("decode-8"), *coming) == ["decode-0", "decode-1"]
-    assert leaves(*drained[2:], ready("decode-8"), *coming) == []
-    assert leaves(*drained[2:], ready("decode-8"), *come) == ["decode-2", "decode-3", "decode-4"]
+    assert leaves(*drained, decode(8), *coming) == ["worker-0", "worker-1"]
+    assert leaves(*drained[2:], decode(8), *coming) == []
+    assert leaves(*drained[2:], decode(8), *come) == ["worker-2", "worker-3", "worker-4"]
 
 
 def test_where_there_is_no_room_for_others_drained_workers_make_it_one_at_a_time() -> None:
     """Ray has room for five of eight."""
-    drained = [replace(ready(f"decode-{n}"), is_retiring=True) for n in range(2)]
-    others = [ready(f"decode-{n}") for n in (2, 3, 4)]
-    waiting = [ObservedWorker(id=f"decode-{n}", role=DECODE, phase=STARTING, waits_for_room=True) for n in range(5, 10)]
-    assert decide(0, 8, *drained, *others, *waiting) == [EndWorker("decode-0")]
+    drained = [replace(decode(n), is_retiring=True) for n in range(2)]
+    others = [decode(n) for n in (2, 3, 4)]
+    waiting = [worker(n, DECODE, phase=STARTING, waits_for_room=True) for n in range(5, 10)]
+    assert decide(0, 8, *drained, *others, *waiting) == [EndWorker("worker-0")]
     leaving = replace(drained[0], phase=LEAVING)
     assert decide(0, 8, leaving, drained[1], *others, *waiting) == []
     assert decide(0, 8, drained[1], *others, replace(waiting[0], waits_for_room=False), *waiting[1:]) == []
 
 
 def test_a_worker_that_hangs_stands_in_for_nobody_and_may_always_leave() -> None:
-    drained, hanging = replace(ready("decode-0"), is_retiring=True), replace(ready("decode-1"), is_silent=True)
+    drained, hanging = replace(decode(0), is_retiring=True), replace(decode(1), is_silent=True)
     assert decide(0, 1, drained, hanging) == []
-    assert decide(0, 1, ready("decode-0", num_requests=9), hanging) == [RetireWorker("decode-1"), EndWorker("decode-1")]
-    assert decide(0, 1, replace(hanging, is_retiring=True)) == [EndWorker("decode-1"), StartWorker("decode-0", DECODE)]
+    assert decide(0, 1, decode(0, num_requests=9), hanging) == [RetireWorker("worker-1"), EndWorker("worker-1")]
+    assert decide(0, 1, replace(hanging, is_retiring=True)) == [EndWorker("worker-1"), StartWorker("worker-0", DECODE)]
 
 
 def test_a_worker_that_drains_without_an_order_goes_at_once_and_another_takes_its_place() -> None:
     """Whoever told it: it takes no new work, so nobody is served by its waiting for the other."""
-    draining = replace(ready("decode-0", num_requests=7), is_draining=True)
-    assert decide(0, 1, draining) == [RetireWorker("decode-0"), EndWorker("decode-0"), StartWorker("decode-1", DECODE)]
-    assert decide(0, 1, draining, ready("decode-1")) == [RetireWorker("decode-0"), EndWorker("decode-0")], (
-        "no other is surplus"
-    )
+    draining = replace(decode(0, num_requests=7), is_draining=True)
+    assert decide(0, 1, draining) == [RetireWorker("worker-0"), EndWorker("worker-0"), StartWorker("worker-1", DECODE)]
+    assert decide(0, 1, draining, decode(1)) == [RetireWorker("worker-0"), EndWorker("worker-0")], "no other is surplus"
     ordered = replace(draining, is_retiring=True)
-    assert decide(0, 1, ordered) == [EndWorker("decode-0"), StartWorker("decode-1", DECODE)]
-    drained = replace(ready("decode-1"), is_retiring=True)
-    assert EndWorker("decode-1") not in decide(0, 1, draining, drained), "it stands in for nobody"
+    assert decide(0, 1, ordered) == [EndWorker("worker-0"), StartWorker("worker-1", DECODE)]
+    drained = replace(decode(1), is_retiring=True)
+    assert EndWorker("worker-1") not in decide(0, 1, draining, drained), "it stands in for nobody"
 
 
 def rolling(*workers: ObservedWorker, desired: tuple[int, int] = (0, 2), room: Role = DECODE) -> list[Action]:
@@ -185,56 +208,55 @@ def rolling(*workers: ObservedWorker, desired: tuple[int, int] = (0, 2), room: R
     return reconcile(sizes(*desired), workers, 0.0, GivingWay(room={room}))
 
 
-def older(worker_id: str, role: Role | None = None) -> ObservedWorker:
-    """A worker on a pod of an older version."""
-    found = replace(ready(worker_id), is_outdated=True)
-    return found if role is None else replace(found, role=role)
+def older(worker: ObservedWorker, role: Role | None = None) -> ObservedWorker:
+    """The worker on a pod of an older version, and in that role by now."""
+    return replace(worker, is_outdated=True, role=role or worker.role)
 
 
 def test_a_newer_version_begins_before_another_worker_leaves() -> None:
     """The one that leaves is on an older pod, however much it has to do."""
-    before = [replace(older("decode-0"), num_requests=9), replace(older("decode-1"), num_requests=8)]
-    begun = ObservedWorker(id="decode-2", role=DECODE, phase=STARTING)
-    assert rolling(*before) == [StartWorker("decode-2", DECODE)]
+    before = [replace(older(decode(0)), num_requests=9), replace(older(decode(1)), num_requests=8)]
+    begun = worker(2, DECODE, phase=STARTING)
+    assert rolling(*before) == [StartWorker("worker-2", DECODE)]
     assert rolling(*before, begun) == []
-    served = decide(0, 2, *before, ready("decode-2"))
-    assert served == [RetireWorker("decode-1"), EndWorker("decode-1")]
+    served = decide(0, 2, *before, decode(2))
+    assert served == [RetireWorker("worker-1"), EndWorker("worker-1")]
     leaving = replace(before[1], phase=LEAVING, is_retiring=True)
-    assert decide(0, 2, before[0], leaving, ready("decode-2")) == []
-    assert rolling(before[0], ready("decode-2")) == [StartWorker("decode-1", DECODE)]
-    assert rolling(ready("decode-1"), ready("decode-2")) == [], "all are of the newer version"
+    assert decide(0, 2, before[0], leaving, decode(2)) == []
+    assert rolling(before[0], decode(2)) == [StartWorker("worker-1", DECODE)]
+    assert rolling(decode(1), decode(2)) == [], "all are of the newer version"
 
 
 def test_a_version_that_does_not_start_takes_nobody_s_place() -> None:
     """It is tried again and again beside all of the older ones, and forgotten when its pod goes."""
-    before = [older("decode-0"), older("decode-1")]
-    dead = ObservedWorker(id="decode-2", role=DECODE, phase=DOWN, start_at_s=5.0)
+    before = [older(decode(0)), older(decode(1))]
+    dead = worker(2, DECODE, phase=DOWN, start_at_s=5.0)
     assert rolling(*before, dead) == []
-    assert rolling(*before, replace(dead, start_at_s=0.0)) == [StartWorker("decode-2", DECODE)]
-    assert decide(0, 2, *before, dead) == [RetireWorker("decode-2"), ForgetWorker("decode-2")]
+    assert rolling(*before, replace(dead, start_at_s=0.0)) == [StartWorker("worker-2", DECODE)]
+    assert decide(0, 2, *before, dead) == [RetireWorker("worker-2"), ForgetWorker("worker-2")]
 
 
 def test_a_pool_that_is_not_whole_mends_itself_first() -> None:
     """The newer version's pod takes what is missing."""
-    dead = ObservedWorker(id="decode-1", role=DECODE, phase=DOWN)
-    assert rolling(older("decode-0"), dead) == [StartWorker("decode-1", DECODE)]
-    assert rolling(older("decode-0"), replace(dead, phase=STARTING)) == []
-    assert rolling(older("decode-0")) == [StartWorker("decode-1", DECODE)]
+    dead = worker(1, DECODE, phase=DOWN)
+    assert rolling(older(decode(0)), dead) == [StartWorker("worker-1", DECODE)]
+    assert rolling(older(decode(0)), replace(dead, phase=STARTING)) == []
+    assert rolling(older(decode(0))) == [StartWorker("worker-1", DECODE)]
 
 
 def test_a_worker_that_changed_its_role_is_drained_off_an_older_pod() -> None:
     """None that begins in its pod's pool would have its role. Others on older pods of that pool give way first."""
-    moved = older("prefill-0", DECODE)
-    mates = [ready("decode-0"), ready("decode-1")]
+    moved = older(prefill(100), DECODE)
+    mates = [decode(0), decode(1)]
     assert rolling(moved, *mates, desired=(0, 3), room=PREFILL) == [
-        RetireWorker("prefill-0"),
-        EndWorker("prefill-0"),
-        StartWorker("decode-2", DECODE),
+        RetireWorker("worker-100"),
+        EndWorker("worker-100"),
+        StartWorker("worker-2", DECODE),
     ]
-    assert rolling(moved, *mates, older("prefill-1"), desired=(1, 3), room=PREFILL) == [
-        StartWorker("prefill-2", PREFILL)
+    assert rolling(moved, *mates, older(prefill(101)), desired=(1, 3), room=PREFILL) == [
+        StartWorker("worker-2", PREFILL)
     ]
-    others = replace(older("prefill-1", DECODE), is_retiring=True, phase=LEAVING)
+    others = replace(older(prefill(101), DECODE), is_retiring=True, phase=LEAVING)
     assert rolling(moved, *mates, others, desired=(0, 3), room=PREFILL) == [], "one at a time"
     assert rolling(moved, *mates, desired=(0, 3), room=DECODE) == []
 
@@ -246,46 +268,46 @@ def in_place(prefill: int, decode: int, *workers: ObservedWorker) -> list[Action
 
 def test_in_place_the_last_worker_of_a_pool_leaves_to_the_other_pool() -> None:
     """First the prefill worker, for a decode worker computes prompts; the decode worker when that one is back."""
-    prefill, decode = (replace(ready(name), is_retiring=True) for name in ("prefill-0", "decode-0"))
-    starts = [StartWorker("prefill-1", PREFILL), StartWorker("decode-1", DECODE)]
-    assert decide(1, 1, prefill, decode) == starts
-    assert in_place(1, 1, prefill, decode) == [EndWorker("prefill-0"), *starts]
-    coming = ObservedWorker(id="prefill-1", role=PREFILL, phase=STARTING)
-    waiting = ObservedWorker(id="decode-1", role=DECODE, phase=STARTING, waits_for_room=True)
-    assert in_place(1, 1, decode, coming, waiting) == []
-    assert in_place(1, 1, decode, ready("prefill-1"), waiting) == [EndWorker("decode-0")]
-    assert in_place(0, 1, decode, waiting) == [EndWorker("decode-0")]
+    first, other = (replace(each, is_retiring=True) for each in (prefill(0), decode(1)))
+    starts = [StartWorker("worker-2", PREFILL), StartWorker("worker-3", DECODE)]
+    assert decide(1, 1, first, other) == starts
+    assert in_place(1, 1, first, other) == [EndWorker("worker-0"), *starts]
+    coming = worker(2, PREFILL, phase=STARTING)
+    waiting = worker(3, DECODE, phase=STARTING, waits_for_room=True)
+    assert in_place(1, 1, other, coming, waiting) == []
+    assert in_place(1, 1, other, prefill(2), waiting) == [EndWorker("worker-1")]
+    assert in_place(0, 1, other, waiting) == [EndWorker("worker-1")]
 
 
 def test_in_place_at_most_one_of_a_pool_is_missing() -> None:
     """No pod of a newer version comes before an older one has gone, so none begins there beside them."""
-    drained = [replace(ready(f"decode-{n}"), is_retiring=True) for n in range(2)]
-    coming = [ObservedWorker(id=f"decode-{n}", role=DECODE, phase=STARTING) for n in (3, 4)]
-    assert in_place(0, 3, *drained, ready("decode-2"), *coming) == [EndWorker("decode-0")]
-    assert in_place(0, 2, older("decode-0"), older("decode-1")) == []
+    drained = [replace(decode(n), is_retiring=True) for n in range(2)]
+    coming = [worker(n, DECODE, phase=STARTING) for n in (3, 4)]
+    assert in_place(0, 3, *drained, decode(2), *coming) == [EndWorker("worker-0")]
+    assert in_place(0, 2, older(decode(0)), older(decode(1))) == []
 
 
 def test_a_prefill_pool_that_is_to_be_empty_needs_nobody_else() -> None:
-    assert decide(0, 1, ready("prefill-0"), ready("decode-0")) == [RetireWorker("prefill-0"), EndWorker("prefill-0")]
+    assert decide(0, 1, prefill(100), decode(0)) == [RetireWorker("worker-100"), EndWorker("worker-100")]
 
 
 def test_a_change_of_role_under_way_is_left_alone() -> None:
-    changing = replace(ready("decode-1"), is_held=True)
-    assert decide(1, 2, ready("prefill-0"), ready("decode-0"), changing) == []
-    assert decide(1, 1, ready("prefill-0"), ready("decode-0", num_requests=5), changing) == [
-        RetireWorker("decode-0")
-    ], "orders refuse this meanwhile; even so nobody is left without a decode worker"
+    changing = replace(decode(1), is_held=True)
+    assert decide(1, 2, prefill(100), decode(0), changing) == []
+    assert decide(1, 1, prefill(100), decode(0, num_requests=5), changing) == [RetireWorker("worker-0")], (
+        "orders refuse this meanwhile; even so nobody is left without a decode worker"
+    )
 
 
 def test_a_worker_that_has_to_leave_does_so_after_its_change_of_role() -> None:
-    changing = replace(ready("decode-1"), is_held=True, is_retiring=True)
-    assert decide(0, 1, ready("decode-0"), changing) == []
-    assert decide(0, 1, ready("decode-0"), replace(changing, is_held=False)) == [EndWorker("decode-1")]
+    changing = replace(decode(1), is_held=True, is_retiring=True)
+    assert decide(0, 1, decode(0), changing) == []
+    assert decide(0, 1, decode(0), replace(changing, is_held=False)) == [EndWorker("worker-1")]
 
 
 def test_who_leaves_is_not_told_twice() -> None:
-    leaving = ObservedWorker(id="decode-1", role=DECODE, phase=LEAVING, is_retiring=True)
-    assert decide(0, 1, ready("decode-0"), leaving) == []
+    leaving = worker(1, DECODE, phase=LEAVING, is_retiring=True)
+    assert decide(0, 1, decode(0), leaving) == []
 
 
 class World:
@@ -307,7 +329,7 @@ class World:
                     before = self.workers.get(worker_id)
                     assert before is None or (before.phase is DOWN and before.role is role)
                     assert before is None or before.start_at_s <= self.now_s
-                    self.workers[worker_id] = ObservedWorker(id=worker_id, role=role, phase=STARTING)
+                    self.workers[worker_id] = ObservedWorker(id=worker_id, pool=role, role=role, phase=STARTING)
                 case RetireWorker(worker_id):
                     assert not self.workers[worker_id].is_retiring
                     self.workers[worker_id] = replace(self.workers[worker_id], is_retiring=True)

@@ -140,7 +140,7 @@ def test_workers_in_a_ray_that_goes_on_are_known_to_the_next_cluster(tmp_path: P
 
 
 async def test_a_setting_of_another_release_is_a_sentence_and_not_the_actors_end() -> None:
-    actor = actors.WorkerActor("decode", "decode-0", "", '{"engine": {"of_tomorrow": 1}}')
+    actor = actors.WorkerActor("decode", "worker-0", "", '{"engine": {"of_tomorrow": 1}}', pool="decode")
     with pytest.raises(ConfigError, match=r"unknown setting engine\.of_tomorrow"):
         await actor.start()
 
@@ -154,8 +154,8 @@ async def test_a_worker_whose_name_another_process_has_says_so() -> None:
             code = f"import os; os.write({ready_fd}, b'{REPORT}\\n'); os._exit({FENCED})"
             return subprocess.Popen([sys.executable, "-c", code], pass_fds=[ready_fd])
 
-    with pytest.raises(WorkerFailed, match="another process has the name decode-0: does another cluster use this Red"):
-        await Fenced("decode", "decode-0", "", Config().to_json()).ended()
+    with pytest.raises(WorkerFailed, match="another process has the name worker-0: does another cluster use this Red"):
+        await Fenced("decode", "worker-0", "", Config().to_json(), pool="decode").ended()
 
 
 def test_a_start_that_takes_too_long_does_not_show_redis_password() -> None:

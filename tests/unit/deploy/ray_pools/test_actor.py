@@ -32,7 +32,7 @@ async def test_a_node_with_another_secret_says_so_and_where(tmp_path: Path) -> N
     fingerprint = KeyFile(tmp_path / "ours", Principal.CONTROLLER).keys.fingerprint
     config = Config(engine=EngineConfig(runner="arithmetic"), cluster=ClusterConfig(secret=str(tmp_path / "theirs")))
     with pytest.raises(ConfigError, match=r"theirs on .* are not those of this cluster's controller: cluster\.secret"):
-        await Alone("decode", "decode-0", "127.0.0.1", config.to_json(), fingerprint).start()
+        await Alone("decode", "worker-0", "127.0.0.1", config.to_json(), fingerprint, pool="decode").start()
 
 
 async def test_why_a_worker_does_not_start_is_in_its_container_s_log(
@@ -42,7 +42,8 @@ async def test_why_a_worker_does_not_start_is_in_its_container_s_log(
     config = Config(engine=EngineConfig(runner="arithmetic"), telemetry=TelemetryConfig(log_format="json"))
     with node(tmp_path) as here:
         monkeypatch.setenv(SOCKET, str(here.folder / "socket"))
-        worker = Alone("decode", "decode-0", "192.0.2.1", config.to_json())
+        worker = Alone("decode", "worker-0", "192.0.2.1", config.to_json(), pool="prefill")
+        assert await worker.pool() == "prefill", "it has changed its role before"
         with pytest.raises(ConfigError, match=r"cluster\.secret"):
             await worker.start()
         with pytest.raises(ConfigError):
@@ -51,9 +52,9 @@ async def test_why_a_worker_does_not_start_is_in_its_container_s_log(
         await worker._ended
         here.wait_for("no worker")
         lines = [json.loads(line) for line in here.end().splitlines()]
-    of_worker = [line["message"] for line in lines if line.get("worker") == "decode-0"]
-    assert of_worker[0] == "decode-0 starts"
-    assert "decode-0 ended with status 1" in of_worker
+    of_worker = [line["message"] for line in lines if line.get("worker") == "worker-0"]
+    assert of_worker[0] == "worker-0 starts: it is a decode worker"
+    assert "worker-0 ended with status 1" in of_worker
     assert any("cluster.secret" in message for message in of_worker)
 
 
@@ -86,8 +87,8 @@ async def test_a_worker_that_dies_at_its_start_leaves_its_last_words(
     monkeypatch.setattr(actor, "module_command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
     log.write_text("Traceback (most recent call last):\nIllegalInstruction: amx\n")
     with pytest.raises(WorkerFailed) as error:
-        await Alone("decode", "decode-0", "127.0.0.1", Config().to_json()).start()
-    assert str(error.value) == f"decode-0 ended before it was ready: IllegalInstruction: amx; its log: {log}"
+        await Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode").start()
+    assert str(error.value) == f"worker-0 ended before it was ready: IllegalInstruction: amx; its log: {log}"
     log.unlink()
-    with pytest.raises(WorkerFailed, match="decode-0 ended before it was ready; its log says why"):
-        await Alone("decode", "decode-0", "127.0.0.1", Config().to_json()).start()
+    with pytest.raises(WorkerFailed, match="worker-0 ended before it was ready; its log says why"):
+        await Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode").start()
