@@ -8,7 +8,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -75,7 +75,7 @@ def logs(
     with contextlib.closing(target.client()) as client:
         if not part:
             workers = client.status()["workers"]
-            _list_logs([worker["id"] for worker in workers], files, target.as_json)
+            _list_logs(workers, files, target.as_json)
             return
         more: Iterator[str]
         if part in files:
@@ -94,14 +94,15 @@ def _print_lines(lines: Iterable[str], part: str, as_json: bool) -> None:
         print(json.dumps({"part": part, "line": line}, ensure_ascii=False) if as_json else line, flush=True)  # noqa: T201
 
 
-def _list_logs(workers: list[str], files: dict[str, Path], as_json: bool) -> None:
+def _list_logs(workers: list[dict[str, Any]], files: dict[str, Path], as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"workers": workers, "files": {name: str(path) for name, path in files.items()}}))  # noqa: T201
+        found = {"workers": [w["id"] for w in workers], "files": {name: str(path) for name, path in files.items()}}
+        print(json.dumps(found))  # noqa: T201
         return
     if not workers and not files:
         raise NoWorker("no worker is known, and no `baton up` of this machine has left a log")
     for worker in workers:
-        print(f"{worker}: a worker")  # noqa: T201
+        print(f"{worker['id']}: a {worker['role']} worker")  # noqa: T201
     for name, path in files.items():
         print(f"{name}: {path}")  # noqa: T201
 

@@ -261,7 +261,7 @@ def leases(seen: Look, lease_s: float, now_s: Callable[[], float] = time.time) -
     if not seen.leases:
         return
     late = {
-        f"{lease.worker.info.id} ({lease.left_s:.1f} s left)" for lease in seen.leases if lease.left_s < lease_s / 2
+        f"{lease.worker.info.label}: {lease.left_s:.1f} s left" for lease in seen.leases if lease.left_s < lease_s / 2
     }
     yield judged(
         "leases",
@@ -294,7 +294,9 @@ def kv_compatibility(workers: Sequence[Worker]) -> Iterator[Check]:
     for worker in workers:
         by_content[worker.info.content_id].append(worker)
     if len(by_content) > 1:
-        groups = "; ".join(f"{content[:8]}: {names(w.info.id for w in group)}" for content, group in by_content.items())
+        groups = "; ".join(
+            f"{content[:8]}: {names(w.info.label for w in group)}" for content, group in by_content.items()
+        )
         yield Check(
             "model of the workers",
             "warn",
@@ -302,10 +304,10 @@ def kv_compatibility(workers: Sequence[Worker]) -> Iterator[Check]:
             "an upgrade to another model ends with one; two clusters should have a Redis (or DB) each",
         )
     for group in by_content.values():
-        kinds = by_value((w.info.id, w.info.wire_compat[:8]) for w in group)
+        kinds = by_value((w.info.label, w.info.wire_compat[:8]) for w in group)
         yield kv_kinds(kinds)
         yield from shapes([(w.info.id, w.info.role.value, w.info.block_size, w.info.chunk_tokens) for w in group])
-        lengths = by_value((w.info.id, str(w.info.max_model_len)) for w in group)
+        lengths = by_value((w.info.label, str(w.info.max_model_len)) for w in group)
         if len(lengths) > 1:
             yield Check(
                 "context of the workers",

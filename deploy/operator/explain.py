@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.api import Explanation, Option, PlacementSeconds
-from baton.cluster import Role
+from baton.cluster import Role, with_role
 from baton.errors import InvalidRequest
 from baton.timelines import RequestSummary, RequestTimeline, TimelinePhase, summary_json, timeline_json
 from deploy.operator.tables import new_table
@@ -119,7 +119,8 @@ def phase_table(phases: Sequence[TimelinePhase], total_s: float) -> Table:
 
 
 def _print_placement(out: Console, placed: Explanation) -> None:
-    workers = " -> ".join(name for name in (placed.prefill_worker, placed.decode_worker) if name)
+    by_role = {Role.PREFILL: placed.prefill_worker, Role.DECODE: placed.decode_worker}
+    workers = " -> ".join(with_role(worker_id, role) for role, worker_id in by_role.items() if worker_id)
     pulled = f", pulls {placed.source_tokens} tokens from {placed.source}" if placed.source else ""
     measured = f"{placed.measured_ttft_s:.3f} s" if placed.measured_ttft_s else "not yet"
     name = f"{placed.request_id}/{placed.choice_index}"
@@ -142,12 +143,14 @@ def seconds_table(predicted: PlacementSeconds, measured: PlacementSeconds) -> Ta
 
 def option_table(options: Sequence[Option]) -> Table:
     """The workers that could have been chosen, the fastest to a first token first."""
-    table = new_table("worker (ms)", "cached", "wait", "pull", "compute", "cost", "room", "exposed", "step")
+    table = new_table("worker (ms)", "role", "cached", "wait", "pull", "compute", "cost", "room", "exposed", "step")
+    table.collapse_padding = True  # else it is wider than 80 columns
     for option in options:
         seconds = (option.wait_s, option.pull_s, option.compute_s, option.cost_s)
         decoding = (option.room_s, option.exposed_s, option.step_s)
         table.add_row(
             option.worker_id,
+            option.role,
             str(option.num_cached_tokens),
             *(f"{value * 1e3:.1f}" for value in seconds),
             *(f"{value * 1e3:.1f}" if option.role == Role.DECODE else "" for value in decoding),

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from baton.cluster import with_role
 from baton.errors import BatonError, Conflict, InvalidRequest
 from deploy.operator.client import Client
 
@@ -64,17 +65,18 @@ def drain(client: Client, console: Console, worker_id: str, timeout_s: float, as
     """Has a worker leave, and waits. Raises Conflict when it is not gone within `timeout_s`."""
     began_s = time.monotonic()
     before = _find(client.status(), worker_id)
+    label = with_role(worker_id, before["role"] if before else "")
     client.drain(worker_id)
 
     def progress(status: dict[str, Any]) -> tuple[bool, str]:
         worker = _find(status, worker_id)
         is_gone = worker is None or (before is not None and worker["pid"] != before["pid"])
-        return is_gone, f"{worker_id}: {worker['state'] if worker else 'gone'}"
+        return is_gone, f"{label}: {worker['state'] if worker else 'gone'}"
 
     _wait(client, console, progress, timeout_s)
     _report(
         {"worker": worker_id, "seconds": _since(began_s)},
-        f"{worker_id} is gone, after {_since(began_s):.1f} s",
+        f"{label} is gone, after {_since(began_s):.1f} s",
         as_json,
     )
 

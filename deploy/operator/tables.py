@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from baton.cluster import Role
+from baton.cluster import Role, with_role
 
 
 def print_status(report: dict[str, Any]) -> None:
     """Prints the report of `Client.status`."""
     out = Console(soft_wrap=True)
-    out.print(worker_table(report["workers"]))
-    out.print(transfer_table(report["workers"]))
-    for line in (*moved_lines(report["workers"]), *engine_lines(report["workers"])):
+    workers = in_order(report["workers"])
+    out.print(worker_table(workers))
+    out.print(transfer_table(workers))
+    for line in engine_lines(workers):
         out.print(line, markup=False)
     for name, pool in report["pools"].items():
         out.print(f"pool {name}: {pool['ready']} ready of {pool['desired']} desired")
@@ -36,27 +39,28 @@ def garbage_lines(redis: dict[str, Any]) -> list[str]:
     return [f"  {each['what']} skipped {each['times']} times: {each['latest']}" for each in redis["garbage"]]
 
 
-def moved_lines(workers: list[dict[str, Any]]) -> list[str]:
-    """The workers whose role is not the one that their names have: one line each."""
-    return [
-        f"{worker['id']} began as a {began} worker, and keeps its name"
-        for worker in workers
-        if (began := worker["id"].rpartition("-")[0]) in list(Role) and began != worker["role"]
-    ]
+def in_order(workers: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Workers as they are shown: those of the prefill pool first, each pool's by their numbers."""
+    return sorted(workers, key=lambda worker: (worker["role"] != Role.PREFILL, natural_key(worker["id"])))
 
 
-def engine_lines(workers: list[dict[str, Any]]) -> list[str]:
+def natural_key(text: str) -> list[tuple[int, str]]:
+    """A key by which worker-2 comes before worker-10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)]
+
+
+def engine_lines(workers: Sequence[Mapping[str, Any]]) -> list[str]:
     """The engines and samplers that compute: one line for each pair, with its workers."""
     pairs: dict[tuple[str, str], list[str]] = {}
     for worker in workers:
-        pairs.setdefault((worker["engine"], worker["sampler"]), []).append(worker["id"])
+        pairs.setdefault((worker["engine"], worker["sampler"]), []).append(with_role(worker["id"], worker["role"]))
     return [
         f"engine {engine or 'unknown'}, sampler {sampler or 'unknown'}: {', '.join(ids)}"
         for (engine, sampler), ids in sorted(pairs.items())
     ]
 
 
-def worker_table(workers: list[dict[str, Any]]) -> Table:
+def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
     """One row per worker, with its KV blocks. A failed self-check is shown with the state.
 
     Args:
@@ -74,13 +78,13 @@ def worker_table(workers: list[dict[str, Any]]) -> Table:
     return table
 
 
-def transfer_table(workers: list[dict[str, Any]]) -> Table:
+def transfer_table(workers: Sequence[Mapping[str, Any]]) -> Table:
     """One row per worker, with its KV transfers."""
     table = new_table("KV transfers", "committed", "failed", "pulled tokens", "unsent MiB", "pairs", "slots")
     for worker in workers:
         kv = worker["transfers"]
         table.add_row(
-            worker["id"],
+            with_role(worker["id"], worker["role"]),
             *(str(kv[name]) for name in ("committed", "failed", "pulled_tokens")),
             f"{kv['unsent_bytes'] / 2**20:.1f}",
             *(str(kv[name]) for name in ("open_pairs", "slots_in_use")),

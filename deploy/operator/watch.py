@@ -23,6 +23,7 @@ from rich.text import Text
 from baton.errors import BatonError, InvalidRequest, NoWorker
 from deploy.operator.client import OPEN, Access, Client, StatusJson
 from deploy.operator.scrape import Samples, Scraper, seen_from
+from deploy.operator.tables import in_order
 
 REFRESH_S = 1.0
 RECENT_S = 10.0
@@ -294,7 +295,7 @@ def _worker_table(workers: Iterable[Mapping[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("worker", "role", "state", "running", "waiting", "KV in use", "cached", "node"):
         table.add_column(heading)
-    for worker in workers:
+    for worker in in_order(workers):
         blocks = worker["blocks"]
         total = blocks["total"] or 1
         is_well = worker["self_check"] == "ok"

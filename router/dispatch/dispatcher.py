@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 from baton.blocks import block_keys
-from baton.cluster import Worker
+from baton.cluster import Role, Worker, with_role
 from baton.config import RouterConfig
 from baton.errors import InvalidRequest, WorkerDraining, WorkerFailed
 from baton.messages import NewTokens, SequenceSpec
@@ -255,7 +255,7 @@ class Dispatcher:
 
     def _note_placed(self, choice: Choice, spec: SequenceSpec, placement: Placement, *, is_move: bool) -> None:
         now_s, decode_worker = time.monotonic(), placement.decode_worker
-        kind, text = EventKind.MOVED, f"goes on at {decode_worker}, which has its KV now"
+        kind, text = EventKind.MOVED, f"goes on at {with_role(decode_worker, Role.DECODE)}, which has its KV now"
         if not is_move:
             kind, text = EventKind.PLACED, placed_text(placement, now_s - choice.began_s)
         choice.events.note(now_s, kind, text, spec.attempt, decode_worker)
@@ -264,7 +264,7 @@ class Dispatcher:
         """Notes that a worker leaves, before it has computed anything of the choice."""
         self._pools.leaves(worker)
         worker_id = worker.info.id
-        text = f"{worker_id} leaves its role: placed again"
+        text = f"{worker.info.label} leaves its role: placed again"
         choice.events.note(time.monotonic(), EventKind.LEAVING, text, attempt.spec.attempt, worker_id)
 
     def _see_prompt(self, choice: Choice, prompt: Prompt) -> None:
@@ -293,13 +293,12 @@ class Dispatcher:
         if isinstance(error, WorkerDraining):
             self._leaves(choice, worker, attempt)
             return
-        worker_id = worker.info.id
-        text = failed_text(worker_id, error, len(choice.emitted))
-        choice.events.note(time.monotonic(), EventKind.FAILED, text, attempt.spec.attempt, worker_id)
+        text = failed_text(worker.info, error, len(choice.emitted))
+        choice.events.note(time.monotonic(), EventKind.FAILED, text, attempt.spec.attempt, worker.info.id)
         if isinstance(error, WorkerFailed):
             self._pools.suspect(worker)
         failed = Failure(
-            worker_id=worker_id,
+            worker=worker.info,
             error=error,
             placement=attempt.assignment.placement,
             num_emitted=len(choice.emitted),

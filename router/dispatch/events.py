@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from baton.cluster import Role, WorkerInfo, with_role
 from baton.errors import BatonError, InvalidRequest, Unsupported
 from router.placement import Mode, Placement
 
@@ -67,7 +68,8 @@ class EventLog:
 
 def placed_text(placement: Placement, waited_s: float) -> str:
     """Says where a choice goes, and how long that took to decide."""
-    workers = " -> ".join(name for name in (placement.prefill_worker, placement.decode_worker) if name)
+    by_role = {Role.PREFILL: placement.prefill_worker, Role.DECODE: placement.decode_worker}
+    workers = " -> ".join(with_role(worker_id, role) for role, worker_id in by_role.items() if worker_id)
     text = f"placed: {'split' if placement.mode is Mode.SPLIT else 'aggregated'} on {workers}"
     if placement.source:
         text += f", pulls {placement.source_tokens} tokens from {placement.source}"
@@ -82,6 +84,6 @@ def error_text(error: BaseException) -> str:
     return f"{kind}: {error}" if is_ours else kind
 
 
-def failed_text(worker_id: str, error: BatonError, num_emitted: int) -> str:
+def failed_text(worker: WorkerInfo, error: BatonError, num_emitted: int) -> str:
     """Says which worker failed, when and why."""
-    return f"failed on {worker_id} after {num_emitted} tokens: {error_text(error)}"
+    return f"failed on {worker.label} after {num_emitted} tokens: {error_text(error)}"

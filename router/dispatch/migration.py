@@ -81,7 +81,7 @@ class Migration:
                 async with self._client.fetch(worker, spec, source, trace=attempt.choice.trace) as fetching:
                     fetched = await fetching.read()
         except WorkerCallError as failure:
-            logger.warning("%s does not move to %s: %s", spec.sequence_id, worker.info.id, failure.error)
+            logger.warning("%s does not move to %s: %s", spec.sequence_id, worker.info.label, failure.error)
             if isinstance(failure.error, WorkerDraining):
                 self._pools.leaves(worker)
             return False

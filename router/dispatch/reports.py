@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from baton.cluster import Worker
 from baton.messages import FirstToken, HandedOver, PrefillReport, Ticket
 from baton.telemetry.instruments import Instruments
 from router.dispatch.choice import Attempt
@@ -28,7 +29,9 @@ class Reports:
         choice.stages.has_room(now_s)
         if choice.decision is not None and attempt.spec.attempt == 0:
             choice.decision.measured.room_s = choice.stages.noted[-1].took_s
-        choice.events.note(now_s, EventKind.ROOM, f"{worker_id} has room", attempt.spec.attempt, worker_id)
+        choice.events.note(
+            now_s, EventKind.ROOM, f"{attempt.assignment.decode.info.label} has room", attempt.spec.attempt, worker_id
+        )
 
     def prefill(self, attempt: Attempt, report: PrefillReport) -> None:
         """Books that the prompt is computed and the first token here."""
@@ -47,9 +50,8 @@ class Reports:
         choice.stages.computed(now_s, report.prefill_s, report.room_s)
         elapsed_s = now_s - choice.began_s
         worker_id = attempt.assignment.placement.computes
-        choice.events.note(
-            now_s, EventKind.COMPUTED, _computed_text(report, worker_id), attempt.spec.attempt, worker_id
-        )
+        text = _computed_text(report, attempt.assignment.prefill or attempt.assignment.decode)
+        choice.events.note(now_s, EventKind.COMPUTED, text, attempt.spec.attempt, worker_id)
         if choice.decision is not None and attempt.spec.attempt == 0:
             choice.decision.ttft_s = elapsed_s
             _measure(choice.decision.measured, report)
@@ -81,8 +83,8 @@ class Reports:
         if choice.decision is not None and attempt.spec.attempt == 0:
             choice.decision.measured.exposed_s = report.exposed_s
         text = (
-            f"KV is on {worker_id}: {report.num_bytes / 2**20:,.1f} MiB in {report.transfer_s:.3f} s, of which "
-            f"{report.exposed_s:.3f} s after the prompt was computed"
+            f"KV is on {attempt.assignment.decode.info.label}: {report.num_bytes / 2**20:,.1f} MiB in "
+            f"{report.transfer_s:.3f} s, of which {report.exposed_s:.3f} s after the prompt was computed"
         )
         choice.events.note(now_s, EventKind.HANDED_OVER, text, attempt.spec.attempt, worker_id)
 
@@ -95,9 +97,9 @@ def _measure(measured: MeasuredSeconds, report: PrefillReport) -> None:
     measured.pull_s, measured.compute_s = report.pull_s, report.prefill_s
 
 
-def _computed_text(report: PrefillReport, worker_id: str) -> str:
+def _computed_text(report: PrefillReport, worker: Worker) -> str:
     """Says what a worker took to compute a prompt."""
-    text = f"{worker_id} has the first token: {report.queue_s:.3f} s in its queue"
+    text = f"{worker.info.label} has the first token: {report.queue_s:.3f} s in its queue"
     if report.num_pulled_tokens:
         text += f", {report.pull_s:.3f} s of them pulling {report.num_pulled_tokens} tokens"
     return f"{text}, {report.prefill_s:.3f} s computing; {report.num_cached_tokens} tokens were cached"

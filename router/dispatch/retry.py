@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.cluster import WorkerInfo
 from baton.errors import (
     BatonError,
     LostInStep,
@@ -29,7 +30,7 @@ every worker never gets this far."""
 class Failure:
     """A failed attempt of a choice."""
 
-    worker_id: str
+    worker: WorkerInfo
     """The worker whose call failed."""
     error: BatonError
     placement: Placement
@@ -83,7 +84,7 @@ def to_avoid(failures: Sequence[Failure]) -> Avoidance:
     for failure in failures:
         error, placement = failure.error, failure.placement
         if isinstance(error, Overloaded | Unsupported):
-            refused.add(failure.worker_id)  # before anything was pulled: nothing speaks against the source
+            refused.add(failure.worker.id)  # before anything was pulled: nothing speaks against the source
             unsupported = error if isinstance(error, Unsupported) else unsupported
             continue
         no_sources.add(placement.source)
@@ -95,7 +96,7 @@ def to_avoid(failures: Sequence[Failure]) -> Avoidance:
             if isinstance(error, TransferRefused):  # one of them may fit no other either, and nobody knows which
                 doubted |= pair
             elif not isinstance(error, TransferCorrupted):  # then the other side has answered
-                doubted |= pair - {failure.worker_id}
+                doubted |= pair - {failure.worker.id}
     return Avoidance(
         refused=frozenset(refused),
         unsupported=unsupported,
@@ -110,5 +111,5 @@ def given_up(failures: Sequence[Failure]) -> BatonError:
     error = failures[-1].error
     if len(failures) == 1 or isinstance(error, Overloaded):
         return error
-    reasons = "; ".join(f"{failure.worker_id}: {failure.error}" for failure in failures)
+    reasons = "; ".join(f"{failure.worker.label}: {failure.error}" for failure in failures)
     return type(error)(f"{len(failures)} placements failed: {reasons}")

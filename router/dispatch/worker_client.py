@@ -159,7 +159,7 @@ class _Link:
         command = wire.start_command(messages.StartCall(call_id, request, dict(tracing.to_metadata(trace))))
         lacking = wire.fields_unknown_to(worker.info.known_fields)
         if lacking and (unknown := lacking & wire.fields_in(command)):
-            sentence = f"{worker.info.id} is of an older release and does not know {wire.named(unknown)}"
+            sentence = f"{worker.info.label} is of an older release and does not know {wire.named(unknown)}"
             raise WorkerCallError(worker, Unsupported(sentence))
         self._outbox.put(command)
         call = self._calls[call_id] = WorkerStream(worker, lambda: self._leave(call_id))
@@ -191,7 +191,7 @@ class _Link:
             self._stream.cancel()
             self._writing.cancel()
             for call in self._calls.values():
-                peer = call.worker.info.id
+                peer = call.worker.info.label
                 call.fail(_why(broken, peer) if broken else WorkerFailed(f"{peer} closed the stream"))
             self._calls.clear()
 
@@ -202,12 +202,12 @@ class _Link:
         match event:
             case Failed():
                 del self._calls[call_id]
-                call.fail(from_failed(event, call.worker.info.id))
+                call.fail(from_failed(event, call.worker.info.label))
             case CallEnded():
                 del self._calls[call_id]
-                call.fail(WorkerFailed(f"{call.worker.info.id} ended the call early"))
+                call.fail(WorkerFailed(f"{call.worker.info.label} ended the call early"))
             case None:
-                call.fail(WorkerFailed(f"{call.worker.info.id} speaks a newer version of Baton's protocol"))
+                call.fail(WorkerFailed(f"{call.worker.info.label} speaks a newer version of Baton's protocol"))
             case _:
                 call.deliver(event)
 
@@ -265,7 +265,7 @@ class WorkerClient:
         try:
             return tuple((await stub.ReadLog(asked, metadata=proof, timeout=LOG_TIMEOUT_S)).lines)
         except grpc.aio.AioRpcError as error:
-            raise _why(error, worker.info.id) from error
+            raise _why(error, worker.info.label) from error
 
     async def forget_past_incarnations(self, workers: Collection[Worker]) -> None:
         """Closes the channels of workers that are listed at another address now; their calls have failed anyway."""

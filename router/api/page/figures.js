@@ -137,7 +137,7 @@ export function parts(status) {
     found.push({ name: title(name), level, value: `${pool.ready} of ${pool.desired}`, more: "ready" });
   }
   const sick = status.workers.filter((w) => w.self_check !== "ok");
-  if (sick.length) found.push({ name: "Self-check", level: "bad", value: "failed", more: sick.map((w) => `${w.id}: ${w.self_check}`).join("; ") });
+  if (sick.length) found.push({ name: "Self-check", level: "bad", value: "failed", more: sick.map((w) => `${w.id} (${w.role}): ${w.self_check}`).join("; ") });
   found.push({ name: "Redis", level: status.redis.ok ? "good" : "bad", value: status.redis.ok ? "answers" : "lost", more: status.redis.ok ? "" : "served from memory" });
   found.push(status.controller
     ? { name: "Controller", level: "good", value: "answers", more: "" }

@@ -112,13 +112,13 @@ export class Workers {
 
   async drain(id) {
     const text = `Its requests move to other workers with their KV, its process ends, and another worker takes its place. Answers go on.`;
-    if (await confirm({ title: `Drain ${id}?`, text, yes: "Drain it", isDanger: true })) await give(`${id} drains`, `api/workers/${encodeURIComponent(id)}/drain`, {});
+    if (await confirm({ title: `Drain ${id} (${this.roles[id]})?`, text, yes: "Drain it", isDanger: true })) await give(`${id} drains`, `api/workers/${encodeURIComponent(id)}/drain`, {});
   }
 
   async flip(id) {
     const to = OTHER[this.roles[id]];
     const text = `Its requests move to other workers first; its cache stays. The pools' sizes follow: one ${this.roles[id]} worker less, one ${to} worker more.`;
-    if (await confirm({ title: `Make ${id} a ${to} worker?`, text, yes: `Change to ${to}` })) await give(`${id} is a ${to} worker now`, `api/workers/${encodeURIComponent(id)}/role`, { role: to });
+    if (await confirm({ title: `Make ${id} (${this.roles[id]}) a ${to} worker?`, text, yes: `Change to ${to}` })) await give(`${id} is a ${to} worker now`, `api/workers/${encodeURIComponent(id)}/role`, { role: to });
   }
 
   async scale(event, name, size) {

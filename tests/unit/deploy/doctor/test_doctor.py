@@ -355,7 +355,7 @@ def test_leases_in_order_have_nothing_to_mend() -> None:
 
 def test_a_lease_that_is_renewed_late_is_told() -> None:
     check = lease_findings(worker("d0"), left_s=4.0)["leases"]
-    assert (check.state, "d0 (4.0 s left)" in check.found) == ("warn", True)
+    assert (check.state, "d0 (decode): 4.0 s left" in check.found) == ("warn", True)
 
 
 def test_a_node_whose_clock_is_ahead_is_told_by_its_epochs() -> None:
@@ -367,7 +367,7 @@ def test_a_node_whose_clock_is_ahead_is_told_by_its_epochs() -> None:
 
 def test_workers_that_refuse_each_others_kv_are_told() -> None:
     check = lease_findings(worker("d0"), worker("p0", Role.PREFILL, wire_compat="x" * 32))["kv compatibility"]
-    assert (check.state, check.found) == ("fail", "2 kinds of KV: wwwwwwww: d0; xxxxxxxx: p0")
+    assert (check.state, check.found) == ("fail", "2 kinds of KV: wwwwwwww: d0 (decode); xxxxxxxx: p0 (prefill)")
 
 
 def test_two_models_in_one_redis_are_told_and_are_no_incompatibility() -> None:

@@ -22,7 +22,7 @@ from baton.timelines import (
 from deploy.operator.explain import option_table, print_requests, print_timelines
 
 PREFILL = Option(
-    worker_id="prefill-12",
+    worker_id="worker-12",
     role="prefill",
     num_cached_tokens=1536,
     wait_s=1.25,
@@ -34,7 +34,7 @@ PREFILL = Option(
     cost_s=15.0,
 )
 DECODE = Option(
-    worker_id="decode-3",
+    worker_id="worker-3",
     role="decode",
     num_cached_tokens=0,
     wait_s=0.5,
@@ -56,9 +56,9 @@ EXPLANATION = Explanation(
     num_prompt_tokens=2000,
     num_expected_tokens=128,
     mode="split",
-    prefill_worker="prefill-12",
-    decode_worker="decode-3",
-    source="decode-4",
+    prefill_worker="worker-12",
+    decode_worker="worker-3",
+    source="worker-4",
     source_tokens=1024,
     outcome="let in",
     predicted_ttft_s=14.095,
@@ -91,8 +91,8 @@ SUMMARY = RequestSummary(
     itl_objective_s=0.05,
     stages=StageSeconds(queue=2.5, prefill=12.5, recovery=0.5, decode=4.5),
     mode="split",
-    prefill_worker="prefill-12",
-    decode_worker="decode-3",
+    prefill_worker="worker-12",
+    decode_worker="worker-3",
     retries=1,
 )
 TIMELINE = RequestTimeline(
@@ -105,7 +105,7 @@ TIMELINE = RequestTimeline(
     ),
     events=(
         TimelineEvent(at_s=0.0, what="arrived", text="arrived"),
-        TimelineEvent(at_s=2.75, what="failed", choice_index=1, worker="decode-0", text="failed on decode-0 [gone]"),
+        TimelineEvent(at_s=2.75, what="failed", choice_index=1, worker="worker-0", text="failed on worker-0 [gone]"),
     ),
     num_events_left_out=3,
     placements=(EXPLANATION,),
@@ -137,7 +137,7 @@ def test_a_request_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_happened_is_listed_and_where_the_time_went_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line.split() for line in shown(capsys, TIMELINE).splitlines()]
     assert ["0.000", "arrived"] in rows
-    assert ["2.750", "[1]", "failed", "on", "decode-0", "[gone]"] in rows
+    assert ["2.750", "[1]", "failed", "on", "worker-0", "[gone]"] in rows
     assert ["(3", "events", "in", "the", "middle", "are", "left", "out)"] in rows
     assert ["2.500", "3.000", "0.500", "2.5%", "recovery"] in rows
     assert ["20.000", "100.0%", "in", "all,", "of", "20.000", "s"] in rows
@@ -154,7 +154,7 @@ def test_a_placement_says_where_to_and_why_with_predicted_and_measured_seconds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = placed(capsys, EXPLANATION)
-    assert "req-7/1: split on prefill-12 -> decode-3, pulls 1024 tokens from decode-4; let in" in out
+    assert "req-7/1: split on worker-12 (prefill) -> worker-3 (decode), pulls 1024 tokens from worker-4; let in" in out
     assert "2000 prompt tokens, room for 128 tokens of answer" in out
     assert "first token: predicted 14.095 s, measured 15.500 s" in out
 
@@ -164,7 +164,7 @@ def test_a_placement_leaves_out_what_is_not_there(capsys: pytest.CaptureFixture[
         EXPLANATION, mode="aggregated", prefill_worker="", source="", outcome="refused: too late", measured_ttft_s=0.0
     )
     out = placed(capsys, replace(refused, options=()))
-    assert "req-7/1: aggregated on decode-3; refused: too late" in out
+    assert "req-7/1: aggregated on worker-3 (decode); refused: too late" in out
     assert "measured not yet" in out
     assert "pulls" not in out
     assert "worker (ms)" not in out
@@ -204,6 +204,7 @@ def test_the_options_fit_a_terminal_in_milliseconds_and_only_who_decodes_has_roo
     assert heading.split() == [
         "worker",
         "(ms)",
+        "role",
         "cached",
         "wait",
         "pull",
@@ -213,8 +214,8 @@ def test_the_options_fit_a_terminal_in_milliseconds_and_only_who_decodes_has_roo
         "exposed",
         "step",
     ]
-    assert prefill.split() == ["prefill-12", "1536", "1250.0", "500.0", "12345.0", "15000.0"]
-    row = ["decode-3", "0", "500.0", "0.0", "98765.4", "120500.0", "2500.0", "125.0", "62.5"]
+    assert prefill.split() == ["worker-12", "prefill", "1536", "1250.0", "500.0", "12345.0", "15000.0"]
+    row = ["worker-3", "decode", "0", "500.0", "0.0", "98765.4", "120500.0", "2500.0", "125.0", "62.5"]
     assert decode.split() == row
     assert max(map(len, (heading, prefill, decode))) <= 80
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from deploy.operator.tables import engine_lines, garbage_lines, moved_lines, transfer_table, worker_table
+from deploy.operator.tables import engine_lines, garbage_lines, in_order, transfer_table, worker_table
 
 WORKER = {
-    "id": "decode-0",
+    "id": "worker-0",
     "role": "decode",
     "state": "draining",
     "pid": 123456,
@@ -37,16 +37,16 @@ def printed(table: Table) -> tuple[str, str]:
     return heading, row
 
 
-def test_a_worker_whose_name_is_of_the_other_role_is_pointed_out() -> None:
-    moved = {**WORKER, "id": "prefill-3"}
-    named_otherwise = {**WORKER, "id": "w1"}
-    assert moved_lines([WORKER, moved, named_otherwise]) == ["prefill-3 began as a prefill worker, and keeps its name"]
+def test_prefill_workers_are_shown_first_and_each_pool_s_by_their_numbers() -> None:
+    roles = {"worker-10": "decode", "worker-2": "decode", "worker-11": "prefill", "w": "prefill", "worker-9": "prefill"}
+    shown = in_order([WORKER | {"id": name, "role": role} for name, role in roles.items()])
+    assert [worker["id"] for worker in shown] == ["w", "worker-9", "worker-11", "worker-2", "worker-10"]
 
 
 def test_the_status_table_fits_a_terminal_whole() -> None:
     heading, row = printed(worker_table([WORKER]))
     assert row.split() == [
-        "decode-0",
+        "worker-0",
         "decode",
         "draining",
         "123456",
@@ -72,6 +72,7 @@ def test_the_status_shows_what_is_skipped_in_redis() -> None:
 def test_the_status_shows_a_workers_transfers() -> None:
     heading, row = printed(transfer_table([WORKER]))
     wanted = {"committed": "12", "failed": "6", "pulled tokens": "320", "unsent MiB": "1.5", "pairs": "4", "slots": "3"}
+    assert row.startswith("worker-0 (decode) ")
     for name, value in wanted.items():
         assert row[heading.index(name) :].split()[0] == value, name
 
@@ -80,7 +81,7 @@ def test_workers_are_listed_by_engine_and_sampler() -> None:
     makes = {"d0": ("transformers", "s/1"), "d1": ("", ""), "d2": ("transformers", "s/1"), "d3": ("arithmetic", "s/1")}
     workers = [WORKER | {"id": name, "engine": engine, "sampler": sampler} for name, (engine, sampler) in makes.items()]
     assert engine_lines(workers) == [
-        "engine unknown, sampler unknown: d1",
-        "engine arithmetic, sampler s/1: d3",
-        "engine transformers, sampler s/1: d0, d2",
+        "engine unknown, sampler unknown: d1 (decode)",
+        "engine arithmetic, sampler s/1: d3 (decode)",
+        "engine transformers, sampler s/1: d0 (decode), d2 (decode)",
     ]

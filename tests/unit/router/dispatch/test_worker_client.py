@@ -141,7 +141,7 @@ async def joined(engine: Engine) -> AsyncIterator[Callable[[str], Stream]]:
         yield lambda name: calls.decode(worker_at(port), spec(name), await_kv=False, trace=Context())
 
 
-def worker_at(port: int, worker_id: str = "decode-0", incarnation: str = "") -> Worker:
+def worker_at(port: int, worker_id: str = "worker-0", incarnation: str = "") -> Worker:
     address = f"127.0.0.1:{port}"
     return builders.worker(worker_id, address=address, known_fields=wire.KNOWN_FIELDS, incarnation=incarnation)
 
@@ -340,8 +340,8 @@ async def test_a_call_that_has_ended_is_not_cancelled() -> None:
         (Overloaded("full", retry_after_s=2.5), Overloaded("full", retry_after_s=2.5)),
         (InvalidRequest("too long"), InvalidRequest("too long")),
         (TransferCorrupted("by the link"), TransferCorrupted("by the link")),
-        (ValueError("a defect"), WorkerFailed("decode-0 failed: internal error; the worker's log says more")),
-        (BatonError("odd"), WorkerFailed("decode-0 failed: odd")),
+        (ValueError("a defect"), WorkerFailed("worker-0 (decode) failed: internal error; the worker's log says more")),
+        (BatonError("odd"), WorkerFailed("worker-0 (decode) failed: odd")),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -355,7 +355,7 @@ async def test_an_error_arrives_as_what_it_was_and_after_what_came_before(
         assert await read(stream) == tokens_of("1", 0)
         failure = await failure_of(stream.read())
         assert (type(failure.error), str(failure.error)) == (type(expected), str(expected))
-        assert failure.worker.info.id == "decode-0"
+        assert failure.worker.info.id == "worker-0"
         if isinstance(failure.error, Overloaded):
             assert failure.error.retry_after_s == 2.5
         engine.say("2", tokens_of("2", 0))
@@ -385,7 +385,7 @@ async def test_the_end_of_the_stream_fails_all_its_calls_at_once_and_the_next_ca
             assert await read(streams[0]) == tokens_of("1", 0), "what came before the end is not lost"
             failures = [await failure_of(streams[0].read()), *[await each for each in reading]]
             assert {(type(f.error), f.worker) for f in failures} == {(WorkerFailed, worker)}
-            assert all("decode-0" in str(failure) for failure in failures)
+            assert all("worker-0 (decode)" in str(failure) for failure in failures)
         failure = await failure_of(calls.decode(worker, spec("6"), await_kv=False, trace=Context()).read())
         assert isinstance(failure.error, WorkerFailed), "nobody listens"
         async with serving(again := Engine(), port):
@@ -638,7 +638,7 @@ async def test_a_worker_that_refuses_this_router_is_lost_to_it_until_its_next_le
             async with client.decode(worker, spec("1"), await_kv=False, trace=Context()) as stream:
                 failure = await failure_of(read(stream))
             assert type(failure.error) is WorkerFailed, "no client of ours is unauthenticated"
-            assert "decode-0 does not serve this router: " in str(failure.error)
+            assert "worker-0 (decode) does not serve this router: " in str(failure.error)
         assert not engine.said, "no call began"
         for name in ("1", "2"):
             engine.say(name, tokens_of(name, 0))
