@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+from baton.cluster import with_role
 from baton.config import Config, without_password
 from baton.errors import BatonError, Forbidden, InvalidRequest, NoWorker, Unauthenticated
 from baton.tls import member_tls
@@ -133,7 +134,7 @@ def pools(status: StatusJson) -> Iterator[Check]:
 def workers(status: StatusJson) -> Iterator[Check]:
     for worker in status["workers"]:
         yield judged(
-            f"worker {worker['id']}",
+            with_role(worker["id"], worker["role"]),
             worker["self_check"] == "ok",
             worker["self_check"],
             "a leak: please report it with the worker's log",

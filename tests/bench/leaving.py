@@ -85,7 +85,7 @@ def _fleet() -> Iterator[Fleet]:
     """With a prefill and a decode worker."""
     router = RouterConfig(mode="split", cache_secret="leaving")
     with running_fleet(TransferConfig(), router, step_ms=STEP_MS, num_blocks=4096) as fleet:
-        fleet.wait_for(fleet.add(Role.PREFILL, "prefill-0"), fleet.add(Role.DECODE))
+        fleet.wait_for(fleet.add(Role.PREFILL), fleet.add(Role.DECODE))
         yield fleet
 
 

@@ -101,7 +101,7 @@ def _worker(rng: random.Random, index: int) -> Worker:
     role = Role.DECODE if index % 2 else Role.PREFILL
     load = replace(builders.READY, blocks=BlockCounts(total=100_000, free=100_000), running=rng.randrange(8))
     return builders.worker(
-        f"{role}-{index}",
+        f"worker-{index}",
         role,
         load,
         block_size=BLOCK,

@@ -75,7 +75,7 @@ class _Worker:
             yield Ticket(
                 transfer_id=transfer_id,
                 generation=1,
-                decode_worker_id="decode-0",
+                decode_worker_id="worker-1",
                 incarnation="",
                 kv_address="",
                 num_tokens=len(spec.token_ids),
@@ -120,9 +120,10 @@ async def _main() -> None:
 async def _hold_lease(role: Role, redis_url: str, revision: str, address: str) -> None:
     content = content_id(revision)
     leases = RedisLeases(RedisConnection(redis_url), content)
-    keeper = LeaseKeeper(leases, f"{role}-0", renew_s=1.0)
+    worker_id = f"worker-{list(Role).index(role)}"
+    keeper = LeaseKeeper(leases, worker_id, renew_s=1.0)
     info = WorkerInfo(
-        id=f"{role}-0",
+        id=worker_id,
         role=role,
         address=address,
         pid=os.getpid(),

@@ -215,7 +215,7 @@ class Fleet:
         config = replace(config, cluster=replace(config.cluster, secret=secret))
         shared = replace(config.cluster, grpc_port=free_port(), http_port=free_port(), routers=num_routers)
         self.config = config
-        self._numbers = {role: itertools.count() for role in Role}
+        self._numbers = itertools.count()
         self.redis = redis
         self.workers: dict[str, multiprocessing.process.BaseProcess] = {}
         self.progress: dict[str, Progress] = {}
@@ -248,7 +248,7 @@ class Fleet:
             config: of this worker alone; by default the fleet's.
             behind: how routers and other workers reach its gRPC server.
         """
-        worker_id = worker_id or f"{role}-{next(self._numbers[role])}"
+        worker_id = worker_id or f"worker-{next(self._numbers)}"
         self.progress[worker_id] = Progress()
         process = _PROCESSES.Process(
             target=run_worker,

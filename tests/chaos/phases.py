@@ -181,12 +181,12 @@ def cancel_fleet() -> Iterator[Fleet]:
 async def cancel_bench(fleet: Fleet) -> AsyncGenerator[CancelBench]:
     async with contextlib.AsyncExitStack() as stack:
         members = {}
-        for role in Role:
+        for number, role in enumerate(Role):
             runner = ArithmeticRunner(
                 NUM_BLOCKS[role], max_num_seqs=1, num_layers=NUM_LAYERS, layer_s=STEP_S / NUM_LAYERS
             )
             config = replace(fleet.config, engine=EngineConfig(num_blocks=NUM_BLOCKS[role], max_num_seqs=1))
-            worker = running(config, role, f"{role}-0", "127.0.0.1", runner)
+            worker = running(config, role, f"worker-{number}", "127.0.0.1", runner)
             control, _ = await stack.enter_async_context(worker)
             members[role] = control.member
         await asyncio.to_thread(  # the workers live on this loop

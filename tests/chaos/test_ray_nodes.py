@@ -191,19 +191,19 @@ def test_pools_keep_to_their_own_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
                 return {w["id"]: pool for w in status["workers"] for pool in Role if w["pid"] in children[pool]}
 
             before = cluster.wait_for(has(1, 1))
-            own_places = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
+            own_places = {"worker-0": Role.PREFILL, "worker-1": Role.DECODE}
             assert places(before) == own_places
-            assert {w["id"]: memory_share(w["pid"]) for w in before["workers"]} == {"prefill-0": 1.0, "decode-0": 0.5}
+            assert {w["id"]: memory_share(w["pid"]) for w in before["workers"]} == {"worker-0": 1.0, "worker-1": 0.5}
             cluster.client.scale("prefill", 2)
-            cluster.wait_for(lambda _: "prefill-1 waits" in cluster.log)  # with room on the other pool's node
+            cluster.wait_for(lambda _: "worker-2 (prefill) waits" in cluster.log)  # with room on the other pool's node
             cluster.client.scale("prefill", 1)
             cluster.wait_for(has(1, 1))
-            cluster.client.set_role("prefill-0", "decode")
+            cluster.client.set_role("worker-0", "decode")
             flipped = cluster.wait_for(has(0, 2))
-            psutil.Process(pids(flipped)["prefill-0"]).kill()
-            after = cluster.wait_for(lambda s: has(0, 2)(s) and pids(s)["prefill-0"] != pids(flipped)["prefill-0"])
+            psutil.Process(pids(flipped)["worker-0"]).kill()
+            after = cluster.wait_for(lambda s: has(0, 2)(s) and pids(s)["worker-0"] != pids(flipped)["worker-0"])
             assert places(after) == own_places
-            assert pids(after)["decode-0"] == pids(before)["decode-0"], "a worker was started again"
+            assert pids(after)["worker-1"] == pids(before)["worker-1"], "a worker was started again"
             serves(cluster)
     finally:
         nodes.close()

@@ -22,6 +22,7 @@ from baton.errors import BatonError
 from baton.tls import Tls
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.operator.client import Client, opened
+from deploy.operator.tables import natural_key
 from deploy.processes import APART, tied
 from tests.support.logs import forget, show_on_failure
 from tests.support.operator import OPERATOR_KEY
@@ -72,6 +73,11 @@ class Served:
     def generate(self, **fields: Any) -> Answer:
         """One request, read to its end. `token_ids` and `sampling` take plain lists and dicts."""
         return Answer(list(self.inference.Generate(request(**fields), timeout=240)))
+
+    def ids(self, role: str) -> list[str]:
+        """The workers that have the role now, by their numbers."""
+        found = [worker["id"] for worker in self.client.status()["workers"] if worker["role"] == role]
+        return sorted(found, key=natural_key)
 
     def worker(self, worker_id: str) -> dict[str, Any]:
         return next(w for w in self.client.status()["workers"] if w["id"] == worker_id)

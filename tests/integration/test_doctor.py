@@ -44,9 +44,9 @@ async def ask(cluster: Cluster, *command: Any) -> Any:
 def test_a_cluster_that_is_well_has_nothing_that_fails(arithmetic_cluster: Cluster) -> None:
     returncode, checks = doctor(arithmetic_cluster)
     assert (returncode, [check for check in checks.values() if check["state"] == "fail"]) == (0, [])
-    well = ("router", "pool prefill", "pool decode", "controller", "worker prefill-0", "worker decode-0",
-            "worker prefill-1", "worker decode-1", "redis",
-            "redis version", "redis eviction", "redis persistence", "clock", "leases", "clocks of the nodes",
+    workers = (f"{name} ({role})" for role in ("prefill", "decode") for name in arithmetic_cluster.ids(role))
+    well = (*workers, "router", "pool prefill", "pool decode", "controller", "redis", "redis version",
+            "redis eviction", "redis persistence", "clock", "leases", "clocks of the nodes",
             "kv compatibility", "prefix index", "metrics")  # fmt: skip
     assert {name: checks[name]["state"] for name in well} == dict.fromkeys(well, "ok")
     # Four workers, the router's two ports, the controller.
@@ -70,31 +70,33 @@ def test_workers_that_cannot_hand_over_to_each_other_are_seen_in_their_leases(ar
     keys = [key.decode() for key in asyncio.run(ask(arithmetic_cluster, "KEYS", "kv:*:workers"))]
     (workers,) = keys
     prefix = workers.removesuffix("workers")
-    fields = asyncio.run(ask(arithmetic_cluster, "HMGET", f"{prefix}lease:decode-0", "info", "load"))
-    info = json.loads(fields[0]) | {"id": "decode-9", "wire_compat": "f" * 32, "block_size": 32}
-    lease = f"{prefix}lease:decode-9"
+    of_one = f"{prefix}lease:{arithmetic_cluster.ids('decode')[0]}"
+    fields = asyncio.run(ask(arithmetic_cluster, "HMGET", of_one, "info", "load"))
+    info = json.loads(fields[0]) | {"id": "worker-9", "wire_compat": "f" * 32, "block_size": 32}
+    lease = f"{prefix}lease:worker-9"
     asyncio.run(
         ask(arithmetic_cluster, "HSET", lease, "epoch", info["epoch"], "info", json.dumps(info), "load", fields[1])
     )
     asyncio.run(ask(arithmetic_cluster, "PEXPIRE", lease, 600_000))
-    asyncio.run(ask(arithmetic_cluster, "SADD", workers, "decode-9"))
+    asyncio.run(ask(arithmetic_cluster, "SADD", workers, "worker-9"))
     try:
         returncode, checks = doctor(arithmetic_cluster)
     finally:
         asyncio.run(ask(arithmetic_cluster, "DEL", lease))
-        asyncio.run(ask(arithmetic_cluster, "SREM", workers, "decode-9"))
+        asyncio.run(ask(arithmetic_cluster, "SREM", workers, "worker-9"))
     assert (returncode, checks["kv compatibility"]["state"]) == (1, "fail")
-    assert "ffffffff: decode-9" in checks["kv compatibility"]["found"]
-    assert "32: decode-9" in checks["block size in pool decode"]["found"]
+    assert "ffffffff: worker-9 (decode)" in checks["kv compatibility"]["found"]
+    assert "32: worker-9" in checks["block size in pool decode"]["found"]
 
 
 def test_a_worker_that_hangs_is_told_by_its_lease(arithmetic_cluster: Cluster) -> None:
     """The lease is held where it is told: it might end while a busy machine starts the command."""
-    process = psutil.Process(arithmetic_cluster.worker("decode-0")["pid"])
+    hanging = arithmetic_cluster.ids("decode")[0]
+    process = psutil.Process(arithmetic_cluster.worker(hanging)["pid"])
     left_ms = int(IndexConfig().lease_s * 400)
     process.suspend()
     try:
-        (lease,) = asyncio.run(ask(arithmetic_cluster, "KEYS", "kv:*:lease:decode-0"))
+        (lease,) = asyncio.run(ask(arithmetic_cluster, "KEYS", f"kv:*:lease:{hanging}"))
         wait_until(lambda: asyncio.run(ask(arithmetic_cluster, "PTTL", lease)) <= left_ms)
         with futures.ThreadPoolExecutor(1) as pool:
             looking = pool.submit(doctor, arithmetic_cluster)
@@ -104,7 +106,7 @@ def test_a_worker_that_hangs_is_told_by_its_lease(arithmetic_cluster: Cluster) -
     finally:
         process.send_signal(signal.SIGCONT)
     assert checks["leases"]["state"] == "warn"
-    assert "decode-0 (" in checks["leases"]["found"]
+    assert f"{hanging} (decode): " in checks["leases"]["found"]
     arithmetic_cluster.wait_for(lambda status: all(worker["state"] == "ready" for worker in status["workers"]))
 
 

@@ -92,25 +92,31 @@ def aggregated_fleet() -> Iterator[Fleet]:
 
 
 class Workers:
-    """The workers of one test, which end with it."""
+    """The workers of one test, which end with it.
+
+    Attributes:
+        first: the first one of each role.
+    """
 
     def __init__(self, fleet: Fleet, step_ms: float) -> None:
         self.fleet = fleet
+        self.first: dict[Role, str] = {}
         engine = replace(fleet.config.engine, arithmetic_step_ms=step_ms)
         self._config = replace(fleet.config, engine=engine)
 
-    def add(self, *worker_ids: str, role: Role | None = None) -> None:
-        """Starts them, by default with the role that the name begins with, and waits until they are ready."""
-        for worker_id in worker_ids:
-            self.fleet.add(role or Role(worker_id.partition("-")[0]), worker_id, self._config)
+    def add(self, *roles: Role) -> list[str]:
+        """Starts one of each, and waits until they are ready. Returns their ids."""
+        worker_ids = [self.fleet.add(role, config=self._config) for role in roles]
         self.fleet.wait_for(*worker_ids)
+        self.first = dict(zip(roles, worker_ids, strict=True)) | self.first
+        return worker_ids
 
 
 @contextlib.contextmanager
-def working(fleet: Fleet, *worker_ids: str, step_ms: float = STEP_MS) -> Iterator[Workers]:
-    """A prefill worker, and a decode worker that is the only one so far, unless others are named."""
+def working(fleet: Fleet, *roles: Role, step_ms: float = STEP_MS) -> Iterator[Workers]:
+    """A prefill worker, and a decode worker that is the only one so far, unless other roles are named."""
     workers = Workers(fleet, step_ms)
-    workers.add(*(worker_ids or ("prefill-0", "decode-0")))
+    workers.add(*(roles or Role))
     try:
         yield workers
     finally:
@@ -139,8 +145,8 @@ def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str, requ
         num_moved = metric(fleet.routers[0], "baton_migrations_total", 'pulled="true"')
         with streaming(fleet, NUM_STREAMS, max_tokens) as streams:
             wait_for_tokens(streams, 80)
-            workers.add("decode-1")
-            with fleet.control("decode-0") as worker:
+            (successor,) = workers.add(Role.DECODE)
+            with fleet.control(workers.first[Role.DECODE]) as worker:
                 began_s = time.monotonic()
                 left = worker.Drain(worker_pb2.DrainRequest(timeout_s=30)).num_left
                 took_s = time.monotonic() - began_s
@@ -155,7 +161,7 @@ def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str, requ
         )
         assert left == 0
         assert fewest_left > 200, "they were to be moved in the middle"
-        assert {stream.timing.decode_worker for stream in streams} == {"decode-1"}
+        assert {stream.timing.decode_worker for stream in streams} == {successor}
         assert not any(stream.retries for stream in streams)
         assert num_again <= NUM_STREAMS * BLOCK_SIZE
         num_moved = metric(fleet.routers[0], "baton_migrations_total", 'pulled="true"') - num_moved
@@ -168,10 +174,10 @@ def test_sigterm_drains(split_fleet: Fleet) -> None:
     with working(fleet) as workers:
         with streaming(fleet, 4, 1200) as streams:
             wait_for_tokens(streams, 40)
-            workers.add("decode-1")
-            fleet.remove("decode-0", signal.SIGTERM)
+            (successor,) = workers.add(Role.DECODE)
+            fleet.remove(workers.first[Role.DECODE], signal.SIGTERM)
             assert all(len(stream.tokens) < 1100 for stream in streams)
-        assert {(stream.timing.decode_worker, stream.retries) for stream in streams} == {("decode-1", 0)}
+        assert {(stream.timing.decode_worker, stream.retries) for stream in streams} == {(successor, 0)}
 
 
 def test_a_draining_prefill_worker_hands_back_what_it_has_not_begun(split_fleet: Fleet) -> None:
@@ -180,8 +186,8 @@ def test_a_draining_prefill_worker_hands_back_what_it_has_not_begun(split_fleet:
         # Each is more than a step of the worker, so most of them wait for a while.
         with streaming(fleet, 10, 2, num_prompt_tokens=500) as streams:
             time.sleep(1.0)
-            workers.add("prefill-1")
-            with fleet.control("prefill-0") as worker:
+            workers.add(Role.PREFILL)
+            with fleet.control(workers.first[Role.PREFILL]) as worker:
                 assert worker.Drain(worker_pb2.DrainRequest(timeout_s=20)).num_left == 0
         assert not any(stream.retries for stream in streams)
 
@@ -190,17 +196,17 @@ def test_a_draining_prefill_worker_hands_back_what_it_has_not_begun(split_fleet:
 def test_roles_change_under_load_and_the_cache_stays(split_fleet: Fleet) -> None:
     fleet = split_fleet
     with working(fleet) as workers:
-        workers.add("decode-1")
+        (flipped,) = workers.add(Role.DECODE)
         pids = {worker_id: process.pid for worker_id, process in fleet.workers.items()}
         with streaming(fleet, 8, 600) as streams:
             wait_for_tokens(streams, 20)
             for role in ("prefill", "decode", "prefill"):
-                with fleet.control("decode-1") as worker:
+                with fleet.control(flipped) as worker:
                     worker.SetRole(worker_pb2.SetRoleRequest(role=role, timeout_s=20))
-                wait_until(lambda: role_of(fleet, "decode-1") == (role, "ready"))  # noqa: B023 - at once
+                wait_until(lambda: role_of(fleet, flipped) == (role, "ready"))  # noqa: B023 - at once
                 time.sleep(0.5)
-            fleet.remove("prefill-0", signal.SIGTERM)
-            # decode-1 is the only one that prefills now. It has decoded, or not, but nobody has forgotten anything.
+            fleet.remove(workers.first[Role.PREFILL], signal.SIGTERM)
+            # The flipped one alone prefills now. It has decoded, or not, but nobody has forgotten anything.
             stream_of(fleet, streams[0].prompt + [5] * 20, 4).served()
         assert {worker_id: process.pid for worker_id, process in fleet.workers.items()}.items() <= pids.items()
         assert not any(stream.retries for stream in streams)
@@ -210,32 +216,34 @@ def test_a_flipped_worker_keeps_its_prefixes(aggregated_fleet: Fleet) -> None:
     prompt = list(range(1, 200))
     fleet = aggregated_fleet
     with working(fleet) as workers:
-        stream_of(fleet, prompt, 2).served()  # decode-0 has computed it
-        workers.add("decode-1")
-        with fleet.control("decode-0") as worker:
+        flipped = workers.first[Role.DECODE]
+        stream_of(fleet, prompt, 2).served()  # it has computed this
+        workers.add(Role.DECODE)
+        with fleet.control(flipped) as worker:
             worker.SetRole(worker_pb2.SetRoleRequest(role="prefill", timeout_s=20))
-            wait_until(lambda: role_of(fleet, "decode-0") == ("prefill", "ready"))
-        with fleet.control("decode-0") as worker:
+            wait_until(lambda: role_of(fleet, flipped) == ("prefill", "ready"))
+        with fleet.control(flipped) as worker:
             worker.SetRole(worker_pb2.SetRoleRequest(role="decode", timeout_s=20))
-        wait_until(lambda: role_of(fleet, "decode-0") == ("decode", "ready"))
+        wait_until(lambda: role_of(fleet, flipped) == ("decode", "ready"))
         answer = list(fleet.inference.Generate(request(token_ids=prompt, sampling={"max_tokens": 2}), timeout=30))[-1]
         assert answer.usage.cached_tokens == 192
-        assert answer.timing.decode_worker == "decode-0"
+        assert answer.timing.decode_worker == flipped
 
 
 def test_a_worker_that_cannot_be_freed_keeps_its_role(split_fleet: Fleet) -> None:
     fleet = split_fleet
-    with working(fleet), hanging_up(fleet, 2, 7000) as streams:
+    with working(fleet) as workers, hanging_up(fleet, 2, 7000) as streams:
+        busy = workers.first[Role.DECODE]
         wait_for_tokens(streams, 20)
-        with fleet.control("decode-0") as worker:
-            with pytest.raises(grpc.RpcError, match="calls were still running on decode-0") as failed:
+        with fleet.control(busy) as worker:
+            with pytest.raises(grpc.RpcError, match=f"calls were still running on {busy}") as failed:
                 worker.SetRole(worker_pb2.SetRoleRequest(role="prefill", timeout_s=0.3))
             assert failed.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-            wait_until(lambda: role_of(fleet, "decode-0") == ("decode", "ready"))
+            wait_until(lambda: role_of(fleet, busy) == ("decode", "ready"))
             order = worker.SetRole.future(worker_pb2.SetRoleRequest(role="prefill", timeout_s=20))
-            wait_until(lambda: role_of(fleet, "decode-0") == ("decode", "draining"))
+            wait_until(lambda: role_of(fleet, busy) == ("decode", "draining"))
             order.cancel()  # whoever gave the order has died
-            wait_until(lambda: role_of(fleet, "decode-0") == ("decode", "ready"))
+            wait_until(lambda: role_of(fleet, busy) == ("decode", "ready"))
             with pytest.raises(grpc.RpcError, match="prefill or decode"):
                 worker.SetRole(worker_pb2.SetRoleRequest(role="router", timeout_s=1))
 
@@ -254,7 +262,7 @@ def test_a_worker_that_waits_for_redis_to_join_ends_at_once(tmp_path: Path) -> N
     log = tmp_path / "worker.log"
     with log.open("w") as output:
         worker = subprocess.Popen(
-            tied([sys.executable, "-m", "deploy.worker", "decode", "decode-0", "127.0.0.1"]),
+            tied([sys.executable, "-m", "deploy.worker", "decode", "worker-0", "127.0.0.1"]),
             env=os.environ | {"BATON_CONFIG_JSON": config.to_json()},
             stderr=output,
         )
@@ -272,9 +280,8 @@ def test_a_worker_that_ends_waits_until_its_last_choice_has_moved(split_fleet: F
     """Even where the next worker is so busy that it takes a while to answer."""
     fleet = split_fleet
     with working(fleet, step_ms=60) as workers:
-        successors = [f"decode-{number}" for number in range(1, 5)]
-        workers.add(*successors, role=Role.PREFILL)  # a start takes seconds, a change of role does not
-        leaver = "decode-0"
+        successors = workers.add(*[Role.PREFILL] * 4)  # a start takes seconds, a change of role does not
+        leaver = workers.first[Role.DECODE]
         with streaming(fleet, 2, 240) as streams:
             for number, successor in enumerate(successors, 1):
                 wait_for_tokens(streams, 20 * number)
@@ -283,7 +290,7 @@ def test_a_worker_that_ends_waits_until_its_last_choice_has_moved(split_fleet: F
                 wait_until(lambda: role_of(fleet, successor) == ("decode", "ready"))  # noqa: B023 - at once
                 fleet.remove(leaver, signal.SIGTERM)
                 leaver = successor
-        assert {(stream.timing.decode_worker, stream.retries) for stream in streams} == {("decode-4", 0)}
+        assert {(stream.timing.decode_worker, stream.retries) for stream in streams} == {(leaver, 0)}
 
 
 @pytest.mark.chaos
@@ -291,18 +298,18 @@ def test_two_workers_that_leave_at_once_lose_no_kv(aggregated_fleet: Fleet) -> N
     """The one that was to take over leaves as well: what the first one holds is pulled from there all the same."""
     num_streams, num_prompt_tokens, max_tokens = 4, 1500, 1000
     fleet = aggregated_fleet
-    with working(fleet, "decode-0") as workers:
+    with working(fleet, Role.DECODE) as workers:
         with streaming(fleet, num_streams, max_tokens, num_prompt_tokens) as streams:
             wait_for_tokens(streams, 20)
-            workers.add("decode-1")
-            with fleet.control("decode-0") as first, fleet.control("decode-1") as second:
+            (successor,) = workers.add(Role.DECODE)
+            with fleet.control(workers.first[Role.DECODE]) as first, fleet.control(successor) as second:
                 leaving = first.Drain.future(worker_pb2.DrainRequest(timeout_s=30))
                 time.sleep(0.02)
                 assert second.Drain(worker_pb2.DrainRequest(timeout_s=0.3)).num_left >= 0
-                workers.add("decode-2")
+                (last,) = workers.add(Role.DECODE)
                 assert leaving.result().num_left == 0
                 assert second.Drain(worker_pb2.DrainRequest(timeout_s=30)).num_left == 0
-        assert {stream.timing.decode_worker for stream in streams} == {"decode-2"}
+        assert {stream.timing.decode_worker for stream in streams} == {last}
         num_known = sum(len(stream.prompt) + max_tokens - 1 for stream in streams)
         wait_until_counted(fleet, num_known)
         assert computed_tokens(fleet) - num_known <= 4 * num_streams * BLOCK_SIZE

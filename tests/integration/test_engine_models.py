@@ -863,7 +863,7 @@ async def test_a_token_id_without_an_embedding_is_refused_by_itself(tmp_path: Pa
     kv: Any = None  # nothing is handed over or pulled here
     good = make_spec("good", list(range(30)), 40, ignore_eos=True)
     bad = make_spec("bad", [*range(30), VOCAB_SIZE], 40, ignore_eos=True)
-    servicer = CallServicer(decode=DecodeService(WorkerContext("decode-0", loop, kv)).decode)
+    servicer = CallServicer(decode=DecodeService(WorkerContext("worker-0", loop, kv)).decode)
     async with asyncio.timeout(60), served(servicer) as (_, port), router() as calls:
         steps = asyncio.create_task(loop.run())
         worker = worker_at(port)

@@ -40,18 +40,21 @@ def test_the_command_line_explains_where_a_request_went(arithmetic_cluster: Clus
     assert (told["num_prompt_tokens"], told["num_expected_tokens"]) == (300, 8)
     assert 0 < told["predicted_ttft_s"] < 5
     assert 0 < told["measured_ttft_s"] <= timing.ttft_s
-    assert {option["worker_id"]: option["role"] for option in told["options"]} == {
-        "prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "decode-1": "decode",
-    }  # fmt: skip
+    roles = {worker["id"]: worker["role"] for worker in arithmetic_cluster.client.status()["workers"]}
+    assert sorted(roles.values()) == ["decode", "decode", "prefill", "prefill"]
+    assert {option["worker_id"]: option["role"] for option in told["options"]} == roles
     costs = [option["cost_s"] for option in told["options"]]
     assert costs == sorted(costs), "the quickest first"
     shown = baton("status", "--explain", name, "--address", arithmetic_cluster.grpc)
     assert shown.returncode == 0, shown.stderr
-    assert f"{name}/0: split on {timing.prefill_worker} -> {timing.decode_worker}; let in" in shown.stdout
+    assert (
+        f"{name}/0: split on {timing.prefill_worker} (prefill) -> {timing.decode_worker} (decode); let in"
+        in shown.stdout
+    )
     predicted, measured = told["predicted_ttft_s"], told["measured_ttft_s"]
     assert f"first token: predicted {predicted:.3f} s, measured {measured:.3f} s" in shown.stdout
     rows = {line.split()[0] for line in shown.stdout.splitlines()}
-    assert rows >= {"worker", "prefill-0", "prefill-1", "decode-0", "decode-1"}
+    assert rows >= {"worker", *roles}
     listed = baton("requests", "--address", arithmetic_cluster.grpc)
     assert listed.returncode == 0, listed.stderr
     assert name in listed.stdout

@@ -50,7 +50,7 @@ def test_garbage_ends_no_process_and_refuses_no_request() -> None:
             info, load = store.hmget(keys.lease(worker_id), "info", "load")
             return decode_worker(info, load)
 
-        one, other = lease("prefill-0"), lease("decode-0")
+        one, other = (lease(worker_id) for role in Role for worker_id in router.ids(role))
         short = Worker(dataclasses.replace(one.info, id="short", max_model_len=64), one.load)
         with asking(fleet):
             described = {"epoch": short.info.epoch, "info": encode(short.info), "load": encode(short.load)}
@@ -69,7 +69,7 @@ def test_garbage_ends_no_process_and_refuses_no_request() -> None:
             store.set(keys.router("ghost"), "x")
             store.sadd(keys.routers, "ghost")
         assert all(process.is_alive() for process in fleet.workers.values())
-        router.wait_for(lambda s: s["redis"]["ok"] and {w["id"] for w in s["workers"]} >= {"prefill-0", "decode-0"})
+        router.wait_for(lambda s: s["redis"]["ok"] and {w["id"] for w in s["workers"]} >= {one.info.id, other.info.id})
         router.wait_for(lambda s: {each["what"] for each in s["redis"]["garbage"]} >= {"lease", "event", "router"})
         counted = {name: value for name, value in router.metrics() if name.startswith("baton_store_garbage_total")}
         assert counted['baton_store_garbage_total{what="lease"}'] > 0

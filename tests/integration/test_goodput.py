@@ -48,7 +48,7 @@ class Injected:
         """A worker with settings of its own, ready."""
         config = replace(self._base, engine=replace(self._base.engine, **engine))
         self.fleet.config = replace(config, faults=replace(config.faults, spec=faults))
-        worker_id = self.fleet.add(role, f"{role}-{next(self._numbers)}")
+        worker_id = self.fleet.add(role)
         self.fleet.wait_for(worker_id)
         return worker_id
 

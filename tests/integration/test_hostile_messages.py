@@ -189,9 +189,9 @@ async def started(redis_url: str) -> AsyncIterator[Cluster]:
     calls = WorkerClient(keys_of(Principal.ROUTER))
     async with contextlib.AsyncExitStack() as stack:
         members = {}
-        for role in Role:
+        for number, role in enumerate(Role):
             runner = ArithmeticRunner(NUM_BLOCKS, max_model_len=MAX_MODEL_LEN, max_num_seqs=32)
-            control, _ = await stack.enter_async_context(running(config, role, f"{role}-0", HOST, runner))
+            control, _ = await stack.enter_async_context(running(config, role, f"worker-{number}", HOST, runner))
             members[role] = control.member
         stack.push_async_callback(calls.close)
         yield Cluster(members[Role.PREFILL], members[Role.DECODE], calls)

@@ -115,7 +115,8 @@ class Terminal:
 def test_the_numbers_change_under_load_and_ctrl_c_ends_it(arithmetic_cluster: Cluster) -> None:
     terminal = Terminal(sys.executable, "-m", "deploy.cli", "status", "--watch", "--address", arithmetic_cluster.grpc)
     try:
-        terminal.read_until(lambda text: "decode-0" in text and GOODPUT.findall(text) == ["0.0"])
+        shown = [f"worker-{number}" for number in range(4)]
+        terminal.read_until(lambda text: all(name in text for name in shown) and GOODPUT.findall(text) == ["0.0"])
         with load(arithmetic_cluster):
             terminal.read_on_until(moves)
         assert terminal.interrupt() == 0
@@ -123,7 +124,7 @@ def test_the_numbers_change_under_load_and_ctrl_c_ends_it(arithmetic_cluster: Cl
         terminal.close()
     text = terminal.text
     assert "Traceback" not in text
-    for wanted in ("decode-0", "prefill-0", "Redis ok", "controller ok"):
+    for wanted in (*shown, "Redis ok", "controller ok"):
         assert wanted in text, wanted
     assert terminal.seen.rstrip().endswith("\x1b[?1049l"), "the screen is as it was before"
 
@@ -132,7 +133,7 @@ def test_a_router_that_is_gone_is_said_and_the_next_one_shown(arithmetic_cluster
     pid = arithmetic_cluster.client.status()["routers"][0]["pid"]
     terminal = Terminal(sys.executable, "-m", "deploy.cli", "status", "--watch", "--address", arithmetic_cluster.grpc)
     try:
-        terminal.read_until(lambda text: "decode-0" in text and "lost: " not in text)
+        terminal.read_until(lambda text: "worker-0" in text and "lost: " not in text)
         os.kill(pid, signal.SIGKILL)
         terminal.read_until(lambda text: "lost: no router answers at" in text)
         terminal.read_until(lambda text: "goodput" in text and "lost: " not in text)

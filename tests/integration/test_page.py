@@ -89,7 +89,7 @@ def test_every_view_is_shown_and_every_part_of_it_can_be_used(fleet: Fleet, chro
             assert not is_too_wide(page), view
         show(page, fleet, "requests")
         page.get_by_role("link", name="chatcmpl").first.click()
-        page.get_by_text("failed on decode-0 after 31 tokens").wait_for()
+        page.get_by_text("failed on worker-1 (decode) after 31 tokens").wait_for()
         page.get_by_text("Predicted and measured").wait_for()
 
 
@@ -124,7 +124,7 @@ def test_the_playground_streams_and_says_where_the_time_went(fleet: Fleet, chrom
         page.get_by_text("Its time line").wait_for()
         assert page.evaluate("grown.size") > 3, "the answer came bit by bit"
         told = page.locator(".figures").inner_text()
-        assert "prefill-0 → decode-" in told
+        assert "(prefill) → worker-" in told
         assert "128 tokens" in told
         assert page.locator(".stages").get_attribute("aria-label").startswith("queue ")
         body = json.loads(page.locator("pre.code").inner_text().split("-d '", 1)[1].removesuffix("'"))
@@ -180,6 +180,7 @@ CALLS = {"curl": ("bash", "-c"), "Python": (sys.executable, "-c"), "gRPC": ("bas
 
 
 def test_orders_are_given_with_an_operators_key_and_refused_without(fleet: Fleet, chromium: Any) -> None:
+    *_, leaving = fleet.routers[0].ids(Role.DECODE)
     with opened_page(chromium, url(fleet), may_fail=(401, 403)) as page:
         page.goto(f"{url(fleet)}#workers")
         page.get_by_label("API key", exact=True).fill(TENANT_KEY)
@@ -187,24 +188,24 @@ def test_orders_are_given_with_an_operators_key_and_refused_without(fleet: Fleet
         page.get_by_text("This key is no operator's.").wait_for()
         assert page.get_by_role("button", name="Drain").count() == 0
         key = {"Authorization": f"Bearer {TENANT_KEY}"}
-        assert httpx2.post(f"{url(fleet)}api/workers/decode-1/drain", json={}, headers=key).status_code == 403
+        assert httpx2.post(f"{url(fleet)}api/workers/{leaving}/drain", json={}, headers=key).status_code == 403
         page.get_by_label("API key", exact=True).fill(OPERATOR_KEY)
         page.get_by_role("button", name="Use this key").click()
-        card = page.get_by_role("region", name="decode-1", exact=True)
+        card = page.get_by_role("region", name=leaving, exact=True)
         card.get_by_role("button", name="Log").click()
-        card.get_by_text("decode-1 joins at").wait_for()
+        card.get_by_text(f"{leaving} joins at").wait_for()
         drain = card.get_by_role("button", name="Drain…")
         drain.click()
         page.get_by_role("button", name="Cancel").click()
-        assert fleet.routers[0].worker("decode-1")["state"] == "ready", "it was not confirmed"
+        assert fleet.routers[0].worker(leaving)["state"] == "ready", "it was not confirmed"
         drain.focus()
         page.keyboard.press("Enter")
-        page.get_by_text("Drain decode-1?").wait_for()
+        page.get_by_text(f"Drain {leaving} (decode)?").wait_for()
         page.keyboard.press("Tab")
         page.keyboard.press("Enter")
-        page.get_by_text("decode-1 drains", exact=True).wait_for()
+        page.get_by_text(f"{leaving} drains", exact=True).wait_for()
         card.get_by_text("draining", exact=True).wait_for()
-        assert fleet.routers[0].worker("decode-1")["state"] == "draining"
+        assert fleet.routers[0].worker(leaving)["state"] == "draining"
 
 
 @pytest.mark.chaos

@@ -224,6 +224,7 @@ def test_what_the_index_says_too_much_is_counted_once() -> None:
     with running_fleet(TransferConfig(), RouterConfig(mode="split"), num_blocks=64) as fleet:
         cluster = fleet.fill(*Role)
         prompts = [prompt_of(1100 + index, 640) for index in range(3)]
+        of_prefill = f'worker="{cluster.ids("prefill")[0]}"'
 
         def ask(index: int) -> tuple[int, float]:
             """Cached tokens, and stale ones counted so far."""
@@ -232,7 +233,7 @@ def test_what_the_index_says_too_much_is_counted_once() -> None:
             return answer.usage.cached_tokens, metric(cluster, "baton_index_stale_tokens_total")
 
         assert ask(0) == (0, 0)
-        wait_until(lambda: metric(cluster, "baton_mirror_blocks", 'worker="prefill-0"') == 40)
+        wait_until(lambda: metric(cluster, "baton_mirror_blocks", of_prefill) == 40)
         assert ask(0) == (624, 0)
         fleet.redis.pause()
         try:
@@ -242,8 +243,8 @@ def test_what_the_index_says_too_much_is_counted_once() -> None:
         finally:
             fleet.redis.resume()
         assert metric(cluster, "baton_index_stale_hints_total") == 1
-        cached = partial(metric, cluster, "baton_kv_blocks", 'worker="prefill-0"', 'state="cached"')
-        wait_until(lambda: metric(cluster, "baton_mirror_blocks", 'worker="prefill-0"') == cached() > 40)
+        cached = partial(metric, cluster, "baton_kv_blocks", of_prefill, 'state="cached"')
+        wait_until(lambda: metric(cluster, "baton_mirror_blocks", of_prefill) == cached() > 40)
         assert ask(0) == (624, 624)
 
 

@@ -138,8 +138,8 @@ def test_tokens_equal_generate(
     excepted = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.timing.mode == "split"
-        assert answer.timing.prefill_worker == "prefill-0"
-        assert answer.timing.decode_worker == "decode-0"
+        assert [answer.timing.prefill_worker] == split_cluster.ids("prefill")
+        assert [answer.timing.decode_worker] == split_cluster.ids("decode")
         assert answer.usage.prompt_tokens == len(prompt)
         assert answer.usage.completion_tokens == len(answer.token_ids)
         excepted += num_excepted(answer.token_ids, *reference.generate(prompt, num_tokens))
@@ -452,13 +452,16 @@ def test_the_command_line(split_cluster: Cluster) -> None:
     assert answer["usage"]["completion_tokens"] == 4
     status = json.loads(baton("status", "--json"))
     assert status["pools"] == {"prefill": {"desired": 1, "ready": 1}, "decode": {"desired": 1, "ready": 1}}
-    assert {worker["id"] for worker in status["workers"]} == {"prefill-0", "decode-0"}
+    assert {worker["id"]: worker["role"] for worker in status["workers"]} == {
+        "worker-0": "prefill",
+        "worker-1": "decode",
+    }
     assert all(worker["self_check"] == "ok" for worker in status["workers"])
     assert status["redis"]["ok"] is True
     assert status["routers"][0]["grpc"] == split_cluster.grpc
-    assert "decode-0" in baton("status")
+    assert "worker-1" in baton("status")
     report = json.loads(baton("doctor", "--json"))
-    assert {check["name"]: check["state"] for check in report}["worker decode-0"] == "ok"
+    assert {check["name"]: check["state"] for check in report}["worker-1 (decode)"] == "ok"
 
 
 @pytest.mark.chaos

@@ -212,9 +212,11 @@ class RankedFleet:
 
 def has_a_pair_for_each_two_ranks(status: dict[str, Any]) -> bool:
     """Of the only prefill worker, which has one rank, and each decode worker of two that it has handed over to."""
-    pairs = {worker["id"]: worker["transfers"]["open_pairs"] for worker in status["workers"]}
-    of_prefill = pairs.pop("prefill-0", 0)
-    return of_prefill == sum(pairs.values()) > 0 and set(pairs.values()) <= {0, 2}
+    pairs: dict[str, list[int]] = {role: [] for role in Role}
+    for worker in status["workers"]:
+        pairs[worker["role"]].append(worker["transfers"]["open_pairs"])
+    of_decode = pairs[Role.DECODE]
+    return sum(pairs[Role.PREFILL]) == sum(of_decode) > 0 and set(of_decode) <= {0, 2}
 
 
 def run_real_worker(role: Role, worker_id: str, config_json: str, parent: int) -> None:
@@ -237,8 +239,8 @@ def test_workers_of_several_ranks_serve_and_die_whole(
     save_tiny("llama", {"max_position_embeddings": 1024}, tmp_path)
     with running_fleet(TransferConfig(), RouterConfig(mode="split")) as fleet:
         ranked = RankedFleet(fleet, tmp_path)
-        ranked.add(Role.PREFILL, "prefill-0", 1)
-        for worker_id in ("decode-0", "decode-1"):
+        ranked.add(Role.PREFILL, "worker-0", 1)
+        for worker_id in ("worker-1", "worker-2"):
             ranked.add(Role.DECODE, worker_id, 2, rank_timeout_s)
         fleet.wait_for(*fleet.workers)
         num_same = 0

@@ -171,8 +171,9 @@ def test_every_certificate_and_their_authority_change_under_load(
             copy(new.path, authority.path)
             load.some_more()
             for role in Role:
+                (former, *_) = fleet.routers[0].ids(role)
                 fleet.wait_for(fleet.add(role))
-                fleet.remove(f"{role}-0", signal.SIGTERM)
+                fleet.remove(former, signal.SIGTERM)
                 load.some_more()
         finally:
             load.stop()

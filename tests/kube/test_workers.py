@@ -45,13 +45,14 @@ def test_workers_say_what_they_do_and_versions_replace_each_other(tmp_path: Path
 def a_crash_is_in_the_log(release: Release) -> None:
     """From its start to its end and its next start, in JSON, by the plain `kubectl logs` of its pod."""
     release.wait_for_pool("decode", 2)
-    pid = pids(release)["decode-1"]
-    (pod,) = (name for name in names(release, "decode") if "decode-1 takes traffic" in log(release, name))
+    *_, crashing = sorted(worker["id"] for worker in release.baton_status()["workers"] if worker["role"] == "decode")
+    pid = pids(release)[crashing]
+    (pod,) = (name for name in names(release, "decode") if f"{crashing} takes traffic" in log(release, name))
     psutil.Process(pid).send_signal(signal.SIGSEGV)
-    release.wait_for(lambda: messages(log(release, pod))["decode-1 takes traffic"] == 2)
+    release.wait_for(lambda: messages(log(release, pod))[f"{crashing} takes traffic"] == 2)
     seen = messages(log(release, pod))
-    assert seen["decode-1 starts"] == 2
-    assert seen["decode-1 crashed with SIGSEGV"] == 1
+    assert seen[f"{crashing} starts: it is a decode worker"] == 2
+    assert seen[f"{crashing} crashed with SIGSEGV"] == 1
     release.wait_for_pool("decode", 2)
 
 

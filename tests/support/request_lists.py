@@ -23,7 +23,7 @@ def summary(number: int, outcome: str = "met") -> dict[str, Any]:
         "is_streamed": True,
         "arrived_s": time.time() - 7 * number,
         "outcome": outcome,
-        "error": "WorkerFailed: decode-1 is gone" if outcome == "error" else "",
+        "error": "WorkerFailed: worker-2 (decode) is gone" if outcome == "error" else "",
         "blamed_stage": "queue" if outcome == "ttft_missed" else "",
         "num_prompt_tokens": 37,
         "num_cached_tokens": 16,
@@ -37,8 +37,8 @@ def summary(number: int, outcome: str = "met") -> dict[str, Any]:
         "e2e_objective_s": None,
         "stages": dict(zip(STAGES, seconds, strict=True)),
         "mode": "split" if is_placed else "",
-        "prefill_worker": "prefill-0" if is_placed else "",
-        "decode_worker": "decode-1" if is_placed else "",
+        "prefill_worker": "worker-0" if is_placed else "",
+        "decode_worker": "worker-2" if is_placed else "",
         "retries": 1 if outcome == "met" else 0,
     }
 
@@ -61,11 +61,11 @@ def detail() -> dict[str, Any]:
     told = (
         (0.0, "arrived", "arrived"),
         (0.004, "admitted", "admitted, 37 prompt tokens"),
-        (0.02, "placed", "placed on prefill-0, to be decoded by decode-0: predicted first token 0.131 s"),
-        (0.143, "first_token", "first token from prefill-0"),
-        (0.153, "handed_over", "KV handed over to decode-0, 10 ms exposed"),
-        (0.75, "failed", "failed on decode-0 after 31 tokens: WorkerFailed: decode-0 is gone"),
-        (0.76, "placed", "placed again on prefill-0, to be decoded by decode-1"),
+        (0.02, "placed", "placed: split on worker-0 (prefill) -> worker-1 (decode); first token predicted in 0.131 s"),
+        (0.143, "first_token", "worker-0 (prefill) has the first token: 0.002 s in its queue"),
+        (0.153, "handed_over", "KV is on worker-1 (decode): 2.0 MiB in 0.010 s"),
+        (0.75, "failed", "failed on worker-1 (decode) after 31 tokens: WorkerFailed: worker-1 (decode) is gone"),
+        (0.76, "placed", "placed: split on worker-0 (prefill) -> worker-2 (decode)"),
         (1.753, "finished", "finished: 64 tokens, stop"),
     )
     events = [
@@ -77,8 +77,8 @@ def detail() -> dict[str, Any]:
     placement = {
         "choice_index": 0,
         "mode": "split",
-        "prefill_worker": "prefill-0",
-        "decode_worker": "decode-0",
+        "prefill_worker": "worker-0",
+        "decode_worker": "worker-1",
         "source": "",
         "source_tokens": 0,
         "num_expected_tokens": 64,
@@ -88,8 +88,8 @@ def detail() -> dict[str, Any]:
         "predicted": dict.fromkeys(terms, 0.01),
         "measured": {**dict.fromkeys(terms, 0.012), "pull_s": None},
         "options": [
-            {"worker_id": "prefill-0", "role": "prefill", **option},
-            {"worker_id": "decode-0", "role": "decode", **option},
+            {"worker_id": "worker-0", "role": "prefill", **option},
+            {"worker_id": "worker-1", "role": "decode", **option},
         ],
     }
     life = {"phases": phases, "events": events, "num_events_left_out": 0, "placements": [placement]}

@@ -125,7 +125,7 @@ export class Playground {
 
   showMeasured({ usage, timing, firstMs, id }, totalMs) {
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0, after = timing.total_s - timing.ttft_s;
-    const went = timing.prefill_worker && timing.prefill_worker !== timing.decode_worker ? `${timing.prefill_worker} → ${timing.decode_worker}` : timing.decode_worker;
+    const went = timing.prefill_worker && timing.prefill_worker !== timing.decode_worker ? `${timing.prefill_worker} (prefill) → ${timing.decode_worker} (decode)` : timing.decode_worker;
     const list = {
       "first token": duration(timing.ttft_s), "total": duration(timing.total_s),
       "tokens/s": after > 0 && usage.completion_tokens > 1 ? figure((usage.completion_tokens - 1) / after) : "–",

@@ -480,7 +480,7 @@ def test_pools_controllers_mirrors_and_self_checks() -> None:
         "pool decode": "warn",
         "pool prefill": "ok",
         "controller": "warn",
-        "worker d0": "fail",
+        "d0 (decode)": "fail",
         "prefix index": "warn",
     }
     assert checks["prefix index"].found == "behind: r1 by 7.0 s"
