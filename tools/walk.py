@@ -96,8 +96,8 @@ async def _trace(config: Config, runners: dict[Role, Any], recorder: Recorder) -
     """Returns when the cluster began to be idle, and when the traced request was sent."""
     stop = asyncio.Event()
     address = f"127.0.0.1:{config.cluster.grpc_port}"
-    prefill = running(config, Role.PREFILL, "prefill-0", "127.0.0.1", runners[Role.PREFILL])
-    decode = running(config, Role.DECODE, "decode-0", "127.0.0.1", runners[Role.DECODE])
+    prefill = running(config, Role.PREFILL, "worker-0", "127.0.0.1", runners[Role.PREFILL])
+    decode = running(config, Role.DECODE, "worker-1", "127.0.0.1", runners[Role.DECODE])
     async with prefill, decode, asyncio.TaskGroup() as tasks:
         tasks.create_task(serve(config, stop))
         await asyncio.to_thread(

@@ -156,7 +156,7 @@ OBSERVED: tuple[ObservedMetric, ...] = (
     ObservedMetric(
         name="baton.worker_self_check_ok",
         description="1 while a worker's own integrity check holds, else 0.",
-        observe=lambda s: [Observation(int(w.load.self_check == "ok"), {"worker": w.info.id}) for w in s.workers],
+        observe=lambda s: [Observation(int(w.load.self_check == "ok"), _labels(w)) for w in s.workers],
     ),
     ObservedMetric(
         name="baton.mirror_blocks",

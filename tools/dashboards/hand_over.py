@@ -33,7 +33,11 @@ TRAFFIC = Section(
             description="Bytes of KV a second that a worker sent in committed transfers. At the network's limit a "
             "narrower transfer.wire_dtype helps; more workers do not.",
             unit="Bps",
-            queries={"{{worker}}": per_second("baton_kv_transfer_bytes_total", "worker", ', direction="sent"')},
+            queries={
+                "{{worker}} ({{role}})": per_second(
+                    "baton_kv_transfer_bytes_total", "worker, role", ', direction="sent"'
+                )
+            },
             is_stacked=True,
             leads=(Lead("hardware", "NVLink and PCIe"), Lead("hardware", "Network")),
         ),
@@ -41,7 +45,11 @@ TRAFFIC = Section(
             title="Received",
             description="Bytes of KV a second that a worker received in committed transfers.",
             unit="Bps",
-            queries={"{{worker}}": per_second("baton_kv_transfer_bytes_total", "worker", ', direction="received"')},
+            queries={
+                "{{worker}} ({{role}})": per_second(
+                    "baton_kv_transfer_bytes_total", "worker, role", ', direction="received"'
+                )
+            },
             is_stacked=True,
         ),
         Panel(
@@ -118,8 +126,8 @@ TROUBLE = Section(
             "drain WORKER`.",
             unit="ops",
             queries={
-                "{{worker}} {{direction}}": per_second(
-                    "baton_kv_transfers_total", "worker, direction", ', outcome="failed"'
+                "{{worker}} ({{role}}) {{direction}}": per_second(
+                    "baton_kv_transfers_total", "worker, role, direction", ', outcome="failed"'
                 )
             },
             leads=(Lead("pools", "Takes traffic", "worker"),),
@@ -151,7 +159,7 @@ TROUBLE = Section(
             description="NCCL operations that did not end in time; their connection was closed and opened again. If "
             "there are any, see the fabric's logs, and run `baton doctor` on both nodes.",
             unit="ops",
-            queries={"{{worker}}": per_second("baton_kv_nccl_stalls_total", "worker")},
+            queries={"{{worker}} ({{role}})": per_second("baton_kv_nccl_stalls_total", "worker, role")},
         ),
     ),
 )
@@ -164,7 +172,7 @@ MEANS = Section(
             description="Connections of a worker to others, one per pair of ranks. At transfer.max_pairs they are "
             "opened and closed all the time.",
             unit="short",
-            queries={"{{worker}}": f"max by (worker) (baton_kv_open_pairs{{$cluster, {OF_WORKER}}})"},
+            queries={"{{worker}} ({{role}})": f"max by (worker, role) (baton_kv_open_pairs{{$cluster, {OF_WORKER}}})"},
             width=8,
         ),
         Panel(
@@ -183,7 +191,10 @@ MEANS = Section(
             description="Staging slots that hold a chunk. If they stay at transfer.num_slots, chunks wait for slots: "
             "raise it.",
             unit="short",
-            queries={"{{worker}}": f"max by (worker) (baton_kv_staging_slots_in_use{{$cluster, {OF_WORKER}}})"},
+            queries={
+                "{{worker}} ({{role}})": f"max by (worker, role) ("
+                f"baton_kv_staging_slots_in_use{{$cluster, {OF_WORKER}}})"
+            },
             width=8,
         ),
         Panel(
@@ -191,7 +202,9 @@ MEANS = Section(
             description="Bytes of KV that are pinned until they are sent. At transfer.max_unsent_mib a prefill "
             "worker takes no new prompt: the decode pool has no room, or the network is slow.",
             unit="bytes",
-            queries={"{{worker}}": f"max by (worker) (baton_kv_unsent_bytes{{$cluster, {OF_WORKER}}})"},
+            queries={
+                "{{worker}} ({{role}})": f"max by (worker, role) (baton_kv_unsent_bytes{{$cluster, {OF_WORKER}}})"
+            },
             width=8,
             leads=(Lead("pools", "KV in use", "worker"),),
         ),
@@ -199,7 +212,7 @@ MEANS = Section(
             title="Pulled tokens",
             description="Prompt tokens a second that came from another worker's cache instead of being computed.",
             unit="suffix: tok/s",
-            queries={"{{worker}}": per_second("baton_kv_pulled_tokens_total", "worker")},
+            queries={"{{worker}} ({{role}})": per_second("baton_kv_pulled_tokens_total", "worker, role")},
             width=8,
         ),
         Panel(
@@ -208,7 +221,7 @@ MEANS = Section(
             "within transfer.pull_timeout_s. With many stale hints, the mirror lags: see the prefix "
             "cache's dashboard.",
             unit="ops",
-            queries={"{{worker}}": per_second("baton_kv_pull_failures_total", "worker")},
+            queries={"{{worker}} ({{role}})": per_second("baton_kv_pull_failures_total", "worker, role")},
             width=8,
             leads=(Lead("prefix-cache", "Stale hints"),),
         ),

@@ -36,7 +36,7 @@ SIZE = Section(
             description="Green while a worker takes traffic. If one flaps, its log says why; `baton drain WORKER` "
             "replaces it.",
             unit="short",
-            queries={"{{worker}}": f"max by (worker) (baton_worker_ready{{$cluster, {OF_WORKER}}})"},
+            queries={"{{worker}} ({{role}})": f"max by (worker, role) (baton_worker_ready{{$cluster, {OF_WORKER}}})"},
             kind=Kind.STATES,
             bad_below=1,
             leads=(Lead("hand-over", "Failures by worker", "worker"), Lead("hardware", "Why containers ended last")),
@@ -66,7 +66,8 @@ LOAD = Section(
             "and at engine.max_num_seqs: the pool is full.",
             unit="short",
             queries={
-                "{{worker}}": f'max by (worker) (baton_worker_sequences{{$cluster, state="running", {OF_WORKER}}})'
+                "{{worker}} ({{role}})": f"max by (worker, role) ("
+                f'baton_worker_sequences{{$cluster, state="running", {OF_WORKER}}})'
             },
             leads=(Lead("autoscaling", "Placements by decode worker"), Lead("hardware", "GPU in use")),
         ),
@@ -77,7 +78,8 @@ LOAD = Section(
             "are computed. On decode workers: KV does not arrive, or there is no room for it.",
             unit="short",
             queries={
-                "{{worker}}": f'max by (worker) (baton_worker_sequences{{$cluster, state="waiting", {OF_WORKER}}})'
+                "{{worker}} ({{role}})": f"max by (worker, role) ("
+                f'baton_worker_sequences{{$cluster, state="waiting", {OF_WORKER}}})'
             },
             leads=(Lead("autoscaling", "Utilisation"), Lead("hand-over", "Computed and not sent", "worker")),
         ),
@@ -89,8 +91,8 @@ LOAD = Section(
             "engine.output_reservation.",
             unit="percentunit",
             queries={
-                "{{worker}}": "max by (worker) (baton_kv_blocks{$cluster, "
-                f'state="in_use", {OF_WORKER}}}) / sum by (worker) (max by (worker, state) '
+                "{{worker}} ({{role}})": "max by (worker, role) (baton_kv_blocks{$cluster, "
+                f'state="in_use", {OF_WORKER}}}) / sum by (worker, role) (max by (worker, role, state) '
                 f"(baton_kv_blocks{{$cluster, {OF_WORKER}}}))"
             },
             bad_above=0.9,
@@ -143,7 +145,7 @@ TROUBLE = Section(
             "engine.output_reservation, and the pool has no room for the rest.",
             unit="ops",
             queries={
-                "{{worker}}": "max by (worker) (rate(baton_preemptions_total{$cluster, "
+                "{{worker}} ({{role}})": "max by (worker, role) (rate(baton_preemptions_total{$cluster, "
                 f"{OF_WORKER}}}[$__rate_interval]))"
             },
             leads=(Lead("pools", "KV in use", "worker"),),
@@ -154,7 +156,10 @@ TROUBLE = Section(
             "`baton drain "
             "WORKER`.",
             unit="short",
-            queries={"{{worker}}": 'min by (worker) (baton_worker_self_check_ok{$cluster, worker=~"$worker"})'},
+            queries={
+                "{{worker}} ({{role}})": "min by (worker, role) ("
+                'baton_worker_self_check_ok{$cluster, worker=~"$worker"})'
+            },
             kind=Kind.STATES,
             bad_below=1,
         ),

@@ -43,7 +43,10 @@ HITS = Section(
             title="Pulled from another worker",
             description="Prompt tokens a second whose KV came from another worker's cache. They are hits, too.",
             unit="suffix: tok/s",
-            queries={"{{worker}}": "max by (worker) (rate(baton_kv_pulled_tokens_total{$cluster}[$__rate_interval]))"},
+            queries={
+                "{{worker}} ({{role}})": "max by (worker, role) (rate("
+                "baton_kv_pulled_tokens_total{$cluster}[$__rate_interval]))"
+            },
             is_stacked=True,
         ),
         Panel(
@@ -60,7 +63,7 @@ HITS = Section(
             description="Blocks that no sequence holds and whose content can be hit. Near 0: content is evicted as "
             "soon as its sequence ends.",
             unit="short",
-            queries={"{{worker}}": 'max by (worker) (baton_kv_blocks{$cluster, state="cached"})'},
+            queries={"{{worker}} ({{role}})": 'max by (worker, role) (baton_kv_blocks{$cluster, state="cached"})'},
             is_stacked=True,
             leads=(Lead("pools", "KV blocks by state"), Lead("pools", "KV in use", "worker")),
         ),
