@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -179,33 +180,87 @@ CALLS = {"curl": ("bash", "-c"), "Python": (sys.executable, "-c"), "gRPC": ("bas
 """A language of the playground -> what runs it."""
 
 
-def test_orders_are_given_with_an_operators_key_and_refused_without(fleet: Fleet, chromium: Any) -> None:
-    *_, leaving = fleet.routers[0].ids(Role.DECODE)
+ORDERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Drain…": ("workers/worker-2/drain", {}),
+    "Change to prefill…": ("workers/worker-2/role", {"role": "prefill"}),
+    "Scale…": ("pools/prefill", {"workers": 3}),
+}
+"""A button of the page -> what it asks below /api, and with which body."""
+
+
+def state_of(fleet: Fleet) -> tuple[str, str, int]:
+    """What orders would change: the state and the role of worker-2, and the size of the prefill pool."""
+    worker = fleet.routers[0].worker("worker-2")
+    return worker["state"], worker["role"], fleet.client.status()["pools"]["prefill"]["desired"]
+
+
+def use_key(page: Any, key: str) -> None:
+    page.get_by_label("API key", exact=True).fill(key)
+    page.get_by_role("button", name="Use this key").click()
+
+
+def press(page: Any, button: str) -> None:
+    """Presses the button of an order, and leaves the question whether it is meant open."""
+    pool = page.locator("section", has=page.get_by_role("heading", name="Prefill pool"))
+    if button == "Scale…":
+        pool.get_by_label("Workers of the prefill pool").fill(str(ORDERS[button][1]["workers"]))
+    place = pool if button == "Scale…" else page.get_by_role("region", name="worker-2", exact=True)
+    place.get_by_role("button", name=button).click()
+    page.get_by_role("dialog").wait_for()
+
+
+def test_orders_are_refused_without_an_operators_key(fleet: Fleet, chromium: Any) -> None:
+    before = state_of(fleet)
+    for key, status in (("", 401), (TENANT_KEY, 403)):
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        for path, body in ORDERS.values():
+            assert httpx2.post(f"{url(fleet)}api/{path}", json=body, headers=headers).status_code == status, path
     with opened_page(chromium, url(fleet), may_fail=(401, 403)) as page:
         page.goto(f"{url(fleet)}#workers")
-        page.get_by_label("API key", exact=True).fill(TENANT_KEY)
-        page.get_by_role("button", name="Use this key").click()
+        use_key(page, TENANT_KEY)
         page.get_by_text("This key is no operator's.").wait_for()
-        assert page.get_by_role("button", name="Drain").count() == 0
-        key = {"Authorization": f"Bearer {TENANT_KEY}"}
-        assert httpx2.post(f"{url(fleet)}api/workers/{leaving}/drain", json={}, headers=key).status_code == 403
-        page.get_by_label("API key", exact=True).fill(OPERATOR_KEY)
-        page.get_by_role("button", name="Use this key").click()
-        card = page.get_by_role("region", name=leaving, exact=True)
+        for button in ORDERS:
+            assert page.get_by_role("button", name=button).count() == 0
+        use_key(page, OPERATOR_KEY)
+        page.get_by_role("region", name="worker-2", exact=True).wait_for()
+        page.route(re.compile("api/(status|history)"), lambda route: None)  # what is shown stays
+        page.evaluate(f"sessionStorage.setItem('baton-api-key', '{TENANT_KEY}')")
+        for button in ORDERS:
+            press(page, button)
+            page.locator("#confirm-yes").click()
+            page.get_by_text("Refused: ").wait_for()
+            page.evaluate("document.getElementById('toast').textContent = ''")
+    assert state_of(fleet) == before == ("ready", "decode", 1)
+
+
+def test_orders_are_given_with_an_operators_key_once_they_are_confirmed(fleet: Fleet, chromium: Any) -> None:
+    with opened_page(chromium, url(fleet), key=OPERATOR_KEY) as page:
+        show(page, fleet, "workers")
+        card = page.get_by_role("region", name="worker-2", exact=True)
         card.get_by_role("button", name="Log").click()
-        card.get_by_text(f"{leaving} joins at").wait_for()
-        drain = card.get_by_role("button", name="Drain…")
-        drain.click()
-        page.get_by_role("button", name="Cancel").click()
-        assert fleet.routers[0].worker(leaving)["state"] == "ready", "it was not confirmed"
-        drain.focus()
+        card.get_by_text("worker-2 joins at").wait_for()
+        before = state_of(fleet)
+        for button in ORDERS:
+            press(page, button)
+            page.get_by_role("button", name="Cancel").click()
+        assert state_of(fleet) == before, "none was confirmed"
+        press(page, "Scale…")
+        page.get_by_role("button", name="Scale to 3").click()
+        page.get_by_text("The prefill pool is to have 3", exact=True).wait_for()
+        page.get_by_text("1 of 3", exact=True).wait_for()
+        press(page, "Change to prefill…")
+        page.get_by_role("button", name="Change to prefill", exact=True).click()
+        page.get_by_text("worker-2 is a prefill worker now", exact=True).wait_for()
+        card.get_by_role("button", name="Change to decode…").wait_for()
+        assert state_of(fleet) == ("ready", "prefill", 3)
+        card.get_by_role("button", name="Drain…").focus()
         page.keyboard.press("Enter")
-        page.get_by_text(f"Drain {leaving} (decode)?").wait_for()
+        page.get_by_text("Drain worker-2 (prefill)?").wait_for()
         page.keyboard.press("Tab")
         page.keyboard.press("Enter")
-        page.get_by_text(f"{leaving} drains", exact=True).wait_for()
+        page.get_by_text("worker-2 drains", exact=True).wait_for()
         card.get_by_text("draining", exact=True).wait_for()
-        assert fleet.routers[0].worker(leaving)["state"] == "draining"
+        assert fleet.routers[0].worker("worker-2")["state"] == "draining"
 
 
 @pytest.mark.chaos

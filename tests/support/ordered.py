@@ -29,9 +29,9 @@ class _Orders:
     def __init__(self, leases: RedisLeases) -> None:
         self._leases = leases
 
-    async def scale(self, pool: str, desired: int) -> PoolStatus:
-        await self._leases.set_desired({pool: desired})
-        return PoolStatus(desired=desired, ready=0)
+    async def scale(self, pool: str, num_workers: int, is_forced: bool = False) -> PoolStatus:
+        await self._leases.set_desired({pool: num_workers})
+        return PoolStatus(desired=num_workers, ready=0)
 
     async def drain(self, worker_id: str) -> Worker:
         return await self._pass_on(worker_id, "Drain", worker_pb2.DrainRequest(timeout_s=TIMEOUT_S))
