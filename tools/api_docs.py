@@ -1,7 +1,7 @@
 """Generates the tables of docs/http.md: `python -m tools.api_docs`.
 
-They say of each field of a body what becomes of it, as each API declares it. The rest of the page is written
-by hand.
+They say of each field of a body what becomes of it, as each API declares it, and what operators may ask. The rest of
+the page is written by hand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from router.api.apis import APIS
-from router.api.document import Endpoint
+from router.api.document import Endpoint, OperatorCall
 from router.api.fields import Refusal, WithoutEffect
 from router.api.unserved import ANTHROPICS, OPENAIS
 
@@ -25,14 +25,23 @@ BEGIN, END = "<!-- fields: written by `python -m tools.api_docs` -->", "<!-- end
 
 
 def tables() -> str:
-    """The tables of all bodies, and of what is not served at all."""
+    """The tables of all bodies, of what operators may ask, and of what is not served at all."""
     lines = []
     for api in APIS:
         for path, endpoint in api.endpoints.items():
             lines += [f"## {path}", "", "| Field | |", "|---|---|", *_rows(endpoint), ""]
+    lines += ["## For operators", "", "| Call | Asked with | |", "|---|---|---|"]
+    lines += [_call(path, call) for api in APIS for path, call in api.calls.items()] + [""]
     lines += ["## What is not served", "", "| Path, and what is below it | Why |", "|---|---|"]
     lines += [f"| `{path}` | {why} |" for path, why in sorted({**OPENAIS, **ANTHROPICS}.items())]
     return "\n".join([*lines, ""])
+
+
+def _call(path: str, call: OperatorCall) -> str:
+    names = call.body.model_fields if call.body else call.query
+    asked = ", ".join(f"`{name}`" for name in names)
+    key = " Needs an operator's key." if call.body else ""
+    return f"| `{call.method.upper()} {path}` | {asked} | {call.summary}{key} |"
 
 
 def _rows(endpoint: Endpoint) -> list[str]:

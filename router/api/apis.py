@@ -12,10 +12,11 @@ from starlette.exceptions import HTTPException
 from baton.errors import BatonError
 from router.api import anthropic, openai, responses
 from router.api.document import OPENAPI_PATH, document
+from router.api.operators import OPERATORS
 from router.api.unserved import is_anthropics
 from router.service import RouterService
 
-APIS = (openai.OPENAI, responses.RESPONSES, anthropic.ANTHROPIC)
+APIS = (openai.OPENAI, responses.RESPONSES, anthropic.ANTHROPIC, OPERATORS)
 
 
 def add_apis(app: FastAPI, service: RouterService) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from router.api.fields import Refusal
+from router.api.schemas import REF, Schemas
 
 REFUSALS = {
     "400": "The request cannot be served; the error says what to change.",
@@ -23,8 +25,9 @@ REFUSALS = {
     "503": "The cluster cannot serve it now; Retry-After says when to try again.",
 }
 OPENAPI_PATH = "/openapi.json"
-_REF = "#/components/schemas/{model}"
 _JSON: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+_PLAIN_TEXT: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+_KEYS: list[dict[str, Any]] = [{"key": []}, {"x_api_key": []}]
 _EVENTS: dict[str, Any] = {
     # In OpenAPI 3.1 the schema of a stream is that of each event.
     "text/event-stream": {
@@ -51,6 +54,23 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorCall:
+    """A path for operators: a question, or an order, which has a body and is sent by POST."""
+
+    summary: str
+    query: Mapping[str, Schemas] = field(default_factory=dict)
+    """The query's parameters, none of which is needed -> their schemas."""
+    body: type[BaseModel] | None = None
+    answer: Callable[[Schemas], Schemas] | None = None
+    """Adds the schemas that it needs, and returns the answer's. None: the answer is plain text."""
+
+    @property
+    def method(self) -> str:
+        """The method, as the document writes it."""
+        return "post" if self.body else "get"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
     """What one API serves."""
 
@@ -58,6 +78,8 @@ class Api:
     """Path -> what it takes."""
     read: Mapping[str, str] = field(default_factory=dict)
     """Path to be read by GET -> what it gives."""
+    calls: Mapping[str, OperatorCall] = field(default_factory=dict)
+    """Path -> what operators ask or order there."""
     error_name: str
     """The name of the form of its errors; APIs may share one."""
     error: Mapping[str, Any]
@@ -67,7 +89,8 @@ class Api:
 def document(apis: Sequence[Api]) -> dict[str, Any]:
     """The document of all APIs, in the form of OpenAPI 3.1."""
     bodies = dict.fromkeys(endpoint.body for api in apis for endpoint in api.endpoints.values())
-    _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF)
+    bodies |= dict.fromkeys(call.body for api in apis for call in api.calls.values() if call.body)
+    _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=REF)
     components = schemas["$defs"]
     paths: dict[str, Any] = {}
     for api in apis:
@@ -76,6 +99,7 @@ def document(apis: Sequence[Api]) -> dict[str, Any]:
             _add_unserved(components[endpoint.body.__name__], endpoint)
             paths[path] = {"post": _operation(endpoint, api)}
         paths |= {path: {"get": _reading(path, what, api)} for path, what in api.read.items()}
+        paths |= {path: {call.method: _call(path, call, api, components)} for path, call in api.calls.items()}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": "1"},
@@ -86,7 +110,7 @@ def document(apis: Sequence[Api]) -> dict[str, Any]:
                 "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
             },
         },
-        "security": [{"key": []}, {"x_api_key": []}, {}],
+        "security": [*_KEYS, {}],
         "paths": paths,
     }
 
@@ -106,23 +130,41 @@ def _operation(endpoint: Endpoint, api: Api) -> dict[str, Any]:
     content = {**_JSON, **(_EVENTS if endpoint.is_streamed else {})}
     return {
         "summary": (endpoint.body.__doc__ or "").partition("\n")[0],
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": {"$ref": _REF.format(model=endpoint.body.__name__)}}},
-        },
+        "requestBody": _body(endpoint.body),
         "responses": {"200": {"description": "The answer.", "content": content}, **_refusals(api)},
     }
 
 
 def _reading(path: str, what: str, api: Api) -> dict[str, Any]:
-    parameters = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}] * ("{" in path)
     return {
         "summary": what,
-        "parameters": parameters,
+        "parameters": _in_path(path),
         "responses": {"200": {"description": "The answer.", "content": _JSON}, **_refusals(api)},
     }
 
 
+def _call(path: str, call: OperatorCall, api: Api, components: Schemas) -> dict[str, Any]:
+    content = {"application/json": {"schema": call.answer(components)}} if call.answer else _PLAIN_TEXT
+    asked = [{"name": name, "in": "query", "schema": dict(schema)} for name, schema in call.query.items()]
+    order = {"requestBody": _body(call.body), "security": _KEYS} if call.body else {}
+    return {
+        "summary": call.summary,
+        "parameters": [*_in_path(path), *asked],
+        "responses": {"200": {"description": "The answer.", "content": content}, **_refusals(api)},
+        **order,
+    }
+
+
+def _body(body: type[BaseModel]) -> dict[str, Any]:
+    schema = {"$ref": REF.format(model=body.__name__)}
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
+def _in_path(path: str) -> list[dict[str, Any]]:
+    names = re.findall(r"{(\w+)}", path)
+    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+
+
 def _refusals(api: Api) -> dict[str, Any]:
-    schema = {"application/json": {"schema": {"$ref": _REF.format(model=api.error_name)}}}
+    schema = {"application/json": {"schema": {"$ref": REF.format(model=api.error_name)}}}
     return {status: {"description": why, "content": schema} for status, why in REFUSALS.items()}

@@ -172,7 +172,8 @@ class HttpRequest:
 
 def test_bodies_with_changed_parts_are_refused_or_served(fleet: Fleet) -> None:
     served = {path: bodies for path, bodies in BODIES.items() if path in document(fleet)["paths"]}
-    unknown = {path for path, item in document(fleet)["paths"].items() if "post" in item} - BODIES.keys()
+    unknown = {path for path, item in document(fleet)["paths"].items() if "post" in item and "{" not in path}
+    unknown -= BODIES.keys()  # orders, which have a name in their path, get schemathesis' bodies alone
     assert not unknown, "tests/support/bodies.py has nothing for them"
     for path, bodies in served.items():
         for body in bodies:

@@ -3,24 +3,14 @@
 import { ask } from "./asking.js";
 import { copy, empty, h, heading, say } from "./draw.js";
 
-const ELSEWHERE = [
-  ["get", "/api/status", "The cluster: pools, workers, routers, Redis, objectives of the classes."],
-  ["get", "/api/history", "What all routers counted in the last hour, in slots of ten seconds. since: the first slot that is wanted."],
-  ["get", "/api/requests", "The latest requests of a router, without their content. tenant, slo_class, outcome, limit."],
-  ["get", "/api/requests/{id}", "Where the time of one request went."],
-  ["get", "/api/workers/{id}/log", "The latest lines of a worker's log."],
-  ["post", "/api/workers/{id}/drain", "Replaces a worker: its requests move to others. Body: {}"],
-  ["post", "/api/workers/{id}/role", 'Moves a worker to the other pool. Body: {"role": "decode"}'],
-  ["post", "/api/pools/{pool}", 'Sets how many workers a pool is to have. Body: {"workers": 3}'],
-  ["get", "/api/metrics", "The router's metrics, as Prometheus text."],
-];
-const OTHERS = [["get", "/version", "The router's release."], ["get", "/health", "200 when requests can be served; also /readyz."], ["get", "/healthz", "200 while the process lives."]];
+const OTHERS = [["get", "/health", "200 when requests can be served; also /readyz."], ["get", "/healthz", "200 while the process lives."]];
 
 export class Reference {
   constructor() {
     this.search = h("input", { type: "search", placeholder: "Find a path or a field", "aria-label": "Find a path or a field", oninput: () => this.filter() });
     this.base = h("code", { class: "wrap" });
     this.list = h("section", { class: "card", "aria-label": "Endpoints" }, empty("Reading the document…"));
+    this.forOperators = h("div");
     const url = new URL(".", location.href).href;
     say(this.base, url);
     this.element = h("div", { class: "stack" },
@@ -29,7 +19,7 @@ export class Reference {
         h("p", { class: "soft" }, "Clients of OpenAI and of Anthropic work with this base URL. Where there are tenants, a key goes into the header ",
           h("code", {}, "Authorization: Bearer KEY"), " or ", h("code", {}, "x-api-key: KEY"), ". gRPC has the same and more; its server describes itself.")),
       this.search, this.list,
-      h("section", { class: "card" }, h("div", { class: "head" }, heading("For operators")), ELSEWHERE.map(plain)),
+      h("section", { class: "card" }, h("div", { class: "head" }, heading("For operators")), this.forOperators),
       h("section", { class: "card" }, h("div", { class: "head" }, heading("For probes and tools")), OTHERS.map(plain)));
   }
 
@@ -45,19 +35,24 @@ export class Reference {
   show(found) {
     const schemas = found.components.schemas;
     const operations = Object.entries(found.paths).flatMap(([path, methods]) => Object.entries(methods).map(([method, operation]) => ({ path, method, operation })));
-    this.list.replaceChildren(...operations.map(({ path, method, operation }) => {
-      const ref = operation.requestBody?.content["application/json"].schema.$ref, schema = ref ? schemas[ref.split("/").at(-1)] : null;
-      return h("details", { class: "op" },
-        h("summary", {}, h("span", { class: `method ${method}` }, method.toUpperCase()), h("code", { class: "strong" }, path), h("span", { class: "soft" }, operation.summary || "")),
-        schema ? h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": `Fields of ${path}` }, fields(schema)) : h("div", { class: "soft" }, "No body."));
-    }));
+    const isForOperators = ({ path }) => path.startsWith("/api/");
+    this.list.replaceChildren(...operations.filter((each) => !isForOperators(each)).map((each) => described(each, schemas)));
+    this.forOperators.replaceChildren(...operations.filter(isForOperators).map((each) => described(each, schemas)));
     this.filter();
   }
 
   filter() {
     const wanted = this.search.value.trim().toLowerCase();
-    for (const each of this.list.querySelectorAll("details")) each.hidden = Boolean(wanted) && !each.textContent.toLowerCase().includes(wanted);
+    for (const each of this.element.querySelectorAll("details")) each.hidden = Boolean(wanted) && !each.textContent.toLowerCase().includes(wanted);
   }
+}
+
+function described({ path, method, operation }, schemas) {
+  const ref = operation.requestBody?.content["application/json"].schema.$ref, asked = (operation.parameters || []).filter((each) => each.in === "query");
+  const schema = ref ? schemas[ref.split("/").at(-1)] : asked.length ? { properties: Object.fromEntries(asked.map((each) => [each.name, each.schema])) } : null;
+  return h("details", { class: "op" },
+    h("summary", {}, h("span", { class: `method ${method}` }, method.toUpperCase()), h("code", { class: "strong" }, path), h("span", { class: "soft" }, operation.summary || "")),
+    schema ? h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": `Fields of ${path}` }, fields(schema)) : h("div", { class: "soft" }, "No body."));
 }
 
 function plain([method, path, what]) {

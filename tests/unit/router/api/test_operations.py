@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import jsonschema
 import pytest
 
 from baton.cluster import VERSION, PoolStatus, Role
@@ -23,12 +25,15 @@ from baton.trust import KeyFile, Principal, draw_secret, write_private
 from baton.v1 import admin_pb2, worker_pb2_grpc
 from deploy.worker.log import WorkerLog
 from router.admission.tenants import TenantBook
+from router.api.apis import APIS
+from router.api.document import document
 from router.api.http import create_app
 from router.api.operations import Operations
 from router.cluster.history import ClusterHistory
 from router.cluster.history_store import MemoryHistory
 from router.dispatch.worker_client import WorkerClient
 from tests.support.builders import cluster_status, worker
+from tests.support.described import check_described
 
 KEYS = ("acme", "operations")
 
@@ -169,6 +174,42 @@ async def test_an_order_is_json_and_nothing_else(tmp_path: Path) -> None:
         ):
             assert (await door.ask("POST", path, **more)).status_code == 400, (path, more)
     assert door.orders.heard == []
+
+
+async def test_the_document_describes_all_that_operators_ask(tmp_path: Path) -> None:
+    door, whole = Door(tmp_path), document(APIS)
+    door.booked.requests_slo.add(2, {"slo_class": "default", "outcome": "met"})
+    served = {
+        (path.replace(":path}", "}"), method.lower())
+        for route in door.app.routes
+        for path, method in itertools.product([getattr(route, "path", "")], getattr(route, "methods", None) or ())
+        if path.startswith("/api/") and method != "HEAD"
+    }
+    described = {(path, method) for path, item in whole["paths"].items() for method in item if path.startswith("/api/")}
+    assert served == described
+    assert len(served) == 9
+    for path in ("/api/status", "/api/history", "/version"):
+        check_described(path, (await door.ask("GET", path)).json())
+    check_described("/api/workers/{worker_id}/log", (await door.ask("GET", "/api/workers/w0/log")).json())
+    drained = await door.ask("POST", "/api/workers/w0/drain", json={})
+    check_described("/api/workers/{worker_id}/drain", drained.json(), "post")
+    scaled = await door.ask("POST", "/api/pools/decode", json={"workers": 3})
+    check_described("/api/pools/{pool}", scaled.json(), "post")
+    with pytest.raises(jsonschema.ValidationError):
+        check_described("/api/pools/{pool}", {**scaled.json(), "more": 1}, "post")
+
+
+def test_the_document_says_that_orders_alone_always_need_a_key() -> None:
+    whole = document(APIS)
+    assert {} in whole["security"]
+    found = {
+        path: operation["security"]
+        for path, item in whole["paths"].items()
+        for operation in item.values()
+        if "security" in operation
+    }
+    assert set(found) == {"/api/workers/{worker_id}/drain", "/api/workers/{worker_id}/role", "/api/pools/{pool}"}
+    assert all({} not in each and len(each) == 2 for each in found.values())
 
 
 @contextlib.asynccontextmanager

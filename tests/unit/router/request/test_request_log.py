@@ -23,6 +23,7 @@ from router.dispatch.events import MOST_EVENTS, EventKind, EventLog
 from router.prompt import Tokenizer
 from router.request import request_log
 from router.request.request_log import RequestFilter, RequestLog
+from tests.support.described import check_described
 from tests.support.waiting import until
 from tests.unit.router.dispatch.scripted_workers import Bench, ScriptedWorkers, bench_of, ticket
 from tests.unit.router.test_service import MODEL, OneToken, Router
@@ -266,7 +267,10 @@ async def test_operators_ask_over_http(router: Router) -> None:
     assert listed.headers["cache-control"] == "no-store"
     assert (summary["request_id"], summary["outcome"], summary["e2e_objective_s"]) == ("a/b", "met", None)
     assert set(summary["stages"]) == {"queue", "decode_admission", "prefill", "transfer", "decode", "recovery"}
-    (detail,) = (await router.get("/api/requests/a/b")).json()["requests"]
+    check_described("/api/requests", listed.json())
+    found = await router.get("/api/requests/a/b")
+    check_described("/api/requests/{request_id}", found.json())
+    (detail,) = found.json()["requests"]
     assert summary.items() <= detail.items()
     assert [event["what"] for event in detail["events"]] == ["arrived", "admitted", "first_token", "finished", "ended"]
     assert (await router.get("/api/requests?tenant=nobody")).json()["requests"] == []

@@ -1,0 +1,120 @@
+"""What operators ask below /api, as the OpenAPI document describes it. `operations` and `requests` serve it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.timelines import DEFAULT_LIMIT, MAX_LIMIT, OUTCOMES, RequestList, RequestTimeline
+from baton.v1 import admin_pb2
+from router.api.document import Api, OperatorCall
+from router.api.openai.description import OPENAI
+from router.api.operations import MAX_LOG_LINES, Order, RoleOrder, SizeOrder
+from router.api.schemas import Schemas, described, many, of_dataclass, of_message
+
+_TEXT: Schemas = {"type": "string"}
+_COUNT: Schemas = {"type": "integer", "minimum": 0}
+_SECONDS: Schemas = {"type": "number"}
+_OBJECTIVE: Schemas = {"type": ["number", "null"]}
+_TENANT = {**_TEXT, "description": "Whose; empty: anybody's."}
+
+
+def _status(into: Schemas) -> Schemas:
+    of_message(admin_pb2.GetStatusResponse.DESCRIPTOR, into)
+    cluster = into.pop("GetStatusResponse")
+    own = {
+        "now_s": _SECONDS,
+        "version": _TEXT,
+        "router": _TEXT,
+        "not_ready": _TEXT,
+        "takes_orders": {"type": "boolean"},
+        "slo_classes": {
+            "type": "object",
+            "additionalProperties": described(dict.fromkeys(("ttft_s", "itl_s", "e2e_s"), _OBJECTIVE)),
+        },
+    }
+    into["ClusterState"] = described(own | cluster["properties"], cluster["properties"].keys() - cluster["required"])
+    return {"$ref": "#/components/schemas/ClusterState"}
+
+
+def _history(into: Schemas) -> Schemas:
+    into["HistorySlot"] = described(
+        {"slot": _COUNT, "num_routers": _COUNT, "counts": {"type": "object", "additionalProperties": _SECONDS}}
+    )
+    return described(
+        {
+            "now_s": _SECONDS,
+            "slot_s": _COUNT,
+            "bounds": {"type": "object", "additionalProperties": many(_SECONDS)},
+            "slots": many({"$ref": "#/components/schemas/HistorySlot"}),
+        }
+    )
+
+
+def _requests(into: Schemas) -> Schemas:
+    return of_dataclass(RequestList, into)
+
+
+def _timelines(into: Schemas) -> Schemas:
+    of_dataclass(RequestTimeline, into)
+    whole = into.pop("RequestTimeline")["properties"]
+    del whole["summary"]
+    into["TimeLine"] = described({**into["RequestSummary"]["properties"], **whole})
+    return described({"requests": many({"$ref": "#/components/schemas/TimeLine"})})
+
+
+def _of(**properties: Schemas) -> Any:
+    return lambda into: described(properties)
+
+
+OPERATORS = Api(
+    endpoints={},
+    calls={
+        "/api/status": OperatorCall(
+            summary="The cluster: pools, workers, routers, Redis, and the classes' objectives.", answer=_status
+        ),
+        "/api/history": OperatorCall(
+            summary="What all routers counted in the last hour, in slots of ten seconds.",
+            query={"since": {"type": "integer", "default": 0, "description": "The first slot that is wanted."}},
+            answer=_history,
+        ),
+        "/api/requests": OperatorCall(
+            summary="The latest requests of a router, without their content.",
+            query={
+                "tenant": _TENANT,
+                "slo_class": {**_TEXT, "description": "Of which class; empty: of any."},
+                "outcome": {**many({"enum": list(OUTCOMES)}), "description": "What became of them; none: anything."},
+                "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
+            },
+            answer=_requests,
+        ),
+        "/api/requests/{request_id}": OperatorCall(
+            summary="Where the time of a request went: all calls with this id that the router knows.",
+            query={"tenant": _TENANT},
+            answer=_timelines,
+        ),
+        "/api/workers/{worker_id}/log": OperatorCall(
+            summary=f"The latest {MAX_LOG_LINES} lines of a worker's log.",
+            answer=_of(worker=_TEXT, lines=many(_TEXT)),
+        ),
+        "/api/metrics": OperatorCall(summary="The router's metrics, as Prometheus text."),
+        "/version": OperatorCall(summary="The router's release.", answer=_of(version=_TEXT)),
+        "/api/workers/{worker_id}/drain": OperatorCall(
+            summary="Replaces a worker: its requests move to others.",
+            body=Order,
+            answer=_of(worker=_TEXT, state={"const": "draining"}),
+        ),
+        "/api/workers/{worker_id}/role": OperatorCall(
+            summary="Moves a worker to the other pool, with its cache.",
+            body=RoleOrder,
+            answer=_of(worker=_TEXT, role={"enum": ["prefill", "decode"]}),
+        ),
+        "/api/pools/{pool}": OperatorCall(
+            summary="Sets how many workers a pool is to have.",
+            body=SizeOrder,
+            answer=_of(pool=_TEXT, desired=_COUNT, ready=_COUNT),
+        ),
+    },
+    error_name=OPENAI.error_name,
+    error=OPENAI.error,
+)
+"""An order, which has a body, needs an operator's key even where nothing else needs one."""
