@@ -25,6 +25,8 @@ TAIL_BYTES, MOST_CHARACTERS = 2**14, 500
 """Bytes at a log's end in which its last line is looked for, and characters of it that are shown."""
 RAYS_OWN = (":actor_name:", ":job_id:", ":task_name:")
 """Beginnings of lines by which Ray marks its workers' files."""
+PLACES = ('File "', "Current thread", "Thread 0x", "Extension modules:", "<no Python frame>", "...")
+"""Beginnings of what `faulthandler` writes below the line that says how a process crashed."""
 STABLE_S = 5.0
 """A process that ran for longer than this counts as started: its end is no failure to start."""
 
@@ -66,7 +68,7 @@ def last_line(log: Path) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    said = (line.strip() for line in reversed(lines) if not line.startswith(RAYS_OWN))
+    said = (line.strip() for line in reversed(lines) if not line.strip().startswith((*RAYS_OWN, *PLACES)))
     found = next(filter(None, said), "")
     return re.sub(r"^\S+ \S+ [A-Z]+ \d+ [\w.]+: ", "", found)[:MOST_CHARACTERS]
 

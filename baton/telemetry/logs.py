@@ -54,6 +54,18 @@ def latest_lines() -> list[str]:
     return [line for handler in kept for line in handler.lines]
 
 
+def as_text(line: str) -> str:
+    """A line that a process wrote, for people: a log line in JSON becomes what `TEXT_FORMAT` has, with the traceback on
+    further lines. Any other line stays as it is.
+    """
+    try:
+        entry = json.loads(line)
+        text = "{timestamp} {level} {process} {logger}: {message}".format_map(entry)
+    except (ValueError, TypeError, KeyError):
+        return line
+    return "\n".join([text, *(str(entry[name]) for name in ("exception", "stack") if name in entry)])
+
+
 class _LatestLines(logging.Handler):
     """Keeps the latest lines."""
 

@@ -28,6 +28,7 @@ from kvstore.transfer.transport.nccl_env import nccl_environment
 
 RESOURCE = "baton_worker"
 SECRET = "BATON_CLUSTER_SECRET"
+STDERR = 2
 """Both roles ask for the same Ray resource, so that a change of role changes nothing for Ray."""
 POOL_LABEL = "baton.dev/pool"
 """A Ray node with this label, prefill or decode, is for workers that begin in that pool: pools may have other GPUs.
@@ -144,8 +145,10 @@ class WorkerActor:
         arguments = [self._role, self._worker_id, self._host or _node_address(), "--ready-fd", str(ready_fd)]
         if self._fingerprint:
             arguments += ["--keys", self._fingerprint]
+        if taken := (self._node.path if self._node else "") or _own_file():
+            arguments += ["--output", str(taken)]
         with (self._node.output() if self._node else None) or contextlib.nullcontext() as link:
-            output = None if link is None else link.fileno()
+            output = STDERR if link is None else link.fileno()
             return subprocess.Popen(
                 tied(module_command("deploy.worker", *arguments)),
                 env={
@@ -176,9 +179,15 @@ def _last_words() -> str:
     """What was written last into the file that takes this process's and the worker's output, as the end of a sentence;
     empty: there is no such file, or nothing in it.
     """
-    log = Path(os.path.realpath("/proc/self/fd/2"))
-    line = last_line(log) if log.is_file() else ""
+    log = _own_file()
+    line = last_line(log) if log else ""
     return f": {line}; its log: {log}" if line else ""
+
+
+def _own_file() -> Path | None:
+    """The file that takes what this process writes to standard error, as Ray has it; None: no file does."""
+    file = Path(os.path.realpath(f"/proc/self/fd/{STDERR}"))
+    return file if file.is_file() else None
 
 
 def _node_address() -> str:
@@ -200,7 +209,7 @@ def own_secret(config: Config, environ: Mapping[str, str]) -> str:
 
 
 def worker_environment(config: Config) -> dict[str, str]:
-    """Environment variables that must be set before the worker's process imports torch."""
+    """Environment variables that must be set before the worker's process begins, or imports torch."""
     threads = str(config.engine.num_threads)
     return {
         "OMP_NUM_THREADS": threads,
@@ -208,5 +217,7 @@ def worker_environment(config: Config) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "PYTHONFAULTHANDLER": "1",  # a crash in native code leaves the place where it was
+        "PYTHONUNBUFFERED": "1",
         **nccl_environment(config.transfer),
     }

@@ -8,6 +8,7 @@ end):
 
 output    all that the worker and its children write, a line at a time
 state     `starting`, `ready`, `away` (it does not answer, or takes no new work), `ended`, with a reason
+latest    is answered with the latest lines that workers of this id have written here (`deploy.worker.log` asks)
 
 Probes find in the folder: `workers`, which says what each worker here does; `ready`, which is there while every worker
 that Ray has placed here, and at least one, takes traffic; and `started`, from the first time on that this is so, or
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -44,6 +46,8 @@ IDLE_S = 60.0
 """Time without a worker after which a node counts as started: there is no model to wait for."""
 MAX_LINE = 2**16
 """Bytes of a line; of a longer one the rest comes as further lines."""
+MAX_KEPT_LINES, MAX_KEPT_BYTES, MAX_KEPT_IDS = 400, 4096, 16
+"""The latest lines of a worker that are kept in memory, bytes of each, and ids of which they are kept: the latest."""
 LAST_WORDS_S = 2.0
 """Longest wait, after Ray's end, for what was written before it."""
 TICK_S = 1.0
@@ -155,6 +159,8 @@ class Node:
         self._lines = lines
         self._workers = WorkersHere(time.monotonic())
         self._connections: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
+        self._latest: dict[str, deque[bytes]] = {}
+        """The latest lines by worker; the last has written last."""
         self._show()
 
     @property
@@ -188,6 +194,9 @@ class Node:
             head = json.loads(await reader.readline() or b"{}")
             if head.get("stream") == "output":
                 await self._relay(reader, "output", head["worker"])
+            elif head.get("stream") == "latest":
+                writer.writelines(self._latest.get(head["worker"], ()))
+                await writer.drain()
             elif head.get("stream") == "state":
                 await self._follow(reader, head["worker"])
         finally:
@@ -197,6 +206,15 @@ class Node:
     async def _relay(self, reader: asyncio.StreamReader, logger: str, worker: str = "") -> None:
         while line := await _line(reader):
             self._lines.relay(line, logger, worker)
+            if worker:
+                self._keep(line, worker)
+
+    def _keep(self, line: bytes, worker: str) -> None:
+        kept = self._latest.pop(worker, None) or deque(maxlen=MAX_KEPT_LINES)
+        kept.append(line.rstrip(b"\n")[:MAX_KEPT_BYTES] + b"\n")
+        self._latest[worker] = kept
+        if len(self._latest) > MAX_KEPT_IDS:
+            del self._latest[next(iter(self._latest))]
 
     async def _follow(self, reader: asyncio.StreamReader, worker: str) -> None:
         state = ""

@@ -47,6 +47,11 @@ class NodeLink:
         """The link to the node whose environment this is."""
         return cls(environ.get(SOCKET, ""), worker_id)
 
+    @property
+    def path(self) -> str:
+        """Where the node's socket is; empty: there is none."""
+        return self._path
+
     def output(self) -> socket.socket | None:
         """A socket for all that the worker's process writes, which the caller closes; None: it writes where we do."""
         return self._connected("output")

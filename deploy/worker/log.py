@@ -1,20 +1,80 @@
-"""Shows routers what this worker has logged, so that an operator reads it without a shell on the worker's machine."""
+"""Shows routers what this worker has written, so that an operator reads it without a shell on the worker's machine.
+
+That is all of it, tracebacks and what libraries print included, where the parent of the process names what takes its
+output: a file, of which the end is read, or the socket of the node's first process (`deploy.ray_pools.node`), which has
+the latest lines of each worker's id, and so the last words of a process that this one replaces as well. Elsewhere, as
+in a terminal, nobody can read them back, and the lines are those of this process's log alone.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import socket
+from pathlib import Path
 from typing import Any
 
 import grpc
 
+from baton.errors import WorkerFailed
 from baton.telemetry import logs
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from deploy.processes import RAYS_OWN
+
+END_BYTES = 2**18
+"""Bytes at a file's end that are read."""
+ANSWER_S = 5.0
+"""Longest wait for the node."""
 
 
 class WorkerLog(worker_pb2_grpc.WorkerLogServicer):
-    """Answers with the latest lines of this process's log."""
+    """Answers with the latest lines.
+
+    Args:
+        output: takes all that this process writes, a file or a socket; None: nothing that can be read back.
+    """
+
+    def __init__(self, worker_id: str, output: Path | None = None) -> None:
+        self._worker_id = worker_id
+        self._output = output
 
     async def ReadLog(  # noqa: N802 - the generated name
         self, request: worker_pb2.ReadLogRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.ReadLogResponse:
-        lines = logs.latest_lines()
+        if self._output is None:
+            lines = logs.latest_lines()
+        else:
+            lines = await asyncio.to_thread(written, self._output, self._worker_id)
         return worker_pb2.ReadLogResponse(lines=lines[-request.max_lines :] if request.max_lines else lines)
+
+
+def written(output: Path, worker_id: str) -> list[str]:
+    """The latest lines that a worker has written, as text, the oldest first.
+
+    Raises:
+        WorkerFailed: they cannot be read.
+    """
+    try:
+        raw = _kept(output, worker_id) if output.is_socket() else _end_of(output)
+    except OSError as error:
+        raise WorkerFailed(f"what {worker_id} has written cannot be read from {output}: {error}") from error
+    lines = (text for line in raw.decode(errors="replace").splitlines() for text in logs.as_text(line).splitlines())
+    said = [line[: logs.MAX_KEPT_CHARACTERS] for line in lines if not line.startswith(RAYS_OWN)]
+    return said[-logs.MAX_KEPT_LINES :]
+
+
+def _end_of(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        begin = max(0, opened.seek(0, 2) - END_BYTES)
+        opened.seek(begin)
+        end = opened.read(END_BYTES)
+    return end.partition(b"\n")[2] if begin else end  # the first line may have lost its beginning
+
+
+def _kept(node: Path, worker_id: str) -> bytes:
+    with socket.socket(socket.AF_UNIX) as link:
+        link.settimeout(ANSWER_S)
+        link.connect(str(node))
+        link.sendall(json.dumps({"worker": worker_id, "stream": "latest"}).encode() + b"\n")
+        with link.makefile("rb") as answer:
+            return answer.read()

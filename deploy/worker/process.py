@@ -1,6 +1,6 @@
 """A worker's process: one engine, which serves both roles; its role decides which calls routers send.
 
-    python -m deploy.worker ROLE ID HOST [--ready-fd N] [--keys FINGERPRINT]
+    python -m deploy.worker ROLE ID HOST [--ready-fd N] [--keys FINGERPRINT] [--output PATH]
 
 The configuration comes in BATON_CONFIG_JSON. A Ray actor keeps each one (`deploy.ray_pools.actor`); anything else that
 starts processes could. Once the worker is ready, or has failed to start, it writes one line of JSON to the descriptor:
@@ -26,6 +26,7 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -66,9 +67,13 @@ SERVICE_NAMES = ("baton.v1.WorkerCalls", "baton.v1.WorkerControl", "baton.v1.Wor
 
 @contextlib.asynccontextmanager
 async def running(
-    config: Config, role: Role, worker_id: str, host: str, runner: Runner
+    config: Config, role: Role, worker_id: str, host: str, runner: Runner, *, output: Path | None = None
 ) -> AsyncGenerator[tuple[WorkerControl, asyncio.Task[None]]]:
-    """A worker that takes traffic while the block is entered. Yields its control, and the task of `Member.joined`."""
+    """A worker that takes traffic while the block is entered. Yields its control, and the task of `Member.joined`.
+
+    Args:
+        output: see `WorkerLog`.
+    """
     member = Member(role, worker_id, host, config, runner)
     doors = (*member_doors(member.keys, member.incarnation, WORKERS_RULES), *members_only(member.tls))
     max_bytes = max_message_bytes(runner.max_model_len)
@@ -80,7 +85,7 @@ async def running(
     control = WorkerControl(member, calls)
     worker_pb2_grpc.add_WorkerCallsServicer_to_server(calls, rpc.server)
     worker_pb2_grpc.add_WorkerControlServicer_to_server(control, rpc.server)
-    worker_pb2_grpc.add_WorkerLogServicer_to_server(WorkerLog(), rpc.server)
+    worker_pb2_grpc.add_WorkerLogServicer_to_server(WorkerLog(worker_id, output), rpc.server)
     kv_pb2_grpc.add_KvControlServicer_to_server(member.kv, rpc.server)
     port = rpc.bind(host, 0, member.tls)
     async with member.joined(rpc, port) as ended:
@@ -125,12 +130,14 @@ async def serve(
     *,
     ready_fd: int | None = None,
     fingerprint: str = "",
+    output: Path | None = None,
     build: Callable[[Config], Runner] = build_runner,
 ) -> None:
     """Serves until SIGTERM, and drains then.
 
     Args:
         fingerprint: names the cluster's keys, which this worker's must fit; empty: any do.
+        output: see `WorkerLog`.
 
     Raises:
         ConfigError: it has other keys than the cluster, or none where others than this machine could reach it.
@@ -148,7 +155,9 @@ async def serve(
                 runner = await asyncio.to_thread(build, _config_of(config))
                 stack.callback(runner.close)
                 garbage.keep_what_is_loaded()
-                control, ended = await stack.enter_async_context(running(config, role, worker_id, host, runner))
+                control, ended = await stack.enter_async_context(
+                    running(config, role, worker_id, host, runner, output=output)
+                )
                 # Not before, for however long Redis is away: until there is something to drain, the signal may end the
                 # process at once.
                 asyncio.get_running_loop().add_signal_handler(
@@ -199,13 +208,15 @@ def main() -> None:
     parser.add_argument("host", help="the address on which routers and other workers reach it")
     parser.add_argument("--ready-fd", type=int, help="inherited descriptor to which the worker writes when it is ready")
     parser.add_argument("--keys", default="", help="fingerprint of the cluster's keys, which the worker's must fit")
+    parser.add_argument("--output", type=Path, help="file or socket that takes all that this process writes")
     args = parser.parse_args()
     config = process_config()
     logs.configure(config.telemetry.log_level, config.telemetry.log_format, f"baton-{args.role}")
     with private_log() as environment:
         os.environ.update(environment)
         try:
-            serving = serve(config, Role(args.role), args.id, args.host, ready_fd=args.ready_fd, fingerprint=args.keys)
+            whose = (Role(args.role), args.id, args.host)
+            serving = serve(config, *whose, ready_fd=args.ready_fd, fingerprint=args.keys, output=args.output)
             uvloop.run(serving)
         except* Fenced as fenced:
             print(fenced.exceptions[0], file=sys.stderr)  # noqa: T201

@@ -93,7 +93,7 @@ OPERATORS = Api(
             answer=_timelines,
         ),
         "/api/workers/{worker_id}/log": OperatorCall(
-            summary=f"The latest {MAX_LOG_LINES} lines of a worker's log.",
+            summary=f"The latest {MAX_LOG_LINES} lines that a worker's process has written, log lines as text.",
             answer=_of(worker=_TEXT, lines=many(_TEXT)),
         ),
         "/api/metrics": OperatorCall(summary="The router's metrics, as Prometheus text."),

@@ -16,7 +16,9 @@ from baton.trust import KeyFile, Principal, draw_secret, write_private
 from deploy.ray_pools import actor
 from deploy.ray_pools.actor import WorkerActor, own_redis_url, own_secret
 from deploy.ray_pools.node import SOCKET
-from tests.unit.deploy.ray_pools.test_node import node
+from deploy.worker.log import written
+from tests.support.waiting import wait_until
+from tests.unit.deploy.ray_pools.test_node import PATIENT_S, node
 
 
 class Alone(WorkerActor):
@@ -92,3 +94,34 @@ async def test_a_worker_that_dies_at_its_start_leaves_its_last_words(
     log.unlink()
     with pytest.raises(WorkerFailed, match="worker-0 ended before it was ready; its log says why"):
         await Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode").start()
+
+
+async def test_a_worker_knows_what_takes_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The socket of its node's first process, else the file that Ray has for its actor; both streams go there."""
+    log, found, commands = tmp_path / "worker.err", os.path.realpath, list[tuple[str, ...]]()
+    log.touch()
+    code = "import os; os.write(1, b'out\\n'); os.write(2, b'err\\n'); raise SystemExit(3)"
+
+    def command(*arguments: str) -> list[str]:
+        commands.append(arguments)
+        return [sys.executable, "-c", code]
+
+    monkeypatch.setattr(os.path, "realpath", lambda path: str(log) if path == "/proc/self/fd/2" else found(path))
+    monkeypatch.setattr(actor, "module_command", command)
+    with log.open("a") as file:
+        saved = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            with pytest.raises(WorkerFailed):
+                await Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode").start()
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+    assert commands[-1][-2:] == ("--output", str(log))
+    assert written(log, "worker-0") == ["out", "err"]
+    with node(tmp_path) as here:
+        monkeypatch.setenv(SOCKET, str(here.folder / "socket"))
+        with pytest.raises(WorkerFailed):
+            await Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode").start()
+        wait_until(lambda: written(here.folder / "socket", "worker-0") == ["out", "err"], PATIENT_S)
+        assert commands[-1][-2:] == ("--output", str(here.folder / "socket"))

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from baton.errors import WorkerFailed
 from baton.rpc import RpcServer, channel
-from deploy.ray_pools.node import IDLE_S, WorkersHere
+from deploy.ray_pools.node import IDLE_S, MAX_KEPT_BYTES, MAX_KEPT_IDS, MAX_KEPT_LINES, WorkersHere
 from deploy.ray_pools.node_link import NodeLink, end_in_words, why_away
+from deploy.worker.log import written
 from tests.support.waiting import wait_until
 
 PATIENT_S = 60.0
@@ -99,6 +101,29 @@ def test_what_ray_and_workers_write_comes_out_as_log_lines(tmp_path: Path) -> No
         ("INFO", "decode-0 starts"),
         ("WARNING", "slow"),
     ]
+
+
+def test_the_latest_lines_of_a_worker_can_be_asked_for(tmp_path: Path) -> None:
+    """Those of an earlier process with its id come first: they are why it is a new one."""
+    with node(tmp_path, "text") as here:
+        asked = here.folder / "socket"
+        write(here.link("decode-0"), "Fatal Python error: Aborted", json.dumps({"message": "m"}))
+        write(here.link("prefill-0"), "another's")
+        write(here.link("decode-0"), "it starts again")
+        ours = ["Fatal Python error: Aborted", '{"message": "m"}', "it starts again"]
+        wait_until(lambda: written(asked, "decode-0") == ours, PATIENT_S)
+        assert written(asked, "prefill-0") == ["another's"]
+        assert written(asked, "decode-1") == []
+        write(here.link("decode-0"), *map(str, range(MAX_KEPT_LINES + 5)), "y" * 2 * MAX_KEPT_BYTES)
+        wait_until(lambda: written(asked, "decode-0")[-1].startswith("y"), PATIENT_S)
+        lines = written(asked, "decode-0")
+        assert (len(lines), lines[0], lines[-2]) == (MAX_KEPT_LINES, "6", str(MAX_KEPT_LINES + 4))
+        for number in range(MAX_KEPT_IDS):
+            write(here.link(f"decode-{number + 2}"), "one of many")
+            wait_until(lambda number=number: written(asked, f"decode-{number + 2}") != [], PATIENT_S)  # type: ignore[misc]
+        assert written(asked, "decode-0") == [], "of so many, the one that wrote first is forgotten"
+    with pytest.raises(WorkerFailed, match="what decode-0 has written cannot be read"):
+        written(asked, "decode-0")
 
 
 def test_for_people_a_line_stays_as_it_is(tmp_path: Path) -> None:

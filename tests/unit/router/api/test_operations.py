@@ -216,7 +216,7 @@ def test_the_document_says_that_orders_alone_always_need_a_key() -> None:
 async def logging_worker(secret: Path) -> AsyncIterator[Any]:
     doors = member_doors(KeyFile(secret, Principal.WORKER), "w1", WORKERS_RULES)
     rpc = RpcServer(("baton.v1.WorkerLog",), doors, describes_itself=False)
-    worker_pb2_grpc.add_WorkerLogServicer_to_server(WorkerLog(), rpc.server)
+    worker_pb2_grpc.add_WorkerLogServicer_to_server(WorkerLog("w0"), rpc.server)
     port = rpc.bind("127.0.0.1", 0)
     await rpc.start()
     yield worker("w0", address=f"127.0.0.1:{port}", incarnation="w1")
