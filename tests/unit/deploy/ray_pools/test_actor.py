@@ -112,8 +112,11 @@ async def test_a_worker_knows_what_takes_its_output(tmp_path: Path, monkeypatch:
         saved = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
+            alone = Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode")
             with pytest.raises(WorkerFailed):
-                await Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode").start()
+                await alone.start()
+            assert alone._ended is not None
+            assert await alone._ended == 3
         finally:
             os.dup2(saved, 2)
             os.close(saved)
@@ -121,7 +124,10 @@ async def test_a_worker_knows_what_takes_its_output(tmp_path: Path, monkeypatch:
     assert written(log, "worker-0") == ["out", "err"]
     with node(tmp_path) as here:
         monkeypatch.setenv(SOCKET, str(here.folder / "socket"))
+        worker = Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode")
         with pytest.raises(WorkerFailed):
-            await Alone("decode", "worker-0", "127.0.0.1", Config().to_json(), pool="decode").start()
+            await worker.start()
+        assert worker._ended is not None
+        assert await worker._ended == 3
         wait_until(lambda: written(here.folder / "socket", "worker-0") == ["out", "err"], PATIENT_S)
         assert commands[-1][-2:] == ("--output", str(here.folder / "socket"))

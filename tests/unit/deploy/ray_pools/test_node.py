@@ -17,7 +17,7 @@ from baton.errors import WorkerFailed
 from baton.rpc import RpcServer, channel
 from deploy.ray_pools.node import IDLE_S, MAX_KEPT_BYTES, MAX_KEPT_IDS, MAX_KEPT_LINES, WorkersHere
 from deploy.ray_pools.node_link import NodeLink, end_in_words, why_away
-from deploy.worker.log import written
+from deploy.worker.log import _kept, written
 from tests.support.waiting import wait_until
 
 PATIENT_S = 60.0
@@ -117,6 +117,7 @@ def test_the_latest_lines_of_a_worker_can_be_asked_for(tmp_path: Path) -> None:
         write(here.link("decode-0"), *map(str, range(MAX_KEPT_LINES + 5)), "y" * 2 * MAX_KEPT_BYTES)
         wait_until(lambda: written(asked, "decode-0")[-1].startswith("y"), PATIENT_S)
         lines = written(asked, "decode-0")
+        assert len(_kept(asked, "decode-0").splitlines()) == MAX_KEPT_LINES
         assert (len(lines), lines[0], lines[-2]) == (MAX_KEPT_LINES, "6", str(MAX_KEPT_LINES + 4))
         for number in range(MAX_KEPT_IDS):
             write(here.link(f"decode-{number + 2}"), "one of many")

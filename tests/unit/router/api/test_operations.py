@@ -188,6 +188,11 @@ async def test_the_document_describes_all_that_operators_ask(tmp_path: Path) -> 
     described = {(path, method) for path, item in whole["paths"].items() for method in item if path.startswith("/api/")}
     assert served == described
     assert len(served) == 9
+    asked = (
+        whole["paths"]["/api/requests"]["get"]["parameters"] + whole["paths"]["/api/pools/{pool}"]["post"]["parameters"]
+    )
+    places = [(each["name"], each["in"]) for each in asked]
+    assert places == [*((name, "query") for name in ("tenant", "slo_class", "outcome", "limit")), ("pool", "path")]
     for path in ("/api/status", "/api/history", "/version"):
         check_described(path, (await door.ask("GET", path)).json())
     check_described("/api/workers/{worker_id}/log", (await door.ask("GET", "/api/workers/w0/log")).json())
