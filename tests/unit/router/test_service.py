@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from baton.api import GenerateChunk, GenerateRequest, ModelCard, Text, TokenIds
 from baton.config import RouterConfig
+from baton.errors import Overloaded
 from baton.messages import NewTokens
 from baton.rpc import RpcServer
 from baton.sampling import FinishReason
@@ -36,8 +37,10 @@ from kvstore.index import MemoryStore
 from kvstore.leases import MemoryRecords
 from router.admission import Accounts, Limiter, MemoryLedger, ModelFacts, SloCounts
 from router.admission.tenants import TenantBook
+from router.api import delivery
 from router.api.grpc_api import SERVICE_NAMES, Authentication, InferenceServicer
 from router.api.http import create_app
+from router.api.padding import WINDOW_BYTES
 from router.dispatch.choice import Choice, ChoiceGroup
 from router.prompt import Tokenizer
 from router.request.model import LoadedModel
@@ -85,18 +88,20 @@ class ManyTokens(OneToken):
 
     Args:
         ends: whether they come to their end.
+        num: how many there are.
     """
 
     NUM = 8000
 
-    def __init__(self, *, ends: bool) -> None:
+    def __init__(self, *, ends: bool, num: int = NUM) -> None:
         super().__init__()
         self._ends = ends
+        self._num = num
 
     async def run(self, group: ChoiceGroup) -> AsyncIterator[tuple[Choice, NewTokens]]:
         (choice,) = group.choices
-        for number in range(1, self.NUM + 1):
-            is_last = self._ends and number == self.NUM
+        for number in range(1, self._num + 1):
+            is_last = self._ends and number == self._num
             reason = FinishReason.LENGTH if is_last else None
             choice.emitted.append(5)
             yield choice, NewTokens(token_ids=(5,), finish_reason=reason)
@@ -536,6 +541,46 @@ async def test_a_client_that_does_not_read_is_ended(tokenizer: Tokenizer) -> Non
                 pass
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "has not read for 0.5 s" in (caught.value.details() or "")
+    router.close()
+
+
+def is_crowded(router: Router) -> None:
+    """Has the router refuse a request for want of places."""
+    most = router.limiter.max_in_flight
+    with router.limiter.slot("all", most), contextlib.suppress(Overloaded), router.limiter.slot("one more", 1):
+        raise AssertionError("let in")
+
+
+@pytest.mark.parametrize("crowded", [True, False])
+async def test_a_client_that_does_not_read_is_seen_after_few_tokens_where_others_are_refused(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, crowded: bool
+) -> None:
+    monkeypatch.setattr(delivery, "LOOK_S", 0.05)
+    monkeypatch.setattr(delivery, "CROWDED_STALL_S", 0.2)
+    router = Router(tokenizer, ManyTokens(ends=False, num=40))
+    if crowded:
+        is_crowded(router)
+    async with router.inference() as inference, asyncio.timeout(60):
+        call = inference.Generate(asked(text="a", sampling={"max_tokens": 41}))
+        await until(lambda: router.limiter.num_in_flight == 1)
+        if not crowded:
+            await asyncio.sleep(1.0)
+            assert router.limiter.num_in_flight == 1, "so few tokens are taken by gRPC"
+            return
+        await until(lambda: router.limiter.num_in_flight == 0)
+        with pytest.raises(grpc.aio.AioRpcError, match="others wait for the place of its answer"):
+            async for _ in call:
+                pass
+    router.close()
+
+
+async def test_a_client_that_reads_gets_the_same_answer_where_others_are_refused(tokenizer: Tokenizer) -> None:
+    router = Router(tokenizer, ManyTokens(ends=True, num=40))
+    is_crowded(router)
+    async with router.inference() as inference, asyncio.timeout(60):
+        chunks = [chunk async for chunk in inference.Generate(asked(text="a", sampling={"max_tokens": 40}))]
+    assert [token_id for chunk in chunks for token_id in chunk.token_ids] == [5] * 40
+    assert WINDOW_BYTES < sum(chunk.ByteSize() for chunk in chunks) < 2 * WINDOW_BYTES
     router.close()
 
 
