@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -211,30 +212,45 @@ def _falling(size: int) -> torch.Tensor:
 def sampled_of(answers: SequenceOf[int], rows: SequenceOf[Row], sampler: Sampler, vocab_size: int) -> Sampled:
     """Returns what requests get where greedy ones get `answers`, and the scores where somebody asks for them.
 
-    A row that only draws does so among the tokens next to its answer, in their order from there: a twelfth of the work,
-    and all that has any weight.
+    A row whose logits decide as they are is drawn and scored among the tokens next to its answer, in their order from
+    there: a twelfth of the work, and all that has any weight.
     """
     tokens, scores, prime = list(answers), [NO_SCORES] * len(rows), modulus(vocab_size)
-    near, far = [], []
-    for i, row in enumerate(rows):
-        params = row.sampling
-        if not params.is_plain or params.xtc_probability:  # a token matters by its number
-            far.append(i)
-        elif params.temperature > 0:
-            near.append(i)
+    near = [i for i, row in enumerate(rows) if not _is_by_number(row.sampling) and _is_asked(row.sampling)]
     if near:
         logits = _falling(prime)[:NUM_NEAR].expand(len(near), -1)
-        for i, place in zip(near, sampler.sample(logits, [rows[i] for i in near]), strict=True):
-            tokens[i] = (answers[i] + place) % prime
+        found = sampler.sample_and_score(logits, [rows[i] for i in near])
+        for place, i in enumerate(near):
+            tokens[i] = (answers[i] + found.token_ids[place]) % prime
+            if found.scores:
+                scores[i] = _moved(found.scores[place], answers[i], prime)
+    far = [i for i, row in enumerate(rows) if _is_by_number(row.sampling)]
+    has_scores = any(row.sampling.wants_scores for row in rows)
     if not far:
-        return Sampled(tokens)
+        return Sampled(tokens, scores if has_scores else None)
     drawn = sampler.sample_and_score(logits_of([answers[i] for i in far], vocab_size), [rows[i] for i in far])
     for place, i in enumerate(far):
         tokens[i] = drawn.token_ids[place]
         scores[i] = drawn.scores[place] if drawn.scores else NO_SCORES
     failures = {far[place]: reason for place, reason in drawn.failures.items()}
     candidates = {far[place]: found for place, found in drawn.candidates.items()}
-    return Sampled(tokens, scores if drawn.scores else None, failures, candidates)
+    return Sampled(tokens, scores if has_scores else None, failures, candidates)
+
+
+def _is_by_number(params: SamplingParams) -> bool:
+    """Returns whether a token matters by its number, not by its distance from the answer alone."""
+    is_changed = params.adjusts_logits or params.xtc_probability > 0
+    return is_changed or params.use_beam_search or bool(params.logprob_token_ids)
+
+
+def _is_asked(params: SamplingParams) -> bool:
+    """Returns whether more is wanted than the answer."""
+    return params.temperature > 0 or params.wants_scores
+
+
+def _moved(scores: TokenScores, answer: int, prime: int) -> TokenScores:
+    """Returns scores of tokens that are counted from the answer as those of the tokens."""
+    return replace(scores, top_ids=tuple((answer + place) % prime for place in scores.top_ids))
 
 
 def expected_tokens(

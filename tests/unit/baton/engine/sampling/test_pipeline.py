@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from baton.engine.model import arithmetic
 from baton.engine.model.arithmetic import sampled_of
 from baton.engine.sampling.masses import first_beyond
 from baton.engine.sampling.pipeline import Sampler
@@ -213,3 +214,27 @@ def test_the_arithmetic_engines_draws_heed_what_changes_logits() -> None:
     """A row that only draws does so near its answer; one with a bias has to see the token that is far from it."""
     rows = [Row(SamplingParams(seed=seed, logit_bias=((5, 100.0),)), 0, 3) for seed in range(8)]
     assert list(sampled_of([30] * 8, rows, Sampler(), 97).token_ids) == [5] * 8
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_scores_change_nothing_of_what_the_arithmetic_engine_draws_and_are_those_of_all_its_tokens(
+    temperature: float,
+) -> None:
+    """Also beside rows that are drawn from the whole vocabulary, and around its end."""
+    vocab_size, answers = 8192, [30, 8190, 5000, 8188, 0]
+    plain = [SamplingParams(temperature=temperature, seed=seed) for seed in range(len(answers))]
+    asked = [dataclasses.replace(params, logprobs=number) for number, params in enumerate(plain)]
+    asked[2] = dataclasses.replace(plain[2], logprob_token_ids=(4999, 17))
+    tokens = sampled_of(answers, [Row(params, 0, 3) for params in plain], Sampler(), vocab_size)
+    found = sampled_of(answers, [Row(params, 0, 3) for params in asked], Sampler(), vocab_size)
+    assert tokens.scores is None
+    assert found.scores is not None
+    for place, params in enumerate(asked):
+        if not params.logprob_token_ids:
+            assert found.token_ids[place] == tokens.token_ids[place]
+        whole = arithmetic.logits_of([answers[place]], vocab_size)
+        (exact,) = whole.double().log_softmax(-1)
+        named = params.logprob_token_ids or tuple(exact.argsort(descending=True)[: params.logprobs].tolist())
+        assert found.scores[place].top_ids == named
+        assert found.scores[place].logprobs == pytest.approx([exact[found.token_ids[place]].item()], abs=1e-4)
+        assert found.scores[place].top_logprobs == pytest.approx(exact[list(named)].tolist(), abs=1e-3)
