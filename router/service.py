@@ -111,8 +111,8 @@ class RouterService:
         self._structures.close()
 
     def is_crowded(self) -> bool:
-        """Returns whether requests are refused, as too many answers are being generated."""
-        return self._limiter.is_crowded
+        """Returns whether too many answers are being generated: requests are refused, or wait long for a worker."""
+        return self._limiter.is_crowded or self._dispatcher.is_crowded
 
     @property
     def facts(self) -> ModelFacts:

@@ -118,8 +118,8 @@ class RouterConfig:
     address over HTTP, where they get 429."""
     stall_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = 30.0
     """Time after which a client is ended that does not read its answer. An answer that is not read takes its place
-    among `max_in_flight` only until its last token is computed, and while requests are refused for want of places, for
-    5 seconds."""
+    among `max_in_flight` only until its last token is computed, and while requests are refused, or wait, for want of
+    places, for 5 seconds."""
     max_attempts: AtLeastOne = 4
     """Consecutive failed attempts, with almost no progress in between, before the client gets the error."""
     drain_timeout_s: Float = 5.0

@@ -794,8 +794,8 @@ class GenerateResponse(_message.Message):
     stop_string: _builtins.str
     stop_token_id: _builtins.int
     padding: _builtins.bytes
-    """Zeros without meaning, in some messages while the router refuses requests: it is seen so, before much is computed for
-    nobody, that a client does not read. At most 64 KiB of an answer.
+    """Zeros without meaning, in some messages while others are refused, or wait, for want of places. They show that a client
+    does not read, before much is computed for nobody: an answer is filled up to 64 KiB.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...

@@ -3,7 +3,7 @@
 Each piece is written as it comes. When a write waits, because the client does not read, the answer is read ahead: what
 it holds in the cluster is free once its last token is computed, whenever that is read. What has been read ahead has a
 bound, of all clients together; beyond it an answer goes no faster than its client reads. Whose write waits too long has
-its answer ended; sooner, if others are refused meanwhile and the answer is still being computed.
+its answer ended; sooner, if others want its place meanwhile and the answer is still being computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOOK_S = 1.0
 """Time between two looks at whether a client reads."""
 MAX_AHEAD_BYTES = 32 * 2**20
 CROWDED_STALL_S = 5.0
-"""The longest time that a write may take while others are refused and the answer keeps a place from them."""
+"""The longest time that a write may take while the answer keeps a place from others."""
 
 
 class ReadAhead:
@@ -31,7 +31,7 @@ class ReadAhead:
 
     Args:
         max_bytes: beyond so many, an answer is read ahead only as far as its client has read.
-        is_crowded: says whether requests are refused, as too many answers are being computed.
+        is_crowded: says whether requests are refused, or wait, as too many answers are being computed.
     """
 
     def __init__(self, max_bytes: int = MAX_AHEAD_BYTES, *, is_crowded: Callable[[], bool] = lambda: False) -> None:

@@ -1,4 +1,4 @@
-"""How a router soon sees over gRPC that nobody reads an answer, while others are refused for the place that it takes.
+"""How a router soon sees over gRPC that nobody reads an answer, while others want the place that it takes.
 
 gRPC takes what its window holds, 64 KiB by default, from the router whether a client reads or not: a write waits only
 then. An answer of small messages would be computed for hundreds of tokens by then, in a place that others want, so its
@@ -22,7 +22,7 @@ class Padding:
     """What the messages of one answer are filled up with.
 
     Args:
-        is_crowded: says whether requests are refused, as too many answers are being computed.
+        is_crowded: says whether requests are refused, or wait, as too many answers are being computed.
     """
 
     def __init__(self, is_crowded: Callable[[], bool]) -> None:

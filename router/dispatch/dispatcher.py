@@ -99,6 +99,11 @@ class Dispatcher:
             return self._serve_search(group.choices)
         return self._serve(group.choices[0]) if len(group.choices) == 1 else self._serve_all(group.choices)
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether a choice has waited long for room on the worker that decodes it."""
+        return self._patience.is_tried
+
     def answered(self, choice: Choice, num_tokens: int) -> None:
         """Learns from a choice that has come to its end, by itself, its limit or a stop string: other answers will be
         as long, and the next prompt may begin with it.

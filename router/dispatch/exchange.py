@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -39,6 +39,8 @@ HAND_OVER_REPORT_S = 1.0
 """How long a choice's last token waits for the prefill worker's report on the hand-over, which is there already, unless
 that worker hangs."""
 FINISHED = Finished()
+LONG_S = 5.0
+"""Wait for room on a worker from which on others are asked whether they need theirs."""
 
 
 class Patience:
@@ -50,6 +52,26 @@ class Patience:
         self.gate = Gate()
         self._instruments = instruments
         self._timeouts: dict[QueueEntry, asyncio.Timeout] = {}
+        self._waits_long: set[QueueEntry] = set()
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether a choice has waited long for room on the worker that decodes it."""
+        return bool(self._waits_long)
+
+    @contextlib.contextmanager
+    def wait_for_room(self, entry: QueueEntry, compute_s: float = 0.0) -> Iterator[None]:
+        """Notes that a choice waits for room while the block is entered.
+
+        Args:
+            compute_s: what else the block takes.
+        """
+        late = asyncio.get_running_loop().call_later(compute_s + LONG_S, self._waits_long.add, entry)
+        try:
+            yield
+        finally:
+            late.cancel()
+            self._waits_long.discard(entry)
 
     def admit(self, entry: QueueEntry, decision: PlacementDecision) -> None:
         """Lets a choice in, and ends the wait of the choices that have to make way for it.
@@ -201,7 +223,8 @@ class Exchange:
             self._client.decode(worker, attempt.spec, await_kv=False, source=source, trace=attempt.choice.trace)
         )
         async with self._patience.wait_for_first_token(attempt):
-            message = await stream.read()
+            with self._patience.wait_for_room(attempt.entry, attempt.job.compute_s):
+                message = await stream.read()
         if isinstance(message, Migrate):
             return WorkerLeaving(worker)
         assert isinstance(message, NewTokens)
@@ -216,7 +239,8 @@ class Exchange:
         stages.asks_for_room(time.monotonic())
         decode = held.call(self._client.decode(assignment.decode, attempt.spec, await_kv=True, trace=trace))
         async with self._patience.wait_for_first_token(attempt):
-            ticket = await decode.read()
+            with self._patience.wait_for_room(attempt.entry):
+                ticket = await decode.read()
             if isinstance(ticket, Migrate):
                 return WorkerLeaving(assignment.decode)
             assert isinstance(ticket, Ticket)

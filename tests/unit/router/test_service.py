@@ -58,6 +58,8 @@ MODEL = "smollm2-135m-instruct"
 class OneToken:
     """A dispatcher without workers: each choice it is asked for is one token long."""
 
+    is_crowded = False
+
     def __init__(self) -> None:
         self.num_asked = 0
 

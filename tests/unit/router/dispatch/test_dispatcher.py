@@ -45,6 +45,7 @@ from baton.messages import (
 from baton.sampling import FinishReason
 from kvstore.leases import Noted
 from router.admission.tenants import Tenant
+from router.dispatch import exchange
 from router.dispatch.choice import ChoiceGroup
 from router.dispatch.exchange import _Held
 from router.dispatch.worker_client import WorkerClient, WorkerStream
@@ -400,6 +401,48 @@ async def test_a_choice_that_has_to_make_way_is_refused_at_once() -> None:
         for answer in waiting:
             answer.cancel()
         await asyncio.wait(waiting)
+
+
+@pytest.mark.parametrize("mode", [Mode.AGGREGATED, Mode.SPLIT])
+async def test_it_is_crowded_while_a_choice_waits_long_for_room(monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
+    """Not while its prompt is computed elsewhere, and not while it is decoded."""
+    monkeypatch.setattr(exchange, "LONG_S", 0.1)
+    has_room, computes, goes_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    first = NewTokens(token_ids=(4,), finish_reason=None, report=PrefillReport())
+    workers = ScriptedWorkers(decode=[[has_room, first, goes_on, LAST]])
+    if mode is Mode.SPLIT:
+        workers = ScriptedWorkers(decode=[[has_room, ticket]], prefill=[[computes, FIRST_IS_LAST]])
+    async with bench_of(workers, PAIR, mode) as bench:
+        tokens = asyncio.create_task(collected(bench.tokens()))
+        await until(lambda: bool(workers.requests))
+        assert not bench.dispatcher.is_crowded
+        await until(lambda: bench.dispatcher.is_crowded)
+        has_room.set()
+        await until(lambda: not bench.dispatcher.is_crowded)
+        await asyncio.sleep(0.3)
+        assert not bench.dispatcher.is_crowded
+        computes.set()
+        goes_on.set()
+        assert (await tokens)[-1] == 5
+        assert not bench.dispatcher.is_crowded
+
+
+async def test_it_is_not_crowded_while_a_prompt_is_computed_as_long_as_was_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange, "LONG_S", 0.0)
+    workers = ScriptedWorkers(decode=[[]])
+    async with bench_of(workers, {}, "aggregated") as bench:
+        await bench.lease("d0", Role.DECODE, replace(READY, costs=replace(PRIOR, s_per_token=0.02)))
+        record = new_choice()
+        tokens = asyncio.create_task(collected(bench.tokens(record)))
+        await until(lambda: bool(workers.requests))
+        await asyncio.sleep(0.3)
+        assert record.decision is not None
+        assert record.decision.prediction.compute_s > 5
+        assert not bench.dispatcher.is_crowded
+        tokens.cancel()
+        await asyncio.wait([tokens])
 
 
 @pytest.mark.parametrize("mode", [Mode.AGGREGATED, Mode.SPLIT])
