@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import socket
+import sys
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
@@ -23,6 +24,10 @@ from router.api.hosts import Hosts
 from router.api.http import StreamLimit, create_app, create_scraped_app, require_certificates
 from router.api.operations import Operations
 from router.service import RouterService
+
+UNSENT_BYTES = 16 * 2**10
+"""What the kernel takes of an answer beyond what is on its way. Else it takes megabytes that nobody reads, and a write
+waits only then."""
 
 
 class HttpServer(uvicorn.Server):
@@ -139,6 +144,8 @@ def bound(host: str, port: int, shares_port: bool) -> list[socket.socket]:
         ):
             sockets.append(opened := socket.socket(family, kind, protocol))
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if sys.platform == "linux":  # the connections have it from here
+                opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
             if shares_port:
                 opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:

@@ -26,6 +26,7 @@ from baton.errors import BatonError, NotRead
 from baton.quota import Quota
 from router.admission import check_request_id
 from router.api.delivery import ReadAhead, deliver
+from router.api.padding import HTTP, Padding
 from router.api.unserved import is_anthropics
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -168,12 +169,17 @@ class EventStream(StreamingResponse):
         self._broken = broken
 
     async def stream_response(self, send: Send) -> None:
+        padding = Padding(HTTP, self._ahead.is_crowded)
+
         async def write(data: bytes) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
+        async def fill(data: bytes) -> None:
+            await write(comment(padding.of_next(len(data))) + data)
+
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            await deliver(self._events, write, size=sys.getsizeof, ahead=self._ahead)
+            await deliver(self._events, fill, size=sys.getsizeof, ahead=self._ahead)
         except NotRead as error:
             await write(self._broken(error))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -217,6 +223,11 @@ def event(body: Mapping[str, Any], name: str = "") -> bytes:
     """A server-sent event of one JSON value, with a name or without."""
     head = f"event: {name}\n".encode() if name else b""
     return b"%bdata: %b\n\n" % (head, ascii_json(body))
+
+
+def comment(num_bytes: int) -> bytes:
+    """A comment in a stream of events, which clients pass over; none of no bytes."""
+    return b":%b\n" % (b" " * num_bytes) if num_bytes else b""
 
 
 def ascii_json(value: Any) -> bytes:

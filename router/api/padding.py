@@ -1,21 +1,32 @@
-"""How a router soon sees over gRPC that nobody reads an answer, while others want the place that it takes.
+"""How a router soon sees that nobody reads an answer, while others want the place that it takes.
 
-gRPC takes what its window holds, 64 KiB by default, from the router whether a client reads or not: a write waits only
-then. An answer of small messages would be computed for hundreds of tokens by then, in a place that others want, so its
-messages are filled up. A client that reads gets 64 KiB more of an answer at most, in small parts, and of one that has
-got as much already, nothing.
+A write waits only once everything between router and client is full: over gRPC a window of 64 KiB by default, over HTTP
+the client's socket and ours. An answer of small messages would be computed for hundreds of tokens by then, so its
+messages are filled up until it has come to that much. A client that reads gets so much more of an answer at most, in
+small parts, and of an answer that has come to as much already, nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from baton.v1 import inference_pb2
 
-WINDOW_BYTES = 64 * 2**10
-"""gRPC's default window. What a client has opened further is not known here."""
-PADDING_BYTES = 4 * 2**10
-"""So little that a client with a slow line has got each part long before its write has waited too long."""
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """What is taken of an answer that nobody reads, by default. A client may have made more room, which nobody knows.
+
+    Attributes:
+        part_bytes: what a message is filled up with: so little that a client with a slow line has got it long before
+            its write has waited too long.
+    """
+
+    num_bytes: int
+    part_bytes: int
+
+
+GRPC = Unread(64 * 2**10, 4 * 2**10)
+HTTP = Unread(256 * 2**10, 8 * 2**10)
 
 
 class Padding:
@@ -25,15 +36,20 @@ class Padding:
         is_crowded: says whether requests are refused, or wait, as too many answers are being computed.
     """
 
-    def __init__(self, is_crowded: Callable[[], bool]) -> None:
+    def __init__(self, unread: Unread, is_crowded: Callable[[], bool]) -> None:
+        self._unread = unread
         self._is_crowded = is_crowded
         self._num_bytes = 0
         """Length of the messages so far."""
 
-    def fill(self, message: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
-        """Returns the next message of the answer, filled up if it is to be."""
-        if self._num_bytes < WINDOW_BYTES:
-            if self._is_crowded():
-                message.padding = bytes(PADDING_BYTES)
-            self._num_bytes += message.ByteSize()
-        return message
+    def of_next(self, num_bytes: int) -> int:
+        """Returns by how many bytes the next message is to be filled up.
+
+        Args:
+            num_bytes: its length.
+        """
+        if self._num_bytes >= self._unread.num_bytes:
+            return 0
+        padding = self._unread.part_bytes if self._is_crowded() else 0
+        self._num_bytes += num_bytes + padding
+        return padding

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import socket
+import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from baton.config import ClusterConfig, Config, TelemetryConfig
 from baton.errors import ConfigError
 from baton.rpc import RpcServer
 from router.admission.tenants import TenantBook
+from router.api.padding import HTTP
 from router.http_server import bound, http_servers
 from tests.integration.cluster import free_port
 from tests.support.waiting import until
@@ -122,3 +125,27 @@ def test_metrics_have_no_port_of_their_own_unless_it_is_named() -> None:
     (server,) = http_servers(config, service, TenantBook.open_to_all(), lambda: "", lambda: b"")
     for opened in server._sockets:
         opened.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a socket of ours takes is bounded on Linux alone")
+async def test_little_is_taken_of_an_answer_that_nobody_reads() -> None:
+    num_taken = 0
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_taken
+        with contextlib.suppress(ConnectionError):
+            while num_taken < 20 * HTTP.num_bytes:
+                writer.write(bytes(1024))
+                await writer.drain()
+                num_taken += 1024
+        writer.close()
+
+    (listening,) = bound(HOST, 0, False)
+    async with await asyncio.start_server(answer, sock=listening):
+        with socket.create_connection((HOST, port_of([listening]))):
+            await until(lambda: num_taken > 0)
+            before = -1
+            while num_taken > before:
+                before = num_taken
+                await asyncio.sleep(0.3)
+    assert num_taken <= HTTP.num_bytes

@@ -40,7 +40,7 @@ from router.admission.tenants import TenantBook
 from router.api import delivery
 from router.api.grpc_api import SERVICE_NAMES, Authentication, InferenceServicer
 from router.api.http import create_app
-from router.api.padding import WINDOW_BYTES
+from router.api.padding import GRPC
 from router.dispatch.choice import Choice, ChoiceGroup
 from router.prompt import Tokenizer
 from router.request.model import LoadedModel
@@ -582,7 +582,7 @@ async def test_a_client_that_reads_gets_the_same_answer_where_others_are_refused
     async with router.inference() as inference, asyncio.timeout(60):
         chunks = [chunk async for chunk in inference.Generate(asked(text="a", sampling={"max_tokens": 40}))]
     assert [token_id for chunk in chunks for token_id in chunk.token_ids] == [5] * 40
-    assert WINDOW_BYTES < sum(chunk.ByteSize() for chunk in chunks) < 2 * WINDOW_BYTES
+    assert GRPC.num_bytes < sum(chunk.ByteSize() for chunk in chunks) < 2 * GRPC.num_bytes
     router.close()
 
 

@@ -14,6 +14,7 @@ from router.api import delivery
 from router.api.anthropic.events import MessageForm
 from router.api.delivery import ReadAhead
 from router.api.exchange import EventStream, JsonAnswer, event
+from router.api.padding import HTTP
 from router.api.responses.form import ResponseForm
 
 
@@ -50,7 +51,7 @@ async def test_the_stream_of_a_client_that_does_not_read_ends_in_an_error_and_no
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.body":
-            if message["body"] == b"0\n":
+            if message["body"].endswith(b"\n0\n"):
                 await reads.wait()
             sent.append(message["body"])
 
@@ -65,3 +66,23 @@ def test_an_answer_that_breaks_off_ends_in_the_error_of_its_api() -> None:
     assert (message["type"], message["error"]["message"]) == ("error", "it has not read")
     response = json.loads(ResponseForm({}).broken(error).decode().split("data: ")[1])
     assert (response["type"], response["message"]) == ("error", "it has not read")
+
+
+@pytest.mark.parametrize("crowded", [True, False])
+async def test_comments_fill_up_the_stream_while_others_want_the_place_of_the_answer(crowded: bool) -> None:
+    sent: list[bytes] = []
+
+    async def events() -> AsyncGenerator[bytes]:
+        for number in range(100):
+            yield event({"number": number})
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            sent.append(message["body"])
+
+    stream = EventStream(events(), {}, ReadAhead(is_crowded=lambda: crowded), lambda error: b"")
+    await stream.stream_response(send)
+    lines = [line for line in b"".join(sent).splitlines() if not line.startswith(b":")]
+    assert b"\n".join([*lines, b""]) == b"".join([event({"number": number}) for number in range(100)])
+    assert (sum(map(len, sent)) >= HTTP.num_bytes) == crowded
+    assert sum(map(len, sent)) < 2 * HTTP.num_bytes

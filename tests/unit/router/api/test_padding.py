@@ -1,40 +1,38 @@
-"""What the messages of an answer over gRPC are filled up with while requests are refused."""
+"""What the messages of an answer are filled up with while others want its place."""
 
 from __future__ import annotations
 
-from baton.v1 import inference_pb2
-from router.api.padding import PADDING_BYTES, WINDOW_BYTES, Padding
+import pytest
+
+from router.api.padding import GRPC, HTTP, Padding, Unread
+
+LENGTH = 300
+UNREAD = pytest.mark.parametrize("unread", [GRPC, HTTP])
 
 
-def message(num_bytes: int = 300) -> inference_pb2.GenerateResponse:
-    return inference_pb2.GenerateResponse(text="x" * num_bytes)
+@UNREAD
+def test_nothing_is_filled_up_while_nobody_wants_its_place(unread: Unread) -> None:
+    padding = Padding(unread, lambda: False)
+    assert [padding.of_next(LENGTH) for _ in range(300)] == [0] * 300
 
 
-def test_nothing_is_filled_up_while_nobody_is_refused() -> None:
-    padding = Padding(lambda: False)
-    assert [padding.fill(message()) for _ in range(300)] == [message()] * 300
-
-
-def test_few_messages_come_to_as_much_as_grpc_takes_unread_and_no_more() -> None:
-    padding = Padding(lambda: True)
-    filled = [padding.fill(message()) for _ in range(300)]
-    sizes = [len(each.padding) for each in filled]
+@UNREAD
+def test_few_messages_come_to_as_much_as_is_taken_unread_and_no_more(unread: Unread) -> None:
+    padding = Padding(unread, lambda: True)
+    sizes = [padding.of_next(LENGTH) for _ in range(300)]
     num_padded = sizes.index(0)
-    assert sizes == [PADDING_BYTES] * num_padded + [0] * (300 - num_padded)
-    assert sum(each.ByteSize() for each in filled[:num_padded]) >= WINDOW_BYTES
-    assert sum(each.ByteSize() for each in filled[: num_padded - 1]) < WINDOW_BYTES
-    assert num_padded <= 16
-    assert {each.text for each in filled} == {message().text}
+    assert sizes == [unread.part_bytes] * num_padded + [0] * (300 - num_padded)
+    each = unread.part_bytes + LENGTH
+    assert (num_padded - 1) * each < unread.num_bytes <= num_padded * each
+    assert num_padded <= 32
 
 
-def test_an_answer_that_has_come_to_as_much_before_is_not_filled_up() -> None:
+@UNREAD
+def test_what_has_been_sent_before_counts(unread: Unread) -> None:
     is_crowded = False
-    padding = Padding(lambda: is_crowded)
-    padding.fill(message(WINDOW_BYTES // 2))
+    half, whole = (Padding(unread, lambda: is_crowded) for _ in range(2))
+    half.of_next(unread.num_bytes // 2)
+    whole.of_next(unread.num_bytes)
     is_crowded = True
-    num_padded = sum(bool(padding.fill(message()).padding) for _ in range(300))
-    assert 0 < num_padded <= 8
-    is_crowded, read = False, Padding(lambda: is_crowded)
-    read.fill(message(WINDOW_BYTES))
-    is_crowded = True
-    assert not read.fill(message()).padding
+    assert 0 < sum(half.of_next(LENGTH) > 0 for _ in range(300)) <= 16
+    assert whole.of_next(LENGTH) == 0
