@@ -553,15 +553,16 @@ def is_crowded(router: Router) -> None:
         raise AssertionError("let in")
 
 
-@pytest.mark.parametrize("crowded", [True, False])
+@pytest.mark.parametrize("crowded", ["as one was refused", "as one waits", ""])
 async def test_a_client_that_does_not_read_is_seen_after_few_tokens_where_others_are_refused(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, crowded: bool
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, crowded: str
 ) -> None:
     monkeypatch.setattr(delivery, "LOOK_S", 0.05)
     monkeypatch.setattr(delivery, "CROWDED_STALL_S", 0.2)
     router = Router(tokenizer, ManyTokens(ends=False, num=40))
-    if crowded:
+    if crowded == "as one was refused":
         is_crowded(router)
+    router.dispatcher.is_crowded = crowded == "as one waits"
     async with router.inference() as inference, asyncio.timeout(60):
         call = inference.Generate(asked(text="a", sampling={"max_tokens": 41}))
         await until(lambda: router.limiter.num_in_flight == 1)
