@@ -26,7 +26,7 @@ from baton.errors import BatonError, NotRead
 from baton.quota import Quota
 from router.admission import check_request_id
 from router.api.delivery import ReadAhead, deliver
-from router.api.filling import HTTP, Filling
+from router.api.filling import HTTP, AnswerFilling
 from router.api.unserved import is_anthropics
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -169,7 +169,7 @@ class EventStream(StreamingResponse):
         self._broken = broken
 
     async def stream_response(self, send: Send) -> None:
-        padding = Filling(HTTP, self._ahead.is_crowded)
+        padding = AnswerFilling(HTTP, self._ahead.is_crowded)
 
         async def write(data: bytes) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": True})

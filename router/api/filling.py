@@ -29,7 +29,7 @@ GRPC = Unread(64 * 2**10, 4 * 2**10)
 HTTP = Unread(256 * 2**10, 8 * 2**10)
 
 
-class Filling:
+class AnswerFilling:
     """What the messages of one answer are filled up with.
 
     Args:

@@ -25,7 +25,7 @@ from router.admission import check_model
 from router.admission.tenants import Tenant, TenantBook, api_key_of, require_operator
 from router.api.controller_client import ControllerClient
 from router.api.delivery import ReadAhead, deliver
-from router.api.filling import GRPC, Filling
+from router.api.filling import GRPC, AnswerFilling
 from router.request.model import UNKNOWN_INGRESS, Ingress
 from router.request.request_log import RequestFilter, RequestLog
 from router.service import RouterService
@@ -108,7 +108,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         """Streams an answer. Writes instead of yielding, so that a call can be ended while its client does not read."""
         trace = tracing.from_metadata(context.invocation_metadata())
-        padding = Filling(GRPC, self._ahead.is_crowded)
+        padding = AnswerFilling(GRPC, self._ahead.is_crowded)
         is_first = True
 
         async def write(chunk: GenerateChunk) -> None:
