@@ -1,7 +1,8 @@
 """`baton leave`: the workers of this machine leave the cluster before the machine does. A pod's preStop calls it.
 
 Ray is asked to place nothing on this node any more, and the controller to drain the workers: others take their place
-and their work. If no controller answers, the workers get a signal to end, which drains them, too.
+and their work. A controller that restarts is waited for, as long as the workers have the time to drain without it: a
+signal to end has them drain, too, but nobody takes their place first. They get it at once if the whole cluster is gone.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ ORDER_S = 5.0
 """Longest wait for the controller's answer."""
 RAY_S = 5.0
 """Longest wait for Ray's answer. Without a head, Ray cannot place anything; a new head is asked once it is there."""
-NO_CONTROLLER_S = 30.0
-"""Time after which a missing controller counts as gone; one that restarts announces itself sooner."""
+GONE_S = 30.0
+"""Time after which a cluster of which nothing is there counts as gone."""
 
 
 async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> list[str]:
@@ -64,14 +65,15 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
     leases = RedisLeases(redis, content_id(config.kv_identity), lease_s=config.index.lease_s, keys=keys)
     try:
         drained_by: ControllerInfo | None = None
-        known_s = time.monotonic()
+        there_s = time.monotonic()
+        patient_until_s = max(deadline_s - config.cluster.drain_timeout_s, there_s + GONE_S)
         ordered: set[str] = set()
         """Workers that have been ordered to end: a second order would end them undrained."""
         while here and time.monotonic() < deadline_s:
-            controller = await _controller(leases)
-            if controller is not None:
-                known_s = time.monotonic()
-            elif time.monotonic() - known_s > NO_CONTROLLER_S:
+            controller, answers = await _controller(leases)
+            if controller is not None or await _is_there(config.cluster.ray_address, answers):
+                there_s = time.monotonic()
+            if controller is None and time.monotonic() > min(there_s + GONE_S, patient_until_s):
                 ordered |= _end({worker_id: here[worker_id] for worker_id in here.keys() - ordered})
             if controller is not None and (drained_by is None or not _is_same(controller, drained_by)):
                 drained_by = controller if await _drain(here, controller, keys, tls) else None
@@ -113,12 +115,8 @@ def _runs(process: psutil.Process) -> bool:
 
 async def _tell_ray(hosts: Collection[str], address: str, deadline_s: float) -> None:
     """Asks Ray once its head listens: Ray's own client takes 40 s to find out that it does not."""
-    host, _, port = address.rpartition(":")
     while True:
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(RAY_S):
-                _, connection = await asyncio.open_connection(host, port)
-            connection.close()
+        if await _listens(address):
             break
         await asyncio.sleep(POLL_S)
     try:
@@ -127,12 +125,40 @@ async def _tell_ray(hosts: Collection[str], address: str, deadline_s: float) -> 
         logger.warning("%s", error)
 
 
-async def _controller(leases: LeaseStore) -> ControllerInfo | None:
+async def _controller(leases: LeaseStore) -> tuple[ControllerInfo | None, bool]:
+    """The controller, and whether Redis answers."""
     try:
-        return await leases.get_controller()
+        return await leases.get_controller(), True
     except StoreUnavailable as error:
         logger.warning("%s", error)
-        return None
+        return None, False
+
+
+async def _is_there(ray_address: str, redis_answers: bool) -> bool:
+    """Whether there is a cluster, though no controller is known.
+
+    A Redis outside outlives it. In Kubernetes a head that restarts has a name, its Service's, until the uninstallation.
+    """
+    return await _listens(ray_address) or (redis_answers and await _has_name(ray_address))
+
+
+async def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(RAY_S):
+            _, connection = await asyncio.open_connection(host, port)
+        connection.close()
+        return True
+    return False
+
+
+async def _has_name(address: str) -> bool:
+    """Whether the address' host is known."""
+    try:
+        await asyncio.get_running_loop().getaddrinfo(address.rpartition(":")[0], None)
+    except socket.gaierror as error:
+        return error.errno != socket.EAI_NONAME
+    return True
 
 
 def _is_same(one: ControllerInfo, other: ControllerInfo) -> bool:
