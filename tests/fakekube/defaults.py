@@ -59,7 +59,7 @@ def _pod(spec: Object) -> None:
         for variable in container.get("env") or ():
             if reference := (variable.get("valueFrom") or {}).get("fieldRef"):
                 reference.setdefault("apiVersion", "v1")
-        _requests(container["resources"])
+        _resources(container["resources"])
         for name in ("livenessProbe", "readinessProbe", "startupProbe"):
             if name in container:
                 _set(container[name], PROBES)
@@ -80,8 +80,11 @@ def _probe(probe: Object) -> None:
         probe["grpc"].setdefault("service", "")
 
 
-def _requests(resources: Object) -> None:
-    """What is limited and not asked for is asked for."""
+def _resources(resources: Object) -> None:
+    """What is limited and not asked for is asked for. Quantities are text, also those that were written as numbers."""
+    for name in ("limits", "requests"):
+        if name in resources:
+            resources[name] = {resource: str(quantity) for resource, quantity in resources[name].items()}
     if "limits" in resources:
         resources["requests"] = resources["limits"] | (resources.get("requests") or {})
 
