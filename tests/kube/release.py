@@ -8,8 +8,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,13 @@ class Release:
     binaries: Binaries
     environment: dict[str, str]
     values: tuple[str, ...]
+    name: str = NAME
+    chart: Path = CHART
+
+    def named(self, name: str) -> Release:
+        """A second release beside this one, whose ServingPools have names of their own."""
+        pools = [f"--set=pools.{role}.name={name}-{role}" for role in POOLS]
+        return replace(self, name=name, values=(*self.values, *pools))
 
     def helm(self, *arguments: str) -> str:
         return self._run(self.binaries.helm, *arguments)
@@ -50,10 +57,10 @@ class Release:
         return self._run(self.binaries.kubectl, *arguments)
 
     def install(self, *arguments: str) -> None:
-        self.helm("install", NAME, str(CHART), *self.values, "--wait", f"--timeout={TIMEOUT_S}s", *arguments)
+        self.helm("install", self.name, str(self.chart), *self.values, "--wait", f"--timeout={TIMEOUT_S}s", *arguments)
 
     def upgrade(self, *arguments: str) -> None:
-        self.helm("upgrade", NAME, str(CHART), *self.values, "--wait", f"--timeout={TIMEOUT_S}s", *arguments)
+        self.helm("upgrade", self.name, str(self.chart), *self.values, "--wait", f"--timeout={TIMEOUT_S}s", *arguments)
 
     def baton(self, *arguments: str) -> str:
         command = [str(Path(sys.executable).with_name("baton")), *arguments, "--address", self.grpc]
@@ -66,19 +73,23 @@ class Release:
     @property
     def grpc(self) -> str:
         """host:port of the routers' Service."""
-        service = self.api.store.get(Key(SERVICES, NAMESPACE, NAME))
+        service = self.api.store.get(Key(SERVICES, NAMESPACE, self.name))
         return f"{service['spec']['clusterIP']}:50051"
 
     def pool(self, role: str) -> dict[str, Any]:
-        return self.api.store.get(Key(SERVING_POOLS, NAMESPACE, role))
+        return self.api.store.get(Key(SERVING_POOLS, NAMESPACE, self.pool_name(role)))
+
+    def pool_name(self, role: str) -> str:
+        return role if self.name == NAME else f"{self.name}-{role}"
 
     def pods(self, component: str) -> list[dict[str, Any]]:
-        """That are not about to go."""
+        """Of this release, that are not about to go."""
+        labels = {"app.kubernetes.io/instance": self.name, "app.kubernetes.io/component": component}
         pods = self.api.store.objects(PODS, NAMESPACE)
         return [
             pod
             for pod in pods
-            if pod["metadata"].get("labels", {}).get("app.kubernetes.io/component") == component
+            if labels.items() <= pod["metadata"].get("labels", {}).items()
             and "deletionTimestamp" not in pod["metadata"]
         ]
 
@@ -133,12 +144,20 @@ class Release:
 
 
 @contextlib.contextmanager
-def kube_cluster(helm_major: int, folder: Path, cache: Path, *values: str, num_gpus: int = 0) -> Generator[Release]:
+def kube_cluster(
+    helm_major: int,
+    folder: Path,
+    cache: Path,
+    *values: str,
+    num_gpus: int = 0,
+    more_images: Mapping[str, list[str]] | None = None,
+) -> Generator[Release]:
     """A cluster with nothing in it but the namespace; the values are those of every install and upgrade.
 
     Args:
         cache: Baton's cache folder, with the model.
         num_gpus: those that pods may ask for.
+        more_images: beside those of this commit, by repository: the folders of their programs.
     """
     programs = folder / "redis-bin"
     programs.mkdir()
@@ -149,6 +168,7 @@ def kube_cluster(helm_major: int, folder: Path, cache: Path, *values: str, num_g
         "baton-router": [venv, *system],
         "baton-worker": [venv, *system],
         "docker.io/library/redis": [str(programs), *system],
+        **(more_images or {}),
     }
     environment = {
         "OMP_NUM_THREADS": "1",
