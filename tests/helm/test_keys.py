@@ -119,3 +119,12 @@ def test_keys_follow_the_secret_where_kubernetes_has_sidecars(component: str) ->
 def test_who_leaves_does_so_as_an_operator() -> None:
     command = pod_of(render(), "decode").spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     assert command[:3] == ["env", f"BATON_CLUSTER_SECRET={OPERATOR}/keys", "baton"]
+
+
+def test_a_machine_that_starts_commands_slowly_takes_no_pod_out_of_its_service() -> None:
+    """With one second, and three failures, the writer of keys did: no client reached the router beside it."""
+    sidecars = [each for pod in pods(render(MATRIX["defaults"])) for each in writers(pod) if "readinessProbe" in each]
+    assert sidecars
+    for probe in (each["readinessProbe"] for each in sidecars):
+        assert probe["timeoutSeconds"] >= 5
+        assert probe["periodSeconds"] * probe["failureThreshold"] >= 60

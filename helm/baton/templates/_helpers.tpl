@@ -715,10 +715,13 @@ imagePullSecrets:
   startupProbe:
     exec: {command: [test, -s, {{ $file }}]}
     periodSeconds: 1
+    timeoutSeconds: 5
     failureThreshold: 120
-  readinessProbe:
+  readinessProbe: # the pod's readiness hangs on it, and on a busy machine a command takes seconds to start
     exec: {command: [test, -s, {{ $file }}]}
     periodSeconds: 10
+    timeoutSeconds: 5
+    failureThreshold: 6
   livenessProbe:
     exec: {command: [test, -s, {{ $file }}]}
     periodSeconds: 30
