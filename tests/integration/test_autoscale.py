@@ -27,7 +27,7 @@ def test_pools_follow_the_load(model_dir: Path) -> None:
             grown = cluster.wait_for(lambda status: sum(p["ready"] for p in status["pools"].values()) == 3, 90)
             new = pids(grown).keys() - begun.keys()
             (role,) = (worker["role"] for worker in grown["workers"] if worker["id"] in new)
-            load.until_served_by(role, set(new))
+            load.until_served_by_another(role, begun)
             told = json.loads(baton(cluster, "autoscale", "--dry-run", "--seconds", "2", "--json"))
             assert told["reasons"], told
         cluster.wait_for(has(1, 1), 90)
