@@ -15,6 +15,7 @@ __all__ = [
     "document",
     "exchange",
     "fields",
+    "filling",
     "grpc_api",
     "handshake",
     "hosts",

@@ -237,7 +237,7 @@ def test_addresses_that_curl_asks_are_served() -> None:
     served = (ROOT / "docs/http.md").read_text()
     paths = {re.sub(r"^\w+://[^/]+", "", url).partition("?")[0] for url in urls}
     assert len(paths) > 3
-    assert [path for path in paths if f"`{path}`" not in served] == []
+    assert [path for path in paths if f"{path}`" not in served] == []
 
 
 def test_charts_files_and_values_that_helm_is_given_are_there() -> None:

@@ -297,10 +297,12 @@ async def test_no_field_reaches_a_worker_that_does_not_know_it() -> None:
     workers = Workers()
     async with serving(workers) as address, router() as calls:
         older = leased("old", address, OLDER)
-        with pytest.raises(WorkerCallError, match=r"old is of an older .* SamplingParams\.min_p \(5\)$") as refusal:
+        with pytest.raises(
+            WorkerCallError, match=r"old \(decode\) is of an older .* SamplingParams\.min_p \(5\)$"
+        ) as refusal:
             calls.decode(older, WITH_MIN_P, await_kv=False, trace=Context())
         assert isinstance(refusal.value.error, Unsupported)
-        with pytest.raises(WorkerCallError, match=r"silent is of an older .* SequenceSpec\.sampling \(19\)"):
+        with pytest.raises(WorkerCallError, match=r"silent \(decode\) is of an older .* SequenceSpec\.sampling \(19\)"):
             calls.decode(leased("silent", address, ""), SPEC, await_kv=False, trace=Context())
         for worker, spec in (
             (older, SPEC),

@@ -473,7 +473,7 @@ def test_versions_that_differ_are_told() -> None:
 def test_pools_controllers_mirrors_and_self_checks() -> None:
     pools = {"decode": {"desired": 3, "ready": 2}, "prefill": {"desired": 1, "ready": 1}}
     routers = [{"id": "r0", "mirror_lag_s": 0.1}, {"id": "r1", "mirror_lag_s": 7.0}]
-    sick = {"id": "d0", "self_check": "2 blocks are in use and nobody's"}
+    sick = {"id": "d0", "role": "decode", "self_check": "2 blocks are in use and nobody's"}
     seen = status(sick, pools=pools, routers=routers)
     checks = {c.name: c for look in (cluster.pools, cluster.workers, cluster.mirrors) for c in look(seen)}
     assert {name: c.state for name, c in checks.items()} == {

@@ -36,6 +36,9 @@ class Service:
         self.may_answer = asyncio.Event()
         self.cancelled = asyncio.Event()
 
+    def is_crowded(self) -> bool:
+        return False
+
     async def generate(
         self, request: GenerateRequest, trace: Any, tenant: Any, ingress: Ingress
     ) -> AsyncGenerator[GenerateChunk]:

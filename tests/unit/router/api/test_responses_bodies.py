@@ -37,6 +37,9 @@ class Service:
         self.asked: list[GenerateRequest] = []
         self._refusal = refusal
 
+    def is_crowded(self) -> bool:
+        return False
+
     async def tokenize(self, prompt: Any, tenant: Any) -> tuple[int, ...]:
         self.asked.append(GenerateRequest(prompt=prompt))
         if self._refusal is not None:

@@ -116,7 +116,7 @@ async def test_the_life_of_a_request_whose_worker_died_is_accounted_for(tokenize
     failed = timeline.events[died]
     assert failed.worker == dead
     assert recovery.begin_s <= failed.at_s <= recovery.end_s
-    assert failed.text == f"failed on {dead} after 2 tokens: WorkerFailed: killed"
+    assert failed.text == f"failed on {dead} (decode) after 2 tokens: WorkerFailed: killed"
     assert [event.at_s for event in timeline.events] == sorted(event.at_s for event in timeline.events)
 
 
@@ -137,9 +137,14 @@ async def test_what_was_measured_stands_beside_what_was_predicted(tokenizer: Tok
     assert placement.predicted.compute_s is not None
     assert [option.worker_id for option in placement.options] == ["p0", "d0"]
     texts = {event.what: event.text for event in timeline.events}
-    assert texts["placed"].startswith("placed: split on p0 -> d0; first token predicted in ")
-    assert texts["computed"] == "p0 has the first token: 0.020 s in its queue, 0.030 s computing; 16 tokens were cached"
-    assert texts["handed_over"].startswith("KV is on d0: 1.0 MiB in 0.002 s, of which 0.001 s after the prompt")
+    assert texts["placed"].startswith("placed: split on p0 (prefill) -> d0 (decode); first token predicted in ")
+    assert (
+        texts["computed"]
+        == "p0 (prefill) has the first token: 0.020 s in its queue, 0.030 s computing; 16 tokens were cached"
+    )
+    assert texts["handed_over"].startswith(
+        "KV is on d0 (decode): 1.0 MiB in 0.002 s, of which 0.001 s after the prompt"
+    )
     assert texts["finished"] == "finished after 4 tokens: length"
 
 
