@@ -218,6 +218,7 @@ class Fleet:
         self._numbers = itertools.count()
         self.redis = redis
         self.workers: dict[str, multiprocessing.process.BaseProcess] = {}
+        self._roles: dict[str, Role] = {}
         self.progress: dict[str, Progress] = {}
         self.routers = [
             RouterProcess(
@@ -260,8 +261,12 @@ class Fleet:
             daemon=True,
         )
         process.start()
-        self.workers[worker_id] = process
+        self.workers[worker_id], self._roles[worker_id] = process, role
         return worker_id
+
+    def started_as(self, role: Role) -> list[str]:
+        """The workers that were started in a role and have not been removed, in the order of their starts."""
+        return [worker_id for worker_id in self.workers if self._roles[worker_id] is role]
 
     def fill(self, *roles: Role) -> RouterProcess:
         """Starts a worker of each, and returns the first router once all are ready."""

@@ -219,7 +219,7 @@ def test_the_prefill_worker_dies(fleets: Fleets, after_tokens: int, link_delay_m
 def placements_on(fleet: Fleet) -> dict[str, float]:
     """How often each decode worker that is alive was chosen."""
     router = fleet.routers[0]
-    workers = [worker for worker in fleet.workers if worker.startswith(Role.DECODE)]
+    workers = fleet.started_as(Role.DECODE)
     return {worker: metric(router, "baton_placements_total", f'decode="{worker}"') for worker in workers}
 
 

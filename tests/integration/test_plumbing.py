@@ -566,10 +566,11 @@ def test_metrics_and_status_tell_of_every_workers_transfers() -> None:
         shown = {"open_pairs": 1, "slots_in_use": 0, "unsent_bytes": 0, "committed": 1, "failed": 0, "pulled_tokens": 0}
         cluster.wait_for(lambda s: [w["transfers"] for w in s["workers"]] == [shown, shown])
         num_bytes = 160 * 2 * 2 * 8  # K and V of two layers, 8 bytes each
-        for worker, way, other_way in (("prefill", "sent", "received"), ("decode", "received", "sent")):
+        for role, way, other_way in (("prefill", "sent", "received"), ("decode", "received", "sent")):
 
-            def counted(name: str, *labels: str, worker: str = worker) -> float:
-                return metric(cluster, f"baton_kv_{name}", f'worker="{worker}-0"', f'role="{worker}"', *labels)
+            def counted(name: str, *labels: str, role: str = role) -> float:
+                (worker,) = cluster.ids(role)
+                return metric(cluster, f"baton_kv_{name}", f'worker="{worker}"', f'role="{role}"', *labels)
 
             by_way = {direction: f'direction="{direction}"' for direction in (way, other_way)}
             assert counted("transfers_total", by_way[way], 'outcome="committed"') == 1

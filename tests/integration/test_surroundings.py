@@ -11,6 +11,7 @@ import httpx2
 import psutil
 import pytest
 
+from baton.cluster import Role
 from baton.config import Config
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import OWN_MODULES, own_file
@@ -36,15 +37,16 @@ def test_a_folder_of_modules_and_a_full_machine_harm_no_cluster(arithmetic_clust
 
 def test_a_worker_s_log_has_what_its_process_writes_whichever_way(arithmetic_cluster: Cluster) -> None:
     """As a library does that knows nothing of our logs."""
-    worker = arithmetic_cluster.worker("decode-0")
+    name = arithmetic_cluster.ids(Role.DECODE)[0]
+    worker = arithmetic_cluster.worker(name)
 
     def lines() -> list[str]:
-        answer = httpx2.get(f"http://{arithmetic_cluster.http}/api/workers/decode-0/log", timeout=30)
+        answer = httpx2.get(f"http://{arithmetic_cluster.http}/api/workers/{name}/log", timeout=30)
         return list(answer.raise_for_status().json()["lines"])
 
     for stream in (1, 2):
         with Path(f"/proc/{worker['pid']}/fd/{stream}").open("a") as output:
             output.write(f"a library writes to {stream}\n")
     wait_until(lambda: lines()[-2:] == ["a library writes to 1", "a library writes to 2"], 30, seen=lines)
-    assert any("decode-0 joins at" in line for line in lines())
+    assert any(f"{name} joins at" in line for line in lines())
     assert not any(line.startswith(":actor_name:") for line in lines())

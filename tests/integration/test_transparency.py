@@ -255,7 +255,7 @@ def test_decode_workers_leave_in_the_middle(
 
     def leave() -> int:
         for count in itertools.count():
-            decoding = sorted(name for name in split_fleet.workers if name.startswith(Role.DECODE))
+            decoding = split_fleet.started_as(Role.DECODE)
             split_fleet.wait_for(split_fleet.add(Role.DECODE), decoding[-1])
             for _ in range(NUM_BETWEEN_LEAVES):
                 answered.acquire()
@@ -307,7 +307,7 @@ def test_a_search_goes_on_where_the_leaving_worker_was(split_fleet: Fleet) -> No
     assert [choice.token_ids for choice in heard.answer.choices] == asks.expected(request)
 
     def computed_elsewhere() -> int:
-        live = [name for name in split_fleet.workers if name.startswith(Role.DECODE)]
+        live = split_fleet.started_as(Role.DECODE)
         return sum(number - before.get(name, 0) for name, number in computed().items() if name in live)
 
     wait_until(lambda: computed_elsewhere() > 0)
