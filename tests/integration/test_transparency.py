@@ -192,8 +192,11 @@ def test_split_or_not(split_fleet: Fleet, all_answers: list[Listening | ApiAnswe
 
 
 def test_a_prompt_is_computed_and_handed_over_once_for_all_its_answers(split_fleet: Fleet) -> None:
-    """Each of the others computes one token of it at most, and has its own answer."""
-    num_prompt, num_answer, num_choices = 400, 6, 8
+    """Each of the others computes one token of it at most, and has its own answer.
+
+    They begin before the first has ended: from then on its prompt is found by whole blocks.
+    """
+    num_prompt, num_answer, num_choices = 400, 40, 8
 
     def served(prompt_number: int, n: int) -> tuple[int, float]:
         """The tokens that were computed for a request, and the bytes that were handed over."""
