@@ -166,10 +166,11 @@ class RedisIndex:
         """Returns the seq and the entries that the worker has signed; no entries if something else lies there."""
         keys = self._keys
         blocks = keys.blocks(worker_id, epoch)
+        known = reader.position(worker_id)
         seal, members = await self._connection.run(SNAPSHOT, [keys.seal(worker_id, epoch), blocks])
         entries = set(members)
         try:
-            seq = await reader.proved_set(worker_id, epoch, seal, entries)
+            seq = await reader.proved_set(worker_id, epoch, seal, entries, known=known)
         except ValueError as error:
             seq = None
             if members:

@@ -149,8 +149,17 @@ class EventReader:
             found.append(link is not None)
         return found[::-1]
 
-    async def proved_set(self, worker_id: str, epoch: int, seal: bytes, entries: Collection[bytes]) -> int | None:
+    def position(self, worker_id: str) -> tuple[int, int]:
+        """Returns epoch and seq of what was proved of a worker last."""
+        return self._latest.get(worker_id, (0, 0))
+
+    async def proved_set(
+        self, worker_id: str, epoch: int, seal: bytes, entries: Collection[bytes], *, known: tuple[int, int]
+    ) -> int | None:
         """Returns the seq as of which the entries are the worker's set; None: it does not know its set.
+
+        Args:
+            known: the worker's position when the reading began; events may have been proved during it.
 
         Raises:
             ValueError: the entries are not what the worker has signed last.
@@ -162,7 +171,7 @@ class EventReader:
         message = _message(self._stream, (worker_id, epoch, seq), change, count, digest)
         if not self._keys.verify("event", Principal.WORKER, message, signature):
             raise ValueError("it is not signed by a worker of this cluster")
-        if (epoch, seq) < self._latest.get(worker_id, (0, 0)):
+        if (epoch, seq) < known:
             raise ValueError("it is older than what was read before")
         self._note(worker_id, epoch, seq)
         if count == _UNKNOWN:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -24,6 +24,7 @@ from kvstore.index import (
     Position,
     Tier,
 )
+from kvstore.index.connection import RedisConnection
 from kvstore.index.keys import Keys
 from kvstore.index.publisher import MAX_EVENT_KEYS
 from kvstore.leases import LeaseKeeper
@@ -330,6 +331,37 @@ async def test_three_followers_converge(backend: Backend) -> None:
     answers = [each.mirror.lookup(keys(57, 58, 59)) for each in followers]
     assert answers[0]
     assert answers[0] == answers[1] == answers[2]
+
+
+async def test_events_that_are_read_during_a_snapshot_do_not_spoil_it(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who reads both at once replays them."""
+    epoch = await backend.leases.acquire("w")
+    await backend.index.apply(stored(epoch, 1, 1, 2))
+    if backend.connection is None:
+        return  # in memory nothing can come in between
+    run, pipeline = RedisConnection.run, RedisConnection.pipeline
+
+    async def slow_run(self: RedisConnection, *arguments: Any) -> Any:
+        found = await run(self, *arguments)
+        await go_on()
+        return found
+
+    async def slow_pipeline(self: RedisConnection, commands: Any) -> Any:
+        found = await pipeline(self, commands)
+        if commands[0][0] == "SSCAN":
+            await go_on()
+        return found
+
+    async def go_on() -> None:
+        monkeypatch.undo()
+        await backend.index.apply(stored(epoch, 2, 3))
+        assert [event.seq for _, event in await read(backend)] == [1, 2]
+
+    monkeypatch.setattr(RedisConnection, "run", slow_run)
+    monkeypatch.setattr(RedisConnection, "pipeline", slow_pipeline)
+    assert await backend.index.snapshot("w", epoch) == (1, set(keys(1, 2)))
 
 
 async def test_regression_in_flight_events_re_add_entries_after_a_clear(backend: Backend) -> None:
