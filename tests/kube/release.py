@@ -83,7 +83,7 @@ class Release:
         return role if self.name == NAME else f"{self.name}-{role}"
 
     def pods(self, component: str) -> list[dict[str, Any]]:
-        """Of this release, that are not about to go."""
+        """The pods of a part of this release that are not about to go."""
         labels = {"app.kubernetes.io/instance": self.name, "app.kubernetes.io/component": component}
         pods = self.api.store.objects(PODS, NAMESPACE)
         return [

@@ -58,7 +58,7 @@ def refuses_the_same_pools(release: Release) -> None:
 
 
 def wait_for_sizes(release: Release, *sizes: int) -> None:
-    """Of prefill and decode, in Kubernetes and as the routers see them."""
+    """Waits until prefill and decode have so many workers, in Kubernetes and as the routers see them."""
     for role, size in zip(POOLS, sizes, strict=True):
         release.wait_for_pool(role, size)
     release.wait_for(lambda: [release.baton_status()["pools"][role]["ready"] for role in POOLS] == [*sizes])

@@ -97,7 +97,7 @@ def wait_for_pools(release: Release) -> None:
 
 
 def pods(release: Release) -> list[dict[str, Any]]:
-    """Of all parts that are of Baton's images."""
+    """The pods of all parts that run Baton's images."""
     return [pod for part in ("router", "controller", "head", *POOLS) for pod in release.pods(part)]
 
 
@@ -106,7 +106,7 @@ def uids(release: Release) -> set[str]:
 
 
 def columns(release: Release) -> list[str]:
-    """That `kubectl get servingpools` shows."""
+    """The columns that `kubectl get servingpools` shows."""
     found = json.loads(release.kubectl("get", "customresourcedefinition", DEFINITION, "-o", "json"))
     return [column["name"] for column in found["spec"]["versions"][0]["additionalPrinterColumns"]]
 
