@@ -221,7 +221,7 @@ class WorkerControl:
 
 
 class WorkerLogStub:
-    """What a worker has logged, for people who look at the cluster through a router.
+    """What a worker has written, for people who look at the cluster through a router.
     """
 
     def __init__(self, channel):
@@ -238,7 +238,7 @@ class WorkerLogStub:
 
 
 class WorkerLogServicer:
-    """What a worker has logged, for people who look at the cluster through a router.
+    """What a worker has written, for people who look at the cluster through a router.
     """
 
     def ReadLog(self, request, context):
@@ -265,7 +265,7 @@ def add_WorkerLogServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerLog:
-    """What a worker has logged, for people who look at the cluster through a router.
+    """What a worker has written, for people who look at the cluster through a router.
     """
 
     @staticmethod

@@ -113,7 +113,7 @@ class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
 def add_WorkerControlServicer_to_server(servicer: WorkerControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class WorkerLogStub:
-    """What a worker has logged, for people who look at the cluster through a router."""
+    """What a worker has written, for people who look at the cluster through a router."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -124,14 +124,14 @@ class WorkerLogStub:
 
 @_typing.type_check_only
 class WorkerLogAsyncStub(WorkerLogStub):
-    """What a worker has logged, for people who look at the cluster through a router."""
+    """What a worker has written, for people who look at the cluster through a router."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ReadLog: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReadLogRequest, _worker_pb2.ReadLogResponse]  # type: ignore[assignment]
     """The latest lines, the oldest first: a worker keeps a few hundred."""
 
 class WorkerLogServicer(metaclass=_abc_1.ABCMeta):
-    """What a worker has logged, for people who look at the cluster through a router."""
+    """What a worker has written, for people who look at the cluster through a router."""
 
     @_abc_1.abstractmethod
     def ReadLog(

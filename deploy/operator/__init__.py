@@ -6,7 +6,7 @@ talk         a chat, over either
 explain      `baton requests` and `baton status --explain`
 orders       scale a pool, drain a worker, change a worker's role
 scrape       reads the metrics of every process
-worker_log   what a worker has logged
+worker_log   what a worker has written
 trust        the options of clients for TLS
 watch        `baton status --watch`
 """

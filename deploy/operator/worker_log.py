@@ -1,4 +1,4 @@
-"""What a worker has logged, as its router passes it on, and which of it is new."""
+"""What a worker has written, as its router passes it on, and which of it is new."""
 
 from __future__ import annotations
 

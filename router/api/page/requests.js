@@ -131,7 +131,7 @@ export class Requests {
 }
 
 const brief = (id) => (id.length > 22 ? `${id.slice(0, 12)}…${id.slice(-6)}` : id);
-const way = (each) => ([["prefill", each.prefill_worker], ["decode", each.decode_worker]]
+const way = (each) => ([["prefill", each.prefill_worker === each.decode_worker ? "" : each.prefill_worker], ["decode", each.decode_worker]]
   .flatMap(([role, id]) => (id ? [`${id} (${role})`] : [])).join(" → ") || "–") + (each.retries ? ` (again ${each.retries}×)` : "");
 
 function detailOf(detail) {
