@@ -63,7 +63,7 @@ def _cancels(num_times: int) -> Table:
 
 async def _measured(fleet: Fleet, num_times: int) -> dict[Phase, list[float]]:
     async with cancel_bench(fleet) as bench:
-        return {phase: [await bench.seconds_until_free(phase) for _ in range(num_times)] for phase in Phase}
+        return {phase: [(await bench.left_in(phase)).seconds for _ in range(num_times)] for phase in Phase}
 
 
 def _faults(num_kills: int, num_freezes: int) -> Table:

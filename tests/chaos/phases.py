@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import grpc
@@ -20,6 +20,7 @@ from baton import wire
 from baton.api import GenerateRequest
 from baton.cluster import Role
 from baton.config import EngineConfig, RouterConfig, TransferConfig
+from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
 from baton.engine.core.sequence import Sequence, Status
 from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import NoWorker
@@ -82,26 +83,48 @@ class Stream:
                 self.num_tokens += len(part.token_ids)
 
 
+@dataclass(frozen=True)
+class Leaving:
+    """What it took until both workers were free of a request whose client had left."""
+
+    seconds: float
+    num_steps: int
+    """How many steps either worker began after it had heard of it; the most of the two."""
+
+
+class CountingRunner(ArithmeticRunner):
+    """Counts the steps that it begins."""
+
+    num_steps = 0
+
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        self.num_steps += 1
+        return super().execute(step, on_layer_done)
+
+
 class CancelBench:
     """A prefill and a decode worker, each for one sequence at a time."""
 
     def __init__(self, members: dict[Role, Member], channel: grpc.aio.Channel) -> None:
         self._members = members
+        self._heard_at: dict[tuple[Role, str], int] = {}
+        for role in members:
+            self._note_what_it_hears(role)
         self._stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
         self._numbers = itertools.count()
 
-    async def seconds_until_free(self, phase: Phase) -> float:
+    async def left_in(self, phase: Phase) -> Leaving:
         """From a client's leaving in `phase` until neither worker holds or awaits anything for its request.
 
         Raises:
             AssertionError: no request was ever seen in this phase, or something stays.
         """
         for _ in range(NUM_TRIES):
-            if (took_s := await self._left_in(phase)) is not None:
-                return took_s
+            if (found := await self._try_to_leave_in(phase)) is not None:
+                return found
         raise AssertionError(f"{NUM_TRIES} requests have ended without being seen {phase}")
 
-    async def _left_in(self, phase: Phase) -> float | None:
+    async def _try_to_leave_in(self, phase: Phase) -> Leaving | None:
         """None: it has ended before it was seen in that phase."""
         prompt = prompt_of(7000 + next(self._numbers), NUM_PROMPT_TOKENS)
         others: list[Stream] = []
@@ -120,7 +143,7 @@ class CancelBench:
         await until(
             lambda: self._is_free_of(stream) and (bool(others) or self.is_idle()), PHASE_TIMEOUT_S, every_s=POLL_S
         )
-        took_s = time.monotonic() - began_s
+        found = Leaving(time.monotonic() - began_s, self._num_steps_since_heard(stream))
         await stream.end()
         for other in others:
             other.leave()
@@ -128,7 +151,7 @@ class CancelBench:
         await until(self.is_idle, PHASE_TIMEOUT_S)
         for member in self._members.values():
             member.loop.engine.check()
-        return took_s if was_seen else None
+        return found if was_seen else None
 
     def is_idle(self) -> bool:
         """No block is reserved, held or pinned, and no staging slot in use."""
@@ -136,6 +159,25 @@ class CancelBench:
             m.loop.engine.is_idle and m.loop.engine.pool.counts().in_use == 0 and m.kv.counts().slots_in_use == 0
             for m in self._members.values()
         )
+
+    def _note_what_it_hears(self, role: Role) -> None:
+        engine = self._members[role].loop.engine
+        end = engine.end
+
+        def heard(sequence: Sequence) -> None:
+            self._heard_at[role, sequence.spec.request_id] = self._num_steps(role)
+            end(sequence)
+
+        engine.end = heard  # type: ignore[method-assign]
+
+    def _num_steps_since_heard(self, stream: Stream) -> int:
+        heard_at = {role: self._heard_at.get((role, stream.request_id)) for role in Role}
+        return max((self._num_steps(role) - at for role, at in heard_at.items() if at is not None), default=0)
+
+    def _num_steps(self, role: Role) -> int:
+        runner = self._members[role].loop.engine.runner
+        assert isinstance(runner, CountingRunner)
+        return runner.num_steps
 
     def _ask(self, prompt: list[int], num_tokens: int) -> Stream:
         return Stream(self._stub, replace(asks.greedy(prompt, num_tokens), request_id=f"asked-{next(self._numbers)}"))
@@ -182,7 +224,7 @@ async def cancel_bench(fleet: Fleet) -> AsyncGenerator[CancelBench]:
     async with contextlib.AsyncExitStack() as stack:
         members = {}
         for number, role in enumerate(Role):
-            runner = ArithmeticRunner(
+            runner = CountingRunner(
                 NUM_BLOCKS[role], max_num_seqs=1, num_layers=NUM_LAYERS, layer_s=STEP_S / NUM_LAYERS
             )
             config = replace(fleet.config, engine=EngineConfig(num_blocks=NUM_BLOCKS[role], max_num_seqs=1))
