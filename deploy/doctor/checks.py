@@ -8,7 +8,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from deploy.extras import ALL_IN_USE, advice, pip_command
 
 State = Literal["ok", "warn", "fail"]
@@ -36,6 +36,8 @@ def guarded(name: str, look: Callable[[], Iterable[Check]], mend: str = REINSTAL
     try:
         for check in look():
             checks.append(check)  # noqa: PERF402 - those before an error count
+    except ConfigError as error:  # its sentence names what was found, then what to do
+        checks.append(Check(name, "fail", *str(error).split("; ", 1)))
     except (BatonError, ImportError, OSError, RuntimeError) as error:
         if isinstance(error, ImportError) and (missing := advice(error)):
             checks.append(Check(name, "fail", *missing.split("; ", 1)))

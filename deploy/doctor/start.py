@@ -31,7 +31,7 @@ def require(config: Config) -> None:
     Raises:
         BatonError: the first thing that is wrong, in one sentence that says how to mend it.
     """
-    _require(config, (("ports", machine.ports), *LOOKS))
+    _require(config, (("packages", packages), ("ports", machine.ports), *LOOKS))
 
 
 def require_model(config: Config) -> Config:
@@ -48,7 +48,8 @@ def require_model(config: Config) -> Config:
 
 
 def checks(config: Config, is_running: bool) -> list[Check]:
-    """The list for people, all of it. What depends on the model is left out while the model is not here.
+    """The list for people, all of it but the packages, which `machine.packages` has with their versions. What depends
+    on the model is left out while the model is not here.
 
     Args:
         is_running: a cluster runs here, and so has the ports and its memory.
@@ -139,7 +140,6 @@ def memory(config: Config) -> Iterator[Check]:
 
 
 LOOKS: tuple[tuple[str, Precondition], ...] = (
-    ("packages", packages),
     ("settings", settings),
     ("tenants", machine.tenants),
     ("certificates", certificates.files),

