@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -19,8 +20,20 @@ def product_files() -> Iterator[Path]:
         yield from (path for path in (ROOT / package).rglob("*.py") if "baton/v1" not in path.as_posix())
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """A file's syntax, which many tests look at."""
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Everything in a tree, in the order of `ast.walk`, which is slow."""
+    return tuple(ast.walk(tree))
+
+
 def dataclasses_of(tree: ast.AST) -> Iterator[tuple[ast.ClassDef, ast.expr]]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.ClassDef):
             for decorator in node.decorator_list:
                 called = decorator.func if isinstance(decorator, ast.Call) else decorator
@@ -42,7 +55,7 @@ def test_what_has_many_fields_is_made_by_their_names() -> None:
     """A field more, or in another place, then changes nothing for those who make one."""
     num_large, positional = 0, set()
     for path in product_files():
-        for node, decorator in dataclasses_of(ast.parse(path.read_text())):
+        for node, decorator in dataclasses_of(tree_of(path)):
             if len(fields_of(node)) > MAX_POSITIONAL_FIELDS:
                 num_large += 1
                 if "kw_only=True" not in ast.unparse(decorator):
@@ -60,7 +73,7 @@ FRAGMENT = re.compile(
 
 def docstrings_of(tree: ast.AST) -> Iterator[str]:
     """Also those of fields and constants, which follow them."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
             match statement:
@@ -71,14 +84,14 @@ def docstrings_of(tree: ast.AST) -> Iterator[str]:
 def test_every_docstring_can_be_read_alone() -> None:
     fragments: dict[str, list[str]] = {}
     for path in product_files():
-        for text in docstrings_of(ast.parse(path.read_text())):
+        for text in docstrings_of(tree_of(path)):
             if FRAGMENT.match(text):
                 fragments.setdefault(path.relative_to(ROOT).as_posix(), []).append(text)
     assert not fragments
 
 
 def functions_of(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -113,10 +126,10 @@ options by name."""
 def test_files_and_functions_are_of_a_size_to_be_read() -> None:
     long_files, too_large = set(), []
     for path in product_files():
-        text, name = path.read_text(), path.relative_to(ROOT).as_posix()
-        if len(text.splitlines()) > MAX_LINES_OF_A_FILE:
+        name = path.relative_to(ROOT).as_posix()
+        if len(path.read_text().splitlines()) > MAX_LINES_OF_A_FILE:
             long_files.add(name)
-        for function in functions_of(ast.parse(text)):
+        for function in functions_of(tree_of(path)):
             assert function.end_lineno is not None
             if function.end_lineno - function.lineno + 1 > MAX_LINES_OF_A_FUNCTION:
                 too_large.append(f"{name}: {function.name} is long")
@@ -133,7 +146,7 @@ NAME_OF_A_TYPE = re.compile(r"_?[A-Z]\w*[a-z]")
 
 def types_of(tree: ast.Module) -> Iterator[str]:
     """Names of the classes, and those that the module gives to other types: aliases and type variables."""
-    yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    yield from (node.name for node in nodes_of(tree) if isinstance(node, ast.ClassDef))
     for node in tree.body:
         match node:
             case ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name), value=ast.expr()):
@@ -144,7 +157,7 @@ def types_of(tree: ast.Module) -> Iterator[str]:
 def test_the_name_of_a_type_has_one_meaning() -> None:
     files: dict[str, list[str]] = {}
     for path in product_files():
-        for name in types_of(ast.parse(path.read_text())):
+        for name in types_of(tree_of(path)):
             files.setdefault(name.lstrip("_"), []).append(path.relative_to(ROOT).as_posix())
     assert len(files) > 400
     assert {name: where for name, where in files.items() if len(where) > 1} == {}
@@ -152,7 +165,7 @@ def test_the_name_of_a_type_has_one_meaning() -> None:
 
 def imports_of(path: Path) -> Iterator[str]:
     """Modules that a file imports, wherever in it: at its top, in a function, or for its types alone."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(tree_of(path)):
         match node:
             case ast.Import(names):
                 yield from (alias.name for alias in names)

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from deploy.embedded_redis import EmbeddedRedis
+from tests.unit.test_house import tree_of
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "SECURITY.md").read_text()
@@ -34,8 +35,8 @@ def test_every_promise_names_tests_that_are_there() -> None:
         assert named, promise
         assert HELD.sub("", held_by).strip(", ") == "", promise
         for path, test in named:
-            tree = ast.parse((ROOT / path).read_text())
-            found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+            body = tree_of(ROOT / path).body
+            found = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
             assert test in found, f"{promise} {path} has no {test}"
 
 
@@ -48,12 +49,26 @@ def test_every_service_and_every_address_of_the_settings_is_a_door() -> None:
     assert all(len(row) == 5 and row[0] and row[1] and row[4] for row in rows("Doors"))
 
 
+def dotted(called: ast.expr) -> str:
+    """A name and names behind it, as written; empty for what is no such thing."""
+    match called:
+        case ast.Name(name):
+            return name
+        case ast.Attribute(inner, name) if before := dotted(inner):
+            return f"{before}.{name}"
+    return ""
+
+
 def calls(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
-    """What is called, as written, and the arguments that are True."""
+    """The dotted name of what is called, and the arguments that are True."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            true = {word.arg for word in node.keywords if word.arg and ast.unparse(word.value) == "True"}
-            yield ast.unparse(node.func), true
+            true = {
+                word.arg
+                for word in node.keywords
+                if word.arg and isinstance(word.value, ast.Constant) and word.value.value is True
+            }
+            yield dotted(node.func), true
 
 
 FORBIDDEN = re.compile(

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from tests.unit.test_docs import PAGES
-from tests.unit.test_house import FRAGMENT, ROOT, docstrings_of, product_files
+from tests.unit.test_house import FRAGMENT, ROOT, docstrings_of, nodes_of, product_files, tree_of
 
 AVOIDED = re.compile(r"\b(told|tells|whoever|so long as)\b", re.IGNORECASE)
 """A program reports or shows, a worker is called one, and a state lasts until or while."""
@@ -24,7 +24,7 @@ PROTOS = sorted((ROOT / "proto").rglob("*.proto"))
 def messages_of(tree: ast.AST) -> Iterator[str]:
     """The texts of errors, logs and help among them: every literal that is no docstring."""
     docstrings = set(docstrings_of(tree))
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         match node:
             case ast.Constant(str(text)) if text.strip() not in docstrings:
                 yield text
@@ -33,7 +33,7 @@ def messages_of(tree: ast.AST) -> Iterator[str]:
 def test_messages_of_the_product_avoid_private_words() -> None:
     found, num_messages = [], 0
     for path in product_files():
-        for text in messages_of(ast.parse(path.read_text())):
+        for text in messages_of(tree_of(path)):
             num_messages += 1
             if AVOIDED.search(text):
                 found.append(f"{path.relative_to(ROOT)}: {text}")
