@@ -2,49 +2,50 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-
-import pytest
+from collections.abc import Mapping
 
 HEAVY = ("torch", "transformers", "ray", "numpy")
-
-
-def loaded_by(modules: str, watched: tuple[str, ...]) -> set[str]:
-    code = f"import sys, {modules}; print(*(m for m in {watched!r} if m in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    return set(done.stdout.split())
-
-
-@pytest.mark.parametrize("module", ["router", "router.server", "router.__main__", "kvstore.index", "kvstore.leases"])
-def test_the_router_runs_without_torch_transformers_and_ray(module: str) -> None:
-    assert loaded_by(module, HEAVY) == set()
-
-
-def test_the_watch_sees_what_is_loaded() -> None:
-    assert loaded_by("torch", HEAVY) >= {"torch"}
-
-
-def test_the_vocabulary_needs_no_grpc() -> None:
-    modules = "baton.api, baton.blocks, baton.cluster, baton.config, baton.errors, baton.messages, baton.sampling"
-    assert loaded_by(modules, (*HEAVY, "grpc", "google.protobuf", "redis")) == set()
-
-
 CORE = ("engine", "group_pool", "kv_spec", "loop", "outputs", "runner", "scheduler", "sequence", "serving", "step_fit")
+WATCHED: Mapping[str, tuple[str, ...]] = {
+    # The vocabulary and the engine's core.
+    "baton.api, baton.blocks, baton.cluster, baton.config, baton.errors, baton.messages, baton.sampling": (
+        *HEAVY, "grpc", "google.protobuf", "redis",
+    ),
+    ", ".join(f"baton.engine.core.{module}" for module in CORE): (*HEAVY, "grpc", "baton.v1"),
+    # The router, and what others share with it.
+    "kvstore.index": HEAVY,
+    "kvstore.leases": HEAVY,
+    "router": HEAVY,
+    "router.server": HEAVY,
+    "router.__main__": HEAVY,
+    # What is refused before anything starts is refused without imports that take seconds; so is the simulator's.
+    "deploy.lab.simulate.run, deploy.lab.simulate.command": ("torch", "transformers", "ray"),
+    "deploy.cli.app, deploy.local.up": ("torch", "transformers", "ray"),
+}  # fmt: skip
+"""Modules, and what must not be there when they are: each after those above it, which may load less."""
 
 
-def test_the_engines_core_needs_no_torch() -> None:
-    modules = ", ".join(f"baton.engine.core.{module}" for module in CORE)
-    assert loaded_by(modules, (*HEAVY, "grpc", "baton.v1")) == set()
+def loaded_by(watched: Mapping[str, tuple[str, ...]]) -> dict[str, set[str]]:
+    """What of the watched is there once modules are, which one interpreter imports in their order."""
+    code = (
+        "import importlib, json, sys\n"
+        "found = {}\n"
+        "for modules, watched in json.loads(sys.argv[1]).items():\n"
+        "    for module in modules.split(', '):\n"
+        "        importlib.import_module(module)\n"
+        "    found[modules] = [name for name in watched if name in sys.modules]\n"
+        "print(json.dumps(found))"
+    )
+    command = [sys.executable, "-c", code, json.dumps(watched)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return {modules: set(found) for modules, found in json.loads(done.stdout).items()}
 
 
-def test_the_simulator_needs_no_torch() -> None:
-    assert loaded_by("deploy.lab.simulate.run, deploy.lab.simulate.command", ("torch", "transformers", "ray")) == set()
-
-
-def test_what_can_be_refused_before_anything_starts_is_refused_without_their_imports() -> None:
-    """They take seconds."""
-    assert loaded_by("deploy.cli.app, deploy.local.up", ("torch", "transformers", "ray")) == set()
+def test_vocabulary_core_router_and_commands_load_nothing_heavy() -> None:
+    assert loaded_by(WATCHED) == {modules: set() for modules in WATCHED}
 
 
 def test_the_first_hour_on_a_gpu_needs_nothing_of_a_cluster() -> None:
@@ -52,4 +53,4 @@ def test_the_first_hour_on_a_gpu_needs_nothing_of_a_cluster() -> None:
         f"tests.gpu.hour.{name}" for name in ("churn", "deaths", "engine", "facts", "handover", "speed")
     )
     absent = ("grpc", "google.protobuf", "redis", "ray", "pytest", "baton.config", "baton.v1")
-    assert loaded_by(modules, absent) == set()
+    assert loaded_by({modules: (*absent, "torch")}) == {modules: {"torch"}}, "what is loaded is seen"
