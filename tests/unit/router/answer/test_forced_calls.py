@@ -97,8 +97,9 @@ def written(compiler: GrammarCompiler, params: SamplingParams, tokenizer: Tokeni
         elif rng.random() < 0.3 and (found := [i for i in tokenizer.encode_fragment('"}],') if is_set(bits, i)]):
             tokens = found[:1]
         else:
-            allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: tokenizer.vocab_size])
-            others = np.setdiff1d(allowed, tokenizer.eos_ids)
+            is_allowed = np.unpackbits(bits, bitorder="little")[: tokenizer.vocab_size]
+            is_allowed[list(tokenizer.eos_ids)] = 0
+            others = np.flatnonzero(is_allowed)
             if not len(others):
                 return tokenizer.decode_all(drawn)
             tokens = [int(others[rng.randrange(len(others))])]

@@ -101,7 +101,7 @@ def mark(pattern: str) -> Mark:
     return Mark.of({"open_pattern": pattern}, "open")
 
 
-@settings(max_examples=600)
+@settings(max_examples=250)
 @given(data=st.data())
 def test_a_stream_goes_on_byte_for_byte_wherever_it_broke(tokenizer: Tokenizer, data: st.DataObject) -> None:
     token_ids = tokenizer.encode(data.draw(texts))
@@ -150,7 +150,7 @@ def joined_text(form: str) -> st.SearchStrategy[str]:
 
 
 @pytest.mark.parametrize(("name", "form"), [("hermes", call_format.HERMES), ("qwen xml", call_format.QWEN_XML)])
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_calls_go_on_wherever_a_stream_broke(
     tokenizer: Tokenizer, name: str, form: call_format.CallForm, data: st.DataObject

@@ -22,6 +22,7 @@ from router.api import handshake
 from router.api.connections import BoundedProtocol, ConnectionLimits, OpenConnections
 from router.http_server import HttpServer, bound
 from tests.support.certificates import Authority
+from tests.support.objects import only_new_objects_are_collected
 from tests.support.waiting import until
 
 PATIENCE_S = 30.0
@@ -125,16 +126,17 @@ async def test_one_too_many_is_closed_before_its_handshake(door: Callable[..., A
 @pytest.mark.parametrize("sent", [ASK, b"\x16\x03\x01\xff\xff" + b"x" * 100, b""], ids=["plain", "broken", "gone"])
 async def test_what_is_no_handshake_leaves_nothing(door: Callable[..., Any], sent: bytes) -> None:
     async with door(head_s=PATIENCE_S) as it, asyncio.timeout(PATIENCE_S):
-        num_open = _num_descriptors()
-        for _ in range(20):
-            reader, writer = await it.silent()
-            if sent:
-                writer.write(sent)
-                assert b"HTTP" not in await reader.read()
-            writer.close()
-            await writer.wait_closed()
-        await until(lambda: not it.open.num_of)
-        await until(lambda: _num_descriptors() <= num_open)
+        with only_new_objects_are_collected():
+            num_open = _num_descriptors()
+            for _ in range(20):
+                reader, writer = await it.silent()
+                if sent:
+                    writer.write(sent)
+                    assert b"HTTP" not in await reader.read()
+                writer.close()
+                await writer.wait_closed()
+            await until(lambda: not it.open.num_of)
+            await until(lambda: _num_descriptors() <= num_open)
 
 
 async def test_a_server_that_ends_ends_the_handshakes(door: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import AsyncGenerator, Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -56,10 +57,27 @@ class Service:
             yield chunk
 
 
-def app_of(service: Service) -> httpx2.ASGITransport:
+class Standing:
+    """The service of an app that is made once, which takes long: it is whichever is to be asked next."""
+
+    def __init__(self) -> None:
+        self.service = Service()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.service, name)
+
+
+@functools.cache
+def made_once() -> tuple[Any, Standing]:
     tenants: Any = SimpleNamespace(is_open=False, identify=lambda key, certificate: DEFAULT_TENANT)
-    stand_in: Any = service
-    app: Any = create_app(stand_in, tenants, lambda: "", lambda: b"")
+    standing = Standing()
+    stand_in: Any = standing
+    return create_app(stand_in, tenants, lambda: "", lambda: b""), standing
+
+
+def app_of(service: Service) -> httpx2.ASGITransport:
+    app, standing = made_once()
+    standing.service = service
     return httpx2.ASGITransport(app)
 
 
