@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.core.kv_spec import EMPTY_PLACE, BlockTables
@@ -157,6 +157,7 @@ def assert_arrived(destination: Side, pages: Pages, tokens: range) -> None:
         assert bool(cache[:, untouched].float().isnan().all())
 
 
+@settings(max_examples=20)
 @given(
     src=st.tuples(st.sampled_from([1, 2, 3, 6, 12]), st.sampled_from([16, 32, 64])),
     dst=st.tuples(st.sampled_from([1, 2, 3, 6, 12]), st.sampled_from([16, 32, 64])),
@@ -277,6 +278,7 @@ def test_states_travel_whole_and_alone() -> None:
         BlockCopier(source.cache, planned, stateful, 1, source.tables[:-1])
 
 
+@settings(max_examples=15)
 @given(
     prefill_chunk=st.integers(1, 130),
     block_sizes=st.tuples(st.sampled_from([16, 32]), st.sampled_from([16, 32])),

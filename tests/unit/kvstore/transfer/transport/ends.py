@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 from torch._C._distributed_c10d import Store
 
 from kvstore.transfer.protocol.chunk_header import Header
 from kvstore.transfer.transport.base import TransportEnd
 from kvstore.transfer.transport.staging import StagingPool
+
+LOADED = multiprocessing.get_context("forkserver")
+"""It starts processes out of one that has loaded torch, which takes seconds, and has no threads."""
+LOADED.set_forkserver_preload([__name__])
 
 
 def header_of(num_bytes: int) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import socket
 import tempfile
@@ -26,7 +25,7 @@ from kvstore.transfer.transport.staging import StagingPool
 from tests.fakes.gpu import FakeEvent, FakeGpu, fake_gpus
 from tests.fakes.races import Races
 from tests.support.waiting import wait_until
-from tests.unit.kvstore.transfer.transport.ends import header_of, transport_end
+from tests.unit.kvstore.transfer.transport.ends import LOADED, header_of, transport_end
 from tests.unit.kvstore.transfer.transport.test_nccl import Pair, cross, opened, send, taken
 
 SLOT_BYTES = 1000
@@ -241,8 +240,8 @@ def receive_and_stay(pipe: Connection) -> None:
 
 
 def test_a_dead_peers_ring_is_lent_again(gpus: list[FakeGpu]) -> None:
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=receive_and_stay, args=(there,), daemon=True)
+    here, there = LOADED.Pipe()
+    process = LOADED.Process(target=receive_and_stay, args=(there,), daemon=True)
     process.start()
     store = RendezvousStore(lambda key, value: here.send((key, value)))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import multiprocessing
 import os
 import secrets
 import socket
@@ -52,7 +51,7 @@ from kvstore.transfer.transport.shm import host_id
 from kvstore.transfer.transport.staging import Slot, StagingPool
 from tests.fakes.gpu import FakeGpu, fake_gpus
 from tests.support.waiting import wait_until
-from tests.unit.kvstore.transfer.transport.ends import transport_end
+from tests.unit.kvstore.transfer.transport.ends import LOADED, transport_end
 
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
@@ -616,8 +615,8 @@ def send_and_stay(kind: str, pipe: Connection) -> None:
 @pytest.mark.parametrize("kind", [pytest.param("gloo", marks=pytest.mark.chaos), "ipc", "shm", "tcp"])
 def test_a_killed_sender_ends_a_posted_signal_at_once(kind: str) -> None:
     """And what it had sent is there, from another process."""
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=send_and_stay, args=(kind, there), daemon=True)
+    here, there = LOADED.Pipe()
+    process = LOADED.Process(target=send_and_stay, args=(kind, there), daemon=True)
     process.start()
     store = RendezvousStore(lambda key, value: here.send((key, value)))
     ready = threading.Event()
@@ -686,5 +685,5 @@ def test_chunks_of_a_tcp_link_stay_in_the_cache_and_hold_a_unit_at_least() -> No
 
 
 def test_the_host_id_is_that_of_every_process_of_this_user_here() -> None:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
+    with ProcessPoolExecutor(1, LOADED) as processes:
         assert processes.submit(host_id).result() == host_id()
