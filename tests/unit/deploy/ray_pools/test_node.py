@@ -53,9 +53,12 @@ class Running:
         """Waits until it shows that."""
         wait_until(lambda: self.shows(words, *names), PATIENT_S)
 
+    def let_ray_end(self) -> None:
+        self._may_end.touch()
+
     def end(self) -> str:
         """Has Ray end, and returns what the node has written."""
-        self._may_end.touch()
+        self.let_ray_end()
         out, _ = self.process.communicate(timeout=PATIENT_S)
         assert self.process.returncode == 3, "Ray's own status"
         return out.decode()
@@ -68,6 +71,7 @@ def node(folder: Path, log_format: str = "json") -> Iterator[Running]:
     try:
         yield running
     finally:
+        running.let_ray_end()  # else the shell would outlive the node
         running.process.kill()
         running.process.wait()
         assert running.process.stdout is not None
