@@ -28,6 +28,7 @@ from baton.config import (
     TransferConfig,
 )
 from baton.errors import ConfigError, StoreUnavailable
+from deploy.cli import main
 from deploy.doctor import Check, DoctorPart, cluster, diagnose, machine, not_configured, redis, transports
 from deploy.doctor.checks import guarded, names
 from deploy.doctor.reach import Target, knock, reachability, wrongly_announced
@@ -556,29 +557,37 @@ def test_a_redis_that_is_away_says_where_it_was_looked_for_without_its_password(
     assert "h:1" in check.mend
 
 
-def test_the_routers_checks_load_neither_torch_nor_ray() -> None:
-    code = (
-        "import sys; from baton.config import Config; from deploy.doctor import DoctorPart, diagnose;"
-        "diagnose(Config(), '', DoctorPart.ROUTER);"
-        "print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "[]\n"
+COMMAND = """
+import os, sys
+from deploy.cli import main
+
+for settings in ({"BATON_ROUTER_MODE": "wrong"}, {}):
+    os.environ.pop("BATON_ROUTER_MODE", None)
+    os.environ.update(settings)
+    sys.argv = ["baton", "doctor", "--part", "router", "--json"]
+    try:
+        main()
+    except SystemExit as end:
+        print("status", end.code)
+    print("---")
+print([m for m in ("torch", "ray", "transformers") if m in sys.modules])
+"""
 
 
-def test_the_command_ends_with_status_1_and_json_when_something_fails() -> None:
+def test_the_command_ends_with_status_1_and_json_when_something_fails_and_loads_neither_torch_nor_ray() -> None:
+    """In one process, with settings that cannot be read, and with those that everybody has."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
-    command = [sys.executable, "-m", "deploy.cli", "doctor", "--part", "router", "--json"]
-
-    def run(**settings: str) -> tuple[int, list[dict[str, str]]]:
-        done = subprocess.run(command, env=environment | settings, capture_output=True, text=True, timeout=60)
-        return done.returncode, json.loads(done.stdout)
-
-    returncode, checks = run(BATON_ROUTER_MODE="wrong")
-    assert (returncode, [c["name"] for c in checks]) == (1, ["configuration"])
-    assert "router.mode must be one of" in checks[0]["found"]
-    returncode, checks = run()
-    assert (returncode, checks[0]["state"]) == (1, "ok")
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    *runs, loaded = done.stdout.split("---\n")
+    texts, statuses = zip(*(run.rpartition("status ")[::2] for run in runs), strict=True)
+    unread, checked = map(json.loads, texts)
+    assert statuses == ("1\n", "1\n")
+    assert [c["name"] for c in unread] == ["configuration"]
+    assert "router.mode must be one of" in unread[0]["found"]
+    assert checked[0]["state"] == "ok"
+    assert loaded == "[]\n"
 
 
 def test_a_cluster_that_is_asked_for_has_to_answer() -> None:
@@ -596,7 +605,15 @@ def test_a_container_can_wait_for_its_redis(tmp_path: Path) -> None:
         "BATON_CLUSTER_STATE_FILE": str(tmp_path / "state.json"),
     }
     command = [sys.executable, "-m", "deploy.cli", "doctor", "--part", "controller"]
-    assert subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=60, check=False).returncode == 1
+    with pytest.MonkeyPatch.context() as patch:
+        for name in os.environ.keys() - environment.keys():
+            patch.delenv(name)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", ["baton", *command[3:]])
+        with pytest.raises(SystemExit) as end:
+            main()
+    assert end.value.code == 1, "it does not wait by itself"
     with subprocess.Popen([*command, "--wait", "30"], env=environment, stdout=subprocess.DEVNULL) as waiting:
         with pytest.raises(subprocess.TimeoutExpired):
             waiting.wait(4)
