@@ -150,7 +150,7 @@ def test_a_worker_that_starts_takes_its_time_and_one_that_stops_costs_no_more(mo
     ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(requests_lists, st.integers(0, 2), st.integers(1, 3), st.integers(10, 40), st.data())
 def test_whatever_the_pools_become_every_request_is_served_whole(
     requests: Trace, prefill: int, decode: int, num_blocks: int, data: st.DataObject
@@ -234,7 +234,7 @@ def test_the_routers_own_books_follow_and_nobody_let_in_is_refused(monkeypatch: 
 # The autoscaler
 
 OBJECTIVE = Objective(5.0, 0.1)
-TRACE = generate(Conversations(duration_s=300.0, sessions_per_s=1.1), seed=3)
+TRACE = generate(Conversations(duration_s=150.0, sessions_per_s=1.6), seed=3)
 
 
 def scaled(prefill: int, decode: int, scaling: Scaling | None) -> Result:
