@@ -293,7 +293,7 @@ async def test_pools_too_small_for_all_pairs_starve_none(num_slots: int) -> None
     async with contextlib.AsyncExitStack() as stack:
         decodes = [await stack.enter_async_context(decode_side(config, f"d{n}")) for n in range(3)]
         prefills = [await stack.enter_async_context(prefill_side(config, name=f"p{n}")) for n in range(3)]
-        for number in range(2):
+        for number in range(3):
             cross = [(p, d) for p in prefills for d in decodes]
             outcomes = await asyncio.gather(*(hand_over(p, d, f"{number}/{n}") for n, (p, d) in enumerate(cross)))
             assert outcomes == [""] * 9
