@@ -24,7 +24,7 @@ from tests.unit.baton.engine.sampling import reference
 
 VOCAB_SIZE = 24
 EOS_IDS = (3, 7)
-NUM_DRAWS = 8_000
+NUM_DRAWS, NUM_SEEDS = 400, 8_000
 STEPS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.7},
     "repetition": {"repetition_penalty": 1.3},
@@ -104,24 +104,32 @@ def test_at_temperature_0_the_best_of_the_adjusted_logits_is_taken(asked: dict[s
 
 @pytest.mark.parametrize("asked", COMBINATIONS, ids=lambda asked: "+".join(asked)[:60])
 def test_draws_follow_the_reference(asked: dict[str, Any]) -> None:
-    """Pearson's chi-square: its mean is df and its variance 2 df, so this is five standard deviations."""
+    """The seeds are those whose numbers lie evenly, so that each token is drawn as often as its probability says, but
+    for one draw at each edge of its interval.
+    """
     logits, first = logits_of(4), row_of(asked, 4)
-    rows = [first._replace(sampling=dataclasses.replace(first.sampling, seed=seed)) for seed in range(NUM_DRAWS)]
-    if share := first.sampling.xtc_probability:  # draws are compared where XTC excludes tokens
-        rows = [row for seed, row in enumerate(rows) if uniform(seed, 0, row.position, XTC) < share]
-    sampler = Sampler(EOS_IDS)
-    counts = Counter[int]()
-    for begin in range(0, len(rows), 1000):
-        batch = rows[begin : begin + 1000]
-        counts.update(sampler.sample(logits.expand(len(batch), -1).clone(), batch))
+    seeds = seeds_with_even_numbers(first)
+    rows = [first._replace(sampling=dataclasses.replace(first.sampling, seed=seed)) for seed in seeds]
+    counts = Counter(Sampler(EOS_IDS).sample(logits.expand(NUM_DRAWS, -1).clone(), rows))
     expected = reference.probabilities(logits, rows[0], EOS_IDS)
-    kept = {token for token in range(VOCAB_SIZE) if expected[token] > 0}
-    assert set(counts) <= kept
-    cells = [token for token in kept if expected[token] * len(rows) >= 5]
-    wanted = {token: float(expected[token]) * len(rows) for token in cells}
-    chi_square = sum((counts[token] - wanted[token]) ** 2 / wanted[token] for token in cells)
-    df = max(1, len(cells) - 1)
-    assert chi_square < df + 5 * (2 * df) ** 0.5
+    assert set(counts) <= {token for token in range(VOCAB_SIZE) if expected[token] > 0}
+    for token in range(VOCAB_SIZE):
+        assert abs(counts[token] - float(expected[token]) * NUM_DRAWS) < 2, token
+
+
+def seeds_with_even_numbers(row: Row) -> list[int]:
+    """Returns seeds by which a row draws near the middle of each of `NUM_DRAWS` equal parts of all numbers, and by
+    which XTC excludes tokens where it is asked for.
+    """
+    share = row.sampling.xtc_probability
+    seeds = [seed for seed in range(NUM_SEEDS) if not share or uniform(seed, 0, row.position, XTC) < share]
+    by_part: dict[int, tuple[float, int]] = {}
+    for seed in seeds:
+        place = uniform(seed, 0, row.position, DRAW) * NUM_DRAWS
+        off = abs(place % 1 - 0.5)
+        by_part[int(place)] = min((off, seed), by_part.get(int(place), (1.0, -1)))
+    assert len(by_part) == NUM_DRAWS, "some parts have no seed"
+    return [seed for _, seed in by_part.values()]
 
 
 def test_a_row_is_the_same_whoever_else_is_in_the_batch() -> None:
