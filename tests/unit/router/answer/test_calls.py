@@ -171,6 +171,14 @@ def test_arguments_that_are_tags_come_one_by_one() -> None:
     assert calls.push("</function></tool_call>").calls == (ToolCallDelta(index=0, arguments="}"),)
 
 
+def test_what_stands_behind_the_end_of_a_call_is_no_argument_of_it() -> None:
+    raw = "<tool_call><function=add><parameter=x>1</parameter></function></tool_call><parameter=y>2</parameter>"
+    for pieces in ([raw], list(raw)):
+        whole = found(call_format.QWEN_XML, pieces)
+        assert [json.loads(call.arguments) for call in whole.calls] == [{"x": "1"}]
+        assert whole.text == "<parameter=y>2</parameter>"
+
+
 def test_ids_are_those_of_request_choice_and_place() -> None:
     raw = transcripts.hermes(*transcripts.TWO)
 
@@ -322,6 +330,7 @@ def test_a_chat_template_tells_the_form() -> None:
         ("12345678901234567890123", {"type": "integer"}, 12345678901234567890123),
         ("2", {"type": "number"}, 2),
         ("2.0", {"type": "number"}, 2.0),
+        ("+2.0", {"type": "number"}, 2.0),
         (" False ", {"type": "boolean"}, False),
         ("yes", {"type": "boolean"}, "yes"),
         ("None", {"type": ["integer", "null"]}, None),

@@ -141,6 +141,27 @@ async def test_a_link_that_could_not_be_opened_is_tried_again_after_longer_and_l
         assert good_kinds(prefill) == ["shm"]
 
 
+async def test_a_link_that_could_not_be_opened_is_left_alone_until_its_pause_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_asked = 0
+
+    def refuse_shm(kind: str, end: TransportEnd) -> object:
+        nonlocal num_asked
+        if kind == "shm":
+            num_asked += 1
+            raise RuntimeError("not now")
+        return open_receiver(kind, end)
+
+    monkeypatch.setattr("kvstore.transfer.connection.incoming.open_receiver", refuse_shm)
+    monkeypatch.setattr("kvstore.transfer.connection.pauses.FIRST_PAUSE_S", 60.0)
+    async with decode_side(TWO_KINDS) as decode, prefill_side(TWO_KINDS) as prefill:
+        for name in ("first", "second", "third"):
+            assert await hand_over(prefill, decode, name) == ""
+            await asyncio.sleep(0.02)  # a link is opened beside the transfer
+    assert num_asked == 1
+
+
 async def test_kv_travels_otherwise_while_a_slow_link_is_opened_which_then_takes_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
