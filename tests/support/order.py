@@ -10,7 +10,15 @@ ONE_CLUSTER = {
 }
 ONE_CHART = {f"tests/helm/test_{name}.py" for name in ("config", "policy", "relations", "render")}
 """Which ask for the same charts, each of which a process renders once."""
-SCOPES = dict.fromkeys(ONE_CLUSTER, "one cluster") | dict.fromkeys(ONE_CHART, "one chart")
+ONE_INTERPRETER = {
+    f"tests/unit/baton/engine/model/test_{name}.py"
+    for name in ("batch_invariance", "decode_graphs", "fused", "kernels")
+} | {"tests/unit/kvstore/transfer/copy/test_copy_kernels.py"}
+SCOPES = (
+    dict.fromkeys(ONE_CLUSTER, "one cluster")
+    | dict.fromkeys(ONE_CHART, "one chart")
+    | dict.fromkeys(ONE_INTERPRETER, "one interpreter")
+)
 """What files share, and so a process. (xdist's own groups have no effect with pytest 9.2.)"""
 
 IN_PARTS = {"tests/integration/test_admission.py"}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import pytest_xdist_make_scheduler
-from tests.support.order import ONE_CHART, ONE_CLUSTER, put_first
+from tests.support.order import ONE_CHART, ONE_CLUSTER, ONE_INTERPRETER, put_first
 
 ROOT = Path(__file__).parents[2]
 LOG: Any = SimpleNamespace(loadscopesched=lambda *told: None, loadfilesched=lambda *told: None)
@@ -61,7 +61,7 @@ def test_a_files_tests_run_in_one_process_in_their_order() -> None:
     assert [process[0].partition("::")[0] for process in ran] == ["tests/a.py", "tests/b.py", "tests/c.py"]
 
 
-@pytest.mark.parametrize("files", [ONE_CLUSTER, ONE_CHART])
+@pytest.mark.parametrize("files", [ONE_CLUSTER, ONE_CHART, ONE_INTERPRETER])
 def test_files_that_share_something_run_in_one_process(files: set[str]) -> None:
     shared = sorted(f"{file}::test_{number}" for file in files for number in range(4))
     others = [f"tests/integration/test_{file}.py::test_{number}" for file in "abc" for number in range(4)]
@@ -70,14 +70,18 @@ def test_files_that_share_something_run_in_one_process(files: set[str]) -> None:
     assert sum(bool(set(process) & set(shared)) for process in ran) == 1
 
 
-def test_those_are_the_files_that_ask_for_it() -> None:
+@pytest.mark.parametrize(
+    ("folder", "argument", "files"),
+    [("integration", "arithmetic_cluster: Cluster", ONE_CLUSTER), ("unit", "interpreter: Executor", ONE_INTERPRETER)],
+)
+def test_those_are_the_files_that_ask_for_it(folder: str, argument: str, files: set[str]) -> None:
     """A file that shares the session's cluster and is not named would bring up another one in its process."""
     asking = {
         str(path.relative_to(ROOT))
-        for path in (ROOT / "tests" / "integration").rglob("test_*.py")
-        if "arithmetic_cluster: Cluster" in path.read_text()
+        for path in (ROOT / "tests" / folder).rglob("test_*.py")
+        if argument in path.read_text() and path != Path(__file__)
     }
-    assert asking == ONE_CLUSTER
+    assert asking == files
 
 
 def test_what_is_marked_first_comes_first_and_the_rest_stays() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from concurrent.futures import Executor
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from baton.engine.core.kv_spec import FP8
 from baton.engine.model.batch_invariance import RowByRow, refuse_unkept
 from baton.errors import ConfigError
-from tests.support import interpreted, invariant
+from tests.support import invariant
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which is for Linux")
 PRODUCTS = {
@@ -21,12 +20,6 @@ PRODUCTS = {
     "odd numbers": ((70, 77, 33), "float32", True),
     "halves": ((140, 256, 130), "float16", True),
 }
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Executor]:
-    with interpreted.process(TRITON_INTERPRET="1") as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from concurrent.futures import Executor
 
 import pytest
 
-from tests.support import graphed, interpreted
+from tests.support import graphed
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which is for Linux")
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Executor]:
-    with interpreted.process(TRITON_INTERPRET="1") as pool:
-        yield pool
 
 
 def test_a_step_has_the_smallest_graph_that_holds_it(interpreter: Executor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator
 from concurrent.futures import Executor
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from baton.engine.model import fused_model
 from baton.engine.model.fused_model import fuse, why_not_fused
-from tests.support import fused, fused_cases, graphed, interpreted
+from tests.support import fused, fused_cases, graphed
 from tests.support.fused_cases import kernel_difference
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which is for Linux")
@@ -57,12 +56,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "norms without a mean": ("cohere", {}, {"FusedPerceptron": 2}),
     "other perceptrons": ("nemotron", {}, {"FusedAttention": 2}),
 }
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Executor]:
-    with interpreted.process(TRITON_INTERPRET="1") as pool:
-        yield pool
 
 
 @needs_triton

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from concurrent.futures import Executor
 
 import pytest
@@ -38,12 +37,6 @@ CASES = {
     "pages of 8-bit floats, shares": Case(LONG, 64, 4, 1, pool="float8_e4m3fn"),
     "blocks given back": Case(((1, 0, 9), (1, 0, 60)), 64, 2, window=16, empty=2),
 }
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Executor]:
-    with interpreted.process(TRITON_INTERPRET="1") as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from concurrent.futures import Executor
 
 import pytest
 
-from tests.support import copied, interpreted
+from tests.support import copied
 from tests.support.copied import CopyCase
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which is for Linux")
@@ -27,12 +26,6 @@ CASES = {
     "int8": CopyCase(wire="int8", by_kernels=False),
     "the shortest runs": CopyCase(dtype="int8", dim=1, tp=(1, 6), block_sizes=(16, 32)),
 }
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Executor]:
-    with interpreted.process(TRITON_INTERPRET="1") as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("name", CASES)
