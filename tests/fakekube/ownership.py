@@ -81,7 +81,7 @@ def applied(live: Object, wanted: Object, manager: Manager, schema: Schema, forc
     merged = _merged(live, wanted, schema)
     for path in sorted(before - opinion - others, key=len):  # an item of a list goes before its parts
         if not any(other[: len(path)] == path for other in others) and not _is_key(path):
-            _remove(merged, path)
+            _remove(merged, _unowned(path, opinion | others))
     return with_owners(merged, owners | {manager: Owned(opinion)}, live)
 
 
@@ -216,6 +216,15 @@ def _remove(value: Object, path: Path) -> None:
     del parent[found]
     if not parent and len(path) > 1:
         _remove(value, path[:-1])
+
+
+def _unowned(path: Path, owned: Paths) -> Path:
+    """The outermost field around `path` of which nobody owns a part: it goes with its defaults, which nobody owns
+    (`Set.EnsureNamedFieldsAreMembers`). A probe of gRPC would otherwise keep its service where its port is gone.
+    """
+    while len(path) > 1 and path[-2].startswith("f:") and not any(o[: len(path) - 1] == path[:-1] for o in owned):
+        path = path[:-1]
+    return path
 
 
 def _merged(live: Any, wanted: Any, schema: Schema) -> Any:

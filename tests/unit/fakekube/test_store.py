@@ -272,6 +272,19 @@ def test_apply_removes_what_it_alone_wanted() -> None:
     assert left["spec"]["template"]["spec"]["containers"] == [{"name": "a", "image": "y"}]
 
 
+def test_apply_removes_a_part_with_the_defaults_in_it() -> None:
+    live = _apply({}, _deployment({"name": "a", "livenessProbe": {"grpc": {"port": 1}, "periodSeconds": 5}}), ONE)
+    (container,) = live["spec"]["template"]["spec"]["containers"]
+    container["livenessProbe"]["grpc"]["service"] = ""
+    container["livenessProbe"]["timeoutSeconds"] = 1
+    probe = {"exec": {"command": ["true"]}, "periodSeconds": 5}
+    changed = _apply(live, _deployment({"name": "a", "livenessProbe": probe}), ONE)
+    (container,) = changed["spec"]["template"]["spec"]["containers"]
+    assert container["livenessProbe"] == probe | {"timeoutSeconds": 1}
+    (container,) = _apply(live, _deployment({"name": "a"}), ONE)["spec"]["template"]["spec"]["containers"]
+    assert container == {"name": "a"}
+
+
 def test_managed_fields_are_read_as_they_were_written() -> None:
     port = {"containerPort": 80, "protocol": "TCP"}
     live = _apply({}, _deployment({"name": "a", "ports": [port]}, selector={"matchLabels": {"a": "b"}}), ONE)
