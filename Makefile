@@ -52,10 +52,10 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 serve: $(STAMP)
 	@$(BIN)/baton up --ask "The capital of France is"
 
-# What these hold against the clock, others beside them would hold up: they run by themselves, all files at once, since
-# they wait most of the time. The rest waits for a part of its time: more processes than processors.
+# What these hold against the clock, others beside them would hold up: they run by themselves, and few beside each
+# other. The rest waits for a part of its time: more processes than processors.
 test: check
-	$(PYTEST) -n 6 --dist loadfile --no-loadscope-reorder -m 'clock and not chaos' $(CLOCK_TESTS)
+	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m 'clock and not chaos' $(CLOCK_TESTS)
 	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder --durations 25 \
 		-m 'not fast and not clock and not chaos' $(OTHER_TESTS)
 

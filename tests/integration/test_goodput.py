@@ -138,7 +138,7 @@ def slow_admission(injected: Injected) -> list[Stream]:
 def slow_prefill(injected: Injected) -> list[Stream]:
     injected.add(Role.PREFILL, arithmetic_token_ms=2.0)
     injected.add(Role.DECODE)
-    return injected.one_by_one(12, 120, 3, ttft_ms=180)
+    return injected.one_by_one(12, 300, 3, ttft_ms=500)
 
 
 def slow_transfer(injected: Injected) -> list[Stream]:
