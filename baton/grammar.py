@@ -26,7 +26,10 @@ from baton.nesting import MAX_LEVELS, levels
 from baton.parent import die_with
 from baton.structure import JSON_OPTIONS, LARK_HEAD, StructuredOutputs, invalid_structure
 
-_LIMITS = LLParserLimits(max_grammar_size=100_000, precompute_large_lexemes=False, verbose_errors=False)
+_LIMITS = LLParserLimits(
+    max_grammar_size=100_000, max_items_in_row=1000, precompute_large_lexemes=False, verbose_errors=False
+)
+"""With rows of twice as many items, the library's own limit, a token held up its step for a tenth of a second."""
 _BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])*/|(?P<open>[(\[{])|(?P<close>[)\]}])')
 
 

@@ -18,6 +18,7 @@ from baton.engine.sampling.pipeline import Sampler
 from baton.engine.sampling.row import Row
 from baton.engine.sampling.structure import Structures
 from baton.errors import InvalidRequest
+from baton.grammar import GrammarCompiler
 from baton.sampling import SamplingParams
 from baton.scores import Sampled
 from baton.structure import MAX_WHITESPACE, StructuredOutputs
@@ -290,6 +291,15 @@ def test_what_becomes_too_complex_fails_alone(sampler: Sampler, logits: torch.Te
     assert found.token_ids[0] == int(logits.argmax())
     assert list(found.failures) == [1]
     assert "too many expressions" in found.failures[1]
+
+
+def test_a_token_is_refused_before_its_grammar_holds_up_a_step(model_dir: Path, tokenizer: Tokenizer) -> None:
+    """The library would go on for three such tokens, the last of which takes it a tenth of a second."""
+    compiler = GrammarCompiler(model_dir / "tokenizer.json", tokenizer.vocab_size, tokenizer.eos_ids)
+    matcher = compiler.compile(StructuredOutputs(grammar='start: ("a"? )~1..100000'))
+    (token_id,) = tokenizer.encode("aaaaaaaa")[:1]
+    with pytest.raises(InvalidRequest, match="max is 1000"):
+        matcher.copy().take([token_id])
 
 
 def test_a_failure_is_that_of_its_part() -> None:
