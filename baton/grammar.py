@@ -29,7 +29,7 @@ from baton.structure import JSON_OPTIONS, LARK_HEAD, StructuredOutputs, invalid_
 _LIMITS = LLParserLimits(
     max_grammar_size=100_000, max_items_in_row=1000, precompute_large_lexemes=False, verbose_errors=False
 )
-"""With rows of twice as many items, the library's own limit, a token held up its step for a tenth of a second."""
+"""The library's own limit of a row is twice as high: there a token held up its step for a tenth of a second."""
 _BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])*/|(?P<open>[(\[{])|(?P<close>[)\]}])')
 
 
