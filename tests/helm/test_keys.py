@@ -122,7 +122,7 @@ def test_who_leaves_does_so_as_an_operator() -> None:
 
 
 def test_a_machine_that_starts_commands_slowly_takes_no_pod_out_of_its_service() -> None:
-    """With one second and three failures the writer of keys became unready, and no client reached its router."""
+    """The writer of keys became unready after one second and three failures, and no client reached its router."""
     sidecars = [each for pod in pods(render(MATRIX["defaults"])) for each in writers(pod) if "readinessProbe" in each]
     assert sidecars
     for probe in (each["readinessProbe"] for each in sidecars):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def only_new_objects_are_collected() -> Iterator[None]:
-    """Of those that were there, what is garbage is collected first."""
+    """Objects that are there before are collected first, where they are garbage, and not looked at again."""
     gc.collect()
     gc.freeze()
     try:
