@@ -88,8 +88,10 @@ CASES = {
 }
 SHARE = {"cancels": 0.1, "everything": 0.24}
 """Of all transfers of one kind of link; the others have equal shares of the rest."""
-FEWEST = {"everything": 1200} | dict.fromkeys(BREAKING, 300)
+FEWEST = {"everything": 1200, "link_truncate": 100} | dict.fromkeys(BREAKING, 300)
 """With fewer, a fault as rare as these might not come."""
+FEWEST |= dict.fromkeys(("corrupt_chunk", "drop_chunk", "swap_blocks"), 60)
+"""180 chunks, so one pair of the four has 29 of them, however they are spread."""
 
 
 def num_transfers(case: str) -> int:
