@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import signal
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple
 
 from rich.console import Console, Group, RenderableType
@@ -213,8 +215,8 @@ def watch(address: str, console: Console, access: Access = OPEN, seconds: float 
     try:
         status: StatusJson = client.status()
         scraper = Scraper(seen_from(status["routers"][0]["http"], address), access, REFRESH_S)
-        with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
-            while time.monotonic() < end_s:
+        with ended_by_ctrl_c() as ctrl_c, Live(console=console, screen=True, auto_refresh=False) as live:
+            while time.monotonic() < end_s and not ctrl_c.came:
                 begin_s = time.monotonic()
                 try:
                     snapshots.append(Snapshot(begin_s, client.status(), _metrics(scraper)))
@@ -231,6 +233,32 @@ def watch(address: str, console: Console, access: Access = OPEN, seconds: float 
         client.close()
         if scraper is not None:
             scraper.close()
+
+
+@dataclass(slots=True)
+class CtrlC:
+    came: bool = False
+
+
+@contextlib.contextmanager
+def ended_by_ctrl_c() -> Iterator[CtrlC]:
+    """Ends the block at Ctrl-C, and notes it as well: an interrupt that is raised within a destructor or another
+    library's callback is lost there. Call it on the main thread.
+    """
+    noted = CtrlC()
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.came = True
+        signal.default_int_handler(number, frame)
+
+    if before is signal.default_int_handler:  # else it is ignored, or somebody else's
+        signal.signal(signal.SIGINT, note)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _metrics(scraper: Scraper) -> Samples | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import random
 import re
+import signal
 from typing import Any
 
 import pytest
@@ -233,6 +235,35 @@ def test_what_is_not_known_is_said_and_not_shown_as_nothing() -> None:
 def test_a_watch_needs_a_terminal() -> None:
     with pytest.raises(InvalidRequest, match="needs a terminal"):
         watch("127.0.0.1:1", Console(force_terminal=False))
+
+
+def test_an_interrupt_that_is_lost_in_a_destructor_ends_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    class AskedTwice:
+        num_calls = 0
+
+        def __init__(self, *_: object) -> None: ...
+
+        def status(self) -> Any:
+            self.num_calls += 1
+            assert self.num_calls < 3, "it goes on"
+            if self.num_calls == 2:
+                Interrupted()  # which ends at once
+            return STATUS | {"routers": [STATUS["routers"][0] | {"http": "127.0.0.1:1"}]}
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("deploy.operator.watch.Client", AskedTwice)
+    monkeypatch.setattr("sys.unraisablehook", lambda _: None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+    try:
+        watch("127.0.0.1:1", Console(file=io.StringIO(), force_terminal=True), seconds=30.0)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_labels_and_sums_of_metrics() -> None:
