@@ -18,6 +18,13 @@ LOOK_S = 1.0
 GROWTH_BYTES = 16 * 2**20
 
 
+def collect_seldom() -> None:
+    """Has the collector run seldom from now on. Called before the imports of a process, it saves a tenth of their time,
+    in which nearly everything that is made stays.
+    """
+    gc.set_threshold(*THRESHOLDS)
+
+
 def keep_what_is_loaded() -> None:
     """Has the collector never look again at what there is now: modules and models stay for good. To be called before
     anything is served. What has been freed goes back to the system, where the C library can do that.
@@ -25,7 +32,7 @@ def keep_what_is_loaded() -> None:
     gc.collect()
     give_back()
     gc.freeze()
-    gc.set_threshold(*THRESHOLDS)
+    collect_seldom()
 
 
 def give_back() -> None:

@@ -35,6 +35,7 @@ class Child:
         name: its name in messages.
         environment: beside our own, of which it does not get what `child_environment` keeps back.
         on_orphaned: the signal that it gets when this process has ended.
+        awaits_line: it reads one line from its standard input, which `tell` gives; else it has ours.
         log: takes what it writes; None: our own output does.
     """
 
@@ -46,6 +47,7 @@ class Child:
         environment: Mapping[str, str],
         on_orphaned: signal.Signals = signal.SIGKILL,
         *,
+        awaits_line: bool = False,
         log: ChildLog | None = None,
     ) -> None:
         self.name = name
@@ -53,6 +55,8 @@ class Child:
         self._environment = {**child_environment(os.environ), **environment}
         self._on_orphaned = on_orphaned
         self._log = log
+        self._awaits_line = awaits_line
+        self._line = b""
         self._process: asyncio.subprocess.Process | None = None
         self._began_s = 0.0
         self._num_failures = 0
@@ -78,12 +82,28 @@ class Child:
                 *tied([*self._command, *arguments, *report_to], self._on_orphaned, ignored=[signal.SIGTTOU]),
                 env=self._environment,
                 pass_fds=[ready_fd] if ready_fd is not None else [],
+                stdin=asyncio.subprocess.PIPE if self._awaits_line else None,
                 stdout=output,
                 stderr=output,
                 # Ctrl-C reaches us, and we end the children in order. In a group of its own, SIGTTOU would stop a child
                 # at the first line that it writes to our terminal after `stty tostop`.
                 process_group=APART,
             )
+
+        if self._line:
+            self._give_line()
+
+    def tell(self, line: str) -> None:
+        """Gives the process its line, now if it runs, and whenever it is started from now on."""
+        self._line = f"{line}\n".encode()
+        if self._process is not None and self.status is None:
+            self._give_line()
+
+    def _give_line(self) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None, "it awaits no line"
+        self._process.stdin.write(self._line)  # which fits into any pipe
+        self._process.stdin.close()
 
     async def start_and_listen(self) -> dict[str, Any]:
         """Starts the process, and returns what it reports once it is ready.

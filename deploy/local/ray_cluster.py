@@ -54,7 +54,7 @@ class RayCluster:
         self._controllers_log = log_of(logs, "controller")
         workers = ("--workers", str(config.cluster.prefill + config.cluster.decode))
         self._head = Child("Ray", "deploy.ray_pools.head", workers, self._environment, log=log_of(logs, "ray"))
-        self._controller = self._controller_at(config.cluster.ray_address)
+        self._controller = self._controllers_child()
         self._was_started = False
         """Whether workers were started; the controller may have ended since."""
 
@@ -64,10 +64,14 @@ class RayCluster:
         Raises:
             ConfigError, ModelLoadError, WorkerFailed: something cannot run as configured.
         """
-        if not self._joins:
-            self._controller = self._controller_at((await self._head.start_and_listen())["address"])
-        self.awaited = "the workers, which load the model"
-        await self._controller.start_and_listen()
+        started = asyncio.create_task(self._controller.start_and_listen())  # it imports while Ray starts
+        try:
+            if not self._joins:
+                self._controller.tell((await self._head.start_and_listen())["address"])
+            self.awaited = "the workers, which load the model"
+            await started
+        finally:
+            await cancel_and_wait([started])
         self.awaited = "the routers, which have to see the workers"
         self._was_started = True
 
@@ -123,16 +127,17 @@ class RayCluster:
             except ConfigError as error:
                 reason = f"does not start ({error})"
             else:
-                self._controller = self._controller_at(answer["address"])
+                self._controller.tell(answer["address"])
                 return
 
-    def _controller_at(self, ray_address: str) -> Child:
-        cluster = dataclasses.replace(self._config.cluster, ray_address=ray_address)
+    def _controllers_child(self) -> Child:
+        cluster = self._config.cluster
         # Ray of our own shows all logs itself. In another one workers outlive us, unless the controller ends them.
         arguments: tuple[str, ...] = ("--shows-logs",)
         if not self._joins:
             cluster = dataclasses.replace(cluster, secret=str(self._keys[Principal.CONTROLLER]))
-            arguments = ("--worker-host", LOOPBACK, "--worker-keys", str(self._keys[Principal.WORKER]))
+            worker_keys = str(self._keys[Principal.WORKER])
+            arguments = ("--awaits-address", "--worker-host", LOOPBACK, "--worker-keys", worker_keys)
         config = dataclasses.replace(self._config.for_controller(), cluster=cluster)
         return Child(
             "the controller",
@@ -140,5 +145,6 @@ class RayCluster:
             (*self._arguments, *arguments),
             {**self._environment, "BATON_CONFIG_JSON": config.to_json()},
             on_orphaned=signal.SIGINT if self._joins else signal.SIGKILL,
+            awaits_line=not self._joins,
             log=self._controllers_log,
         )

@@ -1,6 +1,10 @@
 """`python -m deploy.worker`: the process of one worker (`deploy.worker.process`)."""
 
-from deploy.worker.process import main
+from baton import garbage
 
 if __name__ == "__main__":
+    garbage.collect_seldom()
+
+    from deploy.worker.process import main
+
     main()

@@ -22,6 +22,9 @@ from router.dispatch.worker_client import WorkerClient
 from router.placement.pool_view import PoolView
 
 logger = logging.getLogger(__name__)
+START_POLL_S = 0.2
+"""Longest pause between two polls of a router that has not seen all workers ready yet: its readiness, and the end of
+`baton up`'s start, wait for them."""
 
 
 class Registry:
@@ -74,6 +77,7 @@ class Registry:
 
     async def run(self) -> None:
         """Polls until cancelled. While Redis is away, the last picture stays."""
+        was_whole = False
         while True:
             try:
                 self._desired = await self._leases.get_desired()
@@ -90,7 +94,9 @@ class Registry:
                 self._redis_ok = True
                 await self._client.forget_past_incarnations(workers)
                 await self._surroundings.look(time.monotonic())
-            await asyncio.sleep(self._poll_s)
+                num_ready = _ready(workers).total()
+                was_whole |= num_ready > 0 and num_ready >= sum(self._desired.values())
+            await asyncio.sleep(self._poll_s if was_whole else min(self._poll_s, START_POLL_S))
 
     async def _listed_workers(self) -> list[Worker]:
         """The leases; for a while after Redis lost its state, also those it has not heard of again."""

@@ -20,7 +20,7 @@ WATCHED: Mapping[str, tuple[str, ...]] = {
     "kvstore.leases": HEAVY,
     "router": HEAVY,
     "router.server": HEAVY,
-    "router.__main__": HEAVY,
+    "router.process": HEAVY,
     # What is refused before anything starts is refused without imports that take seconds; so is the simulator's.
     "deploy.lab.simulate.run, deploy.lab.simulate.command": ("torch", "transformers", "ray"),
     "deploy.cli.app, deploy.local.up": ("torch", "transformers", "ray"),

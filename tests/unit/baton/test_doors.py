@@ -30,7 +30,7 @@ from baton.rpc.doors import (
 )
 from baton.rpc.errors import CLIENTS_METHODS
 from baton.trust import KeyFile, Principal, draw_secret, write_private
-from deploy.controller import __main__ as controller
+from deploy.controller import process as controller
 from deploy.worker import process as worker
 from router import server as router
 from router.api.grpc_api import SERVICE_NAMES as ROUTERS_SERVICES
@@ -210,7 +210,14 @@ async def test_no_process_of_a_cluster_without_a_secret_starts_for_others() -> N
     with pytest.raises(ConfigError, match=r"without cluster\.secret .* cluster\.host is 0\.0\.0\.0"):
         router.build(config)
     arguments = controller.Arguments(
-        cluster="c", state_file=Path("s"), worker_host="", worker_keys="", ready_fd=None, shows_logs=False, end=False
+        cluster="c",
+        state_file=Path("s"),
+        worker_host="",
+        worker_keys="",
+        ready_fd=None,
+        shows_logs=False,
+        end=False,
+        awaits_address=False,
     )
     with pytest.raises(ConfigError, match=r"without cluster\.secret .* cluster\.controller_host is 0\.0\.0\.0"):
         await controller.run(config, arguments, controller.Stop(), controller.Ready(None))

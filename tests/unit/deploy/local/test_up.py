@@ -29,9 +29,9 @@ from deploy.ray_pools.actors import RayActors
 from tests.integration.cluster import free_port
 
 
-def child(folder: Path, code: str) -> Child:
+def child(folder: Path, code: str, *, awaits_line: bool = False) -> Child:
     (folder / "told.py").write_text(f"import json, os, sys, time\nfrom pathlib import Path\n{code}")
-    return Child("told", "told", (), {"PYTHONPATH": str(folder)})
+    return Child("told", "told", (), {"PYTHONPATH": str(folder)}, awaits_line=awaits_line)
 
 
 def joining(**settings: float) -> Config:
@@ -89,6 +89,46 @@ async def test_a_ray_that_hangs_at_its_restart_is_started_once_more(
     assert "has not started within 1 s" in caplog.text
 
 
+async def test_the_controller_is_there_before_ray_and_hears_its_address_whenever_it_starts(tmp_path: Path) -> None:
+    heard = tmp_path / "heard"
+    write = "os.write(int(sys.argv[-1]), json.dumps({%s}).encode() + b'\\n')\n"
+    controllers = (
+        f"Path({str(tmp_path / 'there')!r}).touch()\nline = sys.stdin.readline()\n"
+        f"Path({str(heard)!r}).open('a').write(line)\n" + "if '--ready-fd' in sys.argv: " + write % "'pid': 1"
+    )
+    heads = (
+        f"while not Path({str(tmp_path / 'there')!r}).exists(): time.sleep(0.01)\n"
+        + write % "'address': f'ray:{time.time_ns()}'"
+    )
+    ray = RayCluster(Config(), tmp_path / "state.json", member_files("", tmp_path).files)
+    for name in ("controller", "head"):
+        (tmp_path / name).mkdir()
+    ray._head = child(tmp_path / "head", heads)
+    ray._controller = child(tmp_path / "controller", controllers, awaits_line=True)
+    await asyncio.wait_for(ray.start(), 20)
+    await ray._controller.start()
+    assert await asyncio.wait_for(ray._controller.ended(), 20) == 0
+    await ray._restart_head(1)
+    await ray._controller.start()
+    assert await asyncio.wait_for(ray._controller.ended(), 20) == 0
+    first, again, after = heard.read_text().split()
+    assert first == again != after, "each Ray has an address of its own"
+    await ray.stop()
+
+
+async def test_a_ray_that_does_not_start_ends_the_controller_that_waits_for_it(tmp_path: Path) -> None:
+    ray = RayCluster(Config(), tmp_path / "state.json", member_files("", tmp_path).files)
+    for name in ("controller", "head"):
+        (tmp_path / name).mkdir()
+    ray._head = child(tmp_path / "head", "sys.exit(3)")
+    ray._controller = child(tmp_path / "controller", "sys.exit(not sys.stdin.readline())", awaits_line=True)
+    with pytest.raises(ConfigError, match="told ended with status 3"):
+        await asyncio.wait_for(ray.start(), 20)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    await asyncio.wait_for(ray.stop(), 20)
+    assert ray._controller.status is not None
+
+
 async def test_workers_elsewhere_need_a_secret_that_they_have_too(tmp_path: Path) -> None:
     """And those of our own Ray get the paths of their own keys: no key is in an argument or in the environment."""
     config = Config(cluster=ClusterConfig(ray_address="127.0.0.1:1", grpc_port=0, http_port=0))
@@ -97,7 +137,7 @@ async def test_workers_elsewhere_need_a_secret_that_they_have_too(tmp_path: Path
     write_private(tmp_path / "secret", draw_secret())
     files = member_files(str(tmp_path / "secret"), tmp_path).files
     cluster = ClusterConfig(secret=str(tmp_path / "secret"))
-    own = RayCluster(Config(cluster=cluster), tmp_path / "state.json", files)._controller_at("127.0.0.1:7")
+    own = RayCluster(Config(cluster=cluster), tmp_path / "state.json", files)._controller
     joined = replace(cluster, ray_address="127.0.0.1:7")
     there = RayCluster(Config(cluster=joined), tmp_path / "state.json", files)._controller
     router = up._router(Config(cluster=cluster), 0, files)

@@ -8,6 +8,8 @@ import itertools
 import time
 from collections.abc import AsyncIterator
 
+import pytest
+
 from baton.cluster import RouterInfo, Worker, WorkerInfo, WorkerLoad, WorkerState
 from baton.rpc import MalformedCount
 from baton.tasks import cancel_and_wait
@@ -39,7 +41,9 @@ class ForgetfulLeases(MemoryLeases):
 
 
 @contextlib.asynccontextmanager
-async def followed(store: MemoryStore, leases: MemoryLeases, lease_s: float) -> AsyncIterator[PoolView]:
+async def followed(
+    store: MemoryStore, leases: MemoryLeases, lease_s: float, poll_s: float = POLL_S
+) -> AsyncIterator[PoolView]:
     """What a router knows of the workers while it polls."""
     mirror, redis = Mirror(), RedisConnection("redis://127.0.0.1:1/0")
     pools = PoolView(mirror.lookup, time.monotonic)
@@ -54,7 +58,7 @@ async def followed(store: MemoryStore, leases: MemoryLeases, lease_s: float) -> 
         redis=redis,
         malformed=MalformedCount(),
         surroundings=Surroundings(redis, {}),
-        poll_s=POLL_S,
+        poll_s=poll_s,
         lease_s=lease_s,
     )
     running = asyncio.create_task(registry.run())
@@ -133,6 +137,31 @@ async def test_a_router_says_how_many_workers_it_knows_to_be_ready() -> None:
             await asyncio.sleep(POLL_S)
         assert said == [1]
         assert {worker.info.id for worker in pools.workers} >= {"ready"}
+
+
+class CountedLeases(MemoryLeases):
+    num_polls = 0
+
+    async def list_workers(self) -> list[Worker]:
+        self.num_polls += 1
+        return await super().list_workers()
+
+
+async def test_a_router_polls_often_until_it_has_seen_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.cluster.registry.START_POLL_S", POLL_S)
+    store = MemoryStore()
+    leases = CountedLeases(store)
+    await leases.set_desired({"prefill": 1, "decode": 1})
+    async with followed(store, leases, lease_s=600, poll_s=600) as pools, asyncio.timeout(10):
+        await joins(leases, "first")
+        await comes_to(pools, "first")
+        await joins(leases, "second")
+        await comes_to(pools, "first", "second")
+        polled = leases.num_polls
+        await joins(leases, "third")
+        await asyncio.sleep(20 * POLL_S)
+    assert polled > 1
+    assert leases.num_polls == polled, "from then on at its own interval"
 
 
 async def test_boot_tokens_that_somebody_writes_keep_no_dead_worker() -> None:
