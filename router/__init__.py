@@ -1,6 +1,7 @@
 """The router: text in, text out, over pools of workers. It never imports torch.
 
 api         gRPC, HTTP, OpenAI's bodies, the page
+process.py  `python -m router`: settings, signals, the loop
 service.py  the life of a request, in order
 request     one request as a whole: sequence, books, resuming
 admission   who is let in: tenants, validation, limits, deadlines
@@ -19,6 +20,7 @@ __all__ = [
     "dispatch",
     "http_server",
     "placement",
+    "process",
     "prompt",
     "request",
     "server",

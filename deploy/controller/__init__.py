@@ -1,6 +1,6 @@
 """The controller: keeps the pools at their sizes, and takes orders to change them.
 
-__main__          the process
+process           starts and ends it: `python -m deploy.controller`
 controller        observes, reconciles, records decisions
 reconcile         what to do, given the desired sizes and the workers; pure
 state             the state that outlives the process, in a file
@@ -18,6 +18,7 @@ __all__ = [
     "kubernetes_side",
     "lease_watch",
     "orders",
+    "process",
     "reconcile",
     "room",
     "service",
