@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from ctypes import c_double
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
@@ -240,7 +241,15 @@ class Fleet:
     def log(self) -> str:
         return "\n".join(router.log for router in self.routers)
 
-    def add(self, role: Role, worker_id: str = "", config: Config | None = None, *, behind: Proxy | None = None) -> str:
+    def add(
+        self,
+        role: Role,
+        worker_id: str = "",
+        config: Config | None = None,
+        *,
+        behind: Proxy | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> str:
         """Starts a worker; it takes traffic as soon as it is registered. Returns its id: a new one, if none is given.
 
         One that has the id already is left to the caller.
@@ -248,14 +257,17 @@ class Fleet:
         Args:
             config: of this worker alone; by default the fleet's.
             behind: how routers and other workers reach its gRPC server.
+            prepare: called in its process, before anything else.
         """
+        if behind:
+            prepare = partial(_announce_other_port, behind.port, behind.target)
         worker_id = worker_id or f"worker-{next(self._numbers)}"
         self.progress[worker_id] = Progress()
         process = _PROCESSES.Process(
             target=run_worker,
             args=(
                 *(role, worker_id, (config or self.config).to_json(), self.progress[worker_id]),
-                behind and (behind.port, behind.target),
+                prepare,
             ),
             name=worker_id,
             daemon=True,
@@ -368,14 +380,12 @@ def running_fleet(
         assert not alive, f"left behind: {alive}"
 
 
-def run_worker(role: Role, worker_id: str, config_json: str, progress: Progress, ports: tuple[int, int] | None) -> None:
-    """The worker's process.
-
-    Args:
-        ports: the one that it announces and the one on which it listens; by default one that is free.
-    """
-    if ports:
-        _announce_other_port(*ports)
+def run_worker(
+    role: Role, worker_id: str, config_json: str, progress: Progress, prepare: Callable[[], None] | None
+) -> None:
+    """The worker's process."""
+    if prepare:
+        prepare()
     config = Config.from_json(config_json)
     logs.configure(config.telemetry.log_level, config.telemetry.log_format, f"baton-{role}")
     try:
@@ -385,7 +395,7 @@ def run_worker(role: Role, worker_id: str, config_json: str, progress: Progress,
 
 
 def _announce_other_port(announced: int, listens: int) -> None:
-    """In this process, which is one worker's."""
+    """Has this process, which is one worker's, listen at one port and name another to the cluster."""
     bind = RpcServer.bind
 
     def bind_there(self: RpcServer, host: str, port: int, tls: Tls | None = None) -> int:
