@@ -14,7 +14,8 @@ from pathlib import Path
 THRESHOLDS = (20_000, 20, 20)
 """Python's own, 700 new objects, has the collector run several times a request. What a request leaves behind is freed
 by its reference counts; cycles, of exceptions mostly, may wait."""
-LOOK_S = 1.0
+LOOK_S, LONGEST_LOOK_S = 1.0, 16.0
+"""Pauses between two looks at the memory; each is twice the one before while there is nothing to give back."""
 GROWTH_BYTES = 16 * 2**20
 
 
@@ -44,16 +45,19 @@ def give_back() -> None:
 
 
 async def keep_small() -> None:
-    """Gives memory back whenever the process has grown, until cancelled: what a long request has needed for a moment
-    stays with the C library otherwise.
+    """Gives memory back while the process is larger than it has been, until cancelled: what a long request has needed
+    for a moment stays with the C library otherwise. What is in use cannot be given back yet, so it looks again.
     """
-    least = _resident_bytes()
+    least, pause_s = _resident_bytes(), LOOK_S
     while True:
-        await asyncio.sleep(LOOK_S)
-        least = min(least, now := _resident_bytes())
-        if now > least + GROWTH_BYTES:
-            await asyncio.to_thread(give_back)
-            least = _resident_bytes()
+        await asyncio.sleep(pause_s)
+        least = min(least, before := _resident_bytes())
+        if before <= least + GROWTH_BYTES:
+            pause_s = LOOK_S
+            continue
+        await asyncio.to_thread(give_back)
+        has_given = before - _resident_bytes() >= GROWTH_BYTES
+        pause_s = LOOK_S if has_given else min(2 * pause_s, LONGEST_LOOK_S)
 
 
 def _resident_bytes() -> int:

@@ -49,6 +49,45 @@ assert given_back > 100e6, given_back
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc, which can give memory back")
+LATE = """
+import asyncio
+import ctypes
+import psutil
+from baton import garbage
+
+garbage.LOOK_S = garbage.LONGEST_LOOK_S = 0.02
+library = ctypes.CDLL(None)
+library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+resident = lambda: psutil.Process().memory_info().rss
+
+async def main():
+    keeping = asyncio.create_task(garbage.keep_small())
+    await asyncio.sleep(0.1)
+    before = resident()
+    places = [library.malloc(64_000) for _ in range(2_000)]
+    for place in places:
+        ctypes.memset(place, 1, 64_000)
+    await asyncio.sleep(0.5)  # it has looked, and nothing could be given back
+    assert resident() > before + 100e6
+    for place in places[:-1]:
+        library.free(place)
+    async with asyncio.timeout(20):
+        while resident() > before + 30e6:
+            await asyncio.sleep(0.02)
+    keeping.cancel()
+
+asyncio.run(main())
+"""
+NEEDS_GLIBC = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="the C library is not glibc, which can give memory back"
+)
+
+
+@NEEDS_GLIBC
+def test_what_is_freed_after_a_look_goes_back_as_well() -> None:
+    subprocess.run([sys.executable, "-c", LATE], check=True, timeout=60)
+
+
+@NEEDS_GLIBC
 def test_what_has_been_freed_goes_back_to_the_system() -> None:
     subprocess.run([sys.executable, "-c", FREEING], check=True, timeout=60)
