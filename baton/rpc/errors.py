@@ -136,6 +136,8 @@ async def _abort_unexpected(context: CallContext, error: Exception) -> NoReturn:
     """Ends the call after a defect of ours: the log gets the traceback, the client one sentence."""
     if isinstance(error, (grpc.aio.AbortError, grpc.RpcError)):
         raise error
+    if isinstance(error, grpc.aio.InternalError):  # as gRPC shows a client that has left before a write
+        raise asyncio.CancelledError from error
     logger.exception("a call failed unexpectedly")
     await abort(context, BatonError("internal error; the server's log says more"))
 

@@ -35,7 +35,7 @@ from baton.messages import (
     Ticket,
 )
 from baton.rpc import RpcServer, channel, from_rpc_error
-from baton.rpc.errors import abort
+from baton.rpc.errors import _guard_unary, abort
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry.instruments import Instruments
 from baton.v1 import admin_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
@@ -204,6 +204,15 @@ async def test_a_client_that_leaves_while_it_is_refused_is_no_defect() -> None:
     left: Any = Left()
     with pytest.raises(asyncio.CancelledError):
         await abort(left, InvalidRequest("no"))
+
+
+async def test_a_client_that_leaves_before_a_write_is_no_defect(caplog: pytest.LogCaptureFixture) -> None:
+    async def writes(request: Message, context: object) -> bytes:
+        raise grpc.aio.InternalError('Failed "execute_batch"')
+
+    with pytest.raises(asyncio.CancelledError):
+        await _guard_unary(writes, None)(inference_pb2.GenerateRequest(), None)
+    assert not caplog.records
 
 
 # -- a router's --------------------------------------------------------------------------------------------------------
