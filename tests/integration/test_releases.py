@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from baton import messages, wire
 from baton.cluster import Role
-from baton.config import RouterConfig, TransferConfig
+from baton.config import RouterConfig, SloClassConfig, TransferConfig
 from baton.v1 import worker_pb2
 from baton.wire import worker as wire_worker
 from tests.chaos.fleet import Fleet, running_fleet
@@ -24,6 +24,8 @@ from tests.support.load import Stream
 
 MIN_P = "SamplingParams.5"
 FIELD_99 = b"\x98\x06\x01"
+PATIENT = {"default": SloClassConfig(ttft_ms=600_000)}
+"""However slow the machine, no request is refused because it would be late."""
 NUM_ROUNDS = 20
 AT_ONCE = 6
 
@@ -56,7 +58,9 @@ def become_next() -> None:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    with running_fleet(TransferConfig(links=("tcp",)), RouterConfig(mode="split"), num_routers=2) as fleet:
+    with running_fleet(
+        TransferConfig(links=("tcp",)), RouterConfig(mode="split", slo_classes=PATIENT), num_routers=2
+    ) as fleet:
         yield fleet
 
 
