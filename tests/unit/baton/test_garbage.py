@@ -56,18 +56,22 @@ import psutil
 from baton import garbage
 
 garbage.LOOK_S = garbage.LONGEST_LOOK_S = 0.02
+looks, give_back = [], garbage.give_back
+garbage.give_back = lambda: (looks.append(1), give_back())
 library = ctypes.CDLL(None)
 library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 resident = lambda: psutil.Process().memory_info().rss
 
 async def main():
     keeping = asyncio.create_task(garbage.keep_small())
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0)  # it has begun
     before = resident()
     places = [library.malloc(64_000) for _ in range(2_000)]
     for place in places:
         ctypes.memset(place, 1, 64_000)
-    await asyncio.sleep(0.5)  # it has looked, and nothing could be given back
+    async with asyncio.timeout(20):
+        while len(looks) < 2:  # nothing can be given back yet
+            await asyncio.sleep(0.02)
     assert resident() > before + 100e6
     for place in places[:-1]:
         library.free(place)
