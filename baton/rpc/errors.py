@@ -61,7 +61,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             # What it raises comes out where the handler asks for the next message.
             return self._guarded(handler, lambda raw: self._checked(read(raw)), None)
         if details.method.startswith(CLIENTS_METHODS):
-            return self._guarded(handler, lambda raw: _known(read(raw)), self._checked)
+            return self._guarded(handler, _clients(read), self._checked)
         return self._guarded(handler, read, self._checked)
 
     def _checked(self, message: Any) -> Any:
@@ -90,16 +90,23 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return make(guard(method, check), read, handler.response_serializer)
 
 
-def _known(message: Any) -> Any:
-    """Returns the message of a client, or in its place, so that it is not kept until the refusal has been read, the
-    error with which it is refused.
+def _clients(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Returns the reader of a client's messages, which returns in place of one that is refused, so that it is not kept
+    until the refusal has been read, the error with which it is refused.
     """
-    try:
-        if not isinstance(message, wire.Unreadable):
-            wire.check_known(message)
-    except BatonError as error:
-        return error.with_traceback(None)
-    return message
+    descriptor = read(b"").DESCRIPTOR
+
+    def read_known(raw: bytes) -> Any:
+        try:
+            wire.check_num_fields(raw, descriptor)
+            message = read(raw)
+            if not isinstance(message, wire.Unreadable):
+                wire.check_known(message)
+        except BatonError as error:
+            return error.with_traceback(None)
+        return message
+
+    return read_known
 
 
 def _guard_unary(method: Callable[..., Awaitable[Any]], check: MessageCheck | None) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
 """Where protobuf meets domain values: one file a contract, and nothing of protobuf beyond.
 
 The contracts are in `proto/`: `inference` for clients, `worker` for routers and workers, `kv` for two workers, `admin`
-for operators. `known_fields` refuses or avoids fields of other releases, `convert` has what the contracts share.
+for operators. `known_fields` refuses or avoids fields of other releases, `field_count` bounds what a client's message
+holds, `convert` has what the contracts share.
 """
 
 from baton.wire.admin import (
@@ -20,6 +21,7 @@ from baton.wire.admin import (
     workers_response,
 )
 from baton.wire.convert import MAX_CONTROL_BYTES
+from baton.wire.field_count import check_num_fields
 from baton.wire.inference import (
     generate_chunk,
     generate_request,
@@ -73,6 +75,7 @@ __all__ = [
     "Unreadable",
     "cancel_command",
     "check_known",
+    "check_num_fields",
     "commands",
     "drain_response",
     "events",

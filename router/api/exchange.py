@@ -42,7 +42,8 @@ async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
     Raises:
         RequestValidationError: it is no JSON, or not what is asked for.
         HTTPException: it is no text.
-        InvalidRequest, Overloaded: see `BodyParser.parse`.
+        InvalidRequest: it has too many parts.
+        Overloaded: see `BodyParser.parse`.
     """
     value: Any = await request.body()
     try:

@@ -31,7 +31,7 @@ from router.api.fields import UNSUPPORTED
 from router.api.hosts import ANY, Hosts
 from router.api.operations import Operations, add_operations
 from router.api.page import FILES, add_page
-from router.api.parsing import BodyParser
+from router.api.parsing import BodyParser, NodeCount
 from router.api.requests import add_requests
 from router.api.unserved import why_unserved
 from router.service import RouterService
@@ -226,20 +226,21 @@ class StreamLimit:
 
 
 class _BodyLimit:
-    """Refuses bodies that are too long to be a request, before they are parsed."""
+    """Refuses bodies that are too long to be a request, or have too many parts, while they come in."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes = 0
+        num_bytes, num_nodes = 0, NodeCount()
 
         async def limited() -> Message:
             nonlocal num_bytes
             message = await receive()
-            num_bytes += len(message.get("body", b""))
+            num_bytes += len(piece := message.get("body", b""))
             if num_bytes > MAX_BODY_BYTES:
                 raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes; shorten the prompt")
+            num_nodes.add(piece)
             return message
 
         await self._app(scope, limited if scope["type"] == "http" else receive, send)

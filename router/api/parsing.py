@@ -1,15 +1,14 @@
 """Reads bodies: no reading is to hold the event loop for long, or again and again.
 
 Python's parser cannot be interrupted, and what it makes of a body takes up to twenty times the bytes of that. So
-objects and lists are counted first, and long bodies are read one at a time, with pauses between them in which others
-are served; tenants take turns.
+objects and lists are counted while a body comes in, and long bodies are read one at a time, with pauses between them in
+which others are served; tenants take turns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 from typing import Any
 
@@ -23,7 +22,27 @@ LONG_BYTES = 256 * 2**10
 MAX_WAITING_BYTES = 64 * 2**20
 PAUSE = 3.0
 """Time between two long bodies, as a multiple of what the first one took."""
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+
+
+class NodeCount:
+    """Counts the objects and lists of a body whose pieces are added as they come in."""
+
+    def __init__(self) -> None:
+        self._num_nodes = 0
+        self._is_in_string = False
+        self._escape = b""
+        """A backslash at the end of the last piece, which escapes the first byte of the next one."""
+
+    def add(self, piece: bytes) -> None:
+        """Adds the next bytes. Raises InvalidRequest when the body has more than MAX_NODES objects and lists so far."""
+        piece = (self._escape + piece).replace(rb"\\", b"")
+        self._escape = b"\\" if piece.endswith(b"\\") else b""
+        parts = piece.replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[self._is_in_string :: 2])
+        self._is_in_string ^= len(parts) % 2 == 0
+        self._num_nodes += outside.count(b"{") + outside.count(b"[")
+        if self._num_nodes > MAX_NODES:
+            raise InvalidRequest(f"the body has more than {MAX_NODES} objects and lists; send fewer")
 
 
 class BodyParser:
@@ -38,7 +57,6 @@ class BodyParser:
         """The value that a body has.
 
         Raises:
-            InvalidRequest: it has too many parts.
             Overloaded: many long ones wait.
             ValueError, RecursionError: it is no JSON.
         """
@@ -48,18 +66,7 @@ class BodyParser:
             await asyncio.sleep(self._next_s - time.monotonic())
             began_s = time.monotonic()
             try:
-                check_nodes(body)
                 return json.loads(body)
             finally:
                 now_s = time.monotonic()
                 self._next_s = now_s + PAUSE * (now_s - began_s)
-
-
-def check_nodes(body: bytes) -> None:
-    """Raises InvalidRequest for a JSON text of more than MAX_NODES objects and lists."""
-    if _num_nodes(body) > MAX_NODES and (num_nodes := _num_nodes(_STRING.sub(b"", body))) > MAX_NODES:
-        raise InvalidRequest(f"the body has {num_nodes} objects and lists; send at most {MAX_NODES}")
-
-
-def _num_nodes(body: bytes) -> int:
-    return body.count(b"{") + body.count(b"[")

@@ -23,6 +23,7 @@ from baton.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from baton.wire.field_count import MAX_FIELDS
 from deploy.worker.calls import CallServicer
 
 FILES = (inference_pb2, admin_pb2, worker_pb2, kv_pb2, health_pb2, reflection_pb2)
@@ -101,6 +102,17 @@ async def test_garbage_is_refused_with_a_sentence(
     assert type(from_rpc_error(error, "peer")) is InvalidRequest
     assert rpc.malformed.total == 1
     assert not caplog.records
+
+
+async def test_a_clients_message_of_very_many_fields_is_refused_before_it_is_read(
+    server: tuple[RpcServer, grpc.aio.Channel],
+) -> None:
+    rpc, connection = server
+    for method in (each for each in METHODS if each.startswith(("/baton.v1.Inference/", "/baton.v1.Admin/"))):
+        error = await refusal(connection, method, b"\x08\x01" * 40_000 + GARBAGE)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"more than {MAX_FIELDS} fields" in (error.details() or ""), method
+    assert rpc.malformed.total == 0
 
 
 async def test_garbage_behind_a_message_is_refused_like_the_first(
