@@ -70,7 +70,7 @@ async def test_between_long_bodies_there_is_a_pause_and_short_ones_go_by() -> No
         return time.monotonic()
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(parsing.json, "loads", slowly)
+        patched.setattr(json, "loads", slowly)
         first = asyncio.create_task(begun(long))
         second = asyncio.create_task(begun(long))
         ended_s = await first
