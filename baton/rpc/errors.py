@@ -12,7 +12,7 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 
@@ -26,6 +26,7 @@ MAX_MESSAGE_CHARACTERS = 1024
 CLIENTS_METHODS = ("/baton.v1.Inference/", "/baton.v1.Admin/")
 CallContext = grpc.aio.ServicerContext[Any, Any]
 MessageCheck = Callable[[Any], object]
+Error = TypeVar("Error", bound=Exception)
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def _clients(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             if not isinstance(message, wire.Unreadable):
                 wire.check_known(message)
         except BatonError as error:
-            return error.with_traceback(None)
+            return _alone(error)
         return message
 
     return read_known
@@ -116,8 +117,10 @@ def _guard_unary(method: Callable[..., Awaitable[Any]], check: MessageCheck | No
                 check(request)
             return await method(request, context)
         except BatonError as error:
-            await abort(context, error)
+            del request  # gRPC keeps what ends a call, with its frames, until garbage is collected
+            await abort(context, _alone(error))
         except Exception as error:
+            del request
             await _abort_unexpected(context, error)
 
     return guarded
@@ -132,11 +135,19 @@ def _guard_stream(method: Callable[..., Any], check: MessageCheck | None) -> Cal
                 async for response in responses:
                     yield response
         except BatonError as error:
-            await abort(context, error)
+            del request
+            await abort(context, _alone(error))
         except Exception as error:
+            del request
             await _abort_unexpected(context, error)
 
     return guarded
+
+
+def _alone(error: Error) -> Error:
+    """Returns the error without the frames in which it and what caused it were raised, and what those hold."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 async def _abort_unexpected(context: CallContext, error: Exception) -> NoReturn:
@@ -146,6 +157,7 @@ async def _abort_unexpected(context: CallContext, error: Exception) -> NoReturn:
     if isinstance(error, grpc.aio.InternalError):  # as gRPC shows a client that has left before a write
         raise asyncio.CancelledError from error
     logger.exception("a call failed unexpectedly")
+    _alone(error)
     await abort(context, BatonError("internal error; the server's log says more"))
 
 
