@@ -33,8 +33,7 @@ from router.admission.tenants import TenantBook
 from router.admission.tenants_file import TenantsFile
 from router.answer import AnswerFormat
 from router.api.controller_client import ControllerClient
-from router.api.exchange import MAX_BODY_BYTES
-from router.api.grpc_api import SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
+from router.api.grpc_api import MAX_MESSAGE_BYTES, SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
 from router.api.operations import Operations
 from router.cluster.history import ClusterHistory
 from router.cluster.history_store import HistoryStore, RedisHistory
@@ -352,7 +351,7 @@ def _bind(config: Config, tenants: TenantBook, tls: Tls | None) -> tuple[RpcServ
         SERVICE_NAMES,
         [Authentication(tenants)],
         shares_port=config.cluster.routers > 1,
-        max_message_bytes=MAX_BODY_BYTES,
+        max_message_bytes=MAX_MESSAGE_BYTES,
         clients=ClientLimits(config.router.max_connections, config.router.max_streams_per_client),
         max_connection_age_s=config.router.max_connection_age_s,
         ping_timeout_s=CLIENTS_PING_TIMEOUT_S,

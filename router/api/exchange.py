@@ -30,7 +30,7 @@ from router.api.filling import HTTP, AnswerFilling
 from router.api.unserved import is_anthropics
 
 MAX_BODY_BYTES = 8 * 2**20
-"""Longest body of a request, over HTTP and gRPC."""
+"""Longest body of a request over HTTP."""
 REQUEST_ID = "x-request-id"
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 T = TypeVar("T")

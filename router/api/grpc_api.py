@@ -30,6 +30,8 @@ from router.request.model import UNKNOWN_INGRESS, Ingress
 from router.request.request_log import RequestFilter, RequestLog
 from router.service import RouterService
 
+MAX_MESSAGE_BYTES = 4 * 2**20
+"""Longest message of a client: what gRPC's servers take by default. It is received whole before it is looked at."""
 CHUNK_BYTES, SCORE_BYTES = 400, 64
 SERVICE_NAMES = ("baton.v1.Inference", "baton.v1.Admin")
 INFERENCE, ADMIN = (f"/{name}/" for name in SERVICE_NAMES)

@@ -1,7 +1,7 @@
 """Reads bodies: no reading is to hold the event loop for long, or again and again.
 
-Python's parser cannot be interrupted, and what it makes of a body takes up to twenty times the bytes of that. So
-objects and lists are counted while a body comes in, and long bodies are read one at a time, with pauses between them in
+Python's parser cannot be interrupted, and what it makes of a body takes up to twenty times the bytes of that. So its
+parts are counted while a body comes in, and long bodies are read one at a time, with pauses between them in
 which others are served; tenants take turns.
 """
 
@@ -17,6 +17,8 @@ from router.admission import Turns
 
 MAX_NODES = 32_768
 """Objects and lists in a body: many times those of the longest chat with the most tools."""
+MAX_VALUES = 2**20
+"""Numbers and texts in a body: as many as the token ids of the longest prompt that any model takes."""
 LONG_BYTES = 256 * 2**10
 """Longest body that is read at once, in a few milliseconds."""
 MAX_WAITING_BYTES = 64 * 2**20
@@ -24,23 +26,26 @@ PAUSE = 3.0
 """Time between two long bodies, as a multiple of what the first one took."""
 
 
-class NodeCount:
-    """Counts the objects and lists of a body whose pieces are added as they come in."""
+class PartCount:
+    """Counts the parts of a body whose pieces are added as they come in."""
 
     def __init__(self) -> None:
-        self._num_nodes = 0
+        self._num_nodes = self._num_commas = 0
         self._is_in_string = False
         self._escape = b""
         """A backslash at the end of the last piece, which escapes the first byte of the next one."""
 
     def add(self, piece: bytes) -> None:
-        """Adds the next bytes. Raises InvalidRequest when the body has more than MAX_NODES objects and lists so far."""
+        """Adds the next bytes. Raises InvalidRequest when the body has more parts so far than any may have."""
         piece = (self._escape + piece).replace(rb"\\", b"")
         self._escape = b"\\" if piece.endswith(b"\\") else b""
         parts = piece.replace(b'\\"', b"").split(b'"')
         outside = b"".join(parts[self._is_in_string :: 2])
         self._is_in_string ^= len(parts) % 2 == 0
         self._num_nodes += outside.count(b"{") + outside.count(b"[")
+        self._num_commas += outside.count(b",")
+        if self._num_commas >= MAX_VALUES:
+            raise InvalidRequest(f"the body has more than {MAX_VALUES} values; shorten the prompt")
         if self._num_nodes > MAX_NODES:
             raise InvalidRequest(f"the body has more than {MAX_NODES} objects and lists; send fewer")
 

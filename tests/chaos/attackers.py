@@ -1,9 +1,13 @@
-"""Clients that mean harm, at nice 19: python -m tests.chaos.attackers KIND GRPC HTTP SECONDS."""
+"""Clients that mean harm, at nice 19: python -m tests.chaos.attackers KIND GRPC HTTP SECONDS.
+
+They print a line when they begin.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -19,8 +23,15 @@ OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.http2.bdp_probe", 0), ("
 Attack = Callable[[str, str], Coroutine[Any, Any, None]]
 
 
+@functools.cache
+def _say_begins() -> None:
+    """Prints a line, once: what is sent has been made."""
+    print("begins", flush=True)
+
+
 async def _http(address: str, *pieces: bytes, pause_s: float = 0.0, reads: bool = True) -> None:
     """Sends pieces, and reads what comes, if at all."""
+    _say_begins()
     host, port = address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -41,6 +52,7 @@ def _post(path: str, body: bytes) -> bytes:
 
 
 async def _generate(address: str, message: inference_pb2.GenerateRequest, *, reads: bool = True) -> None:
+    _say_begins()
     async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
         stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
         call = stub.Generate(message)
@@ -62,15 +74,15 @@ async def slow_heads(grpc_address: str, http: str) -> None:
 
 
 async def ids(grpc_address: str, http: str) -> None:
-    """64 MiB of token ids: in one message, in eight that are as long as may be, and over HTTP."""
-    long, whole = (
-        inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[300] * num))
-        for num in (32 * MIB, 4 * MIB - 100)
-    )
-    posts = [_http(http, _post("/v1/completions", b'{"prompt":[%b]}' % b",".join([b"5"] * num))) for num in (
-        32 * MIB, *[4 * MIB - 100] * 8
-    )]  # fmt: skip
-    calls = [_generate(grpc_address, message) for message in (long, *[whole] * 8)]
+    """64 MiB of token ids: in one message, in four as long as may be, in four of as many as may be, and over HTTP."""
+    messages = {num: inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[300] * num)) for num in (
+        32 * MIB, 2 * MIB - 100, MIB
+    )}  # fmt: skip
+    bodies = {num: _post("/v1/completions", b'{"prompt":[%b]}' % b",".join([b"5"] * num)) for num in (
+        32 * MIB, 4 * MIB - 100, MIB
+    )}  # fmt: skip
+    calls = [_generate(grpc_address, messages[num]) for num in (32 * MIB, *[2 * MIB - 100, MIB] * 4)]
+    posts = [_http(http, bodies[num]) for num in (32 * MIB, *[4 * MIB - 100, MIB] * 4)]
     await asyncio.gather(*posts, *calls, return_exceptions=True)
 
 

@@ -247,7 +247,8 @@ INVALID = {
     "priority": (asked(text="a", priority=1), "priority must be at most 0"),
     "no time": (asked(text="a", slo={"ttft_ms": 0}), "slo.ttft_ms must be a positive"),
     "nan": (asked(text="a", slo={"itl_ms": float("nan")}), "slo.itl_ms must be a posi"),
-    "millions of ids": (asked(token_ids=ids(*[5] * 2_000_000)), "the prompt has 2000000 tokens"),
+    "millions of ids": (asked(token_ids=ids(*[5] * 2_000_000)), "a field of more than 1048576 numbers"),
+    "a million ids": (asked(token_ids=ids(*[5] * 1_000_000)), "the prompt has 1000000 tokens"),
     "many messages": (
         asked(chat=chat(*[("user", "a")] * 3000)),
         "messages must hold 1 to 1024 messages; it holds 3000",
@@ -590,7 +591,7 @@ async def test_a_client_that_reads_gets_the_same_answer_where_others_are_refused
 @pytest.mark.parametrize("side", ["left", "right"])
 async def test_ids_that_are_to_be_cut_may_be_many_and_few_are_copied(router: Router, side: str) -> None:
     kept = [7] * 10
-    others = [5] * 2_000_000
+    others = [5] * 1_000_000
     token_ids = others + kept if side == "left" else kept + others
     message = asked(token_ids=ids(*token_ids), truncate_prompt_tokens=10, truncation_side=side)
     read = generate_request_from_pb(message, 8191)
@@ -602,7 +603,8 @@ async def test_ids_that_are_to_be_cut_may_be_many_and_few_are_copied(router: Rou
 
 
 COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "millions of ids": ({"prompt": [5] * 2_000_000}, "the prompt has 2000000 tokens"),
+    "millions of ids": ({"prompt": [5] * 2_000_000}, "more than 1048576 values"),
+    "a million ids": ({"prompt": [5] * 1_000_000}, "the prompt has 1000000 tokens"),
     "several": ({"prompt": [[5], [5] * 20_000]}, "the prompt has 20000 tokens"),
     "prompts": ({"prompt": [[5]] * 20_000}, "prompt holds 20000 prompts"),
     "lists": ({"prompt": [[]] * 200_000}, "objects and lists"),

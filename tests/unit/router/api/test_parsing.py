@@ -11,7 +11,7 @@ import pytest
 
 from baton.errors import InvalidRequest
 from router.api import parsing
-from router.api.parsing import MAX_NODES, BodyParser, NodeCount
+from router.api.parsing import MAX_NODES, MAX_VALUES, BodyParser, PartCount
 
 
 def body_of(value: Any) -> bytes:
@@ -19,9 +19,9 @@ def body_of(value: Any) -> bytes:
 
 
 def count(body: bytes, piece_bytes: int) -> None:
-    nodes = NodeCount()
+    parts = PartCount()
     for begin in range(0, len(body), piece_bytes):
-        nodes.add(body[begin : begin + piece_bytes])
+        parts.add(body[begin : begin + piece_bytes])
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,14 @@ def count(body: bytes, piece_bytes: int) -> None:
 def test_too_many_objects_and_lists_are_refused(body: bytes, piece_bytes: int) -> None:
     with pytest.raises(InvalidRequest, match=f"more than {MAX_NODES} objects and lists"):
         count(body, piece_bytes)
+
+
+def test_too_many_values_are_refused() -> None:
+    values = b",".join([b"5"] * MAX_VALUES)
+    count(b'{"prompt":[%b]}' % values, 2**16)
+    with pytest.raises(InvalidRequest, match=f"more than {MAX_VALUES} values"):
+        count(b'{"prompt":[%b,5]}' % values, 2**16)
+    count(body_of({"prompt": "," * 2 * MAX_VALUES}), 2**16)
 
 
 def test_the_most_objects_and_lists_are_taken() -> None:
