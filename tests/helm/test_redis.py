@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import re
 import socket
 import subprocess
@@ -77,14 +78,24 @@ def written(objects: tuple[Object, ...], pod: Object, folder: Path) -> dict[str,
     return found
 
 
-def command(objects: tuple[Object, ...], component: str, folder: Path, port: int) -> list[str]:
-    """The container's, for this machine: its paths, a free port of the loopback, the server that there is."""
+def command(
+    objects: tuple[Object, ...], component: str, folder: Path, port: int, binary: Path | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """The container's command and its environment, for this machine: its paths, a free port of the loopback, the server
+    that there is.
+    """
     pod = pod_of(objects, component).spec
+    (container,) = pod["containers"]
     mounts = written(objects, pod, folder)
     paths = re.compile("|".join(re.escape(path) for path in sorted(mounts, key=len, reverse=True)))
-    words = [paths.sub(lambda found: str(mounts[found[0]]), word) for word in pod["containers"][0]["command"]]
-    there = {"redis-server": str(valkey_binary()), "6379": str(port), "0.0.0.0": "127.0.0.1"}
-    return [there.get(word, word) for word in words]
+
+    def here(text: str) -> str:
+        return paths.sub(lambda found: str(mounts[found[0]]), text)
+
+    there = {"redis-server": str(binary or valkey_binary()), "6379": str(port), "0.0.0.0": "127.0.0.1"}
+    words = [here(word) for word in container["command"]]
+    env = {each["name"]: here(each["value"]) for each in container.get("env", ())}
+    return [there.get(word, word) for word in words], os.environ | env
 
 
 def free_port() -> int:
@@ -94,10 +105,13 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def server(objects: tuple[Object, ...], component: str, folder: Path) -> Generator[int]:
+def server(
+    objects: tuple[Object, ...], component: str, folder: Path, binary: Path | None = None, **environ: str
+) -> Generator[int]:
     """The server, as the chart's pod starts it. Yields its port."""
     port = free_port()
-    process = subprocess.Popen(command(objects, component, folder, port), cwd=folder, stdout=subprocess.DEVNULL)
+    words, env = command(objects, component, folder, port, binary)
+    process = subprocess.Popen(words, env=env | environ, cwd=folder, stdout=subprocess.DEVNULL)
     try:
         wait_until(lambda: answers(port), 60)
         yield port
@@ -201,7 +215,7 @@ def test_ray_s_store_is_for_its_head_alone(objects: tuple[Object, ...], tmp_path
 def test_without_a_good_password_for_every_user_nothing_starts(
     objects: tuple[Object, ...], tmp_path: Path, name: str, text: str | None, why: str
 ) -> None:
-    words = command(objects, "redis", tmp_path, free_port())
+    words, _ = command(objects, "redis", tmp_path, free_port())
     file = tmp_path / "passwords" / name
     if text is None:
         file.unlink()

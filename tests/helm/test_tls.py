@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import yaml
 
-from tests.helm.chart import MATRIX, Object, Values, of_kind, pods, render, template, the
+from tests.helm.chart import MATRIX, Object, Values, of_kind, pod_of, pods, render, template, the
 
 TLS, KUBERAY = MATRIX["tls"], MATRIX["tls-kuberay"]
 MOUNT = {"name": "tls", "mountPath": "/etc/baton-tls", "readOnly": True}
@@ -43,6 +43,26 @@ def test_an_issuer_draws_a_certificate_of_all_names() -> None:
     assert "members" in the(renamed, "Certificate", "baton")["spec"]["dnsNames"]
 
 
+def test_the_chart_s_redis_speaks_tls_where_its_certificate_has_its_name() -> None:
+    named = Values(sets=(*KUBERAY.sets, "redis.tls=true"))
+    for values, scheme in ((TLS, "rediss"), (KUBERAY, "redis"), (named, "rediss"), (MATRIX["defaults"], "redis")):
+        objects = render(values)
+        urls = [
+            each["value"]
+            for pod in pods(objects)
+            for container in pod.containers
+            for each in container.get("env", ())
+            if each["name"] == "BATON_INDEX_REDIS_URL"
+        ]
+        assert urls
+        assert {url.partition(":")[0] for url in urls} == {scheme}
+        (container,) = pod_of(objects, "redis").containers
+        assert ("--tls-port" in container["command"]) == (MOUNT in container["volumeMounts"]) == (scheme == "rediss")
+        if values.sets:  # the other has no store with TLS, whatever is set
+            assert "--tls-port" not in pod_of(objects, "ray-store").containers[0]["command"]
+    assert "baton-redis.serving.svc" in the(render(TLS), "Certificate", "baton")["spec"]["dnsNames"]
+
+
 def test_probes_and_scrapers_speak_tls() -> None:
     objects = render(TLS)
     router = the(objects, "Deployment", "baton-router")["spec"]["template"]["spec"]["containers"][0]
@@ -69,3 +89,6 @@ def test_what_needs_a_certificate_is_refused_without() -> None:
     done = template(4, Values(sets=("tls.clientCertificates=required",)))
     assert done.returncode != 0
     assert "tls.issuer.name or tls.existingSecret" in done.stderr
+    done = template(4, Values(sets=("redis.tls=true",)))
+    assert done.returncode != 0
+    assert "redis.tls is true, which needs tls.issuer.name" in done.stderr

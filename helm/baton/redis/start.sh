@@ -3,7 +3,8 @@
 #
 # RULES says who may do what, PASSWORDS is a folder with a file for each user, and ACL, which is written here, is what
 # Redis reads (`--aclfile`): the rules with the hashes of the passwords. COMMAND is the server's. Nobody comes in without
-# a password.
+# a password. With CERTIFICATES, a folder with tls.crt, tls.key and ca.crt, and SOCKET, where the server listens for this
+# script, the server reads those files again when they have changed.
 set -eu
 umask 077
 rules=$1 passwords=$2 acl=$3
@@ -25,4 +26,24 @@ awk '
   [ "$user" = default ] && : > "$acl" # Redis takes no user twice
   echo "user $user reset on #$(printf %s "$password" | sha256sum | cut -c 1-64) $rule" >> "$acl"
 done
+
+# Has the server read its certificates again, now and then, by a user that may do nothing else.
+follow() {
+  seen=$2
+  while sleep "${LOOK_S:-30}" && kill -0 $$ 2> /dev/null; do # as long as the server is there
+    found=$(cat "$CERTIFICATES"/* | cksum)
+    [ "$found" = "$seen" ] && continue
+    said=$(REDISCLI_AUTH=$1 redis-cli -s "$SOCKET" --user certificates config set tls-cert-file "$CERTIFICATES/tls.crt" \
+      tls-key-file "$CERTIFICATES/tls.key" tls-ca-cert-file "$CERTIFICATES/ca.crt" 2>&1) || true
+    echo "certificates have changed: $said"
+    [ "$said" = OK ] && seen=$found
+  done
+}
+
+if [ -n "${CERTIFICATES:-}" ]; then
+  seen=$(cat "$CERTIFICATES"/* | cksum)
+  password=$(head -c 32 /dev/urandom | sha256sum | cut -c 1-64)
+  echo "user certificates reset on #$(printf %s "$password" | sha256sum | cut -c 1-64) -@all +config|set" >> "$acl"
+  follow "$password" "$seen" &
+fi
 exec "$@"

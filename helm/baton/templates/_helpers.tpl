@@ -231,6 +231,9 @@ karpenter.sh/do-not-disrupt: "true"
 {{- if and (ne $values.tls.clientCertificates "off") (not (include "baton.tlsSecretName" $)) }}
 {{- fail (printf "tls.clientCertificates is %s, which needs tls.issuer.name or tls.existingSecret" $values.tls.clientCertificates) }}
 {{- end }}
+{{- if and $values.redis.tls (not (include "baton.tlsSecretName" $)) }}
+{{- fail "redis.tls is true, which needs tls.issuer.name or tls.existingSecret" }}
+{{- end }}
 {{- if and $values.monitoring.serviceMonitor.enabled $values.monitoring.podMonitor.enabled }}
 {{- fail "enable monitoring.serviceMonitor or monitoring.podMonitor, not both: every request would be counted twice" }}
 {{- end }}
@@ -513,7 +516,7 @@ imagePullSecrets:
 - name: INDEX_REDIS_PASSWORD
   valueFrom: {secretKeyRef: {name: {{ include "baton.redisSecretName" $root }}, key: {{ index . 0 }}}}
 - name: BATON_INDEX_REDIS_URL
-  value: redis://{{ index . 0 }}:$(INDEX_REDIS_PASSWORD)@{{ include "baton.redisHost" $root }}:6379/0
+  value: {{ include "baton.redisTls" $root | empty | ternary "redis" "rediss" }}://{{ index . 0 }}:$(INDEX_REDIS_PASSWORD)@{{ include "baton.redisHost" $root }}:6379/0
 {{- end }}
 {{- end }}
 

@@ -8,6 +8,13 @@
 {{- end }}
 {{- end }}
 
+{{/* Whether the chart's own Redis speaks TLS: clients look for its host name, which a certificate that the chart asks for has. */}}
+{{- define "baton.redisTls" -}}
+{{- if and .Values.redis.enabled (or .Values.redis.tls (and .Values.tls.issuer.name (not .Values.tls.existingSecret))) -}}
+true
+{{- end }}
+{{- end }}
+
 {{/* The name for which members look in each other's certificates. */}}
 {{- define "baton.tlsMemberName" -}}
 {{ dig "cluster" "tls_name" "baton" .Values.config }}
