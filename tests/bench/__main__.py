@@ -23,6 +23,7 @@ BENCHMARKS = (
     "engine",
     "handover",
     "kv_dtypes",
+    "members",
     "memory",
     "overload",
     "permits",

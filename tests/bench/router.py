@@ -30,7 +30,7 @@ import uvloop
 
 from baton.api import Chat
 from baton.chat import ChatMessage
-from baton.config import ClusterConfig, Config, IndexConfig, ModelConfig, RouterConfig, TelemetryConfig, load
+from baton.config import Config, IndexConfig, ModelConfig, RouterConfig, TelemetryConfig, load
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
 from deploy.processes import tied
@@ -163,8 +163,8 @@ def run(quick: bool) -> Report:
                     "limits": Arm(lambda: Http(router.http, stream=False, key=LIMITED_KEY), router.pid),
                     "Redis": Arm(lambda: BareRedis(redis.url), None),
                 }
-                table = uvloop.run(_measure_limits(limited, _prompts(tokenizer), QUICK if quick else FULL))
-            report = uvloop.run(_measure(arms, _prompts(tokenizer), QUICK if quick else FULL))
+                table = uvloop.run(_measure_limits(limited, prompts_of(tokenizer), QUICK if quick else FULL))
+            report = uvloop.run(_measure(arms, prompts_of(tokenizer), QUICK if quick else FULL))
             return replace(report, tables=[*report.tables, table])
 
 
@@ -223,7 +223,7 @@ def running_router(config: Config, mode: str) -> Iterator[RouterAddress]:
     config = replace(
         config,
         router=replace(config.router, id=f"router-{mode}", mode=mode),
-        cluster=ClusterConfig(host=HOST, grpc_port=grpc_port, http_port=http_port),
+        cluster=replace(config.cluster, host=HOST, grpc_port=grpc_port, http_port=http_port),
     )
     process = subprocess.Popen(
         tied([sys.executable, "-m", "router"]),
@@ -357,7 +357,7 @@ def _p50_ms(loads: list[Load]) -> list[float]:
     return [statistics.median(load.latencies_s) * 1e3 for load in loads]
 
 
-def _prompts(tokenizer: Tokenizer) -> Iterator[Prompt]:
+def prompts_of(tokenizer: Tokenizer) -> Iterator[Prompt]:
     """Chats that differ from the first word on, with their token ids for those who ask without a router."""
     rng = random.Random(3)
     while True:

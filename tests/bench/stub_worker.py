@@ -1,4 +1,4 @@
-"""Workers that answer instantly: `python -m tests.bench.stub_worker`, one process as a prefill and a decode worker.
+"""Workers that answer instantly: `python -m tests.bench.stub_worker`, a prefill and a decode worker in one process.
 
 They hold leases and speak the workers' protocol, and compute nothing. Every answer is the same run of token ids. A
 request's `seed` says how they leave: 0, all at once, a message each; else one message every so many microseconds, and
@@ -11,6 +11,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -31,8 +32,10 @@ from baton.messages import (
     Ticket,
 )
 from baton.rpc import RpcServer
+from baton.rpc.doors import WORKERS_RULES, member_doors
 from baton.sampling import FinishReason
 from baton.tasks import cancel_and_wait
+from baton.trust import KeyFile, Principal
 from baton.v1 import worker_pb2_grpc
 from deploy.worker.calls import CallServicer
 from kvstore.index import RedisConnection
@@ -100,26 +103,30 @@ class _Worker:
 
 
 async def _main() -> None:
-    rpc = RpcServer(("baton.v1.WorkerCalls",))
     tasks: list[asyncio.Task[None]] = []
+    servers: list[RpcServer] = []
 
-    async def start(redis_url: str, revision: str, token_ids: list[int]) -> dict[str, Any]:
+    async def start(redis_url: str, revision: str, token_ids: list[int], secret: str = "") -> dict[str, Any]:
+        keys = KeyFile(Path(secret), Principal.WORKER) if secret else None
         worker = _Worker(_Answers(token_ids))
         servicer = CallServicer(prefill=worker.prefill, decode=worker.decode)
-        worker_pb2_grpc.add_WorkerCallsServicer_to_server(servicer, rpc.server)
-        address = f"{HOST}:{rpc.bind(HOST, 0)}"
-        await rpc.start()
-        tasks.extend(asyncio.create_task(_hold_lease(role, redis_url, revision, address)) for role in Role)
+        for role in Role:  # two workers of one address are not believed where there is a secret
+            rpc = RpcServer(("baton.v1.WorkerCalls",), member_doors(keys, f"bench-{role}", WORKERS_RULES))
+            servers.append(rpc)
+            worker_pb2_grpc.add_WorkerCallsServicer_to_server(servicer, rpc.server)
+            address = f"{HOST}:{rpc.bind(HOST, 0)}"
+            await rpc.start()
+            leases = RedisLeases(RedisConnection(redis_url), content_id(revision), keys=keys)
+            tasks.append(asyncio.create_task(_hold_lease(role, leases, content_id(revision), address)))
         return {"address": address}
 
     await serve({"start": start})
     await cancel_and_wait(tasks)
-    await rpc.stop(0.0)
+    for rpc in servers:
+        await rpc.stop(0.0)
 
 
-async def _hold_lease(role: Role, redis_url: str, revision: str, address: str) -> None:
-    content = content_id(revision)
-    leases = RedisLeases(RedisConnection(redis_url), content)
+async def _hold_lease(role: Role, leases: RedisLeases, content: str, address: str) -> None:
     worker_id = f"worker-{list(Role).index(role)}"
     keeper = LeaseKeeper(leases, worker_id, renew_s=1.0)
     info = WorkerInfo(
@@ -134,6 +141,7 @@ async def _hold_lease(role: Role, redis_url: str, revision: str, address: str) -
         block_size=16,
         max_model_len=8192,
         known_fields=wire.KNOWN_FIELDS,
+        incarnation=f"bench-{role}",
     )
     try:
         await keeper.run(lambda: (info, WorkerLoad(state=WorkerState.READY)))
