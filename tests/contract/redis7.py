@@ -30,6 +30,11 @@ def binary() -> Path:
     return found
 
 
+def client() -> Path:
+    """The `redis-cli` of the same package. Skips the test where it cannot be had."""
+    return binary().with_name("redis-cli")
+
+
 @cache
 def _found() -> Path | str:
     """It, or why not."""
@@ -37,7 +42,9 @@ def _found() -> Path | str:
     if (installed := shutil.which("redis-server", path=os.defpath)) and VERSION in _version(Path(installed)):
         return Path(installed)
     unpacked = FOLDER / "redis-server"
-    if not unpacked.exists() and (reason := debian.provide(PACKAGES, FOLDER, _take)):
+    if not (unpacked.exists() and (FOLDER / "redis-cli").exists()) and (
+        reason := debian.provide(PACKAGES, FOLDER, _take)
+    ):
         return reason
     version = _version(unpacked)
     return unpacked if VERSION in version else f"it says {version.strip()!r}"
@@ -48,11 +55,13 @@ def _take(root: Path) -> None:
     for library in root.glob("usr/lib/*/*.so.*"):
         shutil.copy(library, root / "whole")  # what a link names
         (root / "whole").replace(FOLDER / library.name)
+    (root / "usr/bin/redis-cli").replace(FOLDER / "client")
     (root / "usr/bin/redis-check-rdb").replace(FOLDER / "redis")  # under another name it is the server
-    start = root / "redis-server"
-    start.write_text(f'#!/bin/sh\nLD_LIBRARY_PATH="{FOLDER}" exec "{FOLDER}/redis" "$@"\n')
-    start.chmod(0o755)
-    start.replace(FOLDER / "redis-server")
+    for name, program in (("redis-cli", "client"), ("redis-server", "redis")):
+        start = root / name
+        start.write_text(f'#!/bin/sh\nLD_LIBRARY_PATH="{FOLDER}" exec "{FOLDER}/{program}" "$@"\n')
+        start.chmod(0o755)
+        start.replace(FOLDER / name)
 
 
 def _version(server: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import os
-import shutil
 import socket
 import ssl
 import subprocess
@@ -17,6 +16,7 @@ from baton.config import ClusterConfig
 from baton.errors import StoreUnavailable
 from baton.tls import CertificateFiles, member_tls
 from kvstore.index import RedisConnection
+from tests.contract import redis7
 from tests.helm.chart import MATRIX, Object, render, the
 from tests.helm.test_redis import command, free_port, server
 from tests.support.certificates import Authority, cluster_settings, copy
@@ -24,10 +24,6 @@ from tests.support.waiting import until, wait_until
 
 HERE = ["baton", "127.0.0.1"]
 LOOK_S = "0.1"
-REDIS = Path("/usr/bin/redis-server")
-with_tls = pytest.mark.skipif(
-    not (REDIS.exists() and shutil.which("redis-cli")), reason="needs Debian's redis-server, which has TLS"
-)
 
 
 def with_certificate(files: CertificateFiles) -> tuple[Object, ...]:
@@ -57,6 +53,16 @@ def serial_number(port: int, files: CertificateFiles) -> int:
     return x509.load_der_x509_certificate(shown).serial_number
 
 
+def ask_without_a_certificate(port: int, files: CertificateFiles) -> bytes:
+    context = ssl.create_default_context(cafile=files.authorities[0])
+    with (
+        socket.create_connection(("127.0.0.1", port)) as raw,
+        context.wrap_socket(raw, server_hostname="baton") as over,
+    ):
+        over.sendall(b"PING\r\n")
+        return over.recv(100)
+
+
 async def pong(objects: tuple[Object, ...], port: int, files: CertificateFiles | None, scheme: str = "rediss") -> bytes:
     password = base64.b64decode(the(objects, "Secret", "baton-redis")["data"]["router"]).decode()
     tls = member_tls(ClusterConfig(**cluster_settings(files))) if files else None
@@ -68,16 +74,18 @@ async def pong(objects: tuple[Object, ...], port: int, files: CertificateFiles |
         await connection.close()
 
 
-@with_tls
 async def test_members_get_in_and_renewed_certificates_are_shown(tmp_path: Path) -> None:
     authority, other = Authority.make(tmp_path), Authority.make(tmp_path, "other")
     member, stranger = authority.sign("member", HERE), other.sign("stranger", HERE)
     objects = with_certificate(member)
-    with server(objects, "redis", tmp_path, REDIS, LOOK_S=LOOK_S) as port:
+    binary, path = redis7.binary(), f"{redis7.client().parent}:{os.environ['PATH']}"
+    with server(objects, "redis", tmp_path, binary, LOOK_S=LOOK_S, PATH=path) as port:
         assert await pong(objects, port, member) in (b"PONG", True)
         for files, scheme in ((stranger, "rediss"), (None, "rediss"), (None, "redis")):
             with pytest.raises(StoreUnavailable):
                 await pong(objects, port, files, scheme)
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            ask_without_a_certificate(port, member)
         before = serial_number(port, member)
         renew(authority.sign("member", HERE), tmp_path)
         await until(lambda: serial_number(port, member) != before)
