@@ -232,7 +232,7 @@ class _BodyLimit:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes, num_parts = 0, PartCount()
+        num_bytes, parts = 0, PartCount()
 
         async def limited() -> Message:
             nonlocal num_bytes
@@ -240,7 +240,7 @@ class _BodyLimit:
             num_bytes += len(piece := message.get("body", b""))
             if num_bytes > MAX_BODY_BYTES:
                 raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes; shorten the prompt")
-            num_parts.add(piece)
+            parts.add(piece)
             return message
 
         await self._app(scope, limited if scope["type"] == "http" else receive, send)

@@ -1,8 +1,8 @@
 """Reads bodies: no reading is to hold the event loop for long, or again and again.
 
 Python's parser cannot be interrupted, and what it makes of a body takes up to twenty times the bytes of that. So its
-parts are counted while a body comes in, and long bodies are read one at a time, with pauses between them in
-which others are served; tenants take turns.
+parts are counted while it comes in, and long bodies are read one at a time, with pauses between them in which others
+are served; tenants take turns.
 """
 
 from __future__ import annotations
@@ -66,12 +66,19 @@ class BodyParser:
             ValueError, RecursionError: it is no JSON.
         """
         if len(body) <= LONG_BYTES:
-            return json.loads(body)
+            return _value(body)
         async with self._turns.turn(tenant_id, len(body)):
             await asyncio.sleep(self._next_s - time.monotonic())
             began_s = time.monotonic()
             try:
-                return json.loads(body)
+                return _value(body)
             finally:
                 now_s = time.monotonic()
                 self._next_s = now_s + PAUSE * (now_s - began_s)
+
+
+def _value(body: bytes) -> Any:
+    """The value that a JSON text has. UTF-8 alone is read (RFC 8259): Python would read other encodings, in which the
+    parts cannot be counted by their bytes.
+    """
+    return json.loads(body.decode("utf-8-sig", "surrogatepass"))

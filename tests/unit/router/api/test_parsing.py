@@ -66,6 +66,19 @@ async def test_a_long_body_is_the_value_that_it_has() -> None:
     assert await parser.parse(body_of(value), "t") == value
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "utf-32-be"])
+async def test_what_is_not_utf_8_is_refused(encoding: str) -> None:
+    """One byte of the character is that of a quotation mark: nothing behind it would be counted."""
+    body = ('["\u2222",' + "[]," * MAX_NODES + "[]]").encode(encoding)
+    for each in (body, body[:100]):
+        with pytest.raises(ValueError, match=r"decode|Expecting|char 0"):
+            await BodyParser().parse(each, "t")
+
+
+async def test_a_mark_of_utf_8_is_passed_over() -> None:
+    assert await BodyParser().parse(b"\xef\xbb\xbf" + body_of(["\ud800", "ä"]), "t") == ["\ud800", "ä"]
+
+
 async def test_between_long_bodies_there_is_a_pause_and_short_ones_go_by() -> None:
     parser, took_s = BodyParser(), 0.05
     long = body_of(["x" * parsing.LONG_BYTES])
