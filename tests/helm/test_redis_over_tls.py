@@ -41,7 +41,7 @@ def renew(files: CertificateFiles, folder: Path) -> None:
 
 
 def serial_number(port: int, files: CertificateFiles) -> int:
-    """Of the certificate that the server shows."""
+    """Returns the number of the certificate that the server shows."""
     context = ssl.create_default_context(cafile=files.authorities[0])
     context.load_cert_chain(files.certificate, files.key)
     with (

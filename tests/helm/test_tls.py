@@ -63,6 +63,19 @@ def test_the_chart_s_redis_speaks_tls_where_its_certificate_has_its_name() -> No
     assert "baton-redis.serving.svc" in the(render(TLS), "Certificate", "baton")["spec"]["dnsNames"]
 
 
+def test_spans_leave_over_tls_with_an_issuer_unless_values_say_otherwise() -> None:
+    for values, expected in (
+        (Values(sets=(*TLS.sets, "config.telemetry.otlp_endpoint=otlp:4317")), True),
+        (
+            Values(sets=(*TLS.sets, "config.telemetry.otlp_endpoint=otlp:4317", "config.telemetry.otlp_tls=false")),
+            False,
+        ),
+        (Values(sets=(*KUBERAY.sets, "config.telemetry.otlp_endpoint=otlp:4317")), False),
+        (TLS, False),
+    ):
+        assert _config(render(values))["telemetry"].get("otlp_tls", False) is expected
+
+
 def test_probes_and_scrapers_speak_tls() -> None:
     objects = render(TLS)
     router = the(objects, "Deployment", "baton-router")["spec"]["template"]["spec"]["containers"][0]

@@ -379,6 +379,10 @@ karpenter.sh/do-not-disrupt: "true"
 {{- $_ := set $kubernetes "decode_deployment" (printf "%s-%s" $full (last $groups)) }}
 {{- end }}
 {{- $telemetry := dict "host" "0.0.0.0" "port" 9464 }}
+{{- $given := .Values.config.telemetry | default dict }}
+{{- if and (include "baton.tlsDrawn" .) $given.otlp_endpoint (not (hasKey $given "otlp_tls")) }}
+{{- $_ := set $telemetry "otlp_tls" true }}
+{{- end }}
 {{- $set := dict "cluster" $cluster "kubernetes" $kubernetes "telemetry" $telemetry }}
 {{- if $gpus }}
 {{- $_ := set $set "engine" (dict "tensor_parallel" $gpus) }}

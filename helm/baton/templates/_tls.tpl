@@ -8,9 +8,16 @@
 {{- end }}
 {{- end }}
 
+{{/* Whether an issuer draws the certificate: then TLS is on wherever it can be. */}}
+{{- define "baton.tlsDrawn" -}}
+{{- if and .Values.tls.issuer.name (not .Values.tls.existingSecret) -}}
+true
+{{- end }}
+{{- end }}
+
 {{/* Whether the chart's own Redis speaks TLS: clients look for its host name, which a certificate that the chart asks for has. */}}
 {{- define "baton.redisTls" -}}
-{{- if and .Values.redis.enabled (or .Values.redis.tls (and .Values.tls.issuer.name (not .Values.tls.existingSecret))) -}}
+{{- if and .Values.redis.enabled (or .Values.redis.tls (include "baton.tlsDrawn" .)) -}}
 true
 {{- end }}
 {{- end }}
