@@ -111,7 +111,7 @@ async def readers(grpc_address: str, http: str) -> None:
     await asyncio.gather(*posts, *(_generate(grpc_address, message, reads=False) for _ in range(540)))
 
 
-ATTACKS: dict[str, Attack] = {each.__name__: each for each in (heads, slow_heads, ids, messages, prompts, readers)}
+ATTACKS: dict[str, Attack] = {each.__name__: each for each in (heads, slow_heads, ids, messages, readers, prompts)}
 
 
 async def main(kind: str, grpc_address: str, http: str, seconds: float) -> None:
