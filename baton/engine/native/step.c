@@ -527,15 +527,19 @@ INLINE Vector weight_at(int form, const Matrix *m, int64_t at, int part, Vector 
     }
 }
 
-/* Whether a tile has its weights come nearer. Unpacked ones are near, and so are floats for tile after tile; one or two
-   rows of floats are no slower than memory. */
-INLINE int fetches(int form, int rows) {
-    return form == F32 ? rows > 2 && rows < TILE_ROWS : form != UNPACKED;
+/* Whether a tile has its weights come nearer. Unpacked ones are near; one or two rows of floats are no slower than memory. */
+INLINE int fetches(int form, int rows) { return form == F32 ? rows > 2 : form != UNPACKED; }
+
+/* Has floats of an input come nearer: those that are needed 32 inputs after the given ones. The 4 KiB of 32 inputs at once
+   would be more than a CPU waits for beside its work. */
+INLINE void fetch_floats(const Matrix *m, int64_t at, int part) {
+    if (part * LANES % 16 == 0) /* a cache line */
+        _mm_prefetch((const char *)((const float *)m->weights + (at + 32) * PANEL + part * LANES), _MM_HINT_T0);
 }
 
-/* Has weights of 32 inputs of a panel come nearer: those that are needed about 2 KiB after the given ones. */
+/* Has weights of 32 inputs of a panel, in a smaller form, come nearer: those that are needed about 2 KiB after the given ones. */
 INLINE void fetch_weights(int form, const Matrix *m, int64_t block) {
-    const int bytes = form == F32 ? 4096 : form == BF16 ? 2048 : form == Q8_0 ? 1024 : 512;
+    const int bytes = form == BF16 ? 2048 : form == Q8_0 ? 1024 : 512;
     block += bytes < 2048 ? 2048 / bytes : 1;
     UNROLL for (int i = 0; i < bytes; i += 64)
         _mm_prefetch((const char *)m->weights + block * bytes + i, _MM_HINT_T0);
@@ -544,26 +548,31 @@ INLINE void fetch_weights(int form, const Matrix *m, int64_t block) {
 }
 
 /* A tile: `rows` rows of x by `vectors` vectors of weights, which begin with vector `part` of a panel and may go on in
-   the next ones; a row of sums is for `panels` panels. The five constants of a call make it a function of its own. */
+   the next ones; a row of sums is for `panels` panels. Inputs from `first` on are added to the sums of those before. The
+   five constants of a call make it a function of its own. */
 INLINE void tile(int form, int rows, int panels, int vectors, int part, const Matrix *m, int panel, const float *x, int ldx,
-                 float *sums) {
+                 int first, int last, float *sums) {
     const int inputs = m->inputs;
     Vector sum[MAX_TILE_ROWS][4 * PARTS], scale[4 * PARTS], least[4 * PARTS];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) sum[r][v] = splat(0.0f);
-    for (int begin = 0; begin < inputs; begin += 32) {
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < vectors; v++)
+            sum[r][v] = first ? load(sums + (r * panels * PARTS + part + v) * LANES) : splat(0.0f);
+    for (int begin = first; begin < last; begin += 32) {
         UNROLL for (int v = 0; v < vectors; v++) {
             const int64_t block = (int64_t)(panel + (part + v) / PARTS) * (inputs / 32) + begin / 32;
             const int64_t at = block * PANEL + (part + v) % PARTS * LANES;
             if (form == Q8_0 || form == Q4_1) scale[v] = of_float16(m->scale + at);
             if (form == Q4_1) least[v] = of_float16(m->least + at);
-            if (v % PARTS == 0 && fetches(form, rows)) fetch_weights(form, m, block);
+            if (form != F32 && v % PARTS == 0 && fetches(form, rows)) fetch_weights(form, m, block);
         }
-        const int end = begin + 32 < inputs ? begin + 32 : inputs;
+        const int end = begin + 32 < last ? begin + 32 : last;
         for (int k = begin; k < end; k++) {
             Vector weight[4 * PARTS];
-            UNROLL for (int v = 0; v < vectors; v++)
-                weight[v] = weight_at(form, m, (int64_t)(panel + (part + v) / PARTS) * inputs + k, (part + v) % PARTS,
-                                      scale[v], least[v]);
+            UNROLL for (int v = 0; v < vectors; v++) {
+                const int64_t at = (int64_t)(panel + (part + v) / PARTS) * inputs + k;
+                if (form == F32 && fetches(form, rows)) fetch_floats(m, at, (part + v) % PARTS);
+                weight[v] = weight_at(form, m, at, (part + v) % PARTS, scale[v], least[v]);
+            }
             UNROLL for (int r = 0; r < rows; r++) {
                 Vector input = splat(x[(int64_t)r * ldx + k]);
                 UNROLL for (int v = 0; v < vectors; v++) sum[r][v] = multiply_add(input, weight[v], sum[r][v]);
@@ -576,12 +585,15 @@ INLINE void tile(int form, int rows, int panels, int vectors, int part, const Ma
 
 /* Whole panels. */
 INLINE void tile_of_panels(int form, int rows, int panels, const Matrix *m, int panel, const float *x, int ldx, float *sums) {
-    tile(form, rows, panels, panels * PARTS, 0, m, panel, x, ldx, sums);
+    tile(form, rows, panels, panels * PARTS, 0, m, panel, x, ldx, 0, m->inputs, sums);
 }
 
-/* A panel, two vectors at a time. */
+/* A panel, two vectors at a time. Where it has more, the others come while its weights of 32 inputs are still nearest. */
 INLINE void tiles_of_panel(int form, int rows, const Matrix *m, int panel, const float *x, int ldx, float *sums) {
-    UNROLL for (int part = 0; part < PARTS; part += 2) tile(form, rows, 1, 2, part, m, panel, x, ldx, sums);
+    for (int begin = 0, end; begin < m->inputs; begin = end) {
+        end = PARTS > 2 && begin + 32 < m->inputs ? begin + 32 : m->inputs;
+        UNROLL for (int part = 0; part < PARTS; part += 2) tile(form, rows, 1, 2, part, m, panel, x, ldx, begin, end, sums);
+    }
 }
 
 /* The same for a number of rows and panels that is known when it runs; `panels` is more than 1 for few rows only. */
@@ -600,7 +612,7 @@ INLINE void tile_of(int form, int rows, int panels, const Matrix *m, int panel, 
         return;
     case 3:
         if (panels == 2) tile_of_panels(form, 3, 2, m, panel, x, ldx, sums);
-        else tile_of_panels(form, 3, 1, m, panel, x, ldx, sums);
+        else tiles_of_panel(form, 3, m, panel, x, ldx, sums);
         return;
     case 4:
         if (panels == 2) tile_of_panels(form, 4, 2, m, panel, x, ldx, sums);
