@@ -11,11 +11,12 @@ the model itself on the native step beside a target on transformers, which is al
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 
@@ -37,14 +38,14 @@ from deploy.models import cache_dir, resolve
 from router.prompt import Tokenizer
 from tests.bench.engine_sides import TEXT
 from tests.bench.report import Cell, Report, Table
-from tests.bench.stats import NUM_TRIES, describe_load, interleaved, ratio, spread, until_quiet, verdict
+from tests.bench.stats import NUM_TRIES, describe_load, ratio, spread, until_quiet, verdict
 
 PASSAGE = (
     f"{TEXT}In the third winter a schooner from the north ran aground on the sandbank, and he rowed out twice, "
     "the first time for the crew and the second time for the mail. Nobody thanked him for the mail, but he kept a "
     "letter from it in his drawer for the rest of his life."
 )
-"""As long as an answer: the model goes on with something else behind it."""
+"""As long as an answer, which ends where the model ends it: what it would go on with is no copy."""
 COPYING = (f"Repeat the following text exactly, word for word:\n\n{PASSAGE}",)
 FREE = (
     "Write a short story about a fox who learns to swim.", "Explain how a bicycle stays upright.",
@@ -65,6 +66,7 @@ NUM_LAYERS = 10
 COPYING_GATES = {"codes": 1.4, "float32": 2.0}
 """The least ratio at one stream: part -> gate."""
 FREE_GATE = 0.98
+NUM_ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,13 @@ class _Case:
     texts: tuple[str, ...]
     num_streams: int
     temperature: float = 0.0
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How every stream is drawn, but for its seed. Free text has as many tokens in every round."""
+        is_free, num_tokens = self.texts is FREE, 128 if self.num_streams == 1 else 64
+        most = num_tokens if is_free else 128
+        return SamplingParams(temperature=self.temperature, ignore_eos=is_free, max_tokens=most)
 
     def gate(self, part: str) -> float | None:
         if self.texts is FREE or part in MODEL_PARTS:
@@ -115,28 +124,37 @@ class _Arm:
         self._engine = Engine(runner, limits)
         self._num_runs = 0
 
-    def decode(self, prompts: list[list[int]], num_tokens: int, temperature: float) -> _Measured:
-        """Answers all prompts. What is timed begins when each has its first token."""
+    def begin(self, prompts: list[list[int]], sampling: SamplingParams) -> None:
+        """Asks all prompts, and goes on until each has its first token."""
         self._num_runs += 1
-        before = self._engine.load()
-        sequences = [
-            self._engine.add(self._spec(place, prompt, num_tokens, temperature), Purpose.GENERATE, time.monotonic())
+        self._before, self._cpu_s, self._num_steps = self._engine.load(), 0.0, 0
+        self._sequences = [
+            self._engine.add(self._spec(place, prompt, sampling), Purpose.GENERATE, time.monotonic())
             for place, prompt in enumerate(prompts)
         ]
-        while not all(sequence.first_token_s for sequence in sequences):
+        while not all(sequence.first_token_s for sequence in self._sequences):
             self._step()
-        began_s, num_steps = time.process_time(), 0
-        while self._engine.sequences:
-            self._step()
-            num_steps += 1
-        cpu_s, after = time.process_time() - began_s, self._engine.load()
+
+    def go_on(self) -> bool:
+        """Makes a step, and times it. Returns whether there was one left to make."""
+        if not self._engine.sequences:
+            return False
+        began_s = time.process_time()
+        self._step()
+        self._cpu_s += time.process_time() - began_s
+        self._num_steps += 1
+        return True
+
+    def measured(self) -> _Measured:
+        """Returns what all steps since the first tokens took and gave."""
+        before, after = self._before, self._engine.load()
         self._engine.take_block_events()
         return _Measured(
-            cpu_s=cpu_s,
-            num_steps=num_steps,
+            cpu_s=self._cpu_s,
+            num_steps=self._num_steps,
             num_drafted=after.drafted_tokens - before.drafted_tokens,
             num_accepted=after.accepted_tokens - before.accepted_tokens,
-            answers=tuple(tuple(sequence.token_ids) for sequence in sequences),
+            answers=tuple(tuple(sequence.token_ids) for sequence in self._sequences),
         )
 
     def _step(self) -> None:
@@ -147,15 +165,25 @@ class _Arm:
         self._engine.commit(step, output, time.monotonic())
         self._engine.learn(StepSize.of(step), took_s, output.proposing_s)
 
-    def _spec(self, place: int, prompt: list[int], num_tokens: int, temperature: float) -> SequenceSpec:
+    def _spec(self, place: int, prompt: list[int], sampling: SamplingParams) -> SequenceSpec:
         return SequenceSpec(
             request_id=f"{self._num_runs}",
             choice_index=place,
             token_ids=tuple(prompt),
             num_prompt_tokens=len(prompt),
-            sampling=SamplingParams(temperature=temperature, seed=place, ignore_eos=True, max_tokens=num_tokens),
+            sampling=replace(sampling, seed=place),
             cache_seed=f"{self._num_runs}".encode(),
         )
+
+
+def _race(arms: Mapping[str, _Arm], prompts: list[list[int]], sampling: SamplingParams) -> dict[str, _Measured]:
+    """Lets all arms answer the prompts, a step of each in turn, since machines change their speed within seconds."""
+    running = list(arms.values())
+    for arm in running:
+        arm.begin(prompts, sampling)
+    while running:
+        running = [arm for arm in running if arm.go_on()]
+    return {name: arm.measured() for name, arm in arms.items()}
 
 
 def run(quick: bool, parts: Collection[str] = PARTS) -> Report:
@@ -166,21 +194,24 @@ def run(quick: bool, parts: Collection[str] = PARTS) -> Report:
 
 def _table(path: Path, cache: Path, part: str, quick: bool) -> Table:
     with contextlib.ExitStack() as running:
-        name, arms = _arms(path, cache, part, running)
+        name, pairs = _arms(path, cache, part, running)
         table = Table(
-            f"Speculation: SmolLM2-135M, {name}, 1 thread, {2 if quick else 5} rounds",
+            f"Speculation: SmolLM2-135M, {name}, 1 thread, {2 if quick else NUM_ROUNDS} rounds",
             ("", "streams", "plain CPU ms/tok", "drafts CPU ms/tok", "ratio", "gate", "kept", "steps", "accepted",
              "same tokens", "other work, cores"),
         )  # fmt: skip
         tokenizer = Tokenizer.load(path)
         for case in CASES:
             if case.num_streams == 1 or part not in SLOW_PARTS:
-                table.rows.append(_row(case, tokenizer, arms, case.gate(part), quick))
+                table.rows.append(_row(case, tokenizer, pairs, case.gate(part), quick))
     return table
 
 
-def _arms(path: Path, cache: Path, part: str, running: contextlib.ExitStack) -> tuple[str, dict[str, _Arm]]:
-    """Returns what is compared, and its name. The runners are closed with `running`."""
+def _arms(path: Path, cache: Path, part: str, running: contextlib.ExitStack) -> tuple[str, list[dict[str, _Arm]]]:
+    """Returns what is compared, and its name: twice, on two runners that are alike, and the other way round.
+
+    So it does not count which of them has the luckier memory. The runners are closed with `running`.
+    """
 
     def started(folder: Path, name: str) -> Runner:
         config = EngineConfig(num_threads=1, kv_cache_gib=0.5, runner=name)
@@ -189,38 +220,44 @@ def _arms(path: Path, cache: Path, part: str, running: contextlib.ExitStack) -> 
         return runner
 
     most = EngineConfig().max_draft_tokens
-    target = started(
-        _moved(path, cache / "bench_float32" / path.name) if part == "float32" else path,
-        "transformers" if part in SLOW_PARTS else "auto",
-    )
+    folder = _moved(path, cache / "bench_float32" / path.name) if part == "float32" else path
+    targets = [started(folder, "transformers" if part in SLOW_PARTS else "auto") for _ in range(2)]
+    target = targets[0]
     if part in MODEL_PARTS:
         is_itself = part == "itself"
-        folder = path if is_itself else _first_layers(path, cache / "bench_first_layers" / path.name)
-        drafted = DraftedRunner(target, started(folder, "native"), time.process_time)
+        smaller = path if is_itself else _first_layers(path, cache / "bench_first_layers" / path.name)
+        draft = started(smaller, "native")
         model = "itself, native" if is_itself else f"its first {NUM_LAYERS} layers, native"
-        return f"{target.name}, drafts of {model}", {"plain": _Arm(target, most), "drafts": _Arm(drafted, most)}
+        return f"{target.name}, drafts of {model}", [
+            {"plain": _Arm(plain, most), "drafts": _Arm(DraftedRunner(other, draft, time.process_time), most)}
+            for plain, other in (targets, targets[::-1])
+        ]
     held = f", weights in {target._model.describe_memory()}" if isinstance(target, NativeRunner) else ""
-    return f"{target.name}{held}", {"plain": _Arm(target, 0), "drafts": _Arm(target, most)}
+    return f"{target.name}{held}", [
+        {"plain": _Arm(plain, 0), "drafts": _Arm(other, most)} for plain, other in (targets, targets[::-1])
+    ]
 
 
 def _row(
-    case: _Case, tokenizer: Tokenizer, arms: Mapping[str, _Arm], gate: float | None, quick: bool
+    case: _Case, tokenizer: Tokenizer, pairs: Sequence[Mapping[str, _Arm]], gate: float | None, quick: bool
 ) -> tuple[Cell, ...]:
     """Measures a case, again while others are busy; the quietest try counts."""
-    num_rounds, num_tokens = (2, 32) if quick else (5, 128 if case.num_streams == 1 else 64)
+    num_rounds = 2 if quick else NUM_ROUNDS
+    sampling = replace(case.sampling, max_tokens=32) if quick else case.sampling
     prompts = [_prompt(tokenizer, case.texts[place % len(case.texts)]) for place in range(case.num_streams)]
-    for arm in arms.values():
-        arm.decode(prompts, num_tokens, case.temperature)  # warm up
+    for arms in pairs:
+        _race(arms, prompts, sampling)  # warm up
     tries: list[tuple[float, dict[str, list[_Measured]]]] = []
     for others in until_quiet(1 if quick else NUM_TRIES):
-        found: dict[str, list[_Measured]] = {name: [] for name in arms}
+        found: dict[str, list[_Measured]] = {name: [] for name in pairs[0]}
         with others:
-            for name in interleaved(tuple(arms), num_rounds):
-                found[name].append(arms[name].decode(prompts, num_tokens, case.temperature))
+            for arms in itertools.islice(itertools.cycle(pairs), num_rounds):
+                for name, measured in _race(arms, prompts, sampling).items():
+                    found[name].append(measured)
         tries.append((others.cores, found))
     cores, found = min(tries, key=itemgetter(0))
     plain, drafts = found["plain"], found["drafts"]
-    last, number = drafts[-1], case.num_streams * num_tokens
+    last, number = drafts[-1], sum(map(len, plain[-1].answers)) - sum(map(len, prompts))
     same = sum(a.answers == b.answers for a, b in zip(plain, drafts, strict=True))
     times = ratio([each.cpu_s for each in plain], [each.cpu_s for each in drafts])
     return (

@@ -23,8 +23,12 @@ MAX_LOOK_BACK = 32
 """Tokens before a group that are compared, to say for how long the two places have been alike."""
 FORGETTING = 0.875
 """Weight of a guess after the next one of its kind."""
-BEGINNING = (0.3, 0.4, 0.6, 0.75, 0.85)
-"""Chances of a guess before any was seen, by how long the places have been alike: 3, 4, 6, 10 and 18 tokens or more."""
+BEGINNING = (0.3, 0.4, 0.75, 0.85, 0.95)
+"""Chances of a guess before any was seen, by how long the places have been alike: 3, 4, 6, 10 and 18 tokens or more.
+
+In 30 answers of the default model they were right, from free text at temperature 1 to copies: 0.21 to 0.87, 0.38 to
+0.90, 0.76 to 1, 0.80 to 0.89, 1. The first two are near to what texts have that do not repeat themselves.
+"""
 NOWHERE = -1
 
 
