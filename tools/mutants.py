@@ -103,7 +103,7 @@ class JobOutcome:
 def load() -> list[Mutant]:
     """Raises BadList: two have the same name, or one has no test."""
     mutants: list[Mutant] = []
-    for group in yaml.safe_load(LIST.read_text()):
+    for group in yaml.load(LIST.read_text(), yaml.CSafeLoader):
         for item in group["mutants"]:
             values: dict[str, Any] = {"file": group.get("file"), "tests": group.get("tests", ())} | item
             tests = values["tests"]

@@ -23,6 +23,7 @@ from tests.helm.chart import (
     Object,
     Pod,
     Values,
+    documents,
     helm,
     of_kind,
     pod_of,
@@ -248,7 +249,7 @@ def test_settings_that_the_schema_offers_are_taken(tmp_path: Path) -> None:
     file.write_text(json.dumps({"config": settings}))
     done = helm(4, "template", "baton", str(CHART), "--namespace", NAMESPACE, "--values", str(file))
     assert done.returncode == 0, done.stderr
-    objects = tuple(document for document in yaml.safe_load_all(done.stdout) if document)
+    objects = documents(done.stdout)
     config = loaded(objects, pod_of(objects, "router").spec["containers"][0], tmp_path)
     default = Config()
     config = dataclasses.replace(

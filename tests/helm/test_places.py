@@ -17,6 +17,7 @@ from tests.helm.chart import (
     Object,
     Pod,
     Values,
+    documents,
     helm,
     jobs,
     of_kind,
@@ -283,7 +284,7 @@ def test_the_chart_s_own_claim_is_filled_from_the_first_upgrade_on() -> None:
     options = [word for item in (*sets, "crds.upgrade=false") for word in ("--set", item)]
     done = helm(4, "template", "baton", str(CHART), "--is-upgrade", "--show-only", "templates/hooks.yaml", *options)
     assert done.returncode == 0, done.stderr
-    objects = tuple(document for document in yaml.safe_load_all(done.stdout) if document)
+    objects = documents(done.stdout)
     assert [each["kind"] for each in objects] == ["NetworkPolicy", "Job"]
     assert volume_of(jobs(objects)[0], "model-cache")["persistentVolumeClaim"] == {"claimName": "baton-models"}
 
