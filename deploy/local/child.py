@@ -157,6 +157,8 @@ class Child:
         """Sends it a signal, then SIGKILL when it takes too long."""
         if self._process is None:
             return
+        if self._process.stdin is not None:
+            self._process.stdin.close()  # ends what awaits its line, also where Python loses the signal in an import
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
         try:

@@ -120,13 +120,17 @@ async def test_a_ray_that_does_not_start_ends_the_controller_that_waits_for_it(t
     ray = RayCluster(Config(), tmp_path / "state.json", member_files("", tmp_path).files)
     for name in ("controller", "head"):
         (tmp_path / name).mkdir()
-    ray._head = child(tmp_path / "head", "sys.exit(3)")
-    ray._controller = child(tmp_path / "controller", "sys.exit(not sys.stdin.readline())", awaits_line=True)
+    there = f"Path({str(tmp_path / 'there')!r})"
+    loses_signal = f"import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n{there}.touch()\n"
+    ray._head = child(tmp_path / "head", f"while not {there}.exists(): time.sleep(0.01)\nsys.exit(3)")
+    ray._controller = child(
+        tmp_path / "controller", f"{loses_signal}sys.exit(not sys.stdin.readline())", awaits_line=True
+    )
     with pytest.raises(ConfigError, match="told ended with status 3"):
         await asyncio.wait_for(ray.start(), 20)
     assert asyncio.all_tasks() == {asyncio.current_task()}
     await asyncio.wait_for(ray.stop(), 20)
-    assert ray._controller.status is not None
+    assert ray._controller.status == 1, "it was not killed"
 
 
 async def test_workers_elsewhere_need_a_secret_that_they_have_too(tmp_path: Path) -> None:
