@@ -19,6 +19,7 @@ from baton.config import RouterConfig, TransferConfig
 from tests.chaos.fleet import RouterProcess, running_fleet
 from tests.integration.cluster import request
 from tests.support.asking import sampling
+from tests.support.operator import OPERATOR_ENTRY
 
 PAIRS = int(os.environ.get("PAIRS", "500"))
 KEYS = {name: f"key-of-{name}" for name in ("owner", "stranger")}
@@ -31,7 +32,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
     path = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
     lines = [f"{name}: {{key_sha256: [{hashlib.sha256(key.encode()).hexdigest()}]}}" for name, key in KEYS.items()]
-    path.write_text("\n".join(lines))
+    path.write_text(OPERATOR_ENTRY + "\n".join(lines))
     config = RouterConfig(mode="auto", tenants_file=str(path))
     with running_fleet(TransferConfig(), config, arithmetic_token_ms=0.02) as fleet:
         yield fleet.fill(*Role)

@@ -33,7 +33,7 @@ from tests.integration.cluster import Cluster, free_port, request, running_clust
 from tests.observability.exporters import NAMESPACE, PODS, running_exporters
 from tests.observability.prometheus import Prometheus, binaries, running_prometheus
 from tests.observability.shipped import JOB, RULES, dashboards, recorded, shown, substituted
-from tests.support.asking import exposition, prompt_of, sampling
+from tests.support.asking import exposition, metric, prompt_of, sampling
 from tests.support.load import Clients, Requests
 from tests.support.processes import running
 from tests.support.waiting import wait_until
@@ -183,10 +183,13 @@ class Trouble:
             file.write("# once more\n")
 
     def _no_redis(self) -> None:
-        """Workers forget, and the index is not told."""
+        """Workers forget, and the index is not told: until a router has counted on what is gone, or for 20 s."""
+        num_before = metric(self._cluster, "baton_index_stale_hints_total")
         self._redis.suspend()
         try:
-            self._stop.wait(4)
+            for _ in range(20):
+                if self._stop.wait(1) or metric(self._cluster, "baton_index_stale_hints_total") > num_before:
+                    break
         finally:
             self._redis.resume()
         self._stop.wait(2)
