@@ -198,7 +198,7 @@ class UsageBook:
                         return step.record
         except (StoreUnavailable, TimeoutError) as error:
             if not self._is_away:
-                logger.warning("usage records are written without asking other routers: %s", error or "no answer")
+                logger.warning("usage records are written without asking other routers: %s", str(error) or "no answer")
             self._is_away, self._away_until_s = True, time.monotonic() + SWEEP_S
             raise StoreUnavailable(str(error)) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,9 @@ from baton.telemetry.instruments import Instruments
 from kvstore.index import RedisConnection
 from kvstore.index.keys import Keys
 from kvstore.leases import RecordKey
+from router.request import usage_log
 from router.request.usage_log import UsageBook, UsageFile
-from router.request.usage_marks import MarkStore, MemoryMarks, RedisMarks
+from router.request.usage_marks import FoundMark, MarkStore, MemoryMarks, RedisMarks
 from router.request.usage_record import HOLD_S, UsageMark, UsageRecord
 from tests.support.builders import cluster_status
 
@@ -38,6 +40,12 @@ def marks(backend: Backend) -> MarkStore:
         return MemoryMarks(backend.clock)
     assert backend.router
     return RedisMarks(backend.router, backend.namespace, backend.clock)
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine's Redis may take longer than a router waits."""
+    monkeypatch.setattr(usage_log, "TIMEOUT_S", 20.0)
 
 
 @pytest.fixture
@@ -177,6 +185,23 @@ async def test_without_redis_records_are_written_at_once(log: Path) -> None:
     router.ended(KEY, router.placed(KEY, DIGEST, False), WHOLE)
     await router.flush()
     assert lines(log) == [("r", "cancelled", 10, 4), ("r", "ok", 10, 9)]
+    await router.close()
+
+
+async def test_a_redis_that_does_not_answer_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, log: Path
+) -> None:
+    class Hanging(MemoryMarks):
+        async def get(self, key: RecordKey) -> FoundMark:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    monkeypatch.setattr(usage_log, "TIMEOUT_S", 0.05)
+    router = book(log, Hanging(time.monotonic))
+    router.ended(KEY, router.placed(KEY, DIGEST, False), WHOLE)
+    await router.flush()
+    assert lines(log) == [("r", "ok", 10, 9)]
+    assert "without asking other routers: no answer" in caplog.text
     await router.close()
 
 
