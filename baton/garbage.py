@@ -16,7 +16,17 @@ THRESHOLDS = (20_000, 20, 20)
 by its reference counts; cycles, of exceptions mostly, may wait."""
 LOOK_S, LONGEST_LOOK_S = 1.0, 16.0
 """Pauses between two looks at the memory; each is twice the one before while there is nothing to give back."""
-GROWTH_BYTES = 16 * 2**20
+GROWTH_BYTES = 8 * 2**20
+_M_ARENA_MAX = -8
+"""The C library's number for the number of heaps."""
+
+
+def share_heap() -> None:
+    """Has all threads take memory from one heap, where the C library can do that: of several, each keeps from the
+    others what has been freed in it. To be called while there is one thread.
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def collect_seldom() -> None:
@@ -38,7 +48,7 @@ def keep_what_is_loaded() -> None:
 
 def give_back() -> None:
     """Gives what has been freed back to the system, where the C library can do that. Takes some milliseconds, in which
-    other threads run.
+    other threads run unless they need memory.
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
     """Log probabilities of consecutive tokens, by the model's own distribution: before temperature, penalties and the
-    like.
+    like. What is given is kept as arrays: a token with 20 others takes 0.4 KB, and as Python's numbers 1.5.
 
     Raises:
         ValueError: there are not as many likeliest tokens for each one.
     """
 
-    logprobs: tuple[float, ...] = ()
+    logprobs: Sequence[float] = ()
     """The log probability of each token; empty: nobody asked."""
-    top_ids: tuple[int, ...] = ()
+    top_ids: Sequence[int] = ()
     """The likeliest tokens in each one's place, best first, as many for each."""
-    top_logprobs: tuple[float, ...] = ()
+    top_logprobs: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         if len(self.top_ids) != len(self.top_logprobs) or len(self.top_ids) != self.num_top * len(self.logprobs):
             raise ValueError(f"{len(self.top_ids)} and {len(self.top_logprobs)} scores of {len(self.logprobs)} tokens")
+        for name, code in _CODES.items():
+            if not isinstance(given := getattr(self, name), array):
+                object.__setattr__(self, name, array(code, given))
+
+    def __hash__(self) -> int:  # arrays have none
+        return hash((*self.logprobs, *self.top_ids, *self.top_logprobs))
 
     def __len__(self) -> int:
         return len(self.logprobs)
@@ -53,12 +61,14 @@ class TokenScores:
         if len(kept) <= 1:
             return kept[0] if kept else NO_SCORES
         return TokenScores(
-            tuple(logprob for part in kept for logprob in part.logprobs),
-            tuple(token_id for part in kept for token_id in part.top_ids),
-            tuple(logprob for part in kept for logprob in part.top_logprobs),
+            list(chain.from_iterable(part.logprobs for part in kept)),
+            list(chain.from_iterable(part.top_ids for part in kept)),
+            list(chain.from_iterable(part.top_logprobs for part in kept)),
         )
 
 
+_CODES = {"logprobs": "d", "top_ids": "I", "top_logprobs": "d"}
+"""The array's type code of each field."""
 NO_SCORES = TokenScores()
 
 

@@ -24,10 +24,10 @@ async def _run(config: baton_config.Config) -> None:
 
 
 def main() -> None:
+    garbage.share_heap()
     config = baton_config.process_config()
     logs.configure(config.telemetry.log_level, config.telemetry.log_format, "baton-router")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there are always many prompts, each a small one
-    garbage.keep_what_is_loaded()
     try:
         uvloop.run(_run(config))
     except* BatonError as errors:

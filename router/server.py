@@ -25,7 +25,7 @@ from baton.telemetry import tracing
 from baton.telemetry.instruments import Instruments
 from baton.tls import Tls, door_tls, member_tls
 from baton.trust import KeyFile, Principal, open_keys
-from baton.v1 import admin_pb2_grpc, inference_pb2_grpc
+from baton.v1 import admin_pb2_grpc
 from kvstore.index import GarbageBook, Mirror, MirrorFollower, RedisConnection, RedisIndex, Seal
 from kvstore.leases import RedisLeases, RedisRecords
 from router.admission import Accounts, Ledger, Limiter, ModelFacts, RedisLedger, SloCounts
@@ -115,7 +115,9 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
             the keys or the tenants' file are wrong, or the usage log cannot be written.
         ModelLoadError: the model's folder has no tokenizer.
     """
-    await build(config).run(stop)
+    router = build(config)
+    garbage.keep_what_is_loaded()
+    await router.run(stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +303,7 @@ def _registry(
 
 
 def _add_services(rpc: RpcServer, inference: InferenceServicer, admin: AdminServicer) -> None:
-    inference_pb2_grpc.add_InferenceServicer_to_server(inference, rpc.server)
+    inference.add_to(rpc.server)
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
 
 

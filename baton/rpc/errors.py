@@ -50,6 +50,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, malformed: MalformedCount) -> None:
         self._malformed = malformed
+        self._guarded_handlers: dict[str, tuple[Any, Any]] = {}
+        """The latest handler of each method, and what came of it. It is the same for all calls but those that show a
+        certificate.
+        """
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -57,11 +61,17 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or handler.request_deserializer is None:  # without one it refuses every message
             return handler and self._guarded(handler, None, None)
+        known = self._guarded_handlers.get(details.method)
+        if known is None or known[0] is not handler:
+            known = self._guarded_handlers[details.method] = handler, self._reading(handler, details.method)
+        return known[1]
+
+    def _reading(self, handler: Any, method: str) -> Any:
         read = wire.readable(handler.request_deserializer)
         if handler.request_streaming:
             # What it raises comes out where the handler asks for the next message.
             return self._guarded(handler, lambda raw: self._checked(read(raw)), None)
-        if details.method.startswith(CLIENTS_METHODS):
+        if method.startswith(CLIENTS_METHODS):
             return self._guarded(handler, _clients(read), self._checked)
         return self._guarded(handler, read, self._checked)
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Generic, TypeVar
 
 from baton.errors import NotRead
-from baton.tasks import cancel_and_wait, seen_through
+from baton.tasks import Flag, cancel_and_wait, seen_through
 
 T = TypeVar("T")
 LOOK_S = 1.0
@@ -38,7 +38,7 @@ class ReadAhead:
         self.num_bytes = 0
         self.is_crowded = is_crowded
         self._max_bytes = max_bytes
-        self._waiting: set[asyncio.Event] = set()
+        self._waiting: set[Flag] = set()
 
     def add(self, num_bytes: int) -> None:
         """Counts what is kept, or with a negative number, what is not kept any more."""
@@ -51,14 +51,14 @@ class ReadAhead:
     def is_full(self) -> bool:
         return self.num_bytes >= self._max_bytes
 
-    async def changes(self, event: asyncio.Event) -> None:
-        """Waits until there is room for more, or an event is set, whichever comes first."""
-        self._waiting.add(event)
+    async def changes(self, flag: Flag) -> None:
+        """Waits until there is room for more, or the flag is set, whichever comes first."""
+        self._waiting.add(flag)
         try:
-            event.clear()
-            await event.wait()
+            flag.clear()
+            await flag.wait()
         finally:
-            self._waiting.discard(event)
+            self._waiting.discard(flag)
 
 
 async def deliver(
@@ -113,9 +113,9 @@ class _Delivery(Generic[T]):
         self._reading: asyncio.Task[None] | None = None
         """The task that reads ahead; None: nothing had to be."""
         self._kept: deque[T] = deque()
-        self._has_none = asyncio.Event()
+        self._has_none = Flag()
         """Set when the client has taken what was kept."""
-        self._has_more = asyncio.Event()
+        self._has_more = Flag()
         """Set while something is kept, or the reading has ended."""
         self._timer = self._loop.call_later(LOOK_S, self._look)
         self._closing: asyncio.Task[None] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
@@ -32,7 +33,6 @@ from router.service import RouterService
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 """Longest message of a client: what gRPC's servers take by default. It is received whole before it is looked at."""
-CHUNK_BYTES, SCORE_BYTES = 400, 64
 SERVICE_NAMES = ("baton.v1.Inference", "baton.v1.Admin")
 INFERENCE, ADMIN = (f"/{name}/" for name in SERVICE_NAMES)
 CALLER: ContextVar[Tenant] = ContextVar("caller")
@@ -105,6 +105,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._stall_s = stall_s
         self._ahead = ReadAhead(is_crowded=lambda: service.is_crowded())
 
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Adds the service to a server that has not started."""
+        inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
+        generate: Any = grpc.unary_stream_rpc_method_handler(
+            self.Generate, request_deserializer=inference_pb2.GenerateRequest.FromString
+        )  # what it writes is serialized
+        service, _ = SERVICE_NAMES
+        server.add_registered_method_handlers(service, {"Generate": generate})
+
     async def Generate(  # type: ignore[override]  # noqa: N802 - the generated name
         self, request: inference_pb2.GenerateRequest, context: CallContext
     ) -> None:
@@ -113,10 +122,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         padding = AnswerFilling(GRPC, self._ahead.is_crowded)
         is_first = True
 
-        async def write(chunk: GenerateChunk) -> None:
+        async def write(message: bytes) -> None:
             nonlocal is_first
-            message = wire.generate_response(chunk)
-            message.padding = bytes(padding.of_next(message.ByteSize()))
+            message += _filling(padding.of_next(len(message)))
             if not is_first:
                 await context.write(message)
                 return
@@ -128,15 +136,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
         asked = wire.generate_request_from_pb(request, self._service.facts.max_model_len - 1)
         with self._service.calls.conflict_when_taken_over():
-            chunks = self._chunks(self._service.generate(asked, trace, CALLER.get(), self._ingress))
-            await deliver(chunks, write, size=_size, ahead=self._ahead, stall_s=self._stall_s)
+            messages = self._messages(self._service.generate(asked, trace, CALLER.get(), self._ingress))
+            await deliver(messages, write, size=sys.getsizeof, ahead=self._ahead, stall_s=self._stall_s)
 
-    async def _chunks(self, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[GenerateChunk]:
-        """Yields the chunks; says so where another call has taken the request over while they were read ahead."""
+    async def _messages(self, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[bytes]:
+        """Yields the messages, serialized, as they take the least memory while nobody reads them; says so where another
+        call has taken the request over while they were read ahead.
+        """
         with self._service.calls.conflict_when_taken_over():
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
-                    yield chunk
+                    yield wire.generate_response(chunk).SerializeToString()
 
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, context: CallContext
@@ -153,12 +163,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return wire.list_models_response([self._service.card])
 
 
-def _size(chunk: GenerateChunk) -> int:
-    """The size of a chunk in memory, in bytes, roughly."""
-    scored = len(chunk.scores.logprobs) + len(chunk.scores.top_logprobs)
-    if chunk.prompt_scores is not None:
-        scored += len(chunk.prompt_scores.scores.logprobs) + len(chunk.prompt_scores.scores.top_logprobs)
-    return CHUNK_BYTES + len(chunk.text) + len(chunk.reasoning) + SCORE_BYTES * scored
+def _filling(num_bytes: int) -> bytes:
+    """What makes a serialized answer longer by so many bytes, and a few that say so, and changes nothing else of it."""
+    return inference_pb2.GenerateResponse(padding=bytes(num_bytes)).SerializeToString()
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):

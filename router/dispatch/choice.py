@@ -7,7 +7,6 @@ Outcome    how an attempt ended, the last thing that an exchange yields
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +17,7 @@ from baton.hypotheses import NO_HYPOTHESES, Hypotheses
 from baton.messages import Decoding, PrefixSource, SequenceSpec
 from baton.sampling import FinishReason
 from baton.scores import TokenScores
+from baton.tasks import Flag
 from kvstore.leases import Noted
 from router.admission import Claim, QueueEntry
 from router.dispatch.decisions import PlacementDecision
@@ -64,7 +64,7 @@ class Choice:
     its own way."""
     num_followers: int = 0
     """Sequences that decode beside this one where it does: choices of which it is the leader, or other beams."""
-    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    has_begun: Flag = field(default_factory=Flag)
     """Set once a worker decodes it, or it has come to its end without."""
     kv_is_on: str = ""
     """The decode worker that has the prompt's KV; empty: none yet."""

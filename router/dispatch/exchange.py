@@ -211,7 +211,7 @@ class Exchange:
                         while isinstance(outcome := await rest.next(), NewTokens):
                             yield outcome
         except WorkerCallError as failure:
-            outcome = AttemptFailed(failure)
+            outcome = AttemptFailed(failure.with_traceback(None))  # whose frames have the outcome
         finally:
             assignment.leave_old_call()
             self._patience.gate.left(attempt.entry)

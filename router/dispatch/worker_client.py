@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
@@ -69,7 +68,7 @@ class WorkerStream(Generic[E]):
     def __init__(self, worker: Worker, leave: Callable[[], None]) -> None:
         self.worker = worker
         self._leave = leave
-        self._events: deque[E] = deque()
+        self._events: list[E] = []
         self._failure: BatonError | None = None
         self._reader: asyncio.Future[None] | None = None
 
@@ -114,16 +113,13 @@ class WorkerStream(Generic[E]):
         self._leave()
 
 
-def _taken(events: deque[E]) -> E:
+def _taken(events: list[E]) -> E:
     """Takes the next answer, or the tokens of several."""
-    event = events.popleft()
-    if not events or not isinstance(event, NewTokens):
-        return event
-    parts: list[NewTokens] = [event]
-    while events and isinstance(following := events[0], NewTokens) and len(parts) < MAX_JOINED:
-        parts.append(following)
-        events.popleft()
-    return cast(E, _joined(parts))
+    parts = list(itertools.takewhile(lambda event: isinstance(event, NewTokens), events[:MAX_JOINED]))
+    if len(parts) <= 1:
+        return events.pop(0)
+    del events[: len(parts)]
+    return cast(E, _joined(cast(list[NewTokens], parts)))
 
 
 def _joined(parts: Sequence[NewTokens]) -> NewTokens:

@@ -25,6 +25,7 @@ from weakref import WeakSet
 
 from baton.errors import Conflict, Overloaded, StoreUnavailable
 from baton.messages import SequenceSpec
+from baton.tasks import Flag
 from kvstore.index.backoff import backoff_s
 from kvstore.leases import Noted, RecordEnd, RecordEntry, RecordKey, RecordPart, RecordStore, field_of
 from kvstore.leases.journal import DIGEST_BYTES, WRITER_BYTES
@@ -51,7 +52,7 @@ class Call:
     group: ChoiceGroup | None = None
     """Choices of the request; None: not known yet."""
     is_superseded: bool = False
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: Flag = field(default_factory=Flag)
 
     @staticmethod
     def of_current_task() -> Call:

@@ -83,7 +83,7 @@ async def main():
 asyncio.run(main())
 """
 NEEDS_GLIBC = pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc", reason="the C library is not glibc, which can give memory back"
+    platform.libc_ver()[0] != "glibc", reason="the C library is not glibc, whose heaps are looked at"
 )
 
 
@@ -95,3 +95,35 @@ def test_what_is_freed_after_a_look_goes_back_as_well() -> None:
 @NEEDS_GLIBC
 def test_what_has_been_freed_goes_back_to_the_system() -> None:
     subprocess.run([sys.executable, "-c", FREEING], check=True, timeout=60)
+
+
+HEAPS = """
+import ctypes
+import threading
+from baton.garbage import share_heap
+
+share_heap()
+library = ctypes.CDLL(None)  # which lets other threads run, as the interpreter's own calls of it do not
+library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+all_are_here = threading.Barrier(5)
+
+def take() -> None:
+    place = library.malloc(50_000)
+    all_are_here.wait()
+    all_are_here.wait()
+    library.free(place)
+
+threads = [threading.Thread(target=take) for _ in range(4)]
+for thread in threads:
+    thread.start()
+all_are_here.wait()
+library.malloc_info(0, ctypes.c_void_p.in_dll(library, "stdout"))
+library.fflush(None)
+all_are_here.wait()
+"""
+
+
+@NEEDS_GLIBC
+def test_threads_share_a_heap() -> None:
+    said = subprocess.run([sys.executable, "-c", HEAPS], check=True, timeout=60, capture_output=True, text=True).stdout
+    assert said.count("<heap nr=") == 1

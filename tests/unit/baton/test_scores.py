@@ -26,3 +26,9 @@ def test_scores_that_fit_no_tokens_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match="scores of"):
         TokenScores(logprobs, top_ids, top_logprobs)
+
+
+def test_they_are_the_same_however_they_are_given_and_none_is_rounded() -> None:
+    given = TokenScores([-0.1], [2**32 - 1], [-0.3])
+    assert {given, TokenScores((-0.1,), (2**32 - 1,), (-0.3,))} == {given}
+    assert (list(given.logprobs), given.top(0)) == ([-0.1], [(2**32 - 1, -0.3)])

@@ -156,8 +156,7 @@ class Router:
     @contextlib.asynccontextmanager
     async def inference(self, stall_s: float = 30.0) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
         rpc = RpcServer(SERVICE_NAMES, [Authentication(self._tenants)])
-        servicer = InferenceServicer(self.service, stall_s=stall_s)
-        inference_pb2_grpc.add_InferenceServicer_to_server(servicer, rpc.server)
+        InferenceServicer(self.service, stall_s=stall_s).add_to(rpc.server)
         port = rpc.bind("127.0.0.1", 0)
         await rpc.start()
         try:

@@ -391,7 +391,7 @@ def test_a_step_yields_none_to_several_tokens_a_part_with_scores(bursts: tuple[i
         assert generated(outputs, sequence) == expected_tokens(prompt, 21), "what ends it is the last one"
     for output in outputs:
         assert isinstance(output, Generated)
-        assert output.scores.logprobs == tuple(-float(token) for token in output.token_ids)
+        assert tuple(output.scores.logprobs) == tuple(-float(token) for token in output.token_ids)
     assert max(len(o.token_ids) for o in outputs if isinstance(o, Generated)) == max(bursts)
     assert is_empty(engine)
 

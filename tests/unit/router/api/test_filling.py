@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.api.filling import GRPC, HTTP, AnswerFilling, Unread
+from router.api.filling import FRAME_BYTES, GRPC, HTTP, AnswerFilling, Unread
 
 LENGTH = 300
 UNREAD = pytest.mark.parametrize("unread", [GRPC, HTTP])
@@ -21,9 +21,12 @@ def test_few_messages_come_to_as_much_as_is_taken_unread_and_no_more(unread: Unr
     padding = AnswerFilling(unread, lambda: True)
     sizes = [padding.of_next(LENGTH) for _ in range(300)]
     num_padded = sizes.index(0)
-    assert sizes == [unread.part_bytes] * num_padded + [0] * (300 - num_padded)
-    each = unread.part_bytes + LENGTH
-    assert (num_padded - 1) * each < unread.num_bytes <= num_padded * each
+    *whole, last = sizes[:num_padded]
+    assert whole == [unread.part_bytes] * (num_padded - 1)
+    assert 0 < last <= unread.part_bytes
+    so_far = sum(sizes) + num_padded * (LENGTH + FRAME_BYTES)
+    assert so_far == unread.num_bytes, "the next message waits, and is a small one"
+    assert sizes[num_padded:] == [0] * (300 - num_padded)
     assert num_padded <= 32
 
 

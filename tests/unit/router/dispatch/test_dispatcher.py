@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
@@ -48,7 +49,7 @@ from router.admission.tenants import Tenant
 from router.dispatch import exchange
 from router.dispatch.choice import ChoiceGroup
 from router.dispatch.exchange import _Held
-from router.dispatch.worker_client import WorkerClient, WorkerStream
+from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
 from router.placement import NO_OBJECTIVE, Mode
 from router.placement.pool_view import LEAVING_S, SUSPICION_S
 from router.slo import Stage
@@ -121,6 +122,21 @@ async def test_a_failed_attempts_source_is_not_named_again(failure: BatonError, 
     assert sources(workers) == [
         PrefixSource(worker_id=name, address=bench.address, num_tokens=held[name]) for name in expected
     ]
+
+
+async def test_a_failed_attempt_leaves_nothing_to_the_garbage_collector() -> None:
+    def failures() -> set[int]:
+        return {id(each) for each in gc.get_objects() if type(each) is WorkerCallError}
+
+    gc.collect()
+    of_other_tests = failures()
+    gc.disable()
+    try:
+        async with bench_of(ScriptedWorkers(decode=[[GONE], [LAST]]), TWO, "aggregated") as bench:
+            assert await collected(bench.tokens()) == [5]
+            assert failures() <= of_other_tests
+    finally:
+        gc.enable()
 
 
 async def test_kv_is_handed_over_to_where_the_decode_workers_lease_is_from() -> None:

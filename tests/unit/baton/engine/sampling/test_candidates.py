@@ -62,7 +62,7 @@ def test_their_probabilities_are_those_that_are_drawn_from_and_their_scores_the_
     assert candidates.logprobs == pytest.approx(expected.topk(2).values.tolist(), abs=1e-5)
     for token, scores in zip(candidates.token_ids, candidates.scores, strict=True):
         assert scores.logprobs == pytest.approx([float(raw[token])], abs=1e-5)
-        assert scores.top_ids == tuple(raw.topk(3).indices.tolist())
+        assert tuple(scores.top_ids) == tuple(raw.topk(3).indices.tolist())
     assert found.candidates[2].scores == ()
     assert len(found.candidates[2].token_ids) == 4
 

@@ -235,6 +235,6 @@ def test_scores_change_nothing_of_what_the_arithmetic_engine_draws_and_are_those
         whole = arithmetic.logits_of([answers[place]], vocab_size)
         (exact,) = whole.double().log_softmax(-1)
         named = params.logprob_token_ids or tuple(exact.argsort(descending=True)[: params.logprobs].tolist())
-        assert found.scores[place].top_ids == named
+        assert tuple(found.scores[place].top_ids) == named
         assert found.scores[place].logprobs == pytest.approx([exact[found.token_ids[place]].item()], abs=1e-4)
         assert found.scores[place].top_logprobs == pytest.approx(exact[list(named)].tolist(), abs=1e-3)

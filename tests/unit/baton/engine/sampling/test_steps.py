@@ -327,7 +327,7 @@ def test_scores_of_tokens_that_a_client_names() -> None:
     tokens, scores, *_ = Sampler(EOS_IDS).sample_and_score(logits.clone(), [row_of(each) for each in asked])
     assert scores is not None
     expected = logits.double().log_softmax(-1)
-    assert [found.top_ids for found in scores] == [(7, 2, 7), tuple(expected[1].topk(2).indices.tolist()), (1,)]
+    assert [tuple(found.top_ids) for found in scores] == [(7, 2, 7), tuple(expected[1].topk(2).indices.tolist()), (1,)]
     for index, found in enumerate(scores):
         own = [float(expected[index, token_id]) for token_id in (tokens[index], *found.top_ids)]
         assert [*found.logprobs, *found.top_logprobs] == pytest.approx(own, abs=1e-5)
@@ -346,9 +346,9 @@ def test_equally_likely_tokens_have_one_order_whoever_is_in_the_batch(num_top: i
     rows = [row_of({"temperature": 0.0, "logprobs": most}) for most in (num_top, 2, 20)]
     scores = Sampler().sample_and_score(logits.clone(), rows).scores
     assert scores is not None
-    assert scores[0].top_ids == (7, 2000, 0, 1, 2)[:num_top]
-    assert scores[1].top_ids == (0, 1)
-    assert scores[2].top_ids == tuple(logits[2].topk(20).indices.tolist())
+    assert tuple(scores[0].top_ids) == (7, 2000, 0, 1, 2)[:num_top]
+    assert tuple(scores[1].top_ids) == (0, 1)
+    assert tuple(scores[2].top_ids) == tuple(logits[2].topk(20).indices.tolist())
     of_prompt = scores_of(logits, [5, 5, 5], num_top)
-    assert of_prompt.top_ids[:num_top] == (7, 2000, 0, 1, 2)[:num_top]
-    assert of_prompt.top_ids[num_top : 2 * num_top] == tuple(range(num_top))
+    assert tuple(of_prompt.top_ids[:num_top]) == (7, 2000, 0, 1, 2)[:num_top]
+    assert tuple(of_prompt.top_ids[num_top : 2 * num_top]) == tuple(range(num_top))
