@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from cryptography import x509
 
 from baton.config import ClusterConfig, Config
 from baton.errors import ConfigError
@@ -280,12 +279,16 @@ def _load(context: ssl.SSLContext, files: CertificateFiles) -> None:
 def _term_s(certificate: bytes) -> tuple[float, float]:
     if not certificate:
         return 0.0, 0.0
+    from cryptography import x509  # where there is TLS
+
     found = x509.load_pem_x509_certificate(certificate)
     return found.not_valid_before_utc.timestamp(), found.not_valid_after_utc.timestamp()
 
 
 def _first_name(path: str) -> str:
     """A name that a certificate's server has. Raises ConfigError."""
+    from cryptography import x509  # where there is TLS
+
     try:
         found = x509.load_pem_x509_certificate(Path(path).read_bytes())
         names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

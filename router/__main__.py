@@ -7,4 +7,5 @@ if __name__ == "__main__":
 
     from router.process import main
 
+    garbage.keep_modules()
     main()

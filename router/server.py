@@ -9,8 +9,7 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-
-from opentelemetry.sdk.trace import TracerProvider
+from typing import TYPE_CHECKING
 
 from baton import garbage
 from baton.api import ModelCard
@@ -52,6 +51,9 @@ from router.request.resume import Journal
 from router.request.usage_log import UsageBook, UsageFile
 from router.request.usage_marks import MarkStore, RedisMarks
 from router.service import RouterService
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 logger = logging.getLogger(__name__)
 

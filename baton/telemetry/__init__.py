@@ -2,12 +2,13 @@
 
 `instruments` collects all instruments: those that a router books (`booked`), those read from the cluster's status
 (`observed`, and `trouble` for what will end it), those of the process itself (`process`) and their names for tools that
-expect vLLM (`vllm`). `prometheus` writes the exposition, `tracing` one trace per request, `logs` the log lines,
-`prefixes` which prefixes recur.
+expect vLLM (`vllm`). `prometheus` writes the exposition, `tracing` one trace per request, which leaves by `exporting`,
+`logs` the log lines, `prefixes` which prefixes recur.
 """
 
 __all__ = [
     "booked",
+    "exporting",
     "instruments",
     "logs",
     "observed",

@@ -5,53 +5,23 @@ Spans are exported over OTLP when `telemetry.otlp_endpoint` is set; otherwise th
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler, SamplingResult
 from opentelemetry.trace import Span, SpanContext, SpanKind
 
 from baton.config import TelemetryConfig
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
     from baton.tls import Tls
 
 Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
 _tracer = trace.get_tracer("baton")
-
-
-class _DrawnShare(Sampler):
-    """Samples a share of the traces, drawn here: clients choose the ids of theirs."""
-
-    def __init__(self, ratio: float) -> None:
-        self._ratio = ratio
-
-    def should_sample(self, *given: Any, **named: Any) -> SamplingResult:
-        chosen = ALWAYS_ON if random.random() < self._ratio else ALWAYS_OFF
-        return chosen.should_sample(*given, **named)
-
-    def get_description(self) -> str:
-        return f"Share({self._ratio:g})"
-
-
-def sampler(ratio: float, *, faces_clients: bool) -> Sampler:
-    """What decides which traces are exported.
-
-    Args:
-        ratio: share of the traces that begin here.
-        faces_clients: callers are clients, whose wish to be sampled counts for no more than having a trace at all; one
-            that is not sampled stays so. Other callers have decided for us.
-    """
-    share = _DrawnShare(ratio)
-    return ParentBased(share, remote_parent_sampled=share) if faces_clients else ParentBased(share)
 
 
 def configure(
@@ -61,45 +31,15 @@ def configure(
 
     Args:
         tls: what is shown and believed where `telemetry.otlp_tls` is on; None: nothing, and the system's authorities.
-        faces_clients: see `sampler`.
+        faces_clients: see `exporting.sampler`.
     """
     if not config.otlp_endpoint:
         return None
-    resource = Resource.create({"service.name": service_name, "service.instance.id": instance_id})
-    provider = TracerProvider(resource=resource, sampler=sampler(config.sample_ratio, faces_clients=faces_clients))
-    exporter: SpanExporter
-    if config.otlp_tls and tls is not None:
-        exporter = _TlsExporter(config.otlp_endpoint, tls)
-    else:
-        exporter = OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=not config.otlp_tls)
-    provider.add_span_processor(BatchSpanProcessor(exporter))
+    from baton.telemetry import exporting  # OpenTelemetry's SDK takes a start longer than all else of this
+
+    provider = exporting.provider(service_name, instance_id, config, tls, faces_clients=faces_clients)
     trace.set_tracer_provider(provider)
     return provider
-
-
-class _TlsExporter(SpanExporter):
-    """Exports over a channel that is opened anew when the certificates have changed."""
-
-    def __init__(self, endpoint: str, tls: Tls) -> None:
-        self._endpoint = endpoint
-        self._tls = tls
-        self._shown = tls.now()
-        self._exporter = self._opened()
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        if (now := self._tls.now()) is not self._shown:
-            self._exporter.shutdown()
-            self._shown, self._exporter = now, self._opened()
-        return self._exporter.export(spans)
-
-    def shutdown(self) -> None:
-        self._exporter.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return self._exporter.force_flush(timeout_millis)
-
-    def _opened(self) -> OTLPSpanExporter:
-        return OTLPSpanExporter(endpoint=self._endpoint, insecure=False, credentials=self._tls.channel_credentials())
 
 
 def start_span(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Self
-
-from rich import progress as bars
-from rich.console import Console
+from typing import TYPE_CHECKING, Self
 
 from deploy.models.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
 
 TITLES = {
     "wait": "Waiting for another process that prepares this model",
@@ -23,6 +24,9 @@ class ProgressDisplay:
     """A context manager whose `update` is an `OnModelProgress`. Writes to stderr, so that stdout stays for programs."""
 
     def __init__(self, console: Console | None = None) -> None:
+        from rich import progress as bars  # most processes that import this package never show any
+        from rich.console import Console
+
         self._console = console or Console(stderr=True)
         self._bars = bars.Progress(
             bars.TextColumn("{task.description:<12}"),
@@ -33,7 +37,7 @@ class ProgressDisplay:
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._tasks: dict[str, bars.TaskID] = {}
+        self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:
         self._bars.start()

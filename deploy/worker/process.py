@@ -27,10 +27,9 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
-from opentelemetry.sdk.trace import TracerProvider
 
 from baton import garbage
 from baton.cluster import VERSION, Role
@@ -55,6 +54,9 @@ from deploy.worker.log import WorkerLog
 from deploy.worker.member import Member
 from kvstore.transfer.transport.nccl_log import private_log
 from prefill_worker.service import PrefillService
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,39 @@ def test_what_is_loaded_is_kept_and_garbage_is_not() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60)
 
 
+MODULES = """
+import gc
+from baton.garbage import keep_modules, keep_what_is_loaded
+
+keep_modules()
+assert len(gc.get_objects()) < 100
+cycle = []
+cycle.append(cycle)
+del cycle
+keep_what_is_loaded()
+gc.unfreeze()
+assert gc.collect() < 10, "what was made after the imports was kept for good"
+"""
+
+
+def test_modules_are_kept_and_not_what_a_start_leaves() -> None:
+    subprocess.run([sys.executable, "-c", MODULES], check=True, timeout=60)
+
+
+PROCESS = """
+import gc, runpy, sys
+import {package}.process
+
+{package}.process.main = lambda: sys.exit(0 if gc.get_freeze_count() > 100_000 else "its modules are looked at again")
+runpy.run_module("{package}", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("package", ["deploy.worker", "router"])
+def test_processes_that_serve_keep_their_modules(package: str) -> None:
+    subprocess.run([sys.executable, "-c", PROCESS.format(package=package)], check=True, timeout=60)
+
+
 FREEING = """
 import ctypes
 import psutil

@@ -9,14 +9,14 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Span
 
-from baton.telemetry import tracing
+from baton.telemetry import exporting, tracing
 
 SAMPLED, UNSAMPLED = "01", "00"
 
 
 def span(ratio: float, flags: str, *, faces_clients: bool, trace_id: str = "0" * 31 + "1") -> tuple[Span, Span]:
     """The span of a call that brings a trace, and a child of it."""
-    tracer = TracerProvider(sampler=tracing.sampler(ratio, faces_clients=faces_clients)).get_tracer("x")
+    tracer = TracerProvider(sampler=exporting.sampler(ratio, faces_clients=faces_clients)).get_tracer("x")
     parent = tracing.from_metadata([("traceparent", f"00-{trace_id}-{'0' * 15}1-{flags}")]) if flags else None
     found = tracer.start_span("call", context=parent)
     return found, tracer.start_span("child", context=tracing.context_of(found))

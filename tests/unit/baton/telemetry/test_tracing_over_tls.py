@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 
 from baton.config import ClusterConfig, TelemetryConfig
 from baton.rpc import RpcServer
-from baton.telemetry import tracing
+from baton.telemetry import exporting, tracing
 from baton.tls import Tls, member_tls
 from tests.support.certificates import Authority, cluster_settings
 
@@ -72,7 +72,7 @@ def test_without_certificates_the_systems_authorities_are_believed(monkeypatch: 
         def shutdown(self) -> None:
             pass
 
-    monkeypatch.setattr(tracing, "OTLPSpanExporter", Exporter)
+    monkeypatch.setattr(exporting, "OTLPSpanExporter", Exporter)
     monkeypatch.setattr(trace, "set_tracer_provider", lambda provider: None)
     for over_tls in (True, False):
         config = TelemetryConfig(otlp_endpoint="127.0.0.1:1", otlp_tls=over_tls)
