@@ -142,6 +142,10 @@ class EngineConfig(EveryEngineConfig):
     little more than a quarter, with a scale for each token and head, in the native step alone; fp8 (e4m3, without a
     scale) a quarter, on transformers alone, meant for GPUs. Pages of these two go to workers that have the same, with
     transfer.wire_dtype auto. All change answers a little: docs/native.md and docs/gpu.md say how much."""
+    attention: Annotated[str, OneOf("auto", "flashinfer")] = "auto"
+    """What attends on a GPU. auto: the project's own kernels where they run and prove right, torch's otherwise.
+    flashinfer: FlashInfer, which is to be installed beside Baton, for decodes, and the project's kernels for all else,
+    on transformers alone; a worker where it is not there, cannot, or does not prove right refuses to start."""
     batch_invariant: Switch = False
     """Whether an answer and its log probabilities are the same to the bit alone or beside others, in whatever chunks
     its prompt is computed, and when it goes on in another worker with the same kind of GPU. On a GPU products and
@@ -168,6 +172,12 @@ class EngineConfig(EveryEngineConfig):
             raise ConfigError(
                 f"engine.batch_invariant cannot be kept with engine.tensor_parallel {self.tensor_parallel}: in which "
                 "order ranks are added up depends on how many rows there are; set one of them to its default"
+            )
+
+        if self.batch_invariant and self.attention == "flashinfer":
+            raise ConfigError(
+                "engine.batch_invariant cannot be kept with engine.attention flashinfer, which divides a batch by what "
+                "is in it; set one of them to its default"
             )
 
     def refuse_unknown(self, unknown: Collection[str]) -> None:

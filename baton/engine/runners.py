@@ -73,6 +73,7 @@ def _draft_settings(model: ModelConfig, engine: EngineConfig) -> tuple[ModelConf
         max_model_len=0,
         kv_dtype="auto",
         batch_invariant=False,
+        attention="auto",
     )
     return replace(model, path=engine.draft_model, revision=""), own
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from baton.engine.model import fused_kernels, invariant_kernels, kernels
+from tests.fakes import flashinfer
 
 SEEN_BY_THE_HOST = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "_unique2", "equal"})
 
@@ -38,10 +39,11 @@ class FakeCapture:
         self.graphs: list[FakeGraph] = []
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[FakeGraph, torch.Tensor]:
+        run()  # libraries set up then what they need
         graph = FakeGraph()
         self.graphs.append(graph)
         with pytest.MonkeyPatch.context() as patch, _Recording(graph):
-            for module in (kernels, fused_kernels, invariant_kernels):
+            for module in (kernels, fused_kernels, invariant_kernels, flashinfer):
                 patch.setattr(module, "_launch", _kept(graph, module._launch))
             found = run()
         with torch.inference_mode():

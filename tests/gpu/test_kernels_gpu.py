@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from pathlib import Path
 
@@ -11,7 +12,14 @@ import torch
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.kv_spec import KVSpec, LayerGroup
 from baton.engine.core.runner import ignore_layer
-from baton.engine.model.attention_choice import TOLERANCE, TorchAttention, attention_of, why_not_kernels
+from baton.engine.model.attention_choice import (
+    TOLERANCE,
+    AttentionWish,
+    TorchAttention,
+    attention_of,
+    why_not_flashinfer,
+    why_not_kernels,
+)
 from baton.engine.model.attention_probe import PROBE_ROOM, largest_difference, probe_cache
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.rank_step import RankStep
@@ -47,8 +55,44 @@ def test_attention_is_torchs(dim: int, num_sharing: int, dtype: torch.dtype) -> 
 
 def test_the_kernels_are_taken(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    found = attention_of(KVCache(spec_of(128, torch.bfloat16), 8, 1, CUDA), 4, torch.bfloat16, PROBE_ROOM)
+    found = attention_of(
+        KVCache(spec_of(128, torch.bfloat16), 8, 1, CUDA), 4, torch.bfloat16, PROBE_ROOM, AttentionWish()
+    )
     assert not isinstance(found, TorchAttention), caplog.text
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs an NVIDIA GPU and flashinfer-python")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dim", "num_sharing"), [(64, 1), (64, 7), (128, 4), (128, 8), (256, 2)])
+def test_decodes_by_flashinfer_are_torchs(dim: int, num_sharing: int, dtype: torch.dtype) -> None:
+    from baton.engine.model.flashinfer_attention import FlashInferAttention
+
+    spec = spec_of(dim, dtype)
+    assert why_not_flashinfer(spec, dtype) is None
+    cache = probe_cache(spec, CUDA)
+    ways = (TorchAttention(cache, num_sharing), FlashInferAttention(cache, num_sharing, dtype, PROBE_ROOM))
+    difference = largest_difference(cache, num_sharing, dtype, ways)
+    print(f"{torch.cuda.get_device_name()}: {dim} dimensions, {num_sharing} share, {dtype}: {difference:.2g}")
+    assert difference <= TOLERANCE[dtype]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs an NVIDIA GPU and flashinfer-python")
+def test_graphs_that_flashinfer_decodes_give_the_kernels_logits(model_dir: Path) -> None:
+    """Graphs of one, of many, and of many again: each replay has a plan of its own."""
+    model = ModelConfig(path=str(model_dir), dtype="bfloat16", device="cuda")
+    ranks = [
+        TransformersRunner(model, EngineConfig(num_blocks=256, max_num_seqs=16, attention=attention)).rank
+        for attention in ("auto", "flashinfer")
+    ]
+    before = ranks[0].cache.groups[0].normal_().clone()
+    assert all(rank._graphs is not None for rank in ranks)
+    for num_parts in (1, 13, 2, 3, 13):
+        parts = [part_of(key, 7 + key, (17 * key) % 60) for key in range(num_parts)]
+        found = []
+        for rank in ranks:
+            rank.cache.groups[0].copy_(before)
+            found.append(rank.compute(RankStep(parts, range(num_parts)), ignore_layer).float())
+        torch.testing.assert_close(*found, atol=0.1, rtol=0.1)
 
 
 def test_decode_steps_are_graphs_and_give_the_same_logits(model_dir: Path) -> None:

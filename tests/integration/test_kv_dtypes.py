@@ -21,7 +21,7 @@ from baton.engine.model.transformers_runner import TransformersRunner
 from baton.engine.native import build
 from baton.engine.native.runner import NativeRunner
 from baton.engine.runners import make_runner
-from baton.errors import ConfigError
+from baton.errors import ConfigError, ModelLoadError
 from baton.memory import GIB
 from deploy.models import cache_dir
 from deploy.worker.member import wire_compat
@@ -267,6 +267,20 @@ def test_pages_that_a_runner_does_not_have_are_refused_by_name(uneven: Path) -> 
     with pytest.raises(ConfigError, match=r"engine\.kv_dtype is fp8, which the native step does not know"):
         make_runner(model, with_pages("fp8", runner="native"), cache)
     assert make_runner(model, with_pages("fp8"), cache).name == "transformers"
+
+
+def test_flashinfer_is_refused_by_name_where_there_is_no_gpu(uneven: Path) -> None:
+    model, cache = ModelConfig(path=str(uneven), device="cpu"), cache_dir(load().cluster)
+    for runner, words in (
+        ("native", r"engine\.attention is flashinfer, which the native step does not know"),
+        ("arithmetic", r"engine\.runner arithmetic does not know engine\.attention; unset it"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            make_runner(model, EngineConfig(runner=runner, attention="flashinfer"), cache)
+    with pytest.raises(
+        ModelLoadError, match=r"engine\.attention flashinfer cannot be had: the device is no NVIDIA GPU"
+    ):
+        make_runner(model, EngineConfig(attention="flashinfer"), cache)
 
 
 def test_weights_of_8_bit_floats_are_refused_by_name_where_no_gpu_multiplies_them(uneven: Path) -> None:

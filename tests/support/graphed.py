@@ -19,6 +19,7 @@ from baton.engine.model.shapes import cache_spec
 from baton.engine.model.table_rows import TableRoom
 from baton.engine.uploads import StepNumbers
 from baton.sampling import SamplingParams
+from tests.fakes import flashinfer
 from tests.fakes.graphs import FakeCapture
 from tests.support.fusing import fuse_here
 
@@ -66,13 +67,15 @@ STEPS = [
 ]
 
 
-def replays_differ_by(*, is_fused: bool = False) -> tuple[float, list[int], list[int]]:
+def replays_differ_by(*, is_fused: bool = False, by_flashinfer: bool = False) -> tuple[float, list[int], list[int]]:
     """Returns by how much logits and KV of steps one after the other differ at most; replays of each graph, from the
     largest; and which layers were reported to readers.
     """
     from baton.engine.model.decode_graphs import DecodeGraphs
+    from baton.engine.model.flashinfer_attention import FlashInferAttention
     from baton.engine.model.kernel_attention import KernelAttention
 
+    attention_type = FlashInferAttention if by_flashinfer else KernelAttention
     model, reference = model_of(), model_of()
     if is_fused:
         assert "2 FusedLayer" in fuse_here(model)[0]
@@ -81,12 +84,13 @@ def replays_differ_by(*, is_fused: bool = False) -> tuple[float, list[int], list
     caches[0].groups[0].normal_(generator=torch.Generator().manual_seed(1))
     caches[1].groups[0].copy_(caches[0].groups[0])
     capture, done = FakeCapture(), list[int]()
-    graphs = DecodeGraphs(model, KernelAttention(caches[1], 2, torch.float32, ROOM), capture)
+    with flashinfer.installed():
+        graphs = DecodeGraphs(model, attention_type(caches[1], 2, torch.float32, ROOM), capture)
     assert caches[1].groups[0].equal(caches[0].groups[0]), "a capture has written into a block"
     numbers, worst = StepNumbers(CPU), 0.0
     model.forward = None  # nobody may call it from here on
     for step in STEPS:
-        expected = _by_torch(reference, caches[0], step)
+        expected = _computed(reference, TorchAttention(caches[0], 2), step)
         filling = Filling(torch.tensor([0]), torch.tensor([1]), torch.tensor([0, step.parts[0].token_ids[0]]))
         hidden = RankStep([step.parts[0]._replace(token_ids=(-1,)), *step.parts[1:]], step.sampling)
         found = graphs.compute(hidden, _noting(done), filling, numbers)
@@ -100,12 +104,27 @@ def _noting(done: list[int]) -> OnLayerDone:
     return lambda layer, fence: done.append(layer)
 
 
+def launched_steps_differ_by() -> float:
+    """Returns by how much logits of steps one after the other differ at most, where FlashInfer's fake decodes."""
+    from baton.engine.model.flashinfer_attention import FlashInferAttention
+
+    model = model_of()
+    caches = [KVCache(cache_spec(model.config, 16, "float32", 1), NUM_BLOCKS, 8) for _ in range(2)]
+    ways = (TorchAttention(caches[0], 2), FlashInferAttention(caches[1], 2, torch.float32, ROOM))
+    worst = 0.0
+    with flashinfer.installed():
+        for step in STEPS:
+            expected, found = (_computed(model, way, step) for way in ways)
+            worst = max(worst, float((found - expected).abs().max().nan_to_num(torch.inf)))
+    return worst
+
+
 @torch.inference_mode()
-def _by_torch(model: Any, cache: KVCache, step: RankStep) -> torch.Tensor:
+def _computed(model: Any, attention: Any, step: RankStep) -> torch.Tensor:
     from baton.engine.model.attention import begun_blocks
 
-    cache.clear_blocks(begun_blocks(cache, step.parts))
-    set_step(TorchAttention(cache, 2).step(step.parts, ignore_layer, StepNumbers(CPU)))
+    attention.cache.clear_blocks(begun_blocks(attention.cache, step.parts))
+    set_step(attention.step(step.parts, ignore_layer, StepNumbers(CPU)))
     token_ids = torch.tensor([[part.token_ids[0] for part in step.parts]])
     positions = torch.tensor([[part.num_computed_tokens for part in step.parts]])
     found: torch.Tensor = model(input_ids=token_ids, position_ids=positions, use_cache=False).logits[0]

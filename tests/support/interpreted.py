@@ -30,6 +30,7 @@ from baton.engine.model.rank_step import order_for_packing
 from baton.engine.model.table_rows import TableRoom
 from baton.engine.uploads import StepNumbers
 from baton.sampling import SamplingParams
+from tests.fakes import flashinfer
 
 ROOM = TableRoom(num_sequences=8, num_tokens=2200)
 
@@ -101,10 +102,14 @@ def part_of(key: int, case: Case, lengths: tuple[int, int, int], blocks: list[in
     )
 
 
-def difference(case: Case) -> float:
+def difference(case: Case, *, by_flashinfer: bool = False) -> float:
     """Returns by how much what the kernels write and what comes of it differs from torch's, beside the largest where
     that is above 1. Places that nobody has written are no numbers for the kernels.
+
+    Args:
+        by_flashinfer: decodes are what the fake of FlashInfer makes of them.
     """
+    from baton.engine.model.flashinfer_attention import FlashInferAttention
     from baton.engine.model.kernel_attention import KernelAttention
 
     draw, generator = random.Random(3), torch.Generator().manual_seed(3)
@@ -129,14 +134,16 @@ def difference(case: Case) -> float:
     if case.pool == FP8:
         value[0], value[-1] = 449, -2000
     found = []
+    by_kernels = FlashInferAttention if by_flashinfer else KernelAttention
     ways: tuple[Attention, ...] = (
         TorchAttention(caches[0], case.sharing),
-        KernelAttention(caches[1], case.sharing, dtype, ROOM),
+        by_kernels(caches[1], case.sharing, dtype, ROOM),
     )
     for cache, way in zip(caches, ways, strict=True):
         step = way.step(parts, ignore_layer, StepNumbers(cache.device))
         new = [one.transpose(0, 1) for one in (query, key, value)]
-        found.append(step.attend(1, *new, scaling=None, sliding_window=case.window).float())
+        with flashinfer.installed():
+            found.append(step.attend(1, *new, scaling=None, sliding_window=case.window).float())
     written = [_written(cache, parts) for cache in caches]
     assert written[0].equal(written[1]), "not what was to be written, or not there"
     largest = max(1.0, float(found[0].abs().max()))

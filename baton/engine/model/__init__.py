@@ -14,6 +14,7 @@ __all__ = [
     "batch_invariance",
     "decode_graphs",
     "device_memory",
+    "flashinfer_attention",
     "fp8_kernels",
     "fp8_linear",
     "fused_kernels",

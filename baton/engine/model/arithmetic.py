@@ -52,7 +52,9 @@ class ArithmeticRunner:
     """
 
     runs_ahead = False
-    unknown_settings = frozenset({"kv_cache_gib", "kv_dtype", "rank_timeout_s", "draft_model", "draft_kv_cache_gib"})
+    unknown_settings = frozenset(
+        {"kv_cache_gib", "kv_dtype", "attention", "rank_timeout_s", "draft_model", "draft_kv_cache_gib"}
+    )
     """Settings that its engine does not know: its pool is counted in blocks, its one rank waits for no other, and no
     model is smaller."""
 

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from baton.engine.core.runner import OnLayerDone, StepPart, ignore_layer
+from baton.engine.core.runner import OnLayerDone, StepPart
 from baton.engine.model.attention import begun_blocks, report_written, set_step
 from baton.engine.model.attention_step import Attention
-from baton.engine.model.kernel_attention import KernelAttention, KernelIndex, KernelStep
-from baton.engine.model.kernels import NO_WINDOW, Tiles, WrittenTokens, num_shares_of
+from baton.engine.model.kernel_attention import KernelAttention, KernelStep
 from baton.engine.model.last_tokens import Filling
 from baton.engine.model.rank_step import RankStep
 from baton.engine.uploads import StepNumbers
@@ -107,6 +106,7 @@ class _Graph(NamedTuple):
     logits: torch.Tensor
     """`[size, vocabulary]`: what it writes."""
     captured: Replayable
+    step: KernelStep
 
 
 class DecodeGraphs:
@@ -147,6 +147,8 @@ class DecodeGraphs:
         if filling is not None:
             filling.fill(graph.numbers[0])
         self._cache.clear_blocks(begun)
+        if graph.step.decoded is not None:
+            graph.step.decoded.prepare(step.parts, rows)
         graph.captured.replay()
         report_written(self._cache, self._cache.spec.num_layers - 1, on_layer_done)
         return graph.logits[: len(step.parts)]
@@ -154,22 +156,18 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _captured(self, size: int, capture: Capture) -> _Graph:
         numbers = padded_numbers([], [], size).to(self._cache.device)
-        token_ids, positions, rows, places = numbers[:4]
-        tiles = numbers[4:].view(size, 4)
-        indices = tuple(
-            KernelIndex(WrittenTokens(table, rows, places), (Tiles(tiles, True, num_shares_of(NO_WINDOW, shape)),))
-            for table, shape in zip(self._attention.rows.tables, self._attention.shapes, strict=True)
-        )
+        token_ids, positions = numbers[:2]
+        step = self._attention.graph_step(numbers[2:])
 
         def run() -> torch.Tensor:
-            set_step(KernelStep(self._attention, indices, ignore_layer))
+            set_step(step)
             logits: torch.Tensor = self._model(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False
             ).logits[0]  # fmt: skip
             return logits
 
         captured, logits = capture(run)
-        return _Graph(numbers, logits, captured)
+        return _Graph(numbers, logits, captured, step)
 
 
 def graphs_of(model: Any, attention: Attention, capture: Capture | None = None) -> DecodeGraphs | None:

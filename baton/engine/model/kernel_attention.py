@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 from baton.engine.core.kv_spec import LayerGroup
-from baton.engine.core.runner import OnLayerDone, StepPart
+from baton.engine.core.runner import OnLayerDone, StepPart, ignore_layer
 from baton.engine.model.attention import report_written
 from baton.engine.model.kernels import (
+    NO_WINDOW,
     HeadShape,
     Tiles,
     WrittenTokens,
@@ -38,6 +40,27 @@ class KernelIndex:
     tiles: tuple[Tiles, ...]
 
 
+class DecodedTokens(Protocol):
+    """Tokens at the end of a step, one of each sequence, that another library than the kernels attends."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many there are."""
+        ...
+
+    def prepare(self, parts: Sequence[StepPart], rows: Sequence[int]) -> None:
+        """Has a graph decode these parts when it is next replayed.
+
+        Args:
+            rows: of the block tables, of each part. They stand there.
+        """
+        ...
+
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scaling: float, window: int | None) -> None:
+        """Attends their queries in one layer, whose K and V are written; both tensors are `[T, heads, dim]`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class KernelStep:
     """An `AttentionStep` by kernels."""
@@ -46,6 +69,8 @@ class KernelStep:
     indices: tuple[KernelIndex, ...]
     """One for each layer group."""
     on_layer_done: OnLayerDone
+    decoded: DecodedTokens | None = None
+    """Tokens at its end that another library attends; None: the kernels attend all."""
 
     def attend(
         self,
@@ -70,6 +95,9 @@ class KernelStep:
                 shape, pages, query, out,
                 tables=index.new.tables, tiles=tiles, scaling=scaling, window=sliding_window,
             )  # fmt: skip
+        if self.decoded is not None:
+            begin = len(out) - self.decoded.num_tokens
+            self.decoded.attend(layer, query.transpose(0, 1)[begin:], out[begin:], scaling, sliding_window)
         return out
 
 
@@ -101,12 +129,43 @@ class KernelAttention:
         counts = torch.tensor([len(part.token_ids) for part in parts])
         rows = self.rows.of(parts, numbers)
         row_of_each = numbers.put(torch.tensor(rows).repeat_interleave(counts))
+        num_segments = sum(part.num_known_tokens > 1 for part in parts)
+        decoded = self.decoded(parts[num_segments:], rows[num_segments:])
+        tiled = parts if decoded is None else parts[:num_segments]
         places = numbers.put(torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts]))
         indices = []
         for tables, shape in zip(self.rows.tables, self.shapes, strict=True):
-            tiles = tuple(_tiles(parts, rows, shape, numbers))
+            tiles = tuple(_tiles(tiled, rows[: len(tiled)], shape, numbers))
             indices.append(KernelIndex(WrittenTokens(tables, row_of_each, places), tiles))
-        return KernelStep(self, tuple(indices), on_layer_done)
+        return KernelStep(self, tuple(indices), on_layer_done, decoded)
+
+    def graph_step(self, numbers: torch.Tensor) -> KernelStep:
+        """Returns what a graph of decodes attends by, over and over.
+
+        Args:
+            numbers: `[6, size]` on the device: the rows of the block tables and the positions of its tokens, then its
+                tiles (`kernels`). They change from replay to replay.
+        """
+        rows, places, tiles = numbers[0], numbers[1], numbers[2:].view(-1, 4)
+        decoded = self.decoded_in_graph(len(tiles))
+        indices = []
+        for tables, shape in zip(self.rows.tables, self.shapes, strict=True):
+            tiled = (Tiles(tiles, True, num_shares_of(NO_WINDOW, shape)),) if decoded is None else ()
+            indices.append(KernelIndex(WrittenTokens(tables, rows, places), tiled))
+        return KernelStep(self, tuple(indices), ignore_layer, decoded)
+
+    def decoded(self, parts: Sequence[StepPart], rows: Sequence[int]) -> DecodedTokens | None:
+        """Returns who attends the decodes of a step; None: the kernels.
+
+        Args:
+            parts: all of one known token.
+            rows: of the block tables, of each part.
+        """
+        return None
+
+    def decoded_in_graph(self, size: int) -> DecodedTokens | None:
+        """Returns who attends the tokens of a graph, of which there are `size`; None: the kernels."""
+        return None
 
 
 def _capability_of(device: torch.device) -> int:

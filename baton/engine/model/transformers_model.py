@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from baton.engine.core.faults import Fault, fault_of
 from baton.engine.core.runner import OnLayerDone
 from baton.engine.model.attention import ATTENTION_NAME, begun_blocks, set_step
-from baton.engine.model.attention_choice import attention_of, decode_graphs
+from baton.engine.model.attention_choice import AttentionWish, attention_of, decode_graphs
 from baton.engine.model.batch_invariance import make_invariant
 from baton.engine.model.fp8_linear import quantize
 from baton.engine.model.fused_model import fuse
@@ -108,9 +108,10 @@ class ModelRank:
         num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.cache = cache
         self._graphs: DecodeGraphs | None = None  # those of the cache before give their memory back first
-        num_sharing, is_invariant = config.num_attention_heads // num_kv_heads, self._engine.batch_invariant
+        num_sharing = config.num_attention_heads // num_kv_heads
+        wish = AttentionWish(self._engine.batch_invariant, self._engine.attention == "flashinfer")
         room = TableRoom(self._engine.max_num_seqs, longest_sequence(config, self._engine.max_model_len))
-        self._attention = attention_of(cache, num_sharing, self.model.dtype, room, is_invariant=is_invariant)
+        self._attention = attention_of(cache, num_sharing, self.model.dtype, room, wish)
         self._graphs = decode_graphs(self.model, self._attention, self._engine)
 
     @torch.inference_mode()

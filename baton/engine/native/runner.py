@@ -229,9 +229,10 @@ def _require_settings(model: ModelConfig, engine: EngineConfig) -> None:
         raise NotNative("the native step computes on CPUs, and this model is on a GPU")
     if model.dtype not in ("auto", "float32"):
         raise NotNative(f"model.dtype is {model.dtype}, and the native step computes in float32")
-    for name, value in (("model.weights", model.weights), ("engine.kv_dtype", engine.kv_dtype)):
-        if value == "fp8":
-            raise NotNative(f"{name} is fp8, which the native step does not know")
+    values = {"model.weights": model.weights, "engine.kv_dtype": engine.kv_dtype, "engine.attention": engine.attention}
+    for name, value in values.items():
+        if value in ("fp8", "flashinfer"):
+            raise NotNative(f"{name} is {value}, which the native step does not know")
 
 
 def _load_library(folder: Path, variant: str) -> ctypes.CDLL:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import importlib.util
 import shutil
 import statistics
 import tempfile
@@ -19,7 +20,7 @@ import torch
 
 from baton.engine.core.sequence import Purpose
 from kvstore.transfer.transport.streams import own_stream
-from tests.gpu.hour.checks import Found, is_rehearsal, judged
+from tests.gpu.hour.checks import Found, NotRun, is_rehearsal, judged
 from tests.gpu.hour.ends import Side, header_of, require_kind, taken, two
 from tests.gpu.hour.models import (
     LLAMA_8B,
@@ -152,9 +153,9 @@ def _kv_bytes(num_tokens: int) -> int:
     return int(2 * 2 * f["num_hidden_layers"] * f["num_key_value_heads"] * f["head_dim"] * num_tokens)
 
 
-def _engine(num_tokens: int, step_tokens: int) -> Any:
+def _engine(num_tokens: int, step_tokens: int, attention: str = "auto") -> Any:
     dtype = "float32" if is_rehearsal() else "bfloat16"
-    runner = runner_of(model_8b(), dtype=dtype, num_blocks=num_tokens // 16 + 64)
+    runner = runner_of(model_8b(), dtype=dtype, num_blocks=num_tokens // 16 + 64, attention=attention)
     return engine_of(runner, step_tokens=step_tokens)
 
 
@@ -165,12 +166,15 @@ def _step(engine: Any) -> None:
 
 def decode(case: str) -> Found:
     """Steps of a batch, after its prompts: their time against the bytes that they read, and what the host adds."""
-    batch, length = (int(part) for part in case.split("x"))
+    size, _, attention = case.partition(" ")
+    if attention == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
+        raise NotRun("flashinfer-python is not installed")
+    batch, length = (int(part) for part in size.split("x"))
     if is_rehearsal():
         batch, length = min(batch, 4), 32
     num_prompt_steps = 2 + batch * length // (STEP_TOKENS - batch)  # in which those that have begun go on
     num_tokens = num_prompt_steps + NUM_WARM + 2 * NUM_STEPS + 2
-    engine = _engine(batch * (length + num_tokens + 16), STEP_TOKENS)
+    engine = _engine(batch * (length + num_tokens + 16), STEP_TOKENS, attention or "auto")
     for number, prompt in enumerate(prompts_of([length] * batch)):
         engine.add(spec_of(f"s{number}", prompt, num_tokens), Purpose.GENERATE, now=0.0)
     while any(sequence.num_computed_tokens < length for sequence in engine.sequences.values()):

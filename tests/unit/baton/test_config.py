@@ -44,6 +44,7 @@ def another(name: str, value: Any) -> Any:
             "nccl_mode",
             "wire_dtype",
             "dtype",
+            "attention",
             "kv_dtype",
             "device",
             "kv_cache_gib",
@@ -54,6 +55,7 @@ def another(name: str, value: Any) -> Any:
                 "nccl_mode": "blocking-lazy",
                 "wire_dtype": "int8",
                 "dtype": "bfloat16",
+                "attention": "flashinfer",
                 "kv_dtype": "bfloat16",
                 "device": "cuda",
                 "kv_cache_gib": 3.5,
@@ -264,6 +266,10 @@ def test_of_an_unknown_variable_the_nearest_name_is_given(name: str, advice: str
         (
             "engine: {batch_invariant: on, tensor_parallel: 2}",
             "engine.batch_invariant cannot be kept with engine.tensor_parallel 2",
+        ),
+        (
+            "engine: {batch_invariant: on, attention: flashinfer}",
+            "engine.batch_invariant cannot be kept with engine.attention flashinfer",
         ),
         ("engine: {tensor_parallel: 0}", "engine.tensor_parallel must be at least 1, got 0"),
         ("engine: {rank_timeout_s: 0}", "engine.rank_timeout_s must be more than 0 seconds, got 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import logging
 import sys
@@ -15,7 +16,13 @@ import torch
 from baton.engine.core.kv_spec import KVSpec, LayerGroup
 from baton.engine.core.runner import OnLayerDone, StepPart
 from baton.engine.model import attention_choice
-from baton.engine.model.attention_choice import TorchAttention, attention_of, why_not_kernels
+from baton.engine.model.attention_choice import (
+    AttentionWish,
+    TorchAttention,
+    attention_of,
+    why_not_flashinfer,
+    why_not_kernels,
+)
 from baton.engine.model.attention_step import AttentionStep
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.table_rows import TableRoom
@@ -72,7 +79,7 @@ def test_what_is_missing_is_named(on_gpu: pytest.MonkeyPatch) -> None:
 
 def test_a_cpu_has_torchs_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert isinstance(attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM), TorchAttention)
+    assert isinstance(attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM, AttentionWish()), TorchAttention)
     assert "attention is torch's own: the device is no NVIDIA GPU" in caplog.text
 
 
@@ -116,7 +123,7 @@ def test_kernels_are_taken_where_they_prove_right(
     kernels.KernelAttention = type("Scaled", (Off,), {"factor": factor})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "baton.engine.model.kernel_attention", kernels)
     monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)
-    found = attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM)
+    found = attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM, AttentionWish())
     assert isinstance(found, Off) == is_taken
     assert words in caplog.text
 
@@ -126,7 +133,7 @@ def test_kernels_that_do_not_run_are_left(monkeypatch: pytest.MonkeyPatch, caplo
     kernels.KernelAttention = Failing  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "baton.engine.model.kernel_attention", kernels)
     monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)
-    assert type(attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM)) is TorchAttention
+    assert type(attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM, AttentionWish())) is TorchAttention
     assert "the kernels do not run here: RuntimeError: no C compiler" in caplog.text
 
 
@@ -143,4 +150,53 @@ def test_what_must_not_depend_on_its_batch_is_not_torchs(
         monkeypatch.setitem(sys.modules, "baton.engine.model.kernel_attention", kernels)
         monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)
     with pytest.raises(ModelLoadError, match=f"engine.batch_invariant cannot be kept by torch's attention: .*{words}"):
-        attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM, is_invariant=True)
+        attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM, AttentionWish(is_invariant=True))
+
+
+FLASHINFER = AttentionWish(by_flashinfer=True)
+
+
+def test_what_flashinfer_cannot_decode_is_named(on_gpu: pytest.MonkeyPatch) -> None:
+    spec = spec_of(128, "bfloat16")
+    uneven = KVSpec((dataclasses.replace(spec.groups[0], v_dim=64),))
+    assert why_not_flashinfer(spec, torch.bfloat16) is None
+    assert "does not compute in float32" in (why_not_flashinfer(spec_of(), torch.float32) or "")
+    assert "keys and of values differ in size" in (why_not_flashinfer(uneven, torch.bfloat16) or "")
+    assert "pages are not of the model's bfloat16" in (
+        why_not_flashinfer(spec_of(128, "float8_e4m3fn"), torch.bfloat16) or ""
+    )
+    on_gpu.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "not installed (pip install flashinfer-python)" in (why_not_flashinfer(spec, torch.bfloat16) or "")
+
+
+@pytest.mark.parametrize(("factor", "is_taken"), [(1.0, True), (1.01, False)])
+def test_flashinfer_is_taken_where_it_proves_right_and_else_refused(
+    factor: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Scaled(Off):
+        def __init__(self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom) -> None:
+            super().__init__(cache, num_sharing, dtype, room, is_invariant=False)
+
+    caplog.set_level(logging.INFO)
+    Scaled.factor = factor
+    decodes = ModuleType("decodes")
+    decodes.FlashInferAttention = Scaled  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "baton.engine.model.flashinfer_attention", decodes)
+    for name in ("why_not_kernels", "why_not_flashinfer"):
+        monkeypatch.setattr(attention_choice, name, lambda *args: None)
+    asked = KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM, FLASHINFER
+    if is_taken:
+        assert isinstance(attention_of(*asked), Scaled)
+        assert "attention is by FlashInfer for decodes and the project's own kernels" in caplog.text
+    else:
+        with pytest.raises(ModelLoadError, match=r"engine.attention flashinfer cannot be had: .* differs from it by"):
+            attention_of(*asked)
+
+
+def test_flashinfer_is_refused_where_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM, FLASHINFER
+    with pytest.raises(ModelLoadError, match="flashinfer cannot be had: the device is no NVIDIA GPU; set it to auto"):
+        attention_of(*asked)
+    monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)
+    with pytest.raises(ModelLoadError, match="flashinfer cannot be had: it is not installed"):
+        attention_of(*asked)

@@ -29,14 +29,20 @@ def test_a_step_has_the_smallest_graph_that_holds_it(interpreter: Executor) -> N
     assert tiles == [[5, 0, 1, 20], [2, 1, 1, 3], [0, 2, 1, -1], [0, 3, 1, -1]]
 
 
-@pytest.mark.parametrize("is_fused", [False, True])
-def test_replays_compute_what_torch_computes(is_fused: bool, interpreter: Executor) -> None:
+@pytest.mark.parametrize(("is_fused", "by_flashinfer"), [(False, False), (True, False), (False, True)])
+def test_replays_compute_what_torch_computes(is_fused: bool, by_flashinfer: bool, interpreter: Executor) -> None:
     """Also with more tokens than the step before, with fewer, over other blocks, and with one that the host does not
     know."""
-    difference, num_replays, done = interpreter.submit(graphed.replays_differ_by, is_fused=is_fused).result()
+    difference, num_replays, done = interpreter.submit(
+        graphed.replays_differ_by, is_fused=is_fused, by_flashinfer=by_flashinfer
+    ).result()
     assert difference <= 1e-5
     assert num_replays == [2, 1, 2]
     assert done == [1] * len(graphed.STEPS), "one fence, behind the last layer"
+
+
+def test_steps_that_are_no_graphs_have_plans_of_their_own(interpreter: Executor) -> None:
+    assert interpreter.submit(graphed.launched_steps_differ_by).result() <= 1e-5
 
 
 def test_a_model_that_cannot_be_captured_launches_its_steps(interpreter: Executor) -> None:

@@ -45,6 +45,16 @@ def test_attention_is_torchs(name: str, interpreter: Executor) -> None:
     assert interpreter.submit(interpreted.difference, CASES[name]).result() <= 2e-6
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["dimensions 64", "dimensions 80", "dimensions 128", "7 share", "shares of keys in a window", "large blocks",
+     "blocks given back"],
+)  # fmt: skip
+def test_decodes_by_flashinfer_are_torchs(name: str, interpreter: Executor) -> None:
+    """Its fake meets no numbers as well. Prompts and drafts beside them stay with the kernels."""
+    assert interpreter.submit(interpreted.difference, CASES[name], by_flashinfer=True).result() <= 2e-6
+
+
 @pytest.mark.parametrize("num_programs", [1, 9])
 @pytest.mark.parametrize("name", ["shares of keys", "most shares", "shares of keys in a window"])
 def test_few_programs_compute_all_shares(name: str, num_programs: int, interpreter: Executor) -> None:
