@@ -12,7 +12,7 @@ from typing import NamedTuple
 @dataclass(frozen=True, slots=True)
 class TokenScores:
     """Log probabilities of consecutive tokens, by the model's own distribution: before temperature, penalties and the
-    like. What is given is kept as arrays: a token with 20 others takes 0.4 KB, and as Python's numbers 1.5.
+    like. What is given is kept as arrays: a token with 20 others takes 0.5 KB, and as Python's numbers 1.5.
 
     Raises:
         ValueError: there are not as many likeliest tokens for each one.

@@ -1,7 +1,9 @@
-"""FlashInfer on a CPU, as far as it is used, and as strict as it is: plans before runs, and none while a graph is
-captured; buffers of a graph that are large enough; a batch of the size that was planned.
+"""FlashInfer on a CPU, as far as it is used, by the source of flashinfer-python 0.7.4: plans before runs, and none
+while a graph is captured; buffers of a graph that are large enough; a batch of the size, and queries and pages of the
+types, that were planned.
 
-Of signatures and checks as in flashinfer-python 0.7.4. A run is one launch, which `graphs.FakeCapture` keeps.
+It takes float32 and heads of any size, which the library does not. A run is one launch, which `graphs.FakeCapture`
+keeps.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 Pages = tuple[torch.Tensor, torch.Tensor]
+ARE_OF_GRAPHS: list[bool] = []
+"""Whether each wrapper that was made is a graph's."""
 
 
 @contextmanager
@@ -42,13 +46,16 @@ class BatchDecodeWithPagedKVCacheWrapper:
         paged_kv_indptr_buffer: torch.Tensor | None = None,
         paged_kv_indices_buffer: torch.Tensor | None = None,
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        backend: str = "auto",
     ) -> None:
+        assert backend == "fa2", "by itself it takes another one for some batches, which no probe may have met"
         assert float_workspace_buffer.dtype is torch.uint8
-        assert not float_workspace_buffer.any()
         assert kv_layout == "HND"
         self._buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
         assert all((buffer is not None) == use_cuda_graph for buffer in self._buffers)
+        ARE_OF_GRAPHS.append(use_cuda_graph)
         self._heads: tuple[int, ...] = ()
+        self._types: tuple[torch.dtype, torch.dtype] = (torch.float16, torch.float16)
         self._window_left, self._sm_scale = -1, 0.0
 
     def plan(
@@ -72,7 +79,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         assert len(indptr) == len(last_page_len) + 1
         assert len(indices) == indptr[-1]
         assert ((last_page_len >= 1) & (last_page_len <= page_size)).all()
-        assert q_data_type is kv_data_type
+        self._types = (q_data_type, kv_data_type)
         for place, (buffer, values) in enumerate(zip(self._buffers, given, strict=True)):
             if buffer is not None:
                 assert len(values) <= len(buffer) if place == 1 else len(values) == len(buffer)
@@ -89,6 +96,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         assert q.is_contiguous()
         assert out.is_contiguous()
         keys, values = paged_kv_cache
+        assert (q.dtype, keys.dtype) == self._types
         assert list(keys.shape[1:]) == list(values.shape[1:]) == heads
         assert keys.stride() == values.stride()
         assert keys.stride(3) == 1

@@ -127,6 +127,7 @@ def test_a_killed_worker_loses_no_stream(
     cluster.wait_until_idle()
 
 
+@pytest.mark.timeout(600)
 def test_random_cancels_leave_nothing_behind(arithmetic_cluster: Cluster) -> None:
     """100 requests, half of them cancelled at random points: in queue, prefill, hand-over or decode."""
     cluster = arithmetic_cluster

@@ -13,6 +13,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -102,12 +103,13 @@ def part_of(key: int, case: Case, lengths: tuple[int, int, int], blocks: list[in
     )
 
 
-def difference(case: Case, *, by_flashinfer: bool = False) -> float:
+def difference(case: Case, *, by_flashinfer: bool = False, as_in_graphs: bool = False) -> float:
     """Returns by how much what the kernels write and what comes of it differs from torch's, beside the largest where
     that is above 1. Places that nobody has written are no numbers for the kernels.
 
     Args:
         by_flashinfer: decodes are what the fake of FlashInfer makes of them.
+        as_in_graphs: by plans as a graph has them.
     """
     from baton.engine.model.flashinfer_attention import FlashInferAttention
     from baton.engine.model.kernel_attention import KernelAttention
@@ -134,7 +136,7 @@ def difference(case: Case, *, by_flashinfer: bool = False) -> float:
     if case.pool == FP8:
         value[0], value[-1] = 449, -2000
     found = []
-    by_kernels = FlashInferAttention if by_flashinfer else KernelAttention
+    by_kernels: Any = partial(FlashInferAttention, as_in_graphs=as_in_graphs) if by_flashinfer else KernelAttention
     ways: tuple[Attention, ...] = (
         TorchAttention(caches[0], case.sharing),
         by_kernels(caches[1], case.sharing, dtype, ROOM),
@@ -144,6 +146,7 @@ def difference(case: Case, *, by_flashinfer: bool = False) -> float:
         new = [one.transpose(0, 1) for one in (query, key, value)]
         with flashinfer.installed():
             found.append(step.attend(1, *new, scaling=None, sliding_window=case.window).float())
+    assert not by_flashinfer or flashinfer.ARE_OF_GRAPHS[-1] is as_in_graphs
     written = [_written(cache, parts) for cache in caches]
     assert written[0].equal(written[1]), "not what was to be written, or not there"
     largest = max(1.0, float(found[0].abs().max()))

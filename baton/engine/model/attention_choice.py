@@ -82,10 +82,14 @@ def attention_of(
         try:
             by_kernels = _by_kernels(cache, num_sharing, dtype, room, wish)
             probed = probe_cache(cache.spec, cache.device)
-            proven = _by_kernels(probed, num_sharing, dtype, PROBE_ROOM, wish)
-            ways = (TorchAttention(probed, num_sharing), proven)
-            difference = largest_difference(probed, num_sharing, dtype, ways)
-            is_kept = not wish.is_invariant or is_batch_invariant(probed, num_sharing, dtype, proven)
+            torchs, proven = (
+                TorchAttention(probed, num_sharing),
+                [_by_kernels(probed, num_sharing, dtype, PROBE_ROOM, wish)],
+            )
+            if wish.by_flashinfer:  # in graphs it has other plans
+                proven.append(_by_kernels(probed, num_sharing, dtype, PROBE_ROOM, wish, as_in_graphs=True))
+            difference = max(largest_difference(probed, num_sharing, dtype, (torchs, way)) for way in proven)
+            is_kept = not wish.is_invariant or is_batch_invariant(probed, num_sharing, dtype, proven[0])
         except Exception as error:  # a compiler's, a driver's
             reason, level = f"the kernels do not run here: {in_one_line(error)}", logging.WARNING
         else:
@@ -104,12 +108,12 @@ def attention_of(
 
 
 def _by_kernels(
-    cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom, wish: AttentionWish
+    cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom, wish: AttentionWish, **options: bool
 ) -> KernelAttention:
     if wish.by_flashinfer:
         from baton.engine.model.flashinfer_attention import FlashInferAttention
 
-        return FlashInferAttention(cache, num_sharing, dtype, room)
+        return FlashInferAttention(cache, num_sharing, dtype, room, **options)
     from baton.engine.model.kernel_attention import KernelAttention
 
     return KernelAttention(cache, num_sharing, dtype, room, is_invariant=wish.is_invariant)

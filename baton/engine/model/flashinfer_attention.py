@@ -13,6 +13,7 @@ what lay before it may be anybody's by now.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from baton.engine.model.table_rows import TableRoom
 from baton.engine.uploads import uploaded
 
 WORKSPACE_BYTES = 128 * 2**20
-"""What FlashInfer's documentation recommends. All wrappers of a rank share it: they run one after the other."""
+"""What FlashInfer's documentation recommends. All wrappers of a process share it: they run one after the other."""
 TENSOR_CORES_FROM = 4
 """Query heads for each KV head from which on its tensor cores' kernel is the faster one."""
 
@@ -69,21 +70,24 @@ class FlashInferAttention(KernelAttention):
         num_sharing: query heads for each KV head.
         dtype: the type in which the model computes.
         room: for the block tables of its steps.
-
-    Raises:
-        ImportError: FlashInfer is not installed.
+        as_in_graphs: steps are computed as a graph of their size would, which proves it.
     """
 
-    def __init__(self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom) -> None:
+    def __init__(
+        self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom, *, as_in_graphs: bool = False
+    ) -> None:
         super().__init__(cache, num_sharing, dtype, room)
         self.dtype = dtype
-        self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=cache.device)
+        self.workspace = _workspace(cache.device)
+        self._as_in_graphs = as_in_graphs
         self._plans: dict[LayerKind, DecodePlan] = {}
 
     def decoded(self, parts: Sequence[StepPart], rows: Sequence[int]) -> DecodedTokens | None:
         """See `KernelAttention.decoded`."""
         if not parts or max(len(part.token_ids) for part in parts) > 1:
             return None
+        if self._as_in_graphs:
+            return PlannedDecodes(self, DecodedRows.of(parts, rows), {}, len(parts))
         return PlannedDecodes(self, DecodedRows.of(parts, rows), self._plans)
 
     def decoded_in_graph(self, size: int) -> DecodedTokens:
@@ -95,6 +99,11 @@ class FlashInferAttention(KernelAttention):
         group = self.cache.spec.groups[self.cache.group_of(layer)]
         both = self.cache.layer(layer).view(-1, group.num_kv_heads, 2, group.block_size, group.k_dim)
         return both[:, :, 0], both[:, :, 1]
+
+
+@functools.cache
+def _workspace(device: torch.device) -> torch.Tensor:
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 class PlannedDecodes:
@@ -162,6 +171,7 @@ class DecodePlan:
             "HND",
             use_cuda_graph=bool(size),
             use_tensor_cores=self._shape.num_sharing >= TENSOR_CORES_FROM,
+            backend="fa2",  # else a batch may be of one that was never tried
             **buffers,
         )
         self._copied = torch.cuda.Event() if self._table.is_cuda else None  # type: ignore[no-untyped-call]
@@ -177,10 +187,12 @@ class DecodePlan:
         seen = [length - first * block_size for length, first in zip(decodes.lengths, firsts, strict=True)]
         counts = [num_blocks_for(length, block_size) for length in seen]
         begins = [0, *accumulate(counts)]
+        # Where they are not pinned, the host may wait for all that the stream was asked before.
+        numbers: dict[str, Any] = {"dtype": torch.int32, "pin_memory": self._copied is not None}
         self.wrapper.plan(
-            torch.tensor(begins, dtype=torch.int32),
+            torch.tensor(begins, **numbers),
             self._blocks(torch.tensor([decodes.rows, firsts, begins[:-1], counts]), begins[-1]),
-            torch.tensor([(length - 1) % block_size + 1 for length in seen], dtype=torch.int32),
+            torch.tensor([(length - 1) % block_size + 1 for length in seen], **numbers),
             self._shape.num_kv_heads * self._shape.num_sharing,
             self._shape.num_kv_heads,
             self._shape.k_dim,

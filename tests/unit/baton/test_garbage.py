@@ -53,7 +53,7 @@ PROCESS = """
 import gc, runpy, sys
 import {package}.process
 
-{package}.process.main = lambda: sys.exit(0 if gc.get_freeze_count() > 100_000 else "its modules are looked at again")
+{package}.process.main = lambda: sys.exit(0 if gc.get_freeze_count() > 10_000 else "its modules are looked at again")
 runpy.run_module("{package}", run_name="__main__")
 """
 

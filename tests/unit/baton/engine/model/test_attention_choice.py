@@ -169,13 +169,17 @@ def test_what_flashinfer_cannot_decode_is_named(on_gpu: pytest.MonkeyPatch) -> N
     assert "not installed (pip install flashinfer-python)" in (why_not_flashinfer(spec, torch.bfloat16) or "")
 
 
-@pytest.mark.parametrize(("factor", "is_taken"), [(1.0, True), (1.01, False)])
+@pytest.mark.parametrize(
+    ("factor", "in_graphs", "is_taken"), [(1.0, 1.0, True), (1.01, 1.0, False), (1.0, 1.01, False)]
+)
 def test_flashinfer_is_taken_where_it_proves_right_and_else_refused(
-    factor: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    factor: float, in_graphs: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Scaled(Off):
-        def __init__(self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom) -> None:
-            super().__init__(cache, num_sharing, dtype, room, is_invariant=False)
+        def __init__(self, *asked: Any, as_in_graphs: bool = False) -> None:
+            super().__init__(*asked, is_invariant=False)
+            if as_in_graphs:
+                object.__setattr__(self, "factor", in_graphs)  # it is frozen
 
     caplog.set_level(logging.INFO)
     Scaled.factor = factor
@@ -198,5 +202,6 @@ def test_flashinfer_is_refused_where_there_are_no_kernels(monkeypatch: pytest.Mo
     with pytest.raises(ModelLoadError, match="flashinfer cannot be had: the device is no NVIDIA GPU; set it to auto"):
         attention_of(*asked)
     monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match="flashinfer cannot be had: it is not installed"):
         attention_of(*asked)

@@ -50,9 +50,13 @@ def test_attention_is_torchs(name: str, interpreter: Executor) -> None:
     ["dimensions 64", "dimensions 80", "dimensions 128", "7 share", "shares of keys in a window", "large blocks",
      "blocks given back"],
 )  # fmt: skip
-def test_decodes_by_flashinfer_are_torchs(name: str, interpreter: Executor) -> None:
+@pytest.mark.parametrize("as_in_graphs", [False, True])
+def test_decodes_by_flashinfer_are_torchs(name: str, as_in_graphs: bool, interpreter: Executor) -> None:
     """Its fake meets no numbers as well. Prompts and drafts beside them stay with the kernels."""
-    assert interpreter.submit(interpreted.difference, CASES[name], by_flashinfer=True).result() <= 2e-6
+    assert (
+        interpreter.submit(interpreted.difference, CASES[name], by_flashinfer=True, as_in_graphs=as_in_graphs).result()
+        <= 2e-6
+    )
 
 
 @pytest.mark.parametrize("num_programs", [1, 9])
