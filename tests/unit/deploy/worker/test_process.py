@@ -66,7 +66,9 @@ def test_weights_that_a_runner_does_not_make_are_refused_by_name() -> None:
         build_runner(config)
 
 
-OTHER_VALUES = {"speculation": "off", "kv_dtype": "int8", "plan_ahead": True, "batch_invariant": True}
+OTHER_VALUES = {
+    "attention": "flashinfer", "speculation": "off", "kv_dtype": "int8", "plan_ahead": True, "batch_invariant": True,
+}  # fmt: skip
 """Values that are no numbers, of settings that take none."""
 
 
