@@ -237,7 +237,8 @@ def test_logits_are_the_same_bits_on_every_variant(either: Path, monkeypatch: py
             runner = native_runner(either)
             found += [all_logits(runner, prompts, draw, most) for most in (1, 48)]
             runner.close()
-    assert best == "x86-64-v3" or len(found) == 2 * len(build.VARIANTS)
+    worse = list(build.VARIANTS)[list(build.VARIANTS).index(best) :]
+    assert len(found) == 2 * len(worse), "a CPU that runs a variant runs all that come after it"
     assert all(same_bits(one, found[0]) for one in found)
 
 
