@@ -24,6 +24,8 @@ from baton.tls import names_in_connection
 logger = logging.getLogger(__name__)
 CERTIFICATE_NAMES = "certificate_names"
 """Where a request's state has the names in its client's certificate, which was verified; missing without one."""
+UNSENT_BYTES = 16 * 2**10
+"""What a connection holds for a client that does not read, beside what it is given at once: then writes to it wait."""
 PAUSE_S = 1.0
 """The time between two looks at a body that is not read at the moment."""
 LINE_BYTES = len(": ") + len("\r\n")
@@ -99,6 +101,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=UNSENT_BYTES)
         self._address = self.client[0] if self.client else ""
         self._names = names_in_connection(transport.get_extra_info("peercert"))
         if not self._is_counted and (reason := self._open.enter(self._address)):

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from baton.sampling import SamplingParams
 from router.prompt.chat import ChatTemplate
 from router.prompt.literal import LiteralEncoder
 from router.prompt.segment_cache import SegmentEncoder, encode_batch
+from router.prompt.token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)
 LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
@@ -69,8 +70,7 @@ class Tokenizer:
     _tokenizer: tokenizers.Tokenizer
     _segments: SegmentEncoder
     _literal: LiteralEncoder
-    _texts: dict[int, str] = field(default_factory=dict)
-    """What `text_of` has returned."""
+    _texts: TokenTexts
 
     @staticmethod
     def load(folder: Path) -> Tokenizer:
@@ -111,6 +111,7 @@ class Tokenizer:
             _tokenizer=tokenizer,
             _segments=SegmentEncoder(tokenizer),
             _literal=LiteralEncoder(tokenizer, template.words, template.names),
+            _texts=TokenTexts(functools.partial(tokenizer.decode_batch, skip_special_tokens=False)),
         )
 
     def encode(self, text: str, *, parse_special: bool = False, add_special_tokens: bool = True) -> list[int]:
@@ -154,10 +155,7 @@ class Tokenizer:
 
     def text_of(self, token_id: int) -> str:
         """Returns what `decode_all` does for one token; each is decoded once."""
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._texts[token_id] = self.decode_all((token_id,))
-        return text
+        return self._texts.of(token_id)
 
     def encode_fragment(self, text: str) -> list[int]:
         """The tokens of a text that has others around it.

@@ -203,6 +203,26 @@ async def test_a_client_that_does_not_read_its_answer_is_ended(protocol: type[Bo
         await until(lambda: server.num_ended == 1)
 
 
+async def test_little_is_held_for_a_client_that_does_not_read() -> None:
+    held: list[BoundedProtocol] = []
+
+    class Watched(BoundedProtocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            held.append(self)
+
+    server = Server(stall_s=20.0)
+    server.protocol = Watched
+    server.pieces = [b"x" * 4_096] * 10_000
+    async with server.runs(), server.client() as (reader, writer):
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(request(b"", b""))
+        await until(lambda: bool(held) and held[0].flow.write_paused)
+        assert held[0].transport.get_write_buffer_size() <= connections.UNSENT_BYTES + 2 * 4_096
+        held[0].transport.abort()
+        await server.until_empty()
+
+
 async def test_a_client_that_reads_slowly_gets_all_of_its_answer() -> None:
     server = Server(stall_s=1.0)
     server.pieces = [b"x" * 500_000] * 80
