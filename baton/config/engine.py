@@ -173,7 +173,6 @@ class EngineConfig(EveryEngineConfig):
                 f"engine.batch_invariant cannot be kept with engine.tensor_parallel {self.tensor_parallel}: in which "
                 "order ranks are added up depends on how many rows there are; set one of them to its default"
             )
-
         if self.batch_invariant and self.attention == "flashinfer":
             raise ConfigError(
                 "engine.batch_invariant cannot be kept with engine.attention flashinfer, which divides a batch by what "

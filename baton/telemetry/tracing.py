@@ -35,7 +35,7 @@ def configure(
     """
     if not config.otlp_endpoint:
         return None
-    from baton.telemetry import exporting  # OpenTelemetry's SDK takes a start longer than all else of this
+    from baton.telemetry import exporting  # most processes export nothing, and OpenTelemetry's SDK takes long to import
 
     provider = exporting.provider(service_name, instance_id, config, tls, faces_clients=faces_clients)
     trace.set_tracer_provider(provider)

@@ -13,7 +13,6 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -136,10 +135,10 @@ def difference(case: Case, *, by_flashinfer: bool = False, as_in_graphs: bool = 
     if case.pool == FP8:
         value[0], value[-1] = 449, -2000
     found = []
-    by_kernels: Any = partial(FlashInferAttention, as_in_graphs=as_in_graphs) if by_flashinfer else KernelAttention
+    by_kernels = FlashInferAttention if by_flashinfer else KernelAttention
     ways: tuple[Attention, ...] = (
         TorchAttention(caches[0], case.sharing),
-        by_kernels(caches[1], case.sharing, dtype, ROOM),
+        by_kernels(caches[1], case.sharing, dtype, ROOM).ways()[as_in_graphs],
     )
     for cache, way in zip(caches, ways, strict=True):
         step = way.step(parts, ignore_layer, StepNumbers(cache.device))

@@ -1,8 +1,9 @@
 """The KV cache in tensors, and the runners that compute steps on it. Needs torch, as `sampling` does; `core` does not.
 
-`transformers_runner` runs a Hugging Face model with paged attention (`attention`, and `kernel_attention` on a GPU), on
-several ranks if configured (`ranks`); `arithmetic` is a model whose answers can be worked out by hand. Both are a
-`Runner` of `baton.engine.core`. `logits_runner` is what the first has in common with `baton.engine.native`.
+`transformers_runner` runs a Hugging Face model with paged attention (`attention`; on a GPU `kernel_attention`, with
+decodes by `flashinfer_attention` if configured), on several ranks if configured (`ranks`); `arithmetic` is a model
+whose answers can be worked out by hand. Both are a `Runner` of `baton.engine.core`. `logits_runner` is what the first
+has in common with `baton.engine.native`.
 """
 
 __all__ = [

@@ -1,4 +1,6 @@
-"""Which attention a rank computes with: the kernels where they run and prove right, torch's own everywhere else."""
+"""Which attention a rank computes with: the kernels where they run and prove right, torch's own everywhere else, and
+FlashInfer's for decodes where it is asked for, or none.
+"""
 
 from __future__ import annotations
 
@@ -82,14 +84,10 @@ def attention_of(
         try:
             by_kernels = _by_kernels(cache, num_sharing, dtype, room, wish)
             probed = probe_cache(cache.spec, cache.device)
-            torchs, proven = (
-                TorchAttention(probed, num_sharing),
-                [_by_kernels(probed, num_sharing, dtype, PROBE_ROOM, wish)],
-            )
-            if wish.by_flashinfer:  # in graphs it has other plans
-                proven.append(_by_kernels(probed, num_sharing, dtype, PROBE_ROOM, wish, as_in_graphs=True))
-            difference = max(largest_difference(probed, num_sharing, dtype, (torchs, way)) for way in proven)
-            is_kept = not wish.is_invariant or is_batch_invariant(probed, num_sharing, dtype, proven[0])
+            torchs = TorchAttention(probed, num_sharing)
+            proven = _by_kernels(probed, num_sharing, dtype, PROBE_ROOM, wish)
+            difference = max(largest_difference(probed, num_sharing, dtype, (torchs, way)) for way in proven.ways())
+            is_kept = not wish.is_invariant or is_batch_invariant(probed, num_sharing, dtype, proven)
         except Exception as error:  # a compiler's, a driver's
             reason, level = f"the kernels do not run here: {in_one_line(error)}", logging.WARNING
         else:
@@ -108,12 +106,12 @@ def attention_of(
 
 
 def _by_kernels(
-    cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom, wish: AttentionWish, **options: bool
+    cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom, wish: AttentionWish
 ) -> KernelAttention:
     if wish.by_flashinfer:
         from baton.engine.model.flashinfer_attention import FlashInferAttention
 
-        return FlashInferAttention(cache, num_sharing, dtype, room, **options)
+        return FlashInferAttention(cache, num_sharing, dtype, room)
     from baton.engine.model.kernel_attention import KernelAttention
 
     return KernelAttention(cache, num_sharing, dtype, room, is_invariant=wish.is_invariant)

@@ -13,6 +13,7 @@ what lay before it may be anybody's by now.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from itertools import accumulate
@@ -30,7 +31,8 @@ from baton.engine.uploads import uploaded
 WORKSPACE_BYTES = 128 * 2**20
 """What FlashInfer's documentation recommends. All wrappers of a process share it: they run one after the other."""
 TENSOR_CORES_FROM = 4
-"""Query heads for each KV head from which on its tensor cores' kernel is the faster one."""
+"""Query heads for each KV head from which on its kernel for tensor cores is taken: its documentation calls that one the
+faster where many share."""
 
 
 class LayerKind(NamedTuple):
@@ -70,17 +72,21 @@ class FlashInferAttention(KernelAttention):
         num_sharing: query heads for each KV head.
         dtype: the type in which the model computes.
         room: for the block tables of its steps.
-        as_in_graphs: steps are computed as a graph of their size would, which proves it.
     """
 
-    def __init__(
-        self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom, *, as_in_graphs: bool = False
-    ) -> None:
+    def __init__(self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom) -> None:
         super().__init__(cache, num_sharing, dtype, room)
         self.dtype = dtype
         self.workspace = _workspace(cache.device)
-        self._as_in_graphs = as_in_graphs
+        self._as_in_graphs = False
+        """Whether steps are computed as a graph of their size would."""
         self._plans: dict[LayerKind, DecodePlan] = {}
+
+    def ways(self) -> Sequence[FlashInferAttention]:
+        """See `KernelAttention.ways`: graphs have other plans."""
+        in_graphs = copy.copy(self)
+        in_graphs._as_in_graphs = True
+        return [self, in_graphs]
 
     def decoded(self, parts: Sequence[StepPart], rows: Sequence[int]) -> DecodedTokens | None:
         """See `KernelAttention.decoded`."""

@@ -124,6 +124,10 @@ class KernelAttention:
         shapes = (_head_shape(group, num_sharing, dtype, capability) for group in cache.spec.groups)
         self.shapes = tuple(replace(shape, is_invariant=is_invariant) for shape in shapes)
 
+    def ways(self) -> Sequence[KernelAttention]:
+        """Returns itself, and what else attends by other means where it serves: all have to prove right."""
+        return [self]
+
     def step(self, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers) -> KernelStep:
         """See `Attention.step`."""
         counts = torch.tensor([len(part.token_ids) for part in parts])

@@ -93,6 +93,9 @@ class Off(TorchAttention):
     ) -> None:
         super().__init__(cache, num_sharing)
 
+    def ways(self) -> Sequence[TorchAttention]:
+        return [self]
+
     def step(self, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers) -> AttentionStep:
         return OffStep(super().step(parts, on_layer_done, numbers), self.factor)
 
@@ -176,10 +179,14 @@ def test_flashinfer_is_taken_where_it_proves_right_and_else_refused(
     factor: float, in_graphs: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Scaled(Off):
-        def __init__(self, *asked: Any, as_in_graphs: bool = False) -> None:
+        def __init__(self, *asked: Any) -> None:
             super().__init__(*asked, is_invariant=False)
-            if as_in_graphs:
-                object.__setattr__(self, "factor", in_graphs)  # it is frozen
+
+        def ways(self) -> Sequence[TorchAttention]:
+            return [self, InGraphs(self.cache, self.num_sharing, torch.float32, ROOM)]
+
+    class InGraphs(Scaled):
+        factor = in_graphs
 
     caplog.set_level(logging.INFO)
     Scaled.factor = factor
