@@ -126,6 +126,13 @@ $(DOCS)/.installed: pyproject.toml
 		'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
+# What a GPU says, as one file to paste into an issue: everything that fits into BUDGET seconds, what proves most first.
+BUDGET ?= 540
+.PHONY: gpu-report
+gpu-report: $(STAMP)
+	@mkdir -p dist
+	-$(BIN)/python tests/gpu/first_hour.py --budget $(BUDGET) --report dist/gpu-report.json
+
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench
 

@@ -12,7 +12,9 @@ import socket
 from typing import TypeAlias
 
 IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
-MAX_PORT = 65535
+MAX_PORT = 65_535
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+"""Router that client commands call when no address is given."""
 _FORM = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,15})?\]|\w[\w.-]{0,252}):([1-9][0-9]{0,4})", re.ASCII)
 _LOOPBACK = {ipaddress.ip_address("::1"): ipaddress.ip_address("127.0.0.1")}
 
@@ -21,6 +23,12 @@ def is_address(text: str) -> bool:
     """Whether this is `host:port`: a name, an IPv4 address or an IPv6 one in brackets, and a port from 1 to 65535."""
     found = _FORM.fullmatch(text)
     return found is not None and int(found[2]) <= MAX_PORT
+
+
+def has_no_port(address: str) -> bool:
+    """Whether the address ends with a number that is no port. The system would count it modulo 65536 and connect."""
+    number = re.search(r":(-?\d+)(/\d*)?$", address)
+    return number is not None and not 0 <= int(number[1]) <= MAX_PORT
 
 
 def host_of(address: str) -> str:

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from baton.chat import ChatMessage
-from baton.errors import InvalidRequest
+from baton.errors import ContextLengthExceeded
 from baton.quota import Quota
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, TokenScores
@@ -94,9 +94,9 @@ class TokenIds:
 
 
 def check_num_tokens(num_tokens: int, most: int, model: str = "this model") -> None:
-    """Raises InvalidRequest for a prompt of more tokens than the model takes."""
+    """Raises ContextLengthExceeded for a prompt of more tokens than the model takes."""
     if num_tokens > most:
-        raise InvalidRequest(
+        raise ContextLengthExceeded(
             f"the prompt has {num_tokens} tokens, but {model} takes at most {most} (its context window less one "
             "token of answer); shorten the prompt",
             "input",
@@ -132,6 +132,8 @@ class GenerateRequest:
     """Whether every chunk carries the usage so far."""
     truncation: Truncation | None = None
     """None: a prompt that is too long is refused."""
+    shortens_answer: bool = False
+    """Whether the router lowers a `max_tokens` that exceeds the room in the context window, instead of refusing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    """Tokens of the answer. All of `best_of` answers count, and the beams of a search."""
     cached_tokens: int
     """Prompt tokens whose KV was found in a cache, pulled from another worker's if need be, instead of computed."""
     reasoning_tokens: int = 0

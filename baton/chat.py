@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
+from baton.call_arguments import parsed_arguments
 from baton.errors import InvalidRequest, Unsupported
 from baton.nesting import check_levels
 
@@ -58,7 +60,8 @@ class ChatMessage:
             check_asks_for_nothing(f"{where}.{field}", value[field], NEUTRAL_FIELDS[field])
         set_fields: dict[str, Any] = {name: value[name] for name in FIELDS if value.get(name) is not None}
         calls = _calls_of(set_fields.pop("tool_calls", []), f"{where}.tool_calls")
-        content: Any = set_fields.pop("content", "" if calls else None)
+        has_none = bool(calls) or value.get("role") in ("assistant", "tool", "function")
+        content: Any = set_fields.pop("content", "" if has_none else None)
         if isinstance(content, list):
             content = "\n".join(_text_of(part, f"{where}.content[{i}]") for i, part in enumerate(content))
         texts: dict[str, Any] = {"role": None, "content": content}
@@ -97,10 +100,13 @@ class ChatMessage:
         return len(self.content) + len(self.reasoning or "") + calls
 
     def parsed_tool_calls(self) -> list[dict[str, Any]]:
-        """The tool calls with their arguments as values: OpenAI sends them as JSON text, templates expect the object.
+        """The tool calls with their arguments as objects: OpenAI sends them as JSON text, templates expect the object.
+
+        Arguments that max_tokens has cut off are what came of them. Others that are no object are one named
+        `arguments`.
 
         Raises:
-            InvalidRequest: the arguments of a call are not JSON.
+            InvalidRequest: the arguments of a call are nested too deeply.
         """
         return [_with_parsed_arguments(call) for call in self.tool_calls]
 
@@ -170,7 +176,7 @@ def _call_of(value: Any, where: str) -> dict[str, Any]:
     if value.get("type", "function") != "function":
         raise unsupported_field(f"{where}.type")
     function = _object_of(value.get("function"), ("name", "arguments"), f"{where}.function")
-    found = {"call_id": value.get("id"), **function}
+    found = {"call_id": value.get("id"), **function, "arguments": _arguments_text(function.get("arguments"), where)}
     for name in ("call_id", "name", "arguments"):
         if not isinstance(found.get(name), str):
             raise InvalidRequest(f"{where}: the {name} of a call must be a string", where)
@@ -187,12 +193,17 @@ def _object_of(value: Any, names: tuple[str, ...], where: str) -> Mapping[str, A
     return value
 
 
+def _arguments_text(value: Any, where: str) -> Any:
+    """Returns the arguments of a call as JSON text: some clients send the value, or null for none."""
+    if not isinstance(value, (Mapping, list, NoneType)):
+        return value
+    check_levels(value, where)
+    return "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
 def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"The arguments of a tool call are not valid JSON: {error}.", "messages") from error
+    arguments = parsed_arguments(function["arguments"])
     check_levels(arguments, "messages")
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -114,6 +114,57 @@ class OpenLinks:
     open_pairs: int
 
 
+MAX_REASON = 300
+"""Most characters of a reason that other processes show."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computes:
+    """What a worker computes with. Texts are empty where that is not known, or nothing to choose."""
+
+    gpu: str = ""
+    """Name of its GPU; empty: it computes on CPUs."""
+    num_ranks: int = 1
+    dtype: str = ""
+    """The type of its arithmetic."""
+    weights: str = ""
+    """What the weights were made to (`model.weights`)."""
+    kv_dtype: str = ""
+    """The type of the KV pages."""
+    attention: str = ""
+    """kernels, flashinfer (with kernels for prompts), torch or native."""
+    num_graphs: int = 0
+    """CUDA graphs of decode steps."""
+    num_fused: int = 0
+    """Parts of the model that are computed by fused kernels."""
+    plans_ahead: bool = False
+    """Whether a step is planned while the one before it runs."""
+    kv_copies: str = ""
+    """Whether kernels or torch copy chunks of KV: "kernels" or "torch". The worker chooses when it starts."""
+    fallbacks: tuple[str, ...] = ()
+    """What is slower than it could be on such a device, each with its reason."""
+
+    def in_words(self) -> str:
+        """Returns all but the fallbacks, for people."""
+        if not self.dtype:
+            return "unknown"
+        types = [self.dtype, f"weights {self.weights}" if self.weights not in ("", "exact") else ""]
+        types.append(f"KV {self.kv_dtype}" if self.kv_dtype not in ("", self.dtype) else "")
+        ways = [f"attention {self.attention}" if self.attention else ""]
+        if self.gpu:
+            ways += [f"{self.num_graphs or 'no'} CUDA graphs", f"{self.num_fused or 'no'} fused parts"]
+        ways.append("planned ahead" if self.plans_ahead else "")
+        ways.append(f"KV copied by {self.kv_copies}" if self.kv_copies else "")
+        ranks = f"{self.num_ranks} x " if self.num_ranks > 1 else ""
+        return ", ".join(filter(None, (f"{ranks}{self.gpu or 'CPU'}", *types, *ways)))
+
+
+def fallback(what: str, reason: str) -> str:
+    """Returns an entry of `Computes.fallbacks`: the reason may be a library's, and is shown in terminals."""
+    shown = "".join(each if each.isprintable() else " " for each in reason)
+    return f"{what}: {shown[:MAX_REASON]}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
     """The constant properties of a worker's incarnation."""
@@ -145,6 +196,7 @@ class WorkerInfo:
     incarnation: str = ""
     """The identity of its process, to which hand-overs and the proofs of calls are bound. Empty: a release that did not
     announce it, to which no connection is opened ahead."""
+    computes: Computes = Computes()
 
     @property
     def label(self) -> str:

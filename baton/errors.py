@@ -2,11 +2,14 @@
 
     BatonError                     INTERNAL             500
     ├── InvalidRequest             INVALID_ARGUMENT     400   the client can fix it; the message says how
-    │   └── ModelNotFound          INVALID_ARGUMENT     404
+    │   ├── ModelNotFound          NOT_FOUND            404
+    │   ├── ContextLengthExceeded  INVALID_ARGUMENT     400   prompt and answer do not fit into the context window
+    │   ├── UnknownField           INVALID_ARGUMENT     400   a field that is not known, and may change the answer
     │   └── TooLarge               RESOURCE_EXHAUSTED   413   alone it needs more memory than a worker's device has
     ├── Unauthenticated            UNAUTHENTICATED      401   no API key, or one that is no tenant's
     ├── Forbidden                  PERMISSION_DENIED    403   a known tenant's key, for what only operators may do
     ├── NotRead                    RESOURCE_EXHAUSTED   408   the client has not read its answer
+    ├── NotWhole                   DEADLINE_EXCEEDED    408   the client has not sent its whole message
     ├── Unsupported                UNIMPLEMENTED        400   a field or method not built yet, or that no worker knows
     ├── Overloaded                 RESOURCE_EXHAUSTED   429   try again after `retry_after_s`
     │   └── QuotaExceeded          RESOURCE_EXHAUSTED   429   the tenant has used up a limit of its own
@@ -63,7 +66,16 @@ class InvalidRequest(BatonError):
 
 
 class ModelNotFound(InvalidRequest):
+    status = "NOT_FOUND"
     http = 404
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt, or the prompt and the answer that is asked for, do not fit into the model's context window."""
+
+
+class UnknownField(InvalidRequest):
+    """A body has a field that its API does not know, and that may change the answer. `param` is the client's name."""
 
 
 class TooLarge(InvalidRequest):
@@ -95,6 +107,11 @@ class Forbidden(BatonError):
 
 class NotRead(BatonError):
     status = "RESOURCE_EXHAUSTED"
+    http = 408
+
+
+class NotWhole(BatonError):
+    status = "DEADLINE_EXCEEDED"
     http = 408
 
 

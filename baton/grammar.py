@@ -3,33 +3,57 @@
 The router compiles first and refuses what cannot be served; engines compile the same text again, for the tokens that
 may come next. The library knows a schema's keywords or names the one that it does not know.
 
-As a program, `python -m baton.grammar PARENT TOKENIZER VOCAB_SIZE EOS...`, it compiles one structure after the other:
-each is a line of JSON on its input and has a line of JSON on its output, what is wrong with it. It can be ended where
-compiling has no end.
+As a program, `python -m baton.grammar PARENT TOKENIZER VOCAB_SIZE EOS...`, it is a sandbox (`baton.sandbox`) that
+compiles one structure after the other: each is a question, in JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
+from baton.dead_ends import Compiler, dead_end_of
 from baton.errors import InvalidRequest
+from baton.json_schema import MAX_EDITS, SEARCH_S, SchemaFault, fault_of, plain, without
+from baton.json_schema import Path as SchemaPath
 from baton.nesting import MAX_LEVELS, levels
-from baton.parent import die_with
-from baton.structure import JSON_OPTIONS, LARK_HEAD, StructuredOutputs, invalid_structure
+from baton.rust import complaint_of
+from baton.sandbox import SandboxLimits, serve
+from baton.structure import (
+    COMPILE_S,
+    JSON_OPTIONS,
+    LARK_HEAD,
+    LOOSE_OPTIONS,
+    PlacedSchema,
+    StructuredOutputs,
+    complaint_in,
+    invalid_structure,
+    loosened,
+    refused_structure,
+    schemas_of,
+)
 
 _LIMITS = LLParserLimits(
     max_grammar_size=100_000, max_items_in_row=1000, precompute_large_lexemes=False, verbose_errors=False
 )
 """The library's own limit of a row is twice as high: there a token held up its step for a tenth of a second."""
+_TOO_LONG_ROW = "Current row has"
+"""Stands in what the library says where a row is longer."""
+MAX_LEFT_OUT = 4096
+"""Characters of what is left out of a structure's schemas, as JSON."""
+LOAD_S = 30.0
+"""Seconds of the processor's time in which a process that compiles has read the tokenizer."""
+MAX_BYTES = 2 * 2**30
+"""Memory of a process that compiles."""
 _BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])*/|(?P<open>[(\[{])|(?P<close>[)\]}])')
 
 
@@ -65,6 +89,85 @@ class GrammarCompiler:
             matcher = GrammarMatcher(LLMatcher(self._tokenizer, _source(structure), log_level=0, limits=_LIMITS))
         matcher.allowed()
         return matcher
+
+    def check(self, structure: StructuredOutputs) -> list[tuple[int, SchemaPath]]:
+        """Compiles a structure, and returns what has to be left out of its schemas (`loosened`) for that.
+
+        Only of a schema that is kept as far as it can be something is left out.
+
+        Raises:
+            InvalidRequest: it cannot be served, as in `compile`, or an answer could come to where nothing may follow;
+                names the keyword of a schema to blame.
+        """
+        placed = schemas_of(structure)
+        left_out = [(i, path) for i, each in enumerate(placed) for path in self._dead_ends(each)]
+        try:
+            self.compile(loosened(structure, left_out))
+        except InvalidRequest:
+            for i, each in enumerate(schemas_of(loosened(structure, left_out))):
+                left_out += [(i, path) for path in self._faults(each)]
+            left_out = _bounded(left_out)
+            self.compile(loosened(structure, left_out))
+        return left_out
+
+    def _dead_ends(self, placed: PlacedSchema) -> Iterator[SchemaPath]:
+        schema = placed.schema
+        compiler = Compiler(self._has_key, self._begins)
+        while fault := dead_end_of(schema, compiler):
+            yield (path := _left_out_of(placed, fault))
+            schema = without(schema, path)
+
+    def _faults(self, placed: PlacedSchema) -> Iterator[SchemaPath]:
+        """Yields the path of each keyword with which a schema cannot be compiled.
+
+        Raises:
+            InvalidRequest: none may be left out.
+        """
+        schema = plain(placed.schema)
+        options = LOOSE_OPTIONS if placed.is_loose else JSON_OPTIONS
+
+        def problem_of(part: Mapping[str, Any]) -> str:
+            return self._problem_of(part, options)
+
+        until = time.process_time() + SEARCH_S
+        for _ in range(MAX_EDITS):
+            fault = fault_of(schema, problem_of)
+            if fault is None:
+                return
+            path = _left_out_of(placed, fault)
+            if not path or time.process_time() > until:
+                break
+            yield path
+            schema = without(schema, path)
+        yield ()
+
+    def _problem_of(self, schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+        """Returns what is wrong with a schema, in the library's words; empty: nothing."""
+        try:
+            with _complaints_told():
+                source = LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": options}))
+                GrammarMatcher(LLMatcher(self._tokenizer, source, log_level=0, limits=_LIMITS)).allowed()
+        except InvalidRequest as error:
+            return complaint_in(error)
+        return ""
+
+    def _has_key(self, schema: Mapping[str, Any]) -> bool:
+        """Returns whether an object of a schema may have a member; also if the schema cannot be compiled."""
+        options = {"whitespace_flexible": False}
+        with contextlib.suppress(InvalidRequest), _complaints_told():
+            source = LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": options}))
+            matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=_LIMITS)
+            return bool(matcher.is_error()) or matcher.compute_ff_bytes() != b"{}"
+        return True
+
+    def _begins(self, schema: Mapping[str, Any]) -> bool:
+        """Returns whether an object of a schema can be begun; also if it allows none, or cannot be compiled."""
+        with contextlib.suppress(InvalidRequest), _complaints_told():
+            source = LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": LOOSE_OPTIONS}))
+            matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=_LIMITS)
+            matcher.consume_tokens(self._tokenizer.tokenize_str("{"))
+            return _TOO_LONG_ROW not in matcher.get_error()
+        return True
 
 
 class GrammarMatcher:
@@ -109,6 +212,20 @@ class GrammarMatcher:
             raise invalid_structure(self._matcher.get_error())
 
 
+def _left_out_of(placed: PlacedSchema, fault: SchemaFault) -> SchemaPath:
+    """Returns what of a schema is left out for a fault. Raises InvalidRequest: nothing may be."""
+    if not placed.is_loose:
+        raise refused_structure(fault.sentence(placed.place))
+    return (*fault.path, fault.keyword) if fault.keyword else fault.path
+
+
+def _bounded(left_out: list[tuple[int, SchemaPath]]) -> list[tuple[int, SchemaPath]]:
+    """Returns what is left out, or whole schemas in place of many keywords: routers keep it."""
+    if len(json.dumps(left_out)) <= MAX_LEFT_OUT:
+        return left_out
+    return [(index, ()) for index in sorted({index for index, _ in left_out})]
+
+
 @contextlib.contextmanager
 def _complaints_told() -> Iterator[None]:
     """Raises InvalidRequest for whatever the library raises. What it asserts of itself is no `Exception`."""
@@ -117,9 +234,7 @@ def _complaints_told() -> Iterator[None]:
     except InvalidRequest:
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
-            raise
-        raise invalid_structure(f"{type(error).__name__}: {error}") from error
+        raise invalid_structure(complaint_of(error)) from error
 
 
 def _source(structure: StructuredOutputs) -> str:
@@ -146,7 +261,7 @@ def _schema(text: str) -> str:
         raise invalid_structure("a schema must be an object, or true")
     if levels(schema) > MAX_LEVELS:
         raise invalid_structure(f"the schema is nested deeper than {MAX_LEVELS} levels")
-    return json.dumps(schema | {"x-guidance": JSON_OPTIONS})
+    return json.dumps(plain(schema) | {"x-guidance": JSON_OPTIONS})
 
 
 def _check_brackets(grammar: str) -> None:
@@ -159,18 +274,23 @@ def _check_brackets(grammar: str) -> None:
 
 
 def _serve(parent: str, tokenizer: str, vocab_size: str, *eos_token_ids: str) -> None:
-    die_with(int(parent))
-    compiler = None
-    for line in itertools.chain(("{}",), sys.stdin):
-        problem = ""
-        try:
-            compiler = compiler or GrammarCompiler(Path(tokenizer), int(vocab_size), map(int, eos_token_ids))
-            if asked := json.loads(line):
-                compiler.compile(StructuredOutputs(**asked | {"choice": tuple(asked["choice"])}))
-        except InvalidRequest as refusal:
-            problem = str(refusal)
-        sys.stdout.write(json.dumps(problem) + "\n")  # the first one says that it is ready
-        sys.stdout.flush()
+    compiler: GrammarCompiler | None = None
+
+    def load() -> GrammarCompiler:
+        nonlocal compiler
+        compiler = compiler or GrammarCompiler(Path(tokenizer), int(vocab_size), map(int, eos_token_ids))
+        return compiler
+
+    def set_up(_: bytes) -> None:
+        with contextlib.suppress(InvalidRequest):  # then every structure is refused for it
+            load()
+
+    def check(question: bytes) -> bytes:
+        asked = json.loads(question)
+        left_out = load().check(StructuredOutputs(**asked | {"choice": tuple(asked["choice"])}))
+        return json.dumps(left_out).encode() if left_out else b""
+
+    serve(int(parent), SandboxLimits(set_up_s=LOAD_S, cpu_s=COMPILE_S, memory_bytes=MAX_BYTES), set_up, check)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,11 @@ class Hypotheses:
     finished: tuple[Beam, ...] = ()
     """The answers so far, the best first."""
 
+    @property
+    def num_computed(self) -> int:
+        """Tokens of the running beams."""
+        return sum(len(beam.token_ids) for beam in self.running)
+
     def shared_token_ids(self) -> tuple[int, ...]:
         """Returns the tokens with which every beam begins."""
         num_shared = 0

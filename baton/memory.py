@@ -8,14 +8,13 @@ Nothing here imports torch: `baton up` asks before it starts anything.
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, ModelLoadError
+from baton.weights_files import SUFFIX, loaded_files, read_header
 
 if TYPE_CHECKING:
     from baton.config import GibOrAuto
@@ -132,29 +131,19 @@ def weights_bytes(folder: Path, dtype: str = "") -> int:
 
 
 def _weights_files(folder: Path) -> list[Path]:
-    """The files that are loaded; others may hold the same weights. transformers looks for a single file first."""
-    if (whole := folder / "model.safetensors").is_file():
-        return [whole]
     try:
-        named = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return sorted(folder.glob("*.safetensors"))
-    return [path for name in sorted(set(named)) if (path := folder / name).is_file()]
+        return [path for path in loaded_files(folder) if path.is_file()]
+    except ModelLoadError:
+        return sorted(folder.glob(f"*{SUFFIX}"))
 
 
 def _file_bytes(path: Path, itemsize: int | None) -> int:
     """Bytes of the tensors in a safetensors file's header; without such a header, the size of the file."""
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            size = path.stat().st_size
-            header = json.loads(file.read(min(length, size)))
-        tensors = [value for name, value in header.items() if name != "__metadata__"]
-        if itemsize is None:
-            return sum(tensor["data_offsets"][1] - tensor["data_offsets"][0] for tensor in tensors)
-        return sum(math.prod(tensor["shape"]) * itemsize for tensor in tensors)
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error):
+        heads = read_header(path).values()
+    except (OSError, ValueError):
         return path.stat().st_size
+    return sum(head.num_bytes if itemsize is None else head.num_elements * itemsize for head in heads)
 
 
 def available_memory(

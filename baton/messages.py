@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 from baton.errors import BatonError
 from baton.hypotheses import NO_HYPOTHESES, Beam, Hypotheses
@@ -33,8 +34,7 @@ class SequenceSpec:
     """Prompt, followed by the tokens already generated when a choice is resumed."""
     num_prompt_tokens: int
     sampling: SamplingParams
-    """The sampling as the router has settled it: `max_tokens` and `seed` are set; stop strings and `n` stay with the
-    router. A prefix that is only received has no `max_tokens`."""
+    """The router's choice: `max_tokens` and `seed` are set, but no `max_tokens` of a prefix that is only received."""
     cache_seed: bytes
     attempt: int = 0
     """One more each time the choice is placed again."""
@@ -62,8 +62,9 @@ class SequenceSpec:
 
     @property
     def sequence_id(self) -> str:
-        """An id for logs and transfers, different for each attempt."""
-        return f"{self.request_id}/{self.choice_index}/{self.attempt}"
+        """Name in logs, with a digest of the cache scope. It is not unique: clients choose request ids."""
+        scope = blake2b(self.cache_seed, digest_size=4).hexdigest()
+        return f"{scope}/{self.request_id}/{self.choice_index}/{self.attempt}"
 
     def prefix(self, num_tokens: int) -> SequenceSpec:
         """The sequence's first tokens alone, whose KV is received: nothing of it is computed or drawn."""
@@ -96,6 +97,7 @@ class Ticket:
     """A worker's promise of blocks for one transfer into its cache."""
 
     transfer_id: str
+    """Ends in random characters: who knows it may send, so only the sender that the router has chosen is given it."""
     generation: int
     """Unique per reservation in the life of the receiving process."""
     decode_worker_id: str
@@ -104,8 +106,7 @@ class Ticket:
     """The receiving worker's incarnation: one per process start."""
     kv_address: str
     num_tokens: int
-    """Tokens whose KV is handed over. Of a whole sequence all of them, or all but the last one, which the receiver
-    computes itself."""
+    """Tokens whose KV is transferred: all of a sequence, or all but the last one, which the receiver computes."""
     skip_tokens: int
     """Leading tokens whose blocks the receiver already holds; a multiple of its block size."""
     wire_compat: str
@@ -168,7 +169,9 @@ class NewTokens:
     scores: TokenScores = NO_SCORES
     """Log probabilities of the tokens, where the request asks for them."""
     beams: tuple[Beam, ...] = ()
-    """All answers of a beam search, best first: in its last message, which has no tokens of its own."""
+    """All answers of a beam search, best first, in its last message, which has no tokens of its own."""
+    num_searched: int = 0
+    """Tokens that a search's beams have drawn since the last message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +281,7 @@ class Hello:
     """Equal where both ranks' caches are on one GPU; empty: on none, or not known."""
     gpu_uuid: str = ""
     """The driver's name for the GPU of the rank's cache; empty: it is on none."""
+    plain_links: tuple[str, ...] = ()  # transports that may send KV unencrypted despite certificates
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,9 +295,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class SessionFailed:
-    """The receiver's last word: the session is over, and why. The sender hangs up. A session that ends without it ends
-    because the receiver is gone.
-    """
+    """The receiver's last word: why the session is over. A session that ends without it has lost its receiver."""
 
     reason: str
 
@@ -346,8 +348,7 @@ class Commit:
     transfer_id: str
     generation: int
     first_token: int | None
-    """The token from which the receiver continues. None for a pulled prefix, and where the receiver draws it itself.
-    Sampling is keyed by seed and position, so there is no other sampler state."""
+    """The token from which the receiver continues; None for a pulled prefix, and if the receiver draws it itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +395,6 @@ class Pull:
 
     ticket: Ticket
     block_keys: tuple[bytes, ...]
+    """Chained keys of the prefix, one for each 16 tokens."""
     permit: bytes = b""
     """What the router gave with the `PrefixSource`."""
-    """Chained keys of the prefix, one for each 16 tokens."""

@@ -5,19 +5,41 @@ Transformers is not used: routers do not have it, and its import takes seconds.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from baton.errors import ModelLoadError
+from baton.plain_files import MAX_BYTES, open_plain, parse_json, read_plain
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CAUSAL = "ForCausalLM"
+LLAMA_FAMILY = (
+    "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "flex_olmo", "gemma", "glm", "glm4", "granite",
+    "helium", "jais2", "llama", "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmoe", "phi3",
+    "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+"""Model types whose attention is what `paged_attention` computes; each is tested on a tiny random model."""
 RUNNABLE_QUANTIZATIONS = ("fp8",)
 """Quantization methods whose weights transformers can restore by itself."""
+ELSEWHERE = ("configuration_files", "transformers_weights", "fusion_config")
+"""Fields of config.json by which transformers would read other files than Baton has checked, or change its classes."""
+MAX_LENGTH = 2**24
+MOST = {
+    "vocab_size": 2**21,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "head_dim": 2**14,
+    "max_position_embeddings": MAX_LENGTH,
+    "n_positions": MAX_LENGTH,
+    "max_sequence_length": MAX_LENGTH,
+    "seq_length": MAX_LENGTH,
+    "n_ctx": MAX_LENGTH,
+}
+"""Sizes in config.json by which memory is taken before a weight is read, and the largest that is believed."""
+COUNTED, MOST_COUNTED = "num_", 2**16
+"""How names of numbers of layers, heads or labels begin, of each of which transformers makes an object or an entry."""
+BYTES_OF = {"tokenizer.json": 2**28, "model.safetensors.index.json": 2**26}
+"""Files that may be longer than `MAX_BYTES`."""
 UNAPPLIED_UNLESS: dict[str, Any] = {
     "begin_suppress_tokens": None,
     "constraints": None,
@@ -58,28 +80,12 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
     if not required and not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(read_plain(path))
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"Cannot read {path}: {error}") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} must hold a JSON object.")
     return value
-
-
-def read_vocabulary(folder: Path) -> dict[str, int]:
-    """Returns the text of each token that a model's tokenizer knows, with its id; empty: it has no tokenizer.json."""
-    return read_tokenizer(folder).get_vocab() if (folder / "tokenizer.json").is_file() else {}
-
-
-def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """Raises ModelLoadError: tokenizer.json is missing or cannot be read."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelLoadError(f"The model folder {folder} has no tokenizer.json.")
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no narrower class
-        raise ModelLoadError(f"Cannot read {path}: {error}") from error
 
 
 def of_text(config: Mapping[str, Any], name: str) -> Any:
@@ -89,35 +95,9 @@ def of_text(config: Mapping[str, Any], name: str) -> Any:
     return config.get(name) if value is None else value
 
 
-def special_tokens(folder: Path) -> dict[str, str]:
-    """The texts of the tokenizer's special tokens, by the names that chat templates use."""
-    config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
-    extra = config.get("extra_special_tokens")
-    named = {name: config.get(name) for name in SPECIAL_NAMES} | (extra if isinstance(extra, dict) else {})
-    texts = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def end_of_sequence_ids(folder: Path) -> tuple[int, ...]:
-    """The token ids that end an answer, from generation_config.json, else config.json, else the tokenizer.
-
-    generation_config.json may list several, such as the end of a turn beside the end of a text.
-
-    Raises:
-        ModelLoadError: a file cannot be read, or names something else than token ids.
-    """
-    for name in ("generation_config.json", "config.json"):
-        said = of_text(read_json(folder / name), "eos_token_id")
-        ids = said if isinstance(said, list) else [] if said is None else [said]
-        if not all(type(token_id) is int for token_id in ids):
-            raise ModelLoadError(f"{folder / name} names {said!r} as eos_token_id; it must be a token id or several.")
-        if ids:
-            return tuple(ids)
-    text = special_tokens(folder).get("eos_token")
-    if text is None or not (folder / "tokenizer.json").is_file():
-        return ()
-    token_id = read_tokenizer(folder).token_to_id(text)
-    return () if token_id is None else (token_id,)
+def whole(value: Any) -> Any:
+    """Returns a number such as 50.0, as some languages write it, as a whole one; everything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def unapplied_recommendations(folder: Path) -> dict[str, Any]:
@@ -128,13 +108,25 @@ def unapplied_recommendations(folder: Path) -> dict[str, Any]:
 
 
 def require_runnable(folder: Path) -> None:
-    """Refuses a checkpoint that is no causal language model, or has a quantization that does not run.
+    """Refuses a folder that is not what it seems, and a checkpoint that is no causal language model, needs code of its
+    own, or has a quantization or an adapter that does not run.
 
     Raises:
         ModelLoadError: it is such a checkpoint; the message names its kind.
     """
-    config = read_json(folder / "config.json", required=True)
+    _require_plain(folder)
+    path = folder / "config.json"
+    config = read_json(path, required=True)
+    _require_known_type(path, config)
+    _require_sizes(path, config)
+    if (folder / "adapter_config.json").is_file():
+        raise ModelLoadError(
+            f"{folder} holds an adapter (adapter_config.json), which this version does not apply; merge it into the "
+            "model's weights"
+        )
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ModelLoadError(f"{path} has architectures that are no list")
     if architectures and not any(str(name).endswith(CAUSAL) for name in architectures):
         raise ModelLoadError(
             f"{folder} holds a {architectures[0]}, which does not generate text; this version runs checkpoints of "
@@ -144,7 +136,7 @@ def require_runnable(folder: Path) -> None:
     if not quantization:
         return
     if not isinstance(quantization, dict):
-        raise ModelLoadError(f"{folder / 'config.json'} has a quantization_config that is no JSON object")
+        raise ModelLoadError(f"{path} has a quantization_config that is no JSON object")
     by_bits = any(quantization.get(name) for name in ("load_in_4bit", "load_in_8bit"))
     method = quantization.get("quant_method") or ("bitsandbytes" if by_bits else "unknown")
     if method not in RUNNABLE_QUANTIZATIONS:
@@ -152,3 +144,80 @@ def require_runnable(folder: Path) -> None:
             f"the weights in {folder} are quantized ({method}), which this version does not run; use the model's "
             f"checkpoint in float32, bfloat16 or float16, or one quantized with {', '.join(RUNNABLE_QUANTIZATIONS)}"
         )
+
+
+def named_code(config: Mapping[str, Any]) -> str:
+    """Returns the code of its own folder that a configuration names, such as `modeling_x.XForCausalLM`; empty: none."""
+    named = config.get("auto_map")
+    if not named:
+        return ""
+    found = list(named.values()) if isinstance(named, dict) else [named]
+    return str(found[-1] if found else named)
+
+
+def _require_known_type(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises ModelLoadError for a model of a type that does not run, or that other files describe."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        said = "no model_type" if kind is None else "a model_type that is no text"
+        raise ModelLoadError(f"{path} has {said}; this version runs models of type {', '.join(LLAMA_FAMILY)}")
+    runs = f"it runs models of type {', '.join(LLAMA_FAMILY)}"
+    if kind not in LLAMA_FAMILY:
+        if named := named_code(config):
+            raise ModelLoadError(
+                f"{path} names {named} for models of type {kind!r}, which is code of the model's folder; Baton runs "
+                f"none of it; {runs}"
+            )
+        raise ModelLoadError(
+            f"{path.parent} holds a model of type {kind[:100]!r}, which this version does not run; {runs}"
+        )
+    if config.get("text_config") is not None:
+        raise ModelLoadError(
+            f"{path} has text_config, as models of several kinds of input have, and models of type {kind!r} have none: "
+            "give the model's other config.json, or remove the field that is wrong"
+        )
+    for name in ELSEWHERE:
+        if config.get(name) is not None:
+            raise ModelLoadError(f"{path} has {name}, which this version does not follow; remove it")
+
+
+def _require_sizes(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises ModelLoadError for a number of the configuration that no model has."""
+    nested = config.get("text_config")
+    for values in (config, nested if isinstance(nested, dict) else {}):
+        for name, value in values.items():
+            most = MOST.get(name, MOST_COUNTED if name.startswith(COUNTED) else 0)
+            if most and value is not None and not (type(value) is int and 1 <= value <= most):
+                raise ModelLoadError(
+                    f"{path} says {str(value)[:40]} as {name}; it must be a whole number from 1 to {most}"
+                )
+
+
+def _require_plain(folder: Path) -> None:
+    """Refuses what is read as text and is no file of this folder: a pipe, a file that is too long, or a link elsewhere.
+
+    A chat template that links to a file of the user's would show it to every client. Links to a file of the same name
+    are how folders share a tokenizer, and the hub's cache links to its own blobs.
+
+    Raises:
+        ModelLoadError: the first such file.
+    """
+    blobs = folder.absolute().parent.parent / "blobs"
+    own = (folder.resolve(), blobs.resolve())
+    for path in _text_files(folder):
+        try:
+            found = path.resolve(strict=True)
+            if found.name != path.name and not any(found.is_relative_to(place) for place in own):
+                raise OSError(f"it is a link to {found}, which is no file of this folder")
+            with open_plain(path) as file:
+                size, most = file.seek(0, 2), BYTES_OF.get(path.name, MAX_BYTES)
+            if size > most:
+                raise OSError(f"it has {size:,} bytes, and may have {most:,}")
+        except (OSError, RuntimeError) as error:  # a link that leads to itself is a RuntimeError
+            raise ModelLoadError(f"Cannot read {path}: {error}") from error
+
+
+def _text_files(folder: Path) -> Iterator[Path]:
+    for place in (folder, folder / "additional_chat_templates"):
+        for pattern in ("*.json", "*.jinja"):
+            yield from place.glob(pattern)

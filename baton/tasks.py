@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+import time
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+SLICE_S = 0.005
+"""How long `paced` works before others have their turn."""
 
 
 class Flag:
@@ -62,6 +65,20 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
     finally:
         for task in filter(asyncio.Future.done, tasks):  # all, unless this coroutine is closed
             _drop_error(task)
+
+
+async def paced(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yields items whose number, or the work with each, may be large: other tasks run after every `SLICE_S`.
+
+    async for lease in paced(leases):
+        decode(lease)
+    """
+    began_s = time.monotonic()
+    for item in items:
+        yield item
+        if time.monotonic() - began_s >= SLICE_S:
+            await asyncio.sleep(0)
+            began_s = time.monotonic()
 
 
 async def seen_through(future: asyncio.Future[T]) -> None:

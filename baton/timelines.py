@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from baton.api import Explanation
@@ -133,7 +133,7 @@ class RequestList:
 
 def list_json(found: RequestList) -> dict[str, Any]:
     """The answer to `GET /api/requests`."""
-    return {**asdict(found), "requests": [summary_json(each) for each in found.requests]}
+    return {**asdict(replace(found, requests=())), "requests": [summary_json(each) for each in found.requests]}
 
 
 def summary_json(summary: RequestSummary) -> dict[str, Any]:

@@ -13,12 +13,14 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from baton.config import ClusterConfig, Config
 from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from baton.config import ClusterConfig, Config  # clients, which have no settings, do without them
 
 logger = logging.getLogger(__name__)
 _GRPC_NAMES = {

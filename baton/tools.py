@@ -15,8 +15,10 @@ from baton.nesting import check_levels
 MAX_TOOLS = 128
 MAX_TOOL_CHARACTERS = 256 * 1024
 """Characters of all tools of a request, as JSON."""
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-"""OpenAI's rule for the name of a function."""
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
+"""The rule for the name of a function: OpenAI's, with as many characters as Anthropic's has."""
+_NULLABLE = ("properties", "required")
+"""Keywords of a tool's parameters that templates go through: null is none."""
 _FIELDS = ("name", "description", "parameters", "strict")
 
 
@@ -80,7 +82,9 @@ class Tool:
         if self.description is not None:
             function["description"] = self.description
         if self.parameters is not None:
-            function["parameters"] = self.parameters
+            function["parameters"] = {
+                key: value for key, value in self.parameters.items() if value is not None or key not in _NULLABLE
+            }
         return {"type": "function", "function": function}
 
 
@@ -141,7 +145,7 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
     for index, tool in enumerate(tools):
         if not _NAME.fullmatch(tool.name):
             raise InvalidRequest(
-                f"tools[{index}] has the name {tool.name[:80]!a}; a name has 1 to 64 of the characters a-z, A-Z, 0-9, "
+                f"tools[{index}] has the name {tool.name[:80]!a}; a name has 1 to 128 of the characters a-z, A-Z, 0-9, "
                 "_ and -",
                 f"tools[{index}]",
             )
@@ -163,7 +167,7 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
 
 def _check_parameters(tool: Tool, index: int) -> None:
     schema = tool.parameters or {}
-    properties, required = schema.get("properties", {}), schema.get("required", [])
+    properties, required = ({} if (value := schema.get("properties")) is None else value), schema.get("required") or []
     if not isinstance(properties, Mapping):
         raise InvalidRequest(f"tools[{index}]: properties of the parameters must be an object", f"tools[{index}]")
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):

@@ -84,11 +84,11 @@ class DecodeService:
         async with worker.engine.sequence(spec, Purpose.RECEIVE) as sequence:
             reserved = await sequence.next()
             assert isinstance(reserved, Reserved)
-            transfer_id = f"{spec.sequence_id}@{worker.worker_id}"
+            name = f"{spec.sequence_id}@{worker.worker_id}"
             # A state comes with all tokens in it, so the last one cannot be computed again to draw the first token.
             expected = Expected.WITH_FIRST_TOKEN if worker.engine.spec.states else Expected.WHOLE
             ticket = worker.kv.receiver.expect(
-                transfer_id, reserved.num_tokens, reserved.num_cached_tokens, reserved.block_ids, expected
+                name, reserved.num_tokens, reserved.num_cached_tokens, reserved.block_ids, expected
             )
             try:
                 yield ticket
@@ -119,7 +119,8 @@ async def _tokens(sequence: ServedSequence) -> AsyncGenerator[NewTokens]:
         token_ids = tuple(token_id for output in generated for token_id in output.token_ids)
         finish_reason = generated[-1].finish_reason
         report = next((output.report for output in generated if output.report is not None), None)
-        if token_ids or finish_reason is not None or report is not None:
+        num_searched = sum(output.num_searched for output in generated)
+        if token_ids or finish_reason is not None or report is not None or num_searched:
             scores = TokenScores.joined(output.scores for output in generated)
             yield NewTokens(
                 token_ids=token_ids,
@@ -127,6 +128,7 @@ async def _tokens(sequence: ServedSequence) -> AsyncGenerator[NewTokens]:
                 report=report,
                 scores=scores,
                 beams=generated[-1].beams,
+                num_searched=num_searched,
             )
         if finish_reason is not None:
             return

@@ -8,6 +8,8 @@ scaling      the autoscaler: which sizes the load asks for
 local        `baton up` and `baton run`: all the parts on one machine, or one of them
 models       from a name to a model folder
 doctor       checks of a machine and of a cluster
+say          how commands write results
+terminal     how commands write tables, progress and errors, which may hold others' words
 lab          the simulator and the benchmark; no code that serves imports it
 """
 
@@ -24,6 +26,8 @@ __all__ = [
     "operator",
     "processes",
     "ray_pools",
+    "say",
     "scaling",
+    "terminal",
     "worker",
 ]

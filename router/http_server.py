@@ -14,15 +14,16 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from baton.config import Config
+from baton.config import Config, RouterConfig
 from baton.errors import ConfigError
 from baton.tls import Tls, door_tls
 from router.admission.tenants import TenantBook
-from router.api.connections import BoundedProtocol, ConnectionLimits, OpenConnections
+from router.api.connections import BoundedProtocol
 from router.api.handshake import TlsListener
 from router.api.hosts import Hosts
 from router.api.http import StreamLimit, create_app, create_scraped_app, require_certificates
 from router.api.operations import Operations
+from router.api.places import ConnectionLimits, OpenConnections
 from router.service import RouterService
 
 UNSENT_BYTES = 16 * 2**10
@@ -47,7 +48,7 @@ class HttpServer(uvicorn.Server):
         tls: Tls | None = None,
     ) -> None:
         super().__init__(config)
-        self._sockets, self._open_connections, self._tls = sockets, open_connections, tls
+        self._sockets, self.open_connections, self._tls = sockets, open_connections, tls
 
     async def serve_all(self) -> None:
         """Serves until `should_exit` is set."""
@@ -62,12 +63,11 @@ class HttpServer(uvicorn.Server):
         protocol: Any = config.http_protocol_class
         make_protocol = partial(
             protocol,
-            is_counted=True,
             config=config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        listeners = [TlsListener(each, context, make_protocol, self._open_connections) for each in self._sockets]
+        listeners = [TlsListener(each, context, make_protocol, self.open_connections) for each in self._sockets]
         for listener in listeners:
             listener.start(config.backlog)
         self.servers: Any = listeners
@@ -96,33 +96,54 @@ def http_servers(
     """
     hosts = Hosts.configured(config, not tenants.is_open)
     tls = door_tls(config)
-    app = create_app(service, tenants, is_ready, metrics, hosts, operations=operations)
+    app = create_app(
+        service,
+        tenants,
+        is_ready,
+        metrics,
+        hosts,
+        operations=operations,
+        is_strict=config.router.strict,
+        cors_origins=config.router.cors_origins,
+    )
     if tls is not None and tls.clients == "required":
         require_certificates(app)
     app.add_middleware(StreamLimit, most=config.router.max_streams_per_client)
-    servers = (_server(config, app, config.cluster.host, config.cluster.http_port, tls),)
+    connections = operations.connections if operations else OpenConnections(limits=connection_limits(config.router))
+    servers = (_server(config, app, config.cluster.host, config.cluster.http_port, tls, open_connections=connections),)
     if not config.telemetry.port:
         return servers
     scraped = create_scraped_app(is_ready, metrics, dataclasses.replace(hosts, needs_key=False))
-    return (*servers, _server(config, scraped, config.telemetry.host, config.telemetry.port, tls))
-
-
-def _server(config: Config, app: FastAPI, host: str, port: int, tls: Tls | None) -> HttpServer:
-    limits = ConnectionLimits(
-        max_connections=config.router.max_connections,
-        max_per_client=config.router.max_connections_per_client,
-        stall_s=config.router.stall_s,
+    connections = OpenConnections(limits=connection_limits(config.router))
+    return (
+        *servers,
+        _server(config, scraped, config.telemetry.host, config.telemetry.port, tls, open_connections=connections),
     )
-    open_connections = OpenConnections(limits)
+
+
+def connection_limits(router: RouterConfig) -> ConnectionLimits:
+    """Return the bounds of the connections of one server."""
+    return ConnectionLimits(
+        max_connections=router.max_connections,
+        max_per_client=router.max_connections_per_client,
+        stall_s=router.stall_s,
+    )
+
+
+def _server(
+    config: Config, app: FastAPI, host: str, port: int, tls: Tls | None, *, open_connections: OpenConnections
+) -> HttpServer:
     protocol: Any = partial(BoundedProtocol, open_connections)
     return HttpServer(
         uvicorn.Config(
             app=app,
             http=protocol,
+            ws="none",  # a connection that is upgraded would have a protocol that never leaves its place
             log_config=None,
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            timeout_keep_alive=config.router.keep_alive_s,  # type: ignore[arg-type]  # it is handed to call_later
             timeout_graceful_shutdown=math.ceil(config.router.drain_timeout_s),
         ),
         bound(host, port, config.cluster.routers > 1),

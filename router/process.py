@@ -13,6 +13,7 @@ from baton import config as baton_config
 from baton import garbage
 from baton.errors import BatonError
 from baton.telemetry import logs
+from baton.visible import in_line
 from router.server import serve
 
 
@@ -31,4 +32,4 @@ def main() -> None:
     try:
         uvloop.run(_run(config))
     except* BatonError as errors:
-        sys.exit(f"router: {'; '.join(str(error) for error in errors.exceptions)}")
+        sys.exit(in_line(f"router: {'; '.join(str(error) for error in errors.exceptions)}"))

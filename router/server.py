@@ -34,15 +34,18 @@ from router.answer import AnswerFormat
 from router.api.controller_client import ControllerClient
 from router.api.grpc_api import MAX_MESSAGE_BYTES, SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
 from router.api.operations import Operations
+from router.api.places import OpenConnections
 from router.cluster.history import ClusterHistory
 from router.cluster.history_store import HistoryStore, RedisHistory
+from router.cluster.load import LoadMeter
 from router.cluster.readiness import Readiness
 from router.cluster.registry import Registry
 from router.cluster.surroundings import Surroundings
+from router.cluster.watch import AlertBook, AlertWatch
 from router.dispatch.decisions import DecisionLog
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.worker_client import WorkerClient
-from router.http_server import HttpServer, http_servers
+from router.http_server import HttpServer, connection_limits, http_servers
 from router.placement.pool_view import UNKNOWN_LENGTH, PoolView
 from router.placement.stale_hints import HintTracker
 from router.prompt import Tokenizer
@@ -138,11 +141,12 @@ class Router:
     tenants_file: TenantsFile
     accounts: Accounts
     usage_book: UsageBook
-    history: ClusterHistory
+    operations: Operations
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then lets requests in flight end, for `router.drain_timeout_s` at most."""
         try:
+            await self.service.start()
             await self.rpc.start()
             async with asyncio.TaskGroup() as tasks:
                 background = [
@@ -152,7 +156,9 @@ class Router:
                     tasks.create_task(self.tenants_file.run(), name="tenants"),
                     tasks.create_task(self.accounts.run(), name="accounts"),
                     tasks.create_task(self.usage_book.run(), name="usage"),
-                    tasks.create_task(self.history.run(), name="history"),
+                    tasks.create_task(self.operations.history.run(), name="history"),
+                    tasks.create_task(self.operations.load.run(), name="load"),
+                    tasks.create_task(self.operations.alerts.run(), name="alerts"),
                     tasks.create_task(self._report_health(), name="health"),
                     tasks.create_task(garbage.keep_small(), name="memory"),
                 ]
@@ -170,7 +176,7 @@ class Router:
             await self.client.close()
             await self.accounts.close()
             await self.usage_book.close()
-            await self.history.close()
+            await self.operations.history.close()
             await self.store.close()
             self.service.close()
             if self.tracer is not None:
@@ -224,7 +230,7 @@ def build(config: Config) -> Router:
     )
     inference = InferenceServicer(service, Ingress(config.cluster.host, grpc_port), stall_s=config.router.stall_s)
     link = MemberLink(keys, members)
-    operations = _operations(config, store, registry, client=client, instruments=instruments, link=link)
+    operations = _operations(config, store, registry, service, client=client, instruments=instruments, link=link)
     admin = AdminServicer(registry.status, service.requests, operations.orders)
     _add_services(rpc, inference, admin)
     return Router(
@@ -240,12 +246,12 @@ def build(config: Config) -> Router:
         tenants_file=TenantsFile(config.router, tenants, instruments),
         accounts=accounts,
         usage_book=usage_book,
-        history=operations.history,
+        operations=operations,
     )
 
 
 def _load_model(config: Config) -> LoadedModel:
-    tokenizer = Tokenizer.load(Path(config.model.path))
+    tokenizer = Tokenizer.load(Path(config.model.path), config.model.chat_template)
     name = config.model.served_name or Path(config.model.path).name
     max_model_len = min(tokenizer.max_model_len or UNKNOWN_LENGTH, config.engine.max_model_len or UNKNOWN_LENGTH)
     return LoadedModel(
@@ -313,15 +319,22 @@ def _operations(
     config: Config,
     store: _Store,
     registry: Registry,
+    service: RouterService,
     *,
     client: WorkerClient,
     instruments: Instruments,
     link: MemberLink,
 ) -> Operations:
+    history = ClusterHistory(store.history, f"{config.router.id}/{uuid.uuid4().hex[:12]}", instruments)
+    connections = OpenConnections(limits=connection_limits(config.router))
+    load = LoadMeter(lambda: connections.filled, lambda: service.in_flight)
     return Operations(
         router_id=config.router.id,
         status=registry.status,
-        history=ClusterHistory(store.history, f"{config.router.id}/{uuid.uuid4().hex[:12]}", instruments),
+        history=history,
+        load=load,
+        alerts=AlertBook(AlertWatch(config.router.id, registry.status, load, history)),
+        connections=connections,
         classes=config.router.slo_classes,
         orders=ControllerClient(registry.controller, link.keys, link.tls),
         workers=client,

@@ -53,6 +53,7 @@ from router.admission.tenants import DEFAULT_TENANT, Tenant
 from router.answer import AnswerChunks, AnswerPlan, AnswerSelection, AnswerWriter, with_reasoning, with_tool_choice
 from router.dispatch import Choice, ChoiceGroup, Dispatcher
 from router.prompt import PromptEncoder, SequenceBuilder, StructureChecker, in_tokens
+from router.request.bodies import BodyBook
 from router.request.model import UNKNOWN_INGRESS, Ingress, LoadedModel
 from router.request.moderation import ModeratedAnswer, Moderator
 from router.request.request_log import RequestLog
@@ -89,6 +90,7 @@ class RouterService:
         self.model = model
         self.calls = CallsInFlight()
         self.requests = RequestLog(config.id)
+        self.bodies = BodyBook(self.requests, instruments, model.facts.id)
         self._worker_limit = worker_limit
         self._dispatcher = dispatcher
         self._limiter = limiter
@@ -105,14 +107,27 @@ class RouterService:
         )
         self._sequences = SequenceBuilder(model.content_id, model.facts.vocab_size, config.cache_secret)
 
+    async def start(self) -> None:
+        """Starts what the first requests would wait for.
+
+        Raises:
+            ModelLoadError: the model's chat template is not valid.
+        """
+        await self._encoder.start()
+
     def close(self) -> None:
-        """Ends the process and the threads that it has started. Nothing is served any more."""
+        """Ends the processes and the threads that it has started. Nothing is served any more."""
         self._encoder.close()
         self._structures.close()
 
     def is_crowded(self) -> bool:
         """Returns whether too many answers are being generated: requests are refused, or wait long for a worker."""
         return self._limiter.is_crowded or self._dispatcher.is_crowded
+
+    @property
+    def in_flight(self) -> tuple[int, int]:
+        """How many answers are being generated, and how many may be."""
+        return self._limiter.num_in_flight, self._limiter.max_in_flight
 
     @property
     def facts(self) -> ModelFacts:
@@ -155,29 +170,33 @@ class RouterService:
             with self._limiter.slot(key.request_id, params.num_answers, tenant), self.calls.entered(key) as call:
                 settle.charge = self._accounts.arrive(tenant, params.num_answers)
                 prompt_ids = await self._prompt_ids(request, params, tenant)
-                params = with_lengths(params, request.sampling, len(prompt_ids), facts)
+                params = with_lengths(
+                    params, request.sampling, len(prompt_ids), facts, shortens=request.shortens_answer
+                )
                 check_resume(request, params)
                 params, plan = self._planned(request.prompt, prompt_ids, params)
-                await self._structures.check(params.structured_outputs)
-                await settle.charge.book(len(prompt_ids))
+                structure = await self._structures.check(params.structured_outputs, tenant.id)
+                if structure is not params.structured_outputs:
+                    params = replace(params, structured_outputs=structure)
+                await settle.charge.book(len(prompt_ids), self._num_to_reserve(request, params))
                 spec = self._sequences.build(key.request_id, prompt_ids, params, tenant)
                 digest = digest_of(self.model.content_id, spec)
                 noted = await self._begun(key, digest, params, request.resume_from, past)
                 group = ChoiceGroup.begin(spec, claim, settle.trace, params.num_answers, noted)
                 call.begin(digest, group)
-                settle.begin(group.choices[: params.n], params, request.resume_from, digest)
+                settle.begin(group, params, request.resume_from, digest)
                 selection = AnswerSelection(params, request.resume_from)
                 writers = self._writers(request, group, params, plan)
                 with self._journal.noting(key, digest, group.choices):
                     async with contextlib.aclosing(_replayed(writers)) as chunks:
                         async for chunk in chunks:
-                            for ready in selection.take(chunk):
+                            for ready in selection.take(settle.drawn(chunk)):
                                 yield settle.book(ready)
                                 call.goes_on()
                     async with contextlib.aclosing(self._dispatcher.run(group.unanswered())) as messages:
                         async for choice, message in messages:
                             for chunk in await self._written(choice, message, writers[choice]):
-                                for ready in selection.take(chunk):
+                                for ready in selection.take(settle.drawn(chunk)):
                                     yield settle.book(ready)
                                     call.goes_on()
             self._limiter.record(time.monotonic() - settle.arrived_s)
@@ -207,6 +226,16 @@ class RouterService:
     async def _prompt_ids(self, request: GenerateRequest, params: SamplingParams, tenant: Tenant) -> tuple[int, ...]:
         """The token ids of a request's prompt, cut to the length that it asks for."""
         return await self.tokenize(request.prompt, tenant, truncation_of(request.truncation, params, self.facts))
+
+    def _num_to_reserve(self, request: GenerateRequest, params: SamplingParams) -> int:
+        """Tokens that may be computed for a request's answers; of those whose length the client leaves open, as many as
+        are expected.
+        """
+        assert params.max_tokens is not None
+        num_tokens = params.max_tokens
+        if "max_tokens" not in request.sampling and not params.ignore_eos:
+            num_tokens = min(num_tokens, self._config.expected_output_default)
+        return num_tokens * (params.num_beams if params.use_beam_search else params.num_answers)
 
     def _settlement(
         self, request: GenerateRequest, tenant: Tenant, ingress: Ingress, trace: Context | None

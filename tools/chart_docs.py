@@ -9,6 +9,9 @@ The rest of both files is written by hand.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -19,6 +22,7 @@ import yaml
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
+from baton import config
 from baton.config import Config
 
 CHART = Path("helm/baton")
@@ -45,9 +49,8 @@ Schema = dict[str, Any]
 
 def config_schema() -> Schema:
     """Schema of the value `config`: what a file for `baton up --config` may hold, without what the chart sets."""
-    settings = TypeAdapter(Config)
-    schema = json.loads(to_json(settings.json_schema(), inf_nan_mode="null"))
-    defaults = json.loads(settings.dump_json(Config()))  # where they are made by a function, the schema has none
+    schema = described_settings()
+    defaults = json.loads(TypeAdapter(Config).dump_json(Config()))  # a function makes some: the schema has none
     sections = {
         name: _section(section, schema["$defs"], defaults[name], SET_BY_CHART.get(name, set()))
         for name, section in schema["properties"].items()
@@ -60,6 +63,28 @@ def config_schema() -> Schema:
         "required": ["model", "router", "cluster"],
         "properties": sections,
     }
+
+
+def described_settings() -> Schema:
+    """The schema of all settings, as pydantic has it, with the descriptions that stand behind them in the source."""
+    schema: Schema = json.loads(to_json(TypeAdapter(Config).json_schema(), inf_nan_mode="null"))
+    for name, definition in schema["$defs"].items():
+        for key, text in _docstrings(getattr(config, name)).items():
+            definition["properties"][key]["description"] = text
+    return schema
+
+
+def _docstrings(section: type[Any]) -> dict[str, str]:
+    """Returns the docstring after each field of a section, and of those that it extends."""
+    found: dict[str, str] = {}
+    for kind in reversed(section.__mro__[:-1]):
+        (node,) = ast.parse(inspect.getsource(kind)).body
+        assert isinstance(node, ast.ClassDef)
+        for field, after in itertools.pairwise(node.body):
+            match field, after:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    found[name] = inspect.cleandoc(text)
+    return found
 
 
 def _section(section: Schema, definitions: Schema, defaults: Any, skipped: set[str]) -> Schema:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
-from pydantic_core import to_json
 
 from baton import errors
 from baton.config import Config
 from baton.config.load import SHORT_NAMES
+from tools.chart_docs import described_settings
 
 ROOT = Path(__file__).parents[1]
 SETTINGS_PAGE, GRPC_PAGE = Path("docs/configuration.md"), Path("docs/grpc.md")
@@ -33,7 +33,7 @@ VARIABLES = {f"{section}.{field}": name for name, (section, field) in SHORT_NAME
 
 def settings_tables() -> str:
     """The tables of all settings, a section each."""
-    schema = json.loads(to_json(TypeAdapter(Config).json_schema(), inf_nan_mode="null"))
+    schema = described_settings()
     defaults = json.loads(TypeAdapter(Config).dump_json(Config()))
     lines = []
     for name, value in schema["properties"].items():

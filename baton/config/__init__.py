@@ -25,20 +25,15 @@ from baton.config.engine import OWN_SETTINGS, EngineConfig, EveryEngineConfig, G
 from baton.config.load import REDIS_URL, SHORT_NAMES, Config, child_environment, load, process_config
 from baton.config.origins import DEFAULT, SettingOrigin, origins
 from baton.config.secrets import HIDDEN, password_of, why_unreadable, with_password, without_password
-from baton.config.section import MAX_PORT, MAX_TIMEOUT_S, has_no_port
+from baton.config.section import MAX_TIMEOUT_S
 from baton.config.serving import DEFAULT_CLASS, IndexConfig, RouterConfig, SloClassConfig
 from baton.config.telemetry import TelemetryConfig
 from baton.config.transfer import FaultsConfig, TransferConfig
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
-"""Router that client commands call when no address is given."""
-
 __all__ = [
     "DEFAULT",
-    "DEFAULT_ADDRESS",
     "DEFAULT_CLASS",
     "HIDDEN",
-    "MAX_PORT",
     "MAX_TIMEOUT_S",
     "OWN_SETTINGS",
     "REDIS_URL",
@@ -59,7 +54,6 @@ __all__ = [
     "TelemetryConfig",
     "TransferConfig",
     "child_environment",
-    "has_no_port",
     "load",
     "origins",
     "password_of",

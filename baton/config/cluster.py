@@ -67,7 +67,8 @@ class ClusterConfig:
     workers get from the controller. Empty: `baton up` draws a secret, except with `ray_address`; other processes take
     calls without proofs, and listen on loopback addresses only."""
     cache_dir: String = ""
-    """Folder of the converted models. Empty: the user's cache folder, `baton/`."""
+    """Folder of converted models, of the native step, and of logs. Empty: the user's cache folder, `baton/`. Where
+    another user of the machine owns a part of it, the user's own cache has that part instead."""
     routers: AtLeastOne = 1
     """Router processes that `baton up` runs behind one address. They share nothing but Redis."""
     ray_address: HostPort = ""

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
 from baton.blocks import GRANULE
-from baton.config.section import NUMBER, ON_OFF, AtLeastOne, Float, Int, Must, OneOf, Share, String, Switch, section
+from baton.config.section import (
+    NUMBER,
+    ON_OFF,
+    WHOLE,
+    AtLeastOne,
+    Float,
+    Int,
+    Must,
+    OneOf,
+    Share,
+    String,
+    Switch,
+    Wait,
+    section,
+)
 from baton.errors import ConfigError
 
 
@@ -26,6 +40,25 @@ GibOrAuto: TypeAlias = Annotated[
     BeforeValidator(_none_is_auto),
     Must.be("auto or more than 0 GiB"),
 ]
+CountOrAuto: TypeAlias = Annotated[
+    Literal["auto"] | Annotated[int, Field(ge=1), WHOLE],
+    Field(union_mode="left_to_right"),
+    Must.be("auto or at least 1"),
+]
+SwitchOrAuto: TypeAlias = Annotated[Literal["auto"] | Switch, Field(union_mode="left_to_right")]
+
+
+class Batch(NamedTuple):
+    """How much a worker does at a time, by its settings and its device."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    plans_ahead: bool
+
+
+ON_GPU, ON_CPU = Batch(256, 2048, True), Batch(64, 512, False)
+"""What settings mean that are auto. A GPU needs large steps, and no pause between them. On a CPU a large step of a
+prompt holds up all other sequences, and planning ahead was seen to gain nothing."""
 
 
 @section("model")
@@ -40,6 +73,9 @@ class ModelConfig:
     """The resolved local folder; `baton up` fills it in."""
     revision: String = ""
     """Identity of the weights; seeds the block keys. `baton up` fills it in."""
+    chat_template: String = ""
+    """A file with the chat template that routers use in place of the folder's own. Empty: the folder's. Every router
+    must have the same file."""
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     """Type of the weights. auto: float32 on a CPU, the model's own on a GPU."""
     device: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"
@@ -95,10 +131,12 @@ class EveryEngineConfig:
     each has the part of a GPU that Ray assigns to it (`cluster.gpus_per_worker`)."""
     num_blocks: Int = 0
     """Blocks of the KV pool; 0: as many as fit into `kv_cache_gib`."""
-    max_num_seqs: AtLeastOne = 64
-    """Sequences that may hold blocks at a time: those in the running batch, and those reserved for incoming KV."""
-    max_num_batched_tokens: AtLeastOne = 512
-    """Tokens per step; longer prompts are prefilled in chunks."""
+    max_num_seqs: CountOrAuto = "auto"
+    """Sequences that may hold blocks at a time: those in the running batch, and those reserved for incoming KV. auto:
+    256 on a GPU and 64 on CPUs, or `max_num_batched_tokens` if that is set and less."""
+    max_num_batched_tokens: CountOrAuto = "auto"
+    """Tokens per step; longer prompts are prefilled in chunks. auto: 2,048 on a GPU and 512 on CPUs, or `max_num_seqs`
+    if that is set and more."""
     max_model_len: Int = 0
     """Longest prompt plus answer, in tokens; 0: the model's own limit, or what the KV pool can hold if that is less."""
     tensor_parallel: AtLeastOne = 1
@@ -110,10 +148,11 @@ class EveryEngineConfig:
             raise ConfigError(f"engine.runner {self.runner} has one rank; set engine.tensor_parallel to 1")
         if self.max_model_len and self.max_model_len < GRANULE:
             raise ConfigError(f"engine.max_model_len must be 0 or at least {GRANULE} tokens, got {self.max_model_len}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        most, sequences = self.max_num_batched_tokens, self.max_num_seqs
+        if most != "auto" and sequences != "auto" and most < sequences:
             raise ConfigError(
-                f"engine.max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least engine.max_num_seqs "
-                f"({self.max_num_seqs}), or some sequences would never get a turn"
+                f"engine.max_num_batched_tokens ({most}) must be at least engine.max_num_seqs ({sequences}), or some "
+                "sequences would never get a turn"
             )
         if self.block_size < GRANULE or self.block_size % GRANULE:
             raise ConfigError(f"engine.block_size must be a multiple of {GRANULE}, got {self.block_size}")
@@ -132,9 +171,9 @@ class EngineConfig(EveryEngineConfig):
     """Sequences that may wait for blocks before a worker refuses more."""
     output_reservation: Int = 512
     """Answer tokens for which a decode worker reserves blocks up front; longer answers grow block by block."""
-    plan_ahead: Switch = False
+    plan_ahead: SwitchOrAuto = "auto"
     """Whether a step is planned while the one before it runs, so that the model need not wait for the engine's books.
-    Answers are the same token for token."""
+    Answers are the same token for token. auto: on a GPU."""
     num_threads: AtLeastOne = 1
     """Compute threads per rank. Two contended threads can be 40 times slower than one."""
     kv_dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "int8", "fp8")] = "auto"
@@ -163,8 +202,9 @@ class EngineConfig(EveryEngineConfig):
     draft_kv_cache_gib: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER, Must.be("more than 0 GiB")] = 0.25
     """Memory of the draft model's own KV pool, in GiB. A sequence that does not fit into it has no guesses of the
     model."""
-    rank_timeout_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = 60.0
-    """Longest step of a worker with several ranks. A longer one means that a rank hangs, and the worker ends."""
+    step_timeout_s: Wait = 60.0
+    """Longest step, in seconds, unless 20 times what such a step is expected to take is more. A longer one means that
+    the device, or one of several ranks, hangs: the worker's requests go on in other workers, and its process ends."""
 
     def __post_init__(self) -> None:
         EveryEngineConfig.__post_init__(self)
@@ -178,6 +218,21 @@ class EngineConfig(EveryEngineConfig):
                 "engine.batch_invariant cannot be kept with engine.attention flashinfer, which divides a batch by what "
                 "is in it; set one of them to its default"
             )
+
+    def batch(self, *, on_gpu: bool) -> Batch:
+        """Returns what the settings mean for a worker; what is set counts on every device.
+
+        Args:
+            on_gpu: whether its model computes on a GPU.
+        """
+        sequences, tokens, plans_ahead = ON_GPU if on_gpu else ON_CPU
+        if self.max_num_batched_tokens != "auto":
+            tokens = self.max_num_batched_tokens
+            sequences = min(sequences, tokens)
+        if self.max_num_seqs != "auto":
+            sequences = self.max_num_seqs
+            tokens = max(sequences, tokens)
+        return Batch(sequences, tokens, plans_ahead if self.plan_ahead == "auto" else self.plan_ahead)
 
     def refuse_unknown(self, unknown: Collection[str]) -> None:
         """Refuses what an engine does not know.

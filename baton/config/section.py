@@ -1,30 +1,30 @@
 """Sections of settings: frozen pydantic dataclasses whose errors are sentences that name the setting.
 
 A field's annotation is its parser and its check: the kinds below where they suit, else `Annotated` with pydantic's
-constraints and a `Must`, which words the refusal. The docstring after a field is its description, in the chart too.
+constraints and a `Must`, which words the refusal. The docstring after a field is its description, in the chart too:
+`tools.chart_docs` reads it from the source, which would take long at the start of each process.
 Checks that need more than one field stand in `__post_init__` and raise ConfigError themselves.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
-from types import MappingProxyType, UnionType
+from types import UnionType
 from typing import Annotated, Any, TypeAlias, TypeVar, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
+from baton.addresses import MAX_PORT, has_no_port
 from baton.config.secrets import HIDDEN
 from baton.errors import ConfigError
 from baton.spelling import nearest
 
 T = TypeVar("T")
-MAX_PORT = 65_535
 MAX_TIMEOUT_S = 7 * 86_400
 """The longest that an operator may have to wait for anything."""
 
@@ -99,12 +99,6 @@ def _from_json(value: Any) -> Any:
         raise PydanticCustomError("json", "{error}", {"error": str(error)}) from error
 
 
-def has_no_port(address: str) -> bool:
-    """Whether the address ends with a number that is no port. The system would count it modulo 65536 and connect."""
-    number = re.search(r":(-?\d+)(/\d*)?$", address)
-    return number is not None and not 0 <= int(number[1]) <= MAX_PORT
-
-
 def _address(value: Any) -> Any:
     if isinstance(value, str) and has_no_port(value):
         raise PydanticCustomError("address", "must have a port")
@@ -148,7 +142,7 @@ def section(name: str = "") -> Callable[[type[T]], type[T]]:
     Args:
         name: what the section's settings are called before the dot; empty: for all sections together.
     """
-    config = ConfigDict(extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True)
+    config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
     def made(cls: type[T]) -> type[T]:
         found: Any = pydantic_dataclass(frozen=True, slots=True, kw_only=True, config=config)(cls)
@@ -161,9 +155,6 @@ def section(name: str = "") -> Callable[[type[T]], type[T]]:
                 raise ConfigError(_sentence(found, error, name)) from None
 
         found.__init__ = __init__
-        # A section that extends this one reads its own docstrings only.
-        for each in found.__dataclass_fields__.values():
-            each.metadata = MappingProxyType({"description": found.__pydantic_fields__[each.name].description})
         return typing.cast("type[T]", found)
 
     return made
@@ -235,6 +226,7 @@ def _refusal(detail: ErrorDetails, field: Any, name: str, key: str, kind: Any) -
         return f"{name} must be one of {', '.join(_choices(Annotated[kind, *field.metadata]))}; got {value!r}"
     must = next((each for each in field.metadata if isinstance(each, Must)), None)
     if must is not None and detail["type"] in _RULES:
+        kind = _of_number(kind)
         number = value if kind is str else int(value) if kind is int else float(value)
         return must.text.format(name=name, field=key, value=number)
     return f"{name} must be {_kind_in_words(kind)}, got {value!r}"
@@ -247,6 +239,13 @@ def _choices(kind: Any) -> tuple[str, ...]:
     return next(filter(None, map(_choices, typing.get_args(kind))), ())
 
 
+def _of_number(kind: Any) -> Any:
+    """Returns the type of what may be auto if it is not, without its annotations."""
+    if typing.get_origin(kind) in (typing.Union, UnionType):
+        kind = typing.get_args(kind)[1]
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
+
+
 def _kind_in_words(kind: Any) -> str:
     if kind is bool:
         return "true or false"
@@ -254,6 +253,6 @@ def _kind_in_words(kind: Any) -> str:
         return "a mapping"
     if typing.get_origin(kind) is tuple:
         return "a list"
-    if typing.get_origin(kind) in (typing.Union, UnionType):  # the only one
-        return "auto or of type float"
+    if typing.get_origin(kind) in (typing.Union, UnionType):  # of auto and something else
+        return f"auto or {_kind_in_words(_of_number(kind))}"
     return f"of type {kind.__name__}"

@@ -23,6 +23,7 @@ from baton.config.section import (
     OneOf,
     Secret,
     String,
+    Switch,
     section,
 )
 from baton.errors import ConfigError
@@ -110,16 +111,17 @@ class RouterConfig:
     max_in_flight: AtLeastOne = 512
     """Choices served at a time; further requests are refused."""
     max_connections: AtLeastOne = 8192
-    """Connections of all clients, of HTTP and of gRPC each; further ones of HTTP get 503, of gRPC are closed."""
+    """Connections of all clients, of HTTP and of gRPC each; further ones of HTTP get 503, of gRPC are closed. gRPC
+    never takes more than half of the files that the process may open."""
     max_connections_per_client: AtLeastOne = 1024
     """HTTP connections from one address. All clients behind one proxy have its address."""
     max_streams_per_client: AtLeastOne = 1024
     """Requests in progress of one client: on one gRPC connection, where further ones wait at the client, and from one
     address over HTTP, where they get 429."""
     stall_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = 30.0
-    """Time after which a client is ended that does not read its answer. An answer that is not read takes its place
-    among `max_in_flight` only until its last token is computed, and while requests are refused, or wait, for want of
-    places, for 5 seconds."""
+    """Time after which a client is ended that does not read its answer, or over HTTP, sends nothing of a body that it
+    has begun. An answer that is not read takes its place among `max_in_flight` only until its last token is computed,
+    and while requests are refused, or wait, for want of places, for 5 seconds."""
     max_attempts: AtLeastOne = 4
     """Consecutive failed attempts, with almost no progress in between, before the client gets the error."""
     drain_timeout_s: Float = 5.0
@@ -142,7 +144,8 @@ class RouterConfig:
     """Fewest answer tokens for which a decode worker must have room before a prompt is computed. The estimate itself
     is the 90th percentile of the tenant's answers so far, and never more than the request allows."""
     expected_output_default: AtLeastOne = 256
-    """Answer tokens that are assumed before a tenant's first answer."""
+    """Answer tokens that are assumed before a tenant's first answer, and reserved within its limits of tokens where a
+    request names no length."""
     default_max_tokens: Int = 0
     """Answer length when a client gives none; 0: up to the context window."""
     cache_secret: Secret = field(default="", repr=False)
@@ -151,11 +154,21 @@ class RouterConfig:
     """YAML file of the tenants and the SHA-256 of their API keys (`printf %s KEY | sha256sum`);
     `router.admission.tenants` lists the fields. It is read again when it changes: a key that is added or withdrawn
     holds within 2 s. Empty: every request is accepted, whatever key it carries."""
+    strict: Switch = False
+    """Whether routers refuse every field that no API knows. If not, they ignore such a field if it cannot change the
+    answer: null, an id, a mark for a cache (docs/http.md); the header x-baton-ignored names it. A tenant may have a
+    rule of its own (`strict` in the tenants' file)."""
     allowed_hosts: Annotated[tuple[str, ...], COMMA_SEPARATED] = ()
     """Names of hosts that HTTP requests may name, beside IP addresses, names of one word, `cluster.host`,
     `cluster.advertise_host` and this machine's name; * stands for anything. Others are refused (421). Empty: all are
     answered, but for requests over loopback where no tenants are configured: a website that has its name lead to a
     laptop cannot ask the laptop's router in its visitor's name."""
+    cors_origins: Annotated[tuple[str, ...], COMMA_SEPARATED] = ()
+    """Websites whose pages may ask this router from a browser, such as https://chat.example; * stands for anything.
+    Empty: no other website's page may."""
+    keep_alive_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = 5.0
+    """Time after which an HTTP connection without a request is closed. Behind a load balancer that keeps connections it
+    has to be longer than the balancer's own time, or requests fail now and then."""
     tls_certificate: String = ""
     """PEM file of the certificate that clients see, on both ports. Empty: `cluster.tls_certificate`; without that,
     clients speak plain text. It and the other files are read again when they change."""

@@ -14,6 +14,7 @@ NCCL_PAIR_BYTES = 42 * 2**20
 """Memory of a GPU that one end of an nccl transport takes at most (`pair-memory` in tests/gpu)."""
 NCCL_MODES = ("nonblocking-eager", "nonblocking-lazy", "blocking-eager", "blocking-lazy")
 NcclMode: TypeAlias = Annotated[str, OneOf(*NCCL_MODES)]
+PlainKind: TypeAlias = Annotated[str, OneOf("nccl")]
 LinkKind: TypeAlias = Annotated[str, OneOf(*LINK_KINDS)]
 
 
@@ -68,6 +69,11 @@ class TransferConfig:
     the sender's, or one GPU; nccl needs two GPUs and a single rank on both sides; shm needs two CPU caches on one host;
     tcp always works. gloo always works too, but takes a third more processor time than tcp, and listens for the
     worker's whole life to anyone who connects: use it only where tcp fails. An nccl transport signals over TCP."""
+
+    plain_links: Annotated[tuple[PlainKind, ...], COMMA_SEPARATED] = ()
+    """Transports over which KV may leave a machine unencrypted although the cluster has certificates
+    (`cluster.tls_certificate`): nccl, which cannot encrypt. Name it only if nobody else can read or change what passes
+    between the GPUs on the network. Both workers must name it; if one does not, KV goes over tcp between machines."""
 
     nccl_mode: NcclMode = "nonblocking-eager"
     """How nccl transports make and use their communicators, to find out about hangs; equal on all workers. Blocking: a

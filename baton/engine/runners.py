@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from baton.cluster import fallback
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.draft_runner import DraftedRunner
 from baton.engine.core.runner import Runner
 from baton.errors import BatonError, ConfigError, ModelLoadError, NotNative
 from baton.gpus import refuse_silent_cpu, sign_of_gpu
-from baton.model_files import read_vocabulary
+from baton.tokenizer_file import read_vocabulary
 
 logger = logging.getLogger(__name__)
 ARITHMETIC_LAYERS = 2
@@ -133,7 +134,11 @@ def _make_one(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside: 
     from baton.engine.model.transformers_runner import TransformersRunner
 
     logger.info("the model runs on transformers: %s", why)
-    return TransformersRunner(model, engine, set_aside)
+    found = TransformersRunner(model, engine, set_aside)
+    if engine.runner == "auto" and not found.computes.gpu:
+        own = found.computes
+        found.computes = replace(own, fallbacks=(*own.fallbacks, fallback("the native step is not used", why)))
+    return found
 
 
 def _arithmetic(model: ModelConfig, engine: EngineConfig) -> Runner:
@@ -145,7 +150,7 @@ def _arithmetic(model: ModelConfig, engine: EngineConfig) -> Runner:
         engine.num_blocks or ARITHMETIC_BLOCKS,
         engine.block_size,
         max_model_len=engine.max_model_len or ARITHMETIC_MODEL_LEN,
-        max_num_seqs=engine.max_num_seqs,
+        max_num_seqs=engine.batch(on_gpu=False).max_num_seqs,
         num_layers=ARITHMETIC_LAYERS,
         layer_s=engine.arithmetic_step_ms / 1e3 / ARITHMETIC_LAYERS,
         token_s=engine.arithmetic_token_ms / 1e3,

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from baton.errors import ConfigError, NotAMember
-from baton.rpc.errors import abort
+from baton.rpc.errors import refusal
 from baton.tls import Tls
 from baton.trust import KeyFile, Principal, ProofBook, prove
 from baton.trust.proofs import PROOF_KEY
@@ -57,7 +57,7 @@ class MemberDoor(grpc.aio.ServerInterceptor):
             try:
                 self._book.check(proof if isinstance(proof, bytes) else b"", details.method, members)
             except NotAMember as error:
-                return _refusal(error)
+                return refusal(error)
         return await continuation(details)
 
 
@@ -78,15 +78,6 @@ def member_doors(key_file: KeyFile | None, incarnation: str, rules: Rules) -> Se
         incarnation: the random identity of this process, which callers know from its lease.
     """
     return () if key_file is None else (MemberDoor(ProofBook(key_file, incarnation), rules),)
-
-
-def _refusal(error: NotAMember) -> Any:
-    """Returns a handler that reads no message and ends the call with the error."""
-
-    async def refuse(_: Any, context: Any) -> None:
-        await abort(context, error)
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def member_metadata(key_file: KeyFile | None, method: str, callee: str) -> tuple[tuple[str, bytes], ...]:

@@ -25,7 +25,6 @@ RETRY_AFTER_KEY = "retry-after"
 MAX_MESSAGE_CHARACTERS = 1024
 CLIENTS_METHODS = ("/baton.v1.Inference/", "/baton.v1.Admin/")
 CallContext = grpc.aio.ServicerContext[Any, Any]
-MessageCheck = Callable[[Any], object]
 Error = TypeVar("Error", bound=Exception)
 
 logger = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Maps every `BatonError` raised by a handler to its status code.
 
     A message that cannot be read is refused before its handler sees it, and a client's that has a field that this
-    release does not know.
+    release does not know. Every handler behind it takes a stream of messages, as `baton.rpc.arrivals` returns them.
 
     Args:
         malformed: counts messages that cannot be read.
@@ -60,7 +59,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         handler = await continuation(details)
         if handler is None or handler.request_deserializer is None:  # without one it refuses every message
-            return handler and self._guarded(handler, None, None)
+            return handler and _guarded(handler, None)
         known = self._guarded_handlers.get(details.method)
         if known is None or known[0] is not handler:
             known = self._guarded_handlers[details.method] = handler, self._reading(handler, details.method)
@@ -68,94 +67,72 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def _reading(self, handler: Any, method: str) -> Any:
         read = wire.readable(handler.request_deserializer)
-        if handler.request_streaming:
-            # What it raises comes out where the handler asks for the next message.
-            return self._guarded(handler, lambda raw: self._checked(read(raw)), None)
         if method.startswith(CLIENTS_METHODS):
-            return self._guarded(handler, _clients(read), self._checked)
-        return self._guarded(handler, read, self._checked)
+            read = _clients(read)
+        # What it raises comes out where the next message is read.
+        return _guarded(handler, lambda raw: self._checked(read(raw)))
 
     def _checked(self, message: Any) -> Any:
         if isinstance(message, wire.Unreadable):
             self._malformed.total += 1
             raise InvalidRequest(f"the message is not in protobuf's form: {message.reason}")
-        if isinstance(message, BatonError):
-            raise message
         return message
 
-    def _guarded(
-        self, handler: grpc.RpcMethodHandler[Any, Any], read: Callable[[bytes], Any] | None, check: MessageCheck | None
-    ) -> Any:
-        method: Any
-        if handler.response_streaming:
-            method = handler.stream_stream if handler.request_streaming else handler.unary_stream
-            # A handler that writes to the context instead of yielding is guarded like a unary one.
-            guard = _guard_stream if inspect.isasyncgenfunction(method) else _guard_unary
-            make: Any = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-        else:
-            method, guard, make = handler.unary_unary, _guard_unary, grpc.unary_unary_rpc_method_handler
-        return make(guard(method, check), read, handler.response_serializer)
+
+def _guarded(handler: Any, read: Callable[[bytes], Any] | None) -> Any:
+    if handler.response_streaming:
+        method, make = handler.stream_stream, grpc.stream_stream_rpc_method_handler
+    else:
+        method, make = handler.stream_unary, grpc.stream_unary_rpc_method_handler
+    # A handler that writes to the context instead of yielding is guarded like one with one answer.
+    guard = _guard_stream if inspect.isasyncgenfunction(method) else _guard_unary
+    return make(guard(method), read, handler.response_serializer)
 
 
 def _clients(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Returns the reader of a client's messages, which returns in place of one that is refused, so that it is not kept
-    until the refusal has been read, the error with which it is refused.
-    """
+    """Returns the reader of a client's messages, which raises the error with which a message is refused."""
     descriptor = read(b"").DESCRIPTOR
 
     def read_known(raw: bytes) -> Any:
-        try:
-            wire.check_num_fields(raw, descriptor)
-            message = read(raw)
-            if not isinstance(message, wire.Unreadable):
-                wire.check_known(message)
-        except BatonError as error:
-            return _alone(error)
+        wire.check_num_fields(raw, descriptor)
+        message = read(raw)
+        if not isinstance(message, wire.Unreadable):
+            wire.check_known(message)
         return message
 
     return read_known
 
 
-def _guard_unary(method: Callable[..., Awaitable[Any]], check: MessageCheck | None) -> Callable[..., Any]:
-    async def guarded(request: Any, context: CallContext) -> Any:
+def _guard_unary(method: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
+    async def guarded(messages: Any, context: CallContext) -> Any:
         try:
-            if check is not None:
-                check(request)
-            return await method(request, context)
+            return await method(messages, context)
         except BatonError as error:
-            del request  # gRPC keeps what ends a call, with its frames, until garbage is collected
             await abort(context, _alone(error))
         except Exception as error:
-            del request
             await _abort_unexpected(context, error)
 
     return guarded
 
 
-def _guard_stream(method: Callable[..., Any], check: MessageCheck | None) -> Callable[..., Any]:
-    async def guarded(request: Any, context: CallContext) -> AsyncIterator[Any]:
+def _guard_stream(method: Callable[..., Any]) -> Callable[..., Any]:
+    async def guarded(messages: Any, context: CallContext) -> AsyncIterator[Any]:
         try:
-            if check is not None:
-                check(request)
-            async with contextlib.aclosing(method(request, context)) as responses:
+            async with contextlib.aclosing(method(messages, context)) as responses:
                 async for response in responses:
                     yield response
         except BatonError as error:
-            del request
             await abort(context, _alone(error))
         except Exception as error:
-            del request
             await _abort_unexpected(context, error)
 
     return guarded
 
 
 def _alone(error: Error) -> Error:
-    """Returns the error without the frames in which it and what caused it were raised, and what those hold."""
+    """Returns the error without the frames in which it and what caused it were raised, and what those hold: gRPC keeps
+    what ends a call until garbage is collected.
+    """
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
@@ -186,6 +163,15 @@ async def abort(context: CallContext, error: BatonError) -> NoReturn:
     except grpc.aio.InternalError as left:
         raise asyncio.CancelledError from left
     raise AssertionError("abort raises")
+
+
+def refusal(error: BatonError) -> Any:
+    """Returns a handler that reads no message and ends the call with the error."""
+
+    async def refuse(_: Any, context: CallContext) -> NoReturn:
+        await abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:

@@ -1,6 +1,7 @@
 """Members' servers take calls of members alone: of those whose certificate bears the members' name.
 
-The authority may have signed others, too: a tenant's certificate opens the routers' doors, and no worker's.
+The authority may have signed others, too: a tenant's certificate opens the routers' doors, and no worker's. A call is
+refused before its message is read.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import grpc
 
 from baton.errors import NotAMember
+from baton.rpc.arrivals import streaming
 from baton.rpc.errors import CallContext
 from baton.tls import Tls, names_in_call
 
@@ -32,24 +34,18 @@ class MembersOnly(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or not details.method.startswith("/baton.v1."):
             return handler
-        if not handler.response_streaming:
-            make, method = grpc.unary_unary_rpc_method_handler, handler.unary_unary
-        elif handler.request_streaming:
-            make, method = grpc.stream_stream_rpc_method_handler, handler.stream_stream
-        else:
-            make, method = grpc.unary_stream_rpc_method_handler, handler.unary_stream
-        return make(self._behind(method), handler.request_deserializer, handler.response_serializer)
+        return streaming(handler, self._behind(handler.stream_stream or handler.stream_unary))
 
     def _behind(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """The method, behind a look at the caller's certificate, which is known only when the call begins."""
 
-        async def answered(request: Any, context: CallContext) -> Any:
+        async def answered(messages: Any, context: CallContext) -> Any:
             self._require_member(context)
-            return await method(request, context)
+            return await method(messages, context)
 
-        async def streamed(request: Any, context: CallContext) -> AsyncIterator[Any]:
+        async def streamed(messages: Any, context: CallContext) -> AsyncIterator[Any]:
             self._require_member(context)
-            async for response in method(request, context):
+            async for response in method(messages, context):
                 yield response
 
         return streamed if inspect.isasyncgenfunction(method) else answered

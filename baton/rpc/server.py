@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.addresses import grpc_target
 from baton.errors import ConfigError
+from baton.rpc.arrivals import MESSAGE_S, Arrivals
 from baton.rpc.errors import ErrorInterceptor, MalformedCount
 from baton.tls import Tls
 
@@ -33,11 +35,18 @@ def _keepalive(ping_timeout_s: float) -> list[tuple[str, int]]:
     ]
 
 
+UNREAD_BYTES = 16 * 2**10
+"""How many bytes of a message a client can send before the server reads it."""
 SERVER_OPTIONS = [
     *_keepalive(PING_TIMEOUT_S),
-    ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
+    ("grpc.http2.bdp_probe", 0),  # else that grows to megabytes
+    ("grpc.experimental.tcp_max_read_buffer_size", 2**18),  # else 4 MiB of a connection, also of pings
+    # gRPC closes a connection with too many pings only when it has nothing to write any more. Until then it notes an
+    # error for each further ping, in time that grows with their number: 5 MiB of pings took a core for seconds. Without
+    # strikes a ping costs no more than another frame, and those whose answers are not read stop the connection.
+    ("grpc.http2.max_ping_strikes", 0),
 ]
 CHANNEL_OPTIONS = [
     *_keepalive(PING_TIMEOUT_S),
@@ -61,6 +70,8 @@ class ClientLimits:
     """What a server allows its clients, who may be anybody."""
 
     max_connections: int
+    """Connections at a time, but never more than half of the files that the process may open; the server closes
+    further ones."""
     max_streams: int
     """Calls on one connection; further ones wait at the client."""
     handshake_s: float = 10.0
@@ -69,11 +80,17 @@ class ClientLimits:
     @property
     def options(self) -> dict[str, int]:
         """The options of a gRPC server."""
+        max_files, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = self.max_connections if max_files == resource.RLIM_INFINITY else max_files // 2
         return {
-            "grpc.max_allowed_incoming_connections": self.max_connections,
+            "grpc.max_allowed_incoming_connections": min(self.max_connections, most),
             "grpc.max_concurrent_streams": self.max_streams,
             "grpc.server_handshake_timeout_ms": round(self.handshake_s * 1e3),
         }
+
+
+MEMBERS_LIMITS = ClientLimits(max_connections=4096, max_streams=1024)
+"""The limits of a server that members call, and strangers reach: hundreds of workers have a few connections each."""
 
 
 class RpcServer:
@@ -90,7 +107,8 @@ class RpcServer:
             of them.
         max_connection_age_s: a client is asked to connect anew after so long. What runs on its old connection goes on.
         max_message_bytes: a longer message ends its call, before it is parsed.
-        clients: limits on clients; by default there are none.
+        clients: limits on clients.
+        message_s: longest time for a message to be whole, in seconds.
         ping_timeout_s: a connection whose other end does not answer a ping for so long is closed.
         describes_itself: whether it answers reflection, for clients that do not have the contract. Members have it.
     """
@@ -103,20 +121,25 @@ class RpcServer:
         shares_port: bool = False,
         max_connection_age_s: float = math.inf,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
-        clients: ClientLimits | None = None,
+        clients: ClientLimits = MEMBERS_LIMITS,
+        message_s: float = MESSAGE_S,
         ping_timeout_s: float = PING_TIMEOUT_S,
         describes_itself: bool = True,
     ) -> None:
         options = dict([*SERVER_OPTIONS, *_keepalive(ping_timeout_s)])
         options["grpc.so_reuseport"] = int(shares_port)
         options["grpc.max_receive_message_length"] = max_message_bytes
-        if clients is not None:
-            options |= clients.options
+        options |= clients.options
         if max_connection_age_s < math.inf:
             options["grpc.max_connection_age_ms"] = round(max_connection_age_s * 1e3)
         self.malformed = MalformedCount()
         self.server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(self.malformed), *interceptors], options=list(options.items())
+            interceptors=[
+                ErrorInterceptor(self.malformed),
+                *interceptors,
+                Arrivals(max_message_bytes, message_s),
+            ],
+            options=list(options.items()),
         )
         self._health = health.aio.HealthServicer()
         self._service_names = service_names

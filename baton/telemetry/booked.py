@@ -29,6 +29,17 @@ TTFT_BOUNDS = close_bounds(600.0)
 TOKEN_BOUNDS = close_bounds(30.0)
 ERROR_BOUNDS = close_bounds(10.0)
 LENGTH_BOUNDS = [float(2**exponent) for exponent in range(4, 21)]
+PROMPT_CLASSES = (256, 1024, 4096)
+"""Upper bounds of the classes of prompts, in uncached tokens; the last class has none. The number of uncached tokens,
+not the length of the prompt, determines the time to first token. Up to 256: a question or the next turn of a chat; up
+to 1,024: some pages; up to 4,096: a document; more: an agent's first turn."""
+TO_COMPUTE = "to_compute"
+"""The label of a prompt's class."""
+
+
+def prompt_class(num_to_compute: int) -> str:
+    """Return the class of a prompt with this many uncached tokens: the upper bound of the class, or +Inf."""
+    return next((str(most) for most in PROMPT_CLASSES if num_to_compute <= most), "+Inf")
 
 
 def _histogram(name: str, description: str, bounds: Sequence[float], unit: str = "s") -> Histogram:
@@ -49,7 +60,10 @@ class Booked:
         "gen_ai.server.request.duration", "Time from a request's arrival to its last token.", DURATION_BOUNDS
     )
     time_to_first_token: Histogram = _histogram(
-        "gen_ai.server.time_to_first_token", "Time from a request's arrival to its first token.", TTFT_BOUNDS
+        "gen_ai.server.time_to_first_token",
+        "Time from a request's arrival to its first token. Label to_compute: upper bound of the number of uncached "
+        "prompt tokens.",
+        TTFT_BOUNDS,
     )
     time_per_output_token: Histogram = _histogram(
         "gen_ai.server.time_per_output_token", "Mean time between a request's tokens after the first.", TOKEN_BOUNDS
@@ -91,6 +105,14 @@ class Booked:
         "Answered requests that missed an objective, by SLO class, outcome (ttft_missed, itl_missed, e2e_missed) "
         "and the stage to blame: queue, decode_admission, prefill, transfer, decode or recovery.",
     )
+    ignored_fields: Counter = _counter(
+        "baton.ignored_fields",
+        "Fields of requests over HTTP that were accepted without an effect, by name; other: no API has such a field.",
+    )
+    refused_fields: Counter = _counter(
+        "baton.refused_fields",
+        "Requests over HTTP that were refused for a field of their body, by the field's name; other: no API has it.",
+    )
     tenant_requests: Counter = _counter(
         "baton.tenant_requests",
         "Finished requests by tenant and outcome: the outcomes of baton_requests_slo_total, invalid, and limited: "
@@ -98,8 +120,9 @@ class Booked:
     )
     tenant_tokens: Counter = _counter(
         "baton.tenant_tokens",
-        "Tokens of served requests, by tenant and kind: prompt, cached (a part of prompt), generated, reasoning (a "
-        "part of generated).",
+        "Tokens of requests, by tenant and kind: prompt, cached (a part of prompt), generated (which left for the "
+        "client), reasoning (a part of generated), and computed: all that workers computed for answers, which is what "
+        "the limits of tokens count.",
     )
     tenant_refusals: Counter = _counter(
         "baton.tenant_refusals",

@@ -3,6 +3,9 @@
     {"timestamp": "2026-11-21T20:38:24.123456+00:00", "level": "WARNING", "logger": "router.dispatch.dispatcher",
      "process": 7, "service": "baton-router", "message": "...", "trace_id": "4bf9...", "span_id": "00f0..."}
 
+A line of text has no control characters but tabs: what has come from others, such as a request's id, adds no lines and
+commands no terminal. A traceback follows on lines that are indented.
+
 `trace_id` and `span_id` belong to the request that a line is about, if it has a trace: the client's, or one that begins
 here when traces are exported. `exception` is the traceback. A line is ASCII and ends where its object ends.
 """
@@ -18,6 +21,8 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+from baton.visible import in_line, indented
 
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
@@ -37,9 +42,9 @@ def configure(level: str, log_format: str = "text", service: str = "baton") -> N
         service: the kind of process, as in traces.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter(service) if log_format == "json" else logging.Formatter(TEXT_FORMAT))
+    handler.setFormatter(JsonFormatter(service) if log_format == "json" else TextFormatter())
     kept = _LatestLines()
-    kept.setFormatter(logging.Formatter(TEXT_FORMAT))
+    kept.setFormatter(TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler, kept], force=True)
     if log_format == "json":
         logging.captureWarnings(True)
@@ -60,10 +65,10 @@ def as_text(line: str) -> str:
     """
     try:
         entry = json.loads(line)
-        text = "{timestamp} {level} {process} {logger}: {message}".format_map(entry)
+        text = in_line("{timestamp} {level} {process} {logger}: {message}".format_map(entry))
     except (ValueError, TypeError, KeyError):
         return line
-    return "\n".join([text, *(str(entry[name]) for name in ("exception", "stack") if name in entry)])
+    return "\n".join([text, *(indented(str(entry[name])) for name in ("exception", "stack") if name in entry)])
 
 
 class _LatestLines(logging.Handler):
@@ -81,6 +86,21 @@ class _LatestLines(logging.Handler):
 def about(request: SpanContext) -> None:
     """Attributes the later log lines of this task, and of tasks that it starts, to the request."""
     _SUBJECT.set(request)
+
+
+class TextFormatter(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__(TEXT_FORMAT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base class' name
+        record.message = in_line(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - the base class' name
+        return indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:  # noqa: N802 - the base class' name
+        return indented(super().formatStack(stack_info))
 
 
 class JsonFormatter(logging.Formatter):

@@ -74,6 +74,15 @@ def _worker_infos(status: ClusterStatus) -> Iterable[Observation]:
         yield Observation(1, {**_labels(worker), **more, **makes})
 
 
+def _computing(status: ClusterStatus) -> Iterable[Observation]:
+    for worker in status.workers:
+        each = worker.info.computes
+        types = {"dtype": each.dtype, "weights": each.weights, "kv_dtype": each.kv_dtype}
+        ways = {"attention": each.attention, "kv_copies": each.kv_copies, "plans_ahead": str(each.plans_ahead).lower()}
+        counts = {"graphs": str(each.num_graphs), "fused": str(each.num_fused), "ranks": str(each.num_ranks)}
+        yield Observation(1, {**_labels(worker), "gpu": each.gpu, **types, **ways, **counts})
+
+
 def _malformed(status: ClusterStatus) -> Iterable[Observation]:
     """Yields a row for each member whose counts all routers show."""
     if status.controller is not None:
@@ -136,6 +145,18 @@ OBSERVED: tuple[ObservedMetric, ...] = (
         name="baton.worker_info",
         description="1 for each worker, with its constant properties as labels.",
         observe=_worker_infos,
+    ),
+    ObservedMetric(
+        name="baton.worker_computes",
+        description="1 for each worker, with what it computes with as labels: GPU (empty: CPUs), types, attention "
+        "(kernels, flashinfer, torch, native), CUDA graphs, fused parts, ranks, what copies KV.",
+        observe=_computing,
+    ),
+    ObservedMetric(
+        name="baton.worker_fallbacks",
+        description="Ways of computing of a worker that are slower than such a device allows: attention by torch, no "
+        "CUDA graphs, ... `baton doctor` names them, with the reason.",
+        observe=lambda s: [Observation(len(w.info.computes.fallbacks), _labels(w)) for w in s.workers],
     ),
     ObservedMetric(
         name="baton.build_info",

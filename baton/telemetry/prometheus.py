@@ -100,10 +100,11 @@ class Histogram:
         counts[bisect_left(self.bounds, value)] += times
         self._sums[key] += value * times
 
-    def totals(self) -> dict[str, int]:
-        """The number of values in each bucket, of all rows together, by the bucket's upper bound as it is shown."""
+    def totals(self, labels: Mapping[str, str] = NO_LABELS) -> dict[str, int]:
+        """The number of values in each bucket, of all rows with these labels, by the bucket's upper bound as shown."""
         names = [*map(str, self.bounds), "+Inf"]
-        sums = [sum(counts) for counts in zip(*self._counts.values(), strict=True)] or [0] * len(names)
+        rows = [counts for key, counts in self._counts.items() if labels.items() <= key]
+        sums = [sum(counts) for counts in zip(*rows, strict=True)] or [0] * len(names)
         return dict(zip(names, sums, strict=True))
 
     def collect(self) -> Iterable[Metric]:

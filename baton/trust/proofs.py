@@ -52,10 +52,10 @@ class ProofBook:
         self._key_file = key_file
         self._callee = callee
         self._young: set[bytes] = set()
-        """Nonces of the period that began at `_turned_s`."""
+        """Nonces of the period that began at `_turned_s`, in monotonic seconds: no clock that is set ends it."""
         self._old: set[bytes] = set()
         """Nonces of the period before."""
-        self._turned_s = 0.0
+        self._turned_s = time.monotonic()
 
     def check(self, proof: bytes, method: str, allowed: Collection[Principal]) -> Principal:
         """Returns the member that calls.
@@ -84,12 +84,13 @@ class ProofBook:
                 f"the proof of this call of {method} is {now - made_ms / 1e3:+.0f} s old; the clocks of a cluster's "
                 f"machines may differ by {MAX_SKEW_S:g} s"
             )
-        self._take(nonce, now)
+        self._take(nonce)
         return member
 
-    def _take(self, nonce: bytes, now: float) -> None:
+    def _take(self, nonce: bytes) -> None:
         """Notes a nonce. Raises NotAMember: it is noted already."""
-        if abs(now - self._turned_s) > 2 * MAX_SKEW_S:  # a proof is good for so long, counted from its own time
+        now = time.monotonic()
+        if now - self._turned_s > 2 * MAX_SKEW_S:  # a proof is good for so long, counted from its own time
             self._old, self._young = self._young, set()
             self._turned_s = now
         if nonce in self._young or nonce in self._old:

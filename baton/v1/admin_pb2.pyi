@@ -946,6 +946,8 @@ class Worker(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     SAMPLER_FIELD_NUMBER: _builtins.int
+    COMPUTES_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -990,6 +992,12 @@ class Worker(_message.Message):
     def costs(self) -> Global___StepCosts:
         """Cost model of the engine's steps, fitted to the steps so far."""
 
+    @_builtins.property
+    def computes(self) -> Global___Computes: ...
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenLinks]:
+        """Open connections to other workers, by kind."""
+
     def __init__(
         self,
         *,
@@ -1018,14 +1026,107 @@ class Worker(_message.Message):
         max_model_len: _builtins.int = ...,
         engine: _builtins.str = ...,
         sampler: _builtins.str = ...,
+        computes: Global___Computes | None = ...,
+        links: _abc.Iterable[Global___OpenLinks] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "costs", b"costs", "transfers", b"transfers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "computes", b"computes", "costs", b"costs", "transfers", b"transfers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "blocks", b"blocks", "busy_s", b"busy_s", "chunk_tokens", b"chunk_tokens", "computed_tokens", b"computed_tokens", "content_id", b"content_id", "costs", b"costs", "engine", b"engine", "epoch", b"epoch", "id", b"id", "max_model_len", b"max_model_len", "node", b"node", "pid", b"pid", "preemptions", b"preemptions", "queued_tokens", b"queued_tokens", "role", b"role", "running", b"running", "sampler", b"sampler", "self_check", b"self_check", "state", b"state", "transfers", b"transfers", "version", b"version", "waiting", b"waiting", "wire_compat", b"wire_compat"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "blocks", b"blocks", "busy_s", b"busy_s", "chunk_tokens", b"chunk_tokens", "computed_tokens", b"computed_tokens", "computes", b"computes", "content_id", b"content_id", "costs", b"costs", "engine", b"engine", "epoch", b"epoch", "id", b"id", "links", b"links", "max_model_len", b"max_model_len", "node", b"node", "pid", b"pid", "preemptions", b"preemptions", "queued_tokens", b"queued_tokens", "role", b"role", "running", b"running", "sampler", b"sampler", "self_check", b"self_check", "state", b"state", "transfers", b"transfers", "version", b"version", "waiting", b"waiting", "wire_compat", b"wire_compat"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
+
+@_typing.final
+class Computes(_message.Message):
+    """What a worker computes with. Texts are empty if the worker's release does not report them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GPU_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
+    ATTENTION_FIELD_NUMBER: _builtins.int
+    NUM_GRAPHS_FIELD_NUMBER: _builtins.int
+    NUM_FUSED_FIELD_NUMBER: _builtins.int
+    PLANS_AHEAD_FIELD_NUMBER: _builtins.int
+    KV_COPIES_FIELD_NUMBER: _builtins.int
+    FALLBACKS_FIELD_NUMBER: _builtins.int
+    gpu: _builtins.str
+    """Name of the GPU; empty: the worker computes on CPUs."""
+    num_ranks: _builtins.int
+    """Processes among which the model is divided."""
+    dtype: _builtins.str
+    """Types of the arithmetic, of the weights ("exact", or what model.weights made of them) and of the KV pages."""
+    weights: _builtins.str
+    kv_dtype: _builtins.str
+    attention: _builtins.str
+    """"kernels", "flashinfer", "torch" or "native"."""
+    num_graphs: _builtins.int
+    """CUDA graphs of decode steps; 0: each step is launched kernel by kernel."""
+    num_fused: _builtins.int
+    """Parts of the model that fused kernels compute."""
+    plans_ahead: _builtins.bool
+    """Whether a step is planned while the one before it runs."""
+    kv_copies: _builtins.str
+    """What copies chunks of KV: "kernels" or "torch"."""
+    @_builtins.property
+    def fallbacks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What is slower than it could be on such a device, each with the reason."""
+
+    def __init__(
+        self,
+        *,
+        gpu: _builtins.str = ...,
+        num_ranks: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+        weights: _builtins.str = ...,
+        kv_dtype: _builtins.str = ...,
+        attention: _builtins.str = ...,
+        num_graphs: _builtins.int = ...,
+        num_fused: _builtins.int = ...,
+        plans_ahead: _builtins.bool = ...,
+        kv_copies: _builtins.str = ...,
+        fallbacks: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention", b"attention", "dtype", b"dtype", "fallbacks", b"fallbacks", "gpu", b"gpu", "kv_copies", b"kv_copies", "kv_dtype", b"kv_dtype", "num_fused", b"num_fused", "num_graphs", b"num_graphs", "num_ranks", b"num_ranks", "plans_ahead", b"plans_ahead", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Computes: _TypeAlias = Computes  # noqa: Y015
+
+@_typing.final
+class OpenLinks(_message.Message):
+    """Open connections of one kind to other workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    OPEN_PAIRS_FIELD_NUMBER: _builtins.int
+    link: _builtins.str
+    """The transport: "ipc", "nccl", "shm", "tcp" or "gloo"."""
+    transport: _builtins.str
+    """What NCCL moves the bytes by: "P2P", "SHM", "NET/IB", "NET/Socket" or "unknown"; empty for other kinds."""
+    open_pairs: _builtins.int
+    def __init__(
+        self,
+        *,
+        link: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        open_pairs: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link", b"link", "open_pairs", b"open_pairs", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenLinks: _TypeAlias = OpenLinks  # noqa: Y015
 
 @_typing.final
 class StepCosts(_message.Message):

@@ -903,6 +903,7 @@ class Usage(_message.Message):
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
+    """Tokens of the answer. All of `best_of` answers count, and the beams of a search."""
     cached_tokens: _builtins.int
     reasoning_tokens: _builtins.int
     def __init__(

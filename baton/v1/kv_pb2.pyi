@@ -185,6 +185,7 @@ class Hello(_message.Message):
     HOST_ID_FIELD_NUMBER: _builtins.int
     GPU_ID_FIELD_NUMBER: _builtins.int
     GPU_UUID_FIELD_NUMBER: _builtins.int
+    PLAIN_LINKS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
@@ -205,6 +206,10 @@ class Hello(_message.Message):
 
     @_builtins.property
     def layout(self) -> _worker_pb2.KvLayout: ...
+    @_builtins.property
+    def plain_links(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Transports over which this side lets KV leave its host unencrypted although it has certificates."""
+
     def __init__(
         self,
         *,
@@ -219,10 +224,11 @@ class Hello(_message.Message):
         host_id: _builtins.str = ...,
         gpu_id: _builtins.str = ...,
         gpu_uuid: _builtins.str = ...,
+        plain_links: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_id", b"gpu_id", "gpu_uuid", b"gpu_uuid", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "links", b"links", "peer_rank", b"peer_rank", "protocol_version", b"protocol_version", "rank", b"rank", "wire_compat", b"wire_compat", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_id", b"gpu_id", "gpu_uuid", b"gpu_uuid", "host_id", b"host_id", "incarnation", b"incarnation", "layout", b"layout", "links", b"links", "peer_rank", b"peer_rank", "plain_links", b"plain_links", "protocol_version", b"protocol_version", "rank", b"rank", "wire_compat", b"wire_compat", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

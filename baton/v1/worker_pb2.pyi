@@ -927,7 +927,10 @@ class NewTokens(_message.Message):
     REPORT_FIELD_NUMBER: _builtins.int
     SCORES_FIELD_NUMBER: _builtins.int
     BEAMS_FIELD_NUMBER: _builtins.int
+    NUM_SEARCHED_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
+    num_searched: _builtins.int
+    """Tokens that the beams of a search were computed for since the last message."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -948,10 +951,11 @@ class NewTokens(_message.Message):
         report: Global___PrefillReport | None = ...,
         scores: Global___TokenScores | None = ...,
         beams: _abc.Iterable[Global___Beam] | None = ...,
+        num_searched: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report", "scores", b"scores"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "finish_reason", b"finish_reason", "report", b"report", "scores", b"scores", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "finish_reason", b"finish_reason", "num_searched", b"num_searched", "report", b"report", "scores", b"scores", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -146,4 +146,6 @@ def _worker(worker: Worker) -> admin_pb2.Worker:
         max_model_len=info.max_model_len,
         engine=info.engine,
         sampler=info.sampler,
+        computes=to_pb(info.computes, admin_pb2.Computes),
+        links=[to_pb(each, admin_pb2.OpenLinks) for each in load.links],
     )

@@ -213,6 +213,8 @@ def serve_response(events: Iterable[tuple[int, m.Event]]) -> worker_pb2.ServeRes
                 tokens.scores.CopyFrom(to_pb(event.scores, worker_pb2.TokenScores))
             if event.beams:
                 tokens.beams.extend(to_pb(beam, worker_pb2.Beam) for beam in event.beams)
+            if event.num_searched:
+                tokens.num_searched = event.num_searched
         else:
             response.events.add(call_id=call_id, **_EVENTS.to_field(event))
     return response
@@ -233,6 +235,7 @@ def _event(message: worker_pb2.Event) -> m.Event | None:
             report=from_pb(tokens.report, m.PrefillReport) if tokens.HasField("report") else None,
             scores=from_pb(tokens.scores, TokenScores) if tokens.HasField("scores") else NO_SCORES,
             beams=tuple(from_pb(beam, Beam) for beam in tokens.beams) if tokens.beams else (),
+            num_searched=tokens.num_searched,
         )
     event: m.Event | None = _EVENTS.value_of(message)
     return event

@@ -5,8 +5,10 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from pathlib import Path
 
-from baton.config import DEFAULT_ADDRESS, Config
+from baton.addresses import DEFAULT_ADDRESS
+from baton.config import Config
 from deploy.operator.scrape import NOWHERE
 
 LOOPBACK = "127.0.0.1"
@@ -48,6 +50,11 @@ def _local_host(settings: Config) -> str:
 
 
 def _program() -> list[str]:
-    """The words by which this program is called: `baton` where it is on the path."""
-    found = shutil.which("baton")
-    return ["baton"] if found else [sys.executable, "-P", "-m", "deploy.cli"]
+    """The words by which this program is called: `baton` if it is on the path, else where it is installed."""
+    if shutil.which("baton"):
+        return ["baton"]
+    installed = Path(sys.executable).with_name("baton")
+    if not installed.is_file():
+        return [sys.executable, "-P", "-m", "deploy.cli"]
+    here = Path.cwd()
+    return [str(installed.relative_to(here) if installed.is_relative_to(here) else installed)]

@@ -8,17 +8,16 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from baton.config import DEFAULT_ADDRESS
-from deploy.operator.client import Client
+from baton.addresses import DEFAULT_ADDRESS
 from deploy.operator.trust import TrustOptions
 
-console = Console(stderr=True, soft_wrap=True, highlight=False)
-"""Standard error, for progress and errors; results go to standard output."""
+if TYPE_CHECKING:
+    from deploy.operator.client import Client
+    from deploy.terminal import Terminal
 
 ApiKey = Annotated[
     str,
@@ -46,12 +45,22 @@ class ClientOptions(TrustOptions):
 
     def client(self) -> Client:
         """A new client; the caller closes it."""
+        from deploy.operator.client import Client
+
         return Client(self.address, self.api_key, self.read())
 
 
+@functools.cache
+def console() -> Terminal:
+    """Standard error, for progress and errors; results go to standard output."""
+    from deploy.terminal import Terminal
+
+    return Terminal(stderr=True, soft_wrap=True, highlight=False)
+
+
 def print_error(error: BaseException | str) -> None:
-    console.print("error: ", style="red", end="")
-    console.print(str(error), markup=False)
+    console().print("error: ", style="red", end="")
+    console().print(str(error), markup=False)
 
 
 def options_from_fields(command: Callable[..., None]) -> Callable[..., None]:

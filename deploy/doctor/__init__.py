@@ -5,6 +5,8 @@ It changes nothing, and no access to a network takes longer than a few seconds.
     laptop                          the installation, this machine, and the cluster if one runs
     cluster                         the cluster alone, through a router; most can be checked from inside the cluster
     router | controller | worker    what that container needs before it starts; only Redis must be running
+
+`model_checks` looks at a model alone.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from baton.tls import member_tls
 from deploy.controller.state import load as load_state
 from deploy.doctor import certificates, cluster, doors, machine, redis, start, transports
 from deploy.doctor.checks import Check, guarded, judged, show
+from deploy.doctor.model import checks as model_checks
 from deploy.doctor.reach import Target, reachability, takes_anybody
 from deploy.operator.client import OPEN, Access
 
-__all__ = ["Check", "DoctorPart", "diagnose", "not_configured", "show", "start"]
+__all__ = ["Check", "DoctorPart", "diagnose", "model_checks", "not_configured", "show", "start"]
 
 
 class DoctorPart(StrEnum):

@@ -49,7 +49,7 @@ def guarded(name: str, look: Callable[[], Iterable[Check]], mend: str = REINSTAL
 def show(checks: list[Check], console: Console) -> None:
     marks = {"ok": "[green]ok  [/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]FAIL[/red]"}
     for check in checks:
-        console.print(marks[check.state], end=" ")
+        console.print(marks[check.state], end=" ", markup=True)
         console.print(f"{check.name}: {check.found}", highlight=False, soft_wrap=True, markup=False)
         if check.mend:
             console.print(f"     -> {check.mend}", highlight=False, soft_wrap=True, markup=False)

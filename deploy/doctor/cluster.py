@@ -19,6 +19,7 @@ from deploy.doctor.reach import Target, reachability, takes_anybody, wrongly_ann
 from deploy.extras import DISTRIBUTION
 from deploy.operator.client import Access, Client, StatusJson, metadata_of
 from deploy.operator.scrape import Samples, Scraper, http_connection, seen_from
+from deploy.operator.tables import computes_of
 
 LAG_S = 2.0
 """More, and a router places by what has long changed."""
@@ -53,6 +54,7 @@ def diagnose(config: Config, address: str, access: Access, environ: Mapping[str,
     checks += versions(_versions(status, scraped), importlib.metadata.version(DISTRIBUTION))
     checks += pools(status)
     checks += workers(status)
+    checks += computing(status)
     checks += mirrors(status)
     checks += _redis(config, status, metrics)
     targets = _targets(status)
@@ -139,6 +141,24 @@ def workers(status: StatusJson) -> Iterator[Check]:
             worker["self_check"],
             "a leak: please report it with the worker's log",
         )
+
+
+def computing(status: StatusJson) -> Iterator[Check]:
+    """What workers compute with, and what of it is slower than it could be."""
+    slower = redis.by_value(
+        (with_role(w["id"], w["role"]), reason) for w in status["workers"] for reason in computes_of(w).fallbacks
+    )
+    for reason, who in slower.items():
+        yield Check(
+            "computing",
+            "warn",
+            f"{reason} ({names(who)})",
+            "it may be several times slower than such a device can: docs/gpu.md says what each way of computing needs, "
+            "and the worker's log has the whole reason",
+        )
+    if not slower and status["workers"]:
+        found = redis.by_value((with_role(w["id"], w["role"]), computes_of(w).in_words()) for w in status["workers"])
+        yield Check("computing", "ok", redis.listed(found))
 
 
 def mirrors(status: StatusJson) -> Iterator[Check]:

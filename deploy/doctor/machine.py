@@ -23,8 +23,9 @@ from baton.memory import CPU_MOST_GIB, GIB, PROCESS_BYTES, available_memory
 from deploy.doctor.checks import Check, judged, names
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.extras import pip_command, requirements
-from deploy.models import CATALOGUE, cache_dir
+from deploy.models import CATALOGUE, cache_dir, own_part
 from deploy.models.folder import check_folder
+from deploy.models.resolve import is_local
 from deploy.models.seal import damage, is_sealed
 from deploy.operator.scrape import NOWHERE
 from deploy.processes import why_taken
@@ -117,13 +118,7 @@ def gpu(wanted: str, needed: int, gpus: Gpus) -> Check:
     """
     cuda, driver = gpus.cuda, gpus.driver
     if gpus.num:
-        found = f"{gpus.num} x {gpus.names}; CUDA {cuda}, driver {driver or 'unknown'}"
-        if wanted == "cpu":
-            return Check("gpu", "warn", f"{found}; model.device is cpu", "set model.device to auto to use them")
-        if needed > gpus.num:
-            mend = "lower engine.tensor_parallel or the pool sizes, or add GPUs (in the chart: worker.gpu.count)"
-            return Check("gpu", "fail", f"{found}; engine.tensor_parallel asks for {needed} here", mend)
-        return Check("gpu", "ok", found)
+        return _used(wanted, needed, gpus)
     if not driver:
         found = "none: no NVIDIA driver here"
         mend = "ask for nvidia.com/gpu in the container's resources, or set model.device to cpu"
@@ -145,6 +140,25 @@ def gpu(wanted: str, needed: int, gpus: Gpus) -> Check:
     return Check("gpu", "ok", f"{found}; the CPU computes")
 
 
+def _used(wanted: str, needed: int, gpus: Gpus) -> Check:
+    """What is to be said of GPUs that torch finds."""
+    found = f"{gpus.num} x {gpus.names}; CUDA {gpus.cuda}, driver {gpus.driver or 'unknown'}"
+    if wanted == "cpu":
+        return Check("gpu", "warn", f"{found}; model.device is cpu", "set model.device to auto to use them")
+    if needed > gpus.num:
+        mend = "lower engine.tensor_parallel or the pool sizes, or add GPUs (in the chart: worker.gpu.count)"
+        return Check("gpu", "fail", f"{found}; engine.tensor_parallel asks for {needed} here", mend)
+    if " MIG " in gpus.names:
+        return Check(
+            "gpu",
+            "warn",
+            f"{found}; an instance of a GPU (MIG): Ray and `baton up` number whole GPUs, and give every worker of "
+            "this machine the first instance",
+            "give each worker a container with one instance (in the chart: worker.gpu.resource), or turn MIG off",
+        )
+    return Check("gpu", "ok", found)
+
+
 def embedded_redis() -> Iterator[Check]:
     with EmbeddedRedis() as redis:
         yield Check("embedded redis", "ok", f"starts and answers ({redis.url})")
@@ -161,7 +175,7 @@ def model(config: Config, is_needed: bool, weights: bool = True) -> Iterator[Che
     lacking = "fail" if is_needed else "warn"
     fetch = "`baton run model` fetches it" if is_needed else "`baton up` fetches it"
     if not config.model.path and name in CATALOGUE:
-        folder = cache_dir(config.cluster) / "models" / CATALOGUE[name].folder_name
+        folder = own_part(cache_dir(config.cluster), "models") / CATALOGUE[name].folder_name
         if not weights and not folder.is_dir():
             folder = folder.with_name(CATALOGUE[name].tokenizer_folder_name)
         is_there = (folder / ("model.safetensors" if weights else "tokenizer.json")).is_file()
@@ -170,7 +184,7 @@ def model(config: Config, is_needed: bool, weights: bool = True) -> Iterator[Che
             return
         found = f"{name}, converted in {folder}" if is_there else f"{name} is not converted yet in {folder.parent}"
         yield judged("model", is_there, found, f"{fetch} and converts it (90 MB)", lacking)  # type: ignore[arg-type]
-    elif Path(name).expanduser().is_dir() or name.startswith(("/", "./", "../", "~")):
+    elif is_local(name):
         try:
             check_folder(Path(name).expanduser(), weights=weights or not config.model.revision)
         except ModelLoadError as error:
@@ -187,7 +201,7 @@ def model_folder(config: Config) -> Path | None:
     """The folder of the model where it is known without looking into the hub's cache, and there; None elsewhere."""
     name = config.model.path or config.model.id
     if not config.model.path and name in CATALOGUE:
-        folder = cache_dir(config.cluster) / "models" / CATALOGUE[name].folder_name
+        folder = own_part(cache_dir(config.cluster), "models") / CATALOGUE[name].folder_name
     else:
         folder = Path(name).expanduser()
     return folder if (folder / "config.json").is_file() else None

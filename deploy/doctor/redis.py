@@ -11,15 +11,17 @@ from dataclasses import dataclass
 
 from redis.exceptions import NoPermissionError
 
+from baton.blocks import KEY_BYTES
 from baton.cluster import StoreGarbage, Worker
 from baton.config import without_password
 from baton.errors import BatonError, StoreUnavailable
 from baton.tls import Tls
 from deploy.doctor.checks import Check, judged, names
-from kvstore.index import RedisConnection
-from kvstore.index.connection import WrongType
+from kvstore.index import RedisConnection, reads
+from kvstore.index.connection import BadValue
 from kvstore.index.keys import Keys
-from kvstore.leases.codec import decode_worker
+from kvstore.index.values import MAX_NAME_BYTES
+from kvstore.leases.codec import MAX_BYTES, decode_worker
 
 OLDEST = (6, 2)
 PINGS = 5
@@ -30,6 +32,13 @@ TIMEOUT_S = 3.0
 """Longest wait for one answer of a Redis, in seconds."""
 SCANS, SCAN_KEYS = 50, 1000
 """Limits of the search for clusters: the number of steps, and of keys per step."""
+WORKER_SETS = Keys("?" * 2 * KEY_BYTES).workers
+"""What the keys of their sets of workers look like; none of another length is sent."""
+MAX_SETS, MAX_NAMES, MAX_LEASES = 64, 20_000, 512
+"""Most clusters, names in the set of one, and leases of one that are looked at."""
+LEASE_FIELDS = {"info": MAX_BYTES, "load": MAX_BYTES}
+NO_KEY = -2
+"""What PTTL says of a key that is not there."""
 NEVER_EVICT = "noeviction"
 
 
@@ -135,16 +144,16 @@ async def _worker_sets(connection: RedisConnection) -> list[str]:
     found, cursor = set(), 0
     for _ in range(SCANS):
         try:
-            cursor, keys = await connection.call("SCAN", cursor, "MATCH", Keys("*").workers, "COUNT", SCAN_KEYS)
+            cursor, keys = await connection.call("SCAN", cursor, "MATCH", WORKER_SETS, "COUNT", SCAN_KEYS)
         except StoreUnavailable as error:
             if isinstance(error.__cause__, NoPermissionError):
                 return []
             raise
         found |= {_text(key) for key in keys}
         cursor = int(cursor)
-        if not cursor:
+        if not cursor or len(found) >= MAX_SETS:
             break
-    return sorted(found)
+    return sorted(found)[:MAX_SETS]
 
 
 async def _leases(connection: RedisConnection) -> list[FoundLease]:
@@ -152,29 +161,40 @@ async def _leases(connection: RedisConnection) -> list[FoundLease]:
     leases = []
     for key in await _worker_sets(connection):
         keys_of = Keys(key[key.index("{") + 1 : key.rindex("}")])
-        (members,) = await connection.pipeline([("SMEMBERS", key)])
-        if isinstance(members, WrongType):
+        left_ms = await _lives(connection, key, keys_of)
+        found = reads.hashes(connection, [keys_of.lease(each) for each in left_ms], LEASE_FIELDS)
+        names = iter(left_ms)
+        async for row in found:
+            worker_id = next(names)
+            if row is None or (not isinstance(row, BadValue) and None in row):
+                continue
+            try:
+                if isinstance(row, BadValue):
+                    raise ValueError(row.reason)
+                info, load = row
+                worker = decode_worker(info or b"", load or b"")
+            except ValueError as error:
+                connection.note(keys_of.lease(worker_id), error)
+            else:
+                leases.append(FoundLease(worker, left_ms[worker_id] / 1e3, worker.info.version))
+    return leases
+
+
+async def _lives(connection: RedisConnection, key: str, keys_of: Keys) -> dict[str, int]:
+    """Returns for how many ms the leases live whose ids are in a set."""
+    found: dict[str, int] = {}
+    num_seen = 0
+    async for members in reads.members(connection, key, MAX_NAME_BYTES):
+        if isinstance(members, BadValue):
             connection.note(key, members.reason)
             continue
-        ids = sorted(each.decode(errors="replace") for each in members)  # of a name that is none there is no lease
-        rows = await connection.pipeline(
-            [
-                command
-                for each in ids
-                for command in (("HMGET", keys_of.lease(each), "info", "load"), ("PTTL", keys_of.lease(each)))
-            ]
-        )
-        for worker_id, row, left_ms in zip(ids, rows[::2], rows[1::2], strict=True):
-            if isinstance(row, WrongType):
-                connection.note(keys_of.lease(worker_id), row.reason)
-            elif None not in row:
-                try:
-                    worker = decode_worker(*row)
-                except ValueError as error:
-                    connection.note(keys_of.lease(worker_id), error)
-                else:
-                    leases.append(FoundLease(worker, max(0, int(left_ms)) / 1e3, worker.info.version))
-    return leases
+        ids = [each.decode(errors="replace") for each in members]  # of a name that is none there is no lease
+        lives = await connection.pipeline([("PTTL", keys_of.lease(each)) for each in ids])
+        found |= {each: max(0, life) for each, life in zip(ids, lives, strict=True) if life != NO_KEY}
+        num_seen += len(members)
+        if num_seen >= MAX_NAMES or len(found) >= MAX_LEASES:
+            break
+    return dict(sorted(found.items()))
 
 
 def server(url: str, seen: Look | BatonError) -> Iterator[Check]:

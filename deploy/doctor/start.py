@@ -14,6 +14,7 @@ from pathlib import Path
 from baton.config import Config, without_password
 from baton.errors import ConfigError, StoreUnavailable
 from baton.tls import member_tls
+from baton.tokenizer_file import read_vocabulary
 from deploy.controller.state import starting_sizes
 from deploy.doctor import certificates, machine, preflight, redis
 from deploy.doctor.checks import Check, guarded
@@ -125,9 +126,10 @@ def gpus(config: Config) -> Iterator[Check]:
 
 
 def model_files(config: Config) -> Iterator[Check]:
-    """What the model's folder says of the settings."""
+    """What the model's folder says of the settings, and whether its tokenizer can be read."""
     preflight.require_heads(config)
     preflight.require_runner(config)
+    read_vocabulary(Path(config.model.path))
     yield from ()
 
 

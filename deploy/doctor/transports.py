@@ -45,6 +45,7 @@ def links(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
         "install torch's CUDA build; until then KV goes over TCP",
         "warn",
     )
+    yield from nccl_beside_tls(config)
     up = [name for name, stats in psutil.net_if_stats().items() if stats.isup]
     yield nccl_interfaces(environ.get("NCCL_SOCKET_IFNAME", ""), up)
     yield rdma(
@@ -52,6 +53,21 @@ def links(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
         Path("/dev/infiniband"),
         environ.get("NCCL_IB_DISABLE", "0") == "1",
         Locking(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], may_lock_memory()),
+    )
+
+
+def nccl_beside_tls(config: Config) -> Iterator[Check]:
+    """Whether KV goes over NCCL between machines although members have certificates: NCCL cannot encrypt."""
+    if not config.cluster.tls_certificate or "nccl" not in config.transfer.links:
+        return
+    if "nccl" in config.transfer.plain_links:
+        yield Check("nccl and tls", "ok", "KV leaves this machine over nccl unencrypted, as transfer.plain_links says")
+        return
+    yield Check(
+        "nccl and tls",
+        "warn",
+        "between machines KV goes over tcp: nccl cannot encrypt, and cluster.tls_certificate is set",
+        "add nccl to transfer.plain_links where nobody else is on the network between the GPUs",
     )
 
 

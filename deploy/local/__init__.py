@@ -1,7 +1,6 @@
 """A cluster's parts on this machine: all of them (`baton up`), or one (`baton run`).
 
 up          starts the parts in order, restarts those that die, ends them
-folder      where `up` keeps what is gone when it ends
 child       one child process: start, readiness, restart
 ray_cluster Ray and the controller among those processes
 child_log   what a child writes: into a file, and to the terminal
@@ -11,4 +10,4 @@ leave       the workers of this machine leave the cluster
 log_files   what the parts on this machine have written
 """
 
-__all__ = ["child", "child_log", "folder", "keys", "leave", "log_files", "part", "parts", "ray_cluster", "up"]
+__all__ = ["child", "child_log", "keys", "leave", "log_files", "part", "parts", "ray_cluster", "up"]

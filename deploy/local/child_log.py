@@ -16,10 +16,14 @@ from pathlib import Path
 from typing import TextIO
 
 from baton.config import ClusterConfig
-from deploy.models import cache_dir
+from baton.own_files import make_own
+from baton.visible import in_line
+from deploy.models import cache_dir, own_part
 from deploy.processes import last_line
 
 FOLLOW_S = 0.1
+LOGS = "logs"
+"""The part of the cache that is for them."""
 KEPT = 10
 """Folders of logs that are kept: the latest."""
 LOG_LINE = re.compile(r'(\(\S+ pid=\d+[^)]*\) )?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ \d+ |\{"timestamp": )')
@@ -28,9 +32,10 @@ LOG_LINE = re.compile(r'(\(\S+ pid=\d+[^)]*\) )?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,
 
 def log_folder(cluster: ClusterConfig) -> Path:
     """Makes the folder for the logs of this process's children. The oldest of processes that have ended are removed."""
-    logs = cache_dir(cluster) / "logs"
+    logs = own_part(cache_dir(cluster), LOGS)
+    make_own(logs)
     made = logs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    made.mkdir(parents=True, exist_ok=True)
+    made.mkdir(mode=0o700)  # lines name tenants, requests and addresses
     ended = [path for path in sorted(logs.iterdir()) if not _is_running(path.name.rpartition("-")[2])]
     for path in ended[: -KEPT + 1]:
         shutil.rmtree(path, ignore_errors=True)
@@ -86,7 +91,7 @@ class ChildLog:
         for line in lines:
             text = line.decode(errors="replace")
             if LOG_LINE.match(text):
-                terminal.write(f"{text}\n")
+                terminal.write(f"{in_line(text)}\n")
         terminal.flush()
 
     async def _follow(self) -> None:

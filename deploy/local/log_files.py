@@ -4,16 +4,38 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+
+import psutil
+
+from deploy.local.child_log import LOGS
+from deploy.models import own_part
 
 POLL_S = 0.3
 
 
-def log_files(cache: Path) -> dict[str, Path]:
-    """The log of each part that the latest `baton up` has started; empty: none was."""
-    folders = sorted(path for path in (cache / "logs").glob("*") if path.is_dir())
+def log_files(cache: Path, routers: Collection[int] = ()) -> dict[str, Path]:
+    """Returns the log of each part that a `baton up` of this machine has started; empty: none was.
+
+    Args:
+        cache: the folder in which its starts keep their logs.
+        routers: the process ids of a cluster's routers. The `baton up` is the one that has started one of them; without
+            any, it is the latest.
+    """
+    folders = sorted(path for path in own_part(cache, LOGS).glob("*") if path.is_dir())
+    if routers:
+        starters = {_parent(pid) for pid in routers}
+        folders = [path for path in folders if path.name.rpartition("-")[2] in starters]
     return {path.stem: path for path in sorted(folders[-1].glob("*.log"))} if folders else {}
+
+
+def _parent(pid: int) -> str:
+    """The id of the process that has started another one; empty: there is none of that id here."""
+    try:
+        return str(psutil.Process(pid).ppid())
+    except psutil.Error:
+        return ""
 
 
 def last_lines(path: Path, most: int) -> tuple[list[str], int]:

@@ -8,11 +8,13 @@ import dataclasses
 import logging
 import secrets
 import signal
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 from baton.config import Config
 from baton.errors import ConfigError
+from baton.own_folder import own_folder
 from baton.tasks import cancel_and_wait
 from baton.trust import Principal
 from deploy.local.child import Child
@@ -20,8 +22,25 @@ from deploy.local.child_log import log_of
 from deploy.processes import UNJOINED
 
 logger = logging.getLogger(__name__)
+MOST_CHARACTERS = 24
+"""Longest path above Ray's folder: the system allows 107 characters for a socket, of which Ray takes about 70."""
+RAY = "ray"
 LOOPBACK = "127.0.0.1"
 """Address of workers that are all on this machine."""
+
+
+@contextlib.contextmanager
+def rays_folder(logs: Path) -> Generator[Path]:
+    """A folder for Ray's sockets and logs, which stays until the next start: the last words of workers are there.
+
+    Args:
+        logs: gets a link to Ray's logs, `ray`.
+    """
+    temporary = Path(tempfile.gettempdir())
+    is_short = len(str(temporary)) <= MOST_CHARACTERS
+    with own_folder(temporary if is_short else Path("/tmp"), stays=True) as folder:
+        (logs / "ray").symlink_to(folder / RAY / "session_latest" / "logs")
+        yield folder / RAY
 
 
 class RayCluster:
@@ -30,10 +49,17 @@ class RayCluster:
     Args:
         keys: the files of the members' keys on this machine. Workers elsewhere have theirs at `cluster.secret`.
         logs: folder for what its processes write; None: our own output takes it.
+        rays: folder for Ray's sockets and logs, below one that other users do not get into: Ray lets all users read
+            them; None: Ray's own place.
     """
 
     def __init__(
-        self, config: Config, state_path: Path, keys: Mapping[Principal, Path], logs: Path | None = None
+        self,
+        config: Config,
+        state_path: Path,
+        keys: Mapping[Principal, Path],
+        logs: Path | None = None,
+        rays: Path | None = None,
     ) -> None:
         self._config = config
         self._keys = keys
@@ -53,7 +79,10 @@ class RayCluster:
         """What a start that takes long waits for."""
         self._controllers_log = log_of(logs, "controller")
         workers = ("--workers", str(config.cluster.prefill + config.cluster.decode))
-        self._head = Child("Ray", "deploy.ray_pools.head", workers, self._environment, log=log_of(logs, "ray"))
+        place = ("--folder", str(rays)) if rays else ()
+        self._head = Child(
+            "Ray", "deploy.ray_pools.head", (*workers, *place), self._environment, log=log_of(logs, "ray")
+        )
         self._controller = self._controllers_child()
         self._was_started = False
         """Whether workers were started; the controller may have ended since."""

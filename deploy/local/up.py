@@ -29,6 +29,8 @@ from baton.blocks import content_id
 from baton.cluster import Role, RouterInfo
 from baton.config import ClusterConfig, Config, password_of, with_password, without_password
 from baton.errors import ConfigError, StoreUnavailable
+from baton.own_files import make_own
+from baton.own_folder import own_folder
 from baton.tasks import cancel_and_wait
 from baton.tls import member_tls
 from baton.trust import KeyFile, Principal
@@ -37,11 +39,10 @@ from deploy.doctor import start
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.local.child import Child
 from deploy.local.child_log import log_folder, log_of
-from deploy.local.folder import own_folder
 from deploy.local.keys import member_files
 from deploy.local.parts import with_model
-from deploy.local.ray_cluster import RayCluster
-from deploy.models import cache_dir
+from deploy.local.ray_cluster import RayCluster, rays_folder
+from deploy.models import cache_dir, own_part
 from kvstore.index import RedisConnection
 from kvstore.leases import RedisLeases
 
@@ -88,8 +89,9 @@ async def _run(config: Config, console: Console, on_ready: OnReady) -> None:
         what = "the router" if config.cluster.routers == 1 else f"{config.cluster.routers} routers"
         console.print(f"==> Starting {what} on {config.cluster.host}:{config.cluster.grpc_port}", style="dim")
         logs = log_folder(config.cluster)
+        rays = None if config.cluster.ray_address else stack.enter_context(rays_folder(logs))
         routers = [_router(config, number, keys.files, logs) for number in range(config.cluster.routers)]
-        ray = RayCluster(config, state_path, keys.files, logs)
+        ray = RayCluster(config, state_path, keys.files, logs, rays)
         stack.push_async_callback(ray.stop)
         # The routers end first: they give the requests in flight a moment to finish.
         stack.push_async_callback(_stop_all, routers, config.cluster.stop_timeout_s)
@@ -117,7 +119,9 @@ def _state_path(config: Config, folder: Path) -> Path:
         return Path(cluster.state_file)
     if cluster.ray_address:
         name = re.sub(r"[^\w.-]+", "-", cluster.ray_address)
-        return cache_dir(cluster) / "clusters" / f"{name}.json"
+        states = own_part(cache_dir(cluster), "clusters")
+        make_own(states)
+        return states / f"{name}.json"
     return folder / "state.json"
 
 

@@ -9,10 +9,11 @@ Workers need the weights; a router and the controller get the folder without the
 `ProgressDisplay` shows on a terminal what `resolve` reports; `resolve` itself prints nothing.
 """
 
+from deploy.models.cache import cache_dir, own_part
 from deploy.models.catalogue import CATALOGUE
 from deploy.models.display import ProgressDisplay
 from deploy.models.progress import OnModelProgress, Progress, ignore_progress
-from deploy.models.resolve import ResolvedModel, cache_dir, resolve, with_models, with_places
+from deploy.models.resolve import ResolvedModel, resolve, with_models, with_places
 
 __all__ = [
     "CATALOGUE",
@@ -22,6 +23,7 @@ __all__ = [
     "ResolvedModel",
     "cache_dir",
     "ignore_progress",
+    "own_part",
     "resolve",
     "with_models",
     "with_places",

@@ -25,15 +25,16 @@ class ProgressDisplay:
 
     def __init__(self, console: Console | None = None) -> None:
         from rich import progress as bars  # most processes that import this package never show any
-        from rich.console import Console
 
-        self._console = console or Console(stderr=True)
+        from deploy.terminal import Terminal
+
+        self._console = console or Terminal(stderr=True)
         self._bars = bars.Progress(
-            bars.TextColumn("{task.description:<12}"),
+            bars.TextColumn("{task.description:<12}", markup=False),
             bars.BarColumn(),
             bars.TaskProgressColumn(),
             bars.TimeElapsedColumn(),
-            bars.TextColumn("{task.fields[detail]}"),
+            bars.TextColumn("{task.fields[detail]}", markup=False),
             console=self._console,
             disable=not self._console.is_terminal,
         )
@@ -51,7 +52,7 @@ class ProgressDisplay:
         if progress.stage not in self._tasks:
             self._tasks[progress.stage] = self._bars.add_task(title, total=None, detail=progress.detail)
             if not self._console.is_terminal:
-                self._console.print(f"{title} {progress.detail}".rstrip() + " ...", soft_wrap=True, markup=False)
+                self._console.print(f"{title} {progress.detail}".rstrip() + " ...", soft_wrap=True)
         self._bars.update(
             self._tasks[progress.stage],
             completed=progress.done,

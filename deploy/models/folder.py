@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import struct
 from pathlib import Path
 
 from baton.errors import ModelLoadError
-from baton.model_files import require_runnable
+from baton.model_files import named_code, read_json, require_runnable
+from baton.weights_files import INDEX_FILE, loaded_files, placed_tensors
 
-INDEX_FILE = "model.safetensors.index.json"
+GGUF = ".gguf"
+MISTRALS_TENSOR = "tok_embeddings.weight"
+"""A tensor that every model in Mistral's and Meta's own layout has, and none in Hugging Face's."""
+MISTRALS_LAYOUT = (
+    "have the original layout of Mistral or Meta (consolidated, params.json); give a folder in Hugging Face's layout, "
+    "with config.json, model*.safetensors and tokenizer.json; most of these models are published in both"
+)
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 64 * 1024
 
@@ -25,70 +30,66 @@ def check_folder(folder: Path, advice: str = "", *, weights: bool = True) -> Non
     Raises:
         ModelLoadError: the first problem, and what to do.
     """
+    ggufs = [folder] if folder.suffix == GGUF else sorted(folder.glob(f"*{GGUF}")) if folder.is_dir() else []
+    if ggufs and ggufs[0].is_file() and not (folder / "config.json").is_file():
+        raise ModelLoadError(
+            f"{ggufs[0]} is a GGUF file, which this version does not serve; give the folder of the model in Hugging "
+            "Face's layout, with config.json, .safetensors files and tokenizer.json, from which it was made."
+        )
+    if folder.is_file():
+        raise ModelLoadError(f"{folder} is a file; give the folder that holds the model.")
     if not folder.is_dir():
         raise ModelLoadError(f"The model folder {folder} does not exist.")
     if not (folder / "config.json").is_file():
-        raise ModelLoadError(
-            f"The model folder {folder} has no config.json, so it is not a model in Hugging Face's layout; "
-            "give the folder that holds config.json, the .safetensors files and tokenizer.json."
-        )
+        raise ModelLoadError(_without_config(folder))
     require_runnable(folder)
-    for path in weights_files(folder) if weights else ():
-        if problem := _damage(path):
-            raise ModelLoadError(f"{path} is damaged: {problem}; {advice or 'copy or download it again'}.")
+    if weights and MISTRALS_TENSOR in placed_tensors(folder, advice or "copy or download it again"):
+        raise ModelLoadError(f"The weights in {folder} {MISTRALS_LAYOUT}.")
     if not (folder / "tokenizer.json").is_file():
+        config = folder / "tokenizer_config.json"
+        if named := named_code(read_json(config)):
+            raise ModelLoadError(
+                f"{config} names {named} as the tokenizer, which is code of the model's folder; Baton runs none of it, "
+                "and needs a tokenizer.json."
+            )
         raise ModelLoadError(
             f"The model folder {folder} has no tokenizer.json; write one with "
-            "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+            "transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), in an environment that has "
+            "Baton's extra worker."
         )
 
 
-def weights_files(folder: Path) -> list[Path]:
-    """The folder's safetensors in order of their names.
-
-    Raises:
-        ModelLoadError: there are none, or a shard that the index names is missing.
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelLoadError(
-            f"The model folder {folder} has no .safetensors file; Baton reads no other format of weights. "
-            "Convert them with transformers' save_pretrained."
+def _without_config(folder: Path) -> str:
+    """Says what a folder without a config.json is, as far as its files show it, and which one to give instead."""
+    if (adapter := folder / "adapter_config.json").is_file():
+        base = str(read_json(adapter).get("base_model_name_or_path") or "another model")[:200]
+        return (
+            f"{folder} holds an adapter for {base} (adapter_config.json), and Baton cannot apply adapters; merge it "
+            "into the model's weights (PEFT's merge_and_unload and save_pretrained), and give that folder."
         )
-    if (index := folder / INDEX_FILE).is_file():
-        missing = sorted(set(_json(index)["weight_map"].values()) - {file.name for file in files})
-        if missing:
-            raise ModelLoadError(
-                f"The model folder {folder} lacks {missing[0]}, which {INDEX_FILE} names ({len(missing)} missing in "
-                "all); the download was probably interrupted, so fetch the model again."
-            )
-    return files
-
-
-def _damage(path: Path) -> str:
-    """Why the file is not what its header describes; empty: it is. A file that was cut short is the usual damage."""
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(length, size)))
-        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-        described = 8 + length + max(ends, default=0)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error):
-        return "it has no header of safetensors"
-    return "" if size == described else f"it has {size:,} bytes, and its header describes {described:,}"
+    if (folder / "params.json").is_file() or any(folder.glob("consolidated*")):
+        return f"The model folder {folder} has no config.json: its files {MISTRALS_LAYOUT}."
+    if not any(folder.iterdir()):
+        return f"The model folder {folder} is empty; give the folder that holds config.json and the weights."
+    return (
+        f"The model folder {folder} has no config.json, so it is not a model in Hugging Face's layout; "
+        "give the folder that holds config.json, the .safetensors files and tokenizer.json."
+    )
 
 
 def folder_revision(folder: Path) -> str:
     """Identity of the weights in a local folder: 32 hex digits.
 
-    A digest over config.json and, for each weights file, its name, its size and 64 evenly spaced samples of 64 KiB.
-    Whole files would be read at every process start, which takes minutes for 100 GB on a network disk, and the digest
-    only has to distinguish another checkpoint, a fine-tune, another dtype or shard, each of which changes the header or
-    practically every sample. A deliberate change of a few bytes between the samples is not detected.
+    A digest over config.json, the index of the weights, and, for each weights file, its name, its size and 64 evenly
+    spaced samples of 64 KiB. Whole files would be read at every process start, which takes minutes for 100 GB on a
+    network disk, and the digest only has to distinguish another checkpoint, a fine-tune, another dtype or shard, each
+    of which changes the header or practically every sample. A deliberate change of a few bytes between the samples is
+    not detected.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in weights_files(folder):
+    if (index := folder / INDEX_FILE).is_file():
+        digest.update(index.read_bytes())
+    for path in loaded_files(folder):
         size = path.stat().st_size
         digest.update(f"\0{path.name}\0{size}\0".encode())
         with path.open("rb") as file:
@@ -103,13 +104,3 @@ def sample_offsets(size: int) -> list[int]:
     if size <= NUM_SAMPLES * SAMPLE_BYTES:
         return list(range(0, size, SAMPLE_BYTES))
     return [i * (size - SAMPLE_BYTES) // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]
-
-
-def _json(path: Path) -> dict[str, dict[str, str]]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict) or not isinstance(value.get("weight_map"), dict):
-        raise ModelLoadError(f"{path} has no weight_map.")
-    return value

@@ -21,7 +21,9 @@ from gguf.quants import dequantize
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from baton.errors import ModelLoadError
+from baton.errors import ModelLoadError, in_one_line
+from baton.model_files import require_runnable
+from deploy.models.gguf_header import check_header
 from deploy.models.gguf_metadata import Metadata
 from deploy.models.gguf_tokenizer import write_tokenizer
 from deploy.models.progress import OnModelProgress, Progress
@@ -63,9 +65,18 @@ def write_folder(
         OSError: a file cannot be written, as where the disk is full.
     """
     try:
-        reader = gguf.GGUFReader(gguf_file)
-    except ValueError as error:
-        raise ModelLoadError(f"{gguf_file.name} is not a readable GGUF file: {error}") from error
+        _write_folder(gguf_file, folder, sampling, progress, weights)
+    except (ModelLoadError, OSError):
+        raise
+    except Exception as error:  # the libraries raise no narrower class
+        raise ModelLoadError(f"{gguf_file.name} is not a readable GGUF file: {in_one_line(error)}") from error
+
+
+def _write_folder(
+    gguf_file: Path, folder: Path, sampling: dict[str, float], progress: OnModelProgress, weights: bool
+) -> None:
+    check_header(gguf_file)
+    reader = gguf.GGUFReader(gguf_file)
     metadata = Metadata(reader)
     if (architecture := metadata["general.architecture"]) != "llama":
         raise ModelLoadError(
@@ -83,6 +94,7 @@ def write_folder(
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", special_ids | sampling)
     write_tokenizer(metadata, folder)
+    require_runnable(folder)
     if weights:
         _write_weights(_weights(reader.tensors, metadata, progress), folder, progress)
 

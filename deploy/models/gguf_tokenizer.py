@@ -34,9 +34,9 @@ def write_tokenizer(metadata: Metadata, folder: Path) -> None:
 
 
 def build_tokenizer(metadata: Metadata) -> Tokenizer:
-    kind, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "default")
-    if (kind, pre) != ("gpt2", "smollm"):
-        raise ModelLoadError(f"The GGUF file has a {kind} tokenizer of kind {pre}; only gpt2 with smollm is known.")
+    family, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "default")
+    if (family, pre) != ("gpt2", "smollm"):
+        raise ModelLoadError(f"The GGUF file has a {family} tokenizer of kind {pre}; only gpt2 with smollm is known.")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [(left, right) for left, right in (merge.split(" ") for merge in metadata["tokenizer.ggml.merges"])]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
@@ -44,12 +44,15 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    for token, token_type in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True):
-        if token_type == CONTROL:
-            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif token_type == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+    kinds = list(zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True))
+    # Each call takes as long as there are such tokens: one for all of a kind.
+    tokenizer.add_special_tokens([_added(token, is_special=True) for token, kind in kinds if kind == CONTROL])
+    tokenizer.add_tokens([_added(token, is_special=False) for token, kind in kinds if kind == USER_DEFINED])
     return tokenizer
+
+
+def _added(token: str, *, is_special: bool) -> AddedToken:
+    return AddedToken(token, normalized=False, special=is_special)
 
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:

@@ -9,17 +9,18 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.utils.tqdm import tqdm
+from huggingface_hub.utils.tqdm import enable_progress_bars, tqdm
 
 from baton.errors import ModelLoadError
+from baton.model_files import require_runnable
 from deploy.models.progress import OnModelProgress, Progress
 from deploy.models.space import is_full
 
 SMALL = ["*.json", "*.jinja"]
 """Configuration and tokenizer."""
 WEIGHTS = "*.safetensors"
-UNWANTED = ["*/*.safetensors", "*/*.json"]
-"""Copies in other formats: onnx/, original/, openvino/."""
+UNWANTED = ["*/*.safetensors", "*/*.json", "consolidated*.safetensors"]
+"""Copies in other formats: onnx/, original/, openvino/, and Mistral's own beside the shards."""
 INDEX = "*.safetensors.index.json"
 
 
@@ -30,15 +31,26 @@ def hub_folder(model_id: str, revision: str, progress: OnModelProgress, *, weigh
         weights: whether they are fetched, too; otherwise configuration and tokenizer alone.
 
     Raises:
-        ModelLoadError: no such model, no permission, no space; or no hub in reach, and the model is not cached.
+        ModelLoadError: no such model, no permission, no space; no hub in reach, and the model is not cached; or, before
+            weights are fetched, a model that does not run.
     """
     progress(Progress(stage="download", done=0, total=0, detail=model_id))
+    small = _fetched(model_id, revision, progress, SMALL, [*UNWANTED, INDEX])
+    if not weights:
+        return small
+    require_runnable(small)
+    return _fetched(model_id, revision, progress, [WEIGHTS, *SMALL], UNWANTED)
+
+
+def _fetched(model_id: str, revision: str, progress: OnModelProgress, wanted: list[str], unwanted: list[str]) -> Path:
+    if not constants.HF_HUB_DISABLE_PROGRESS_BARS:
+        enable_progress_bars()  # transformers turns them off for the whole process, and ours are among them
     try:
         folder = huggingface_hub.snapshot_download(
             model_id,
             revision=revision or None,
-            allow_patterns=[WEIGHTS, *SMALL] if weights else SMALL,
-            ignore_patterns=UNWANTED if weights else [*UNWANTED, INDEX],
+            allow_patterns=wanted,
+            ignore_patterns=unwanted,
             tqdm_class=_reporting_bar(model_id, progress),
         )
     except GatedRepoError as error:

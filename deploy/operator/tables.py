@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from baton.cluster import Role, with_role
+from baton.cluster import Computes, Role, with_role
+from deploy.terminal import Terminal
 
 
 def print_status(report: dict[str, Any]) -> None:
     """Prints the report of `Client.status`."""
-    out = Console(soft_wrap=True)
+    out = Terminal(soft_wrap=True)
     workers = in_order(report["workers"])
     out.print(worker_table(workers))
     out.print(transfer_table(workers))
-    for line in engine_lines(workers):
-        out.print(line, markup=False)
+    for line in (*engine_lines(workers), *computing_lines(workers), *link_lines(workers)):
+        out.print(line)
     for name, pool in report["pools"].items():
         out.print(f"pool {name}: {pool['ready']} ready of {pool['desired']} desired")
     for router in report["routers"]:
@@ -31,7 +32,7 @@ def print_status(report: dict[str, Any]) -> None:
     redis = report["redis"]
     out.print(f"redis {redis['address']}: {'ok' if redis['ok'] else 'not reachable'}")
     for line in garbage_lines(redis):
-        out.print(line, markup=False)
+        out.print(line)
 
 
 def garbage_lines(redis: dict[str, Any]) -> list[str]:
@@ -58,6 +59,35 @@ def engine_lines(workers: Sequence[Mapping[str, Any]]) -> list[str]:
         f"engine {engine or 'unknown'}, sampler {sampler or 'unknown'}: {', '.join(ids)}"
         for (engine, sampler), ids in sorted(pairs.items())
     ]
+
+
+def computes_of(worker: Mapping[str, Any]) -> Computes:
+    """What a worker of `baton status --json` computes with."""
+    values = worker.get("computes")  # a router of an older release gives none
+    return Computes(**values | {"fallbacks": tuple(values["fallbacks"])}) if values else Computes()
+
+
+def computing_lines(workers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What workers compute with: one line for all that have it in common, and one for each thing that is slower than it
+    could be.
+    """
+    alike: dict[Computes, list[str]] = {}
+    for worker in workers:
+        alike.setdefault(computes_of(worker), []).append(with_role(worker["id"], worker["role"]))
+    lines = []
+    for computes, ids in sorted(alike.items(), key=lambda item: item[1]):
+        lines.append(f"computes on {computes.in_words()}: {', '.join(ids)}")
+        lines += [f"  slower than it could be: {each}" for each in computes.fallbacks]
+    return lines
+
+
+def link_lines(workers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Open connections of all workers by kind, in one line. Each has two ends."""
+    ends: Counter[str] = Counter()
+    for worker in workers:
+        for each in worker["links"]:
+            ends[f"{each['link']} by {each['transport']}" if each["transport"] else each["link"]] += each["open_pairs"]
+    return [f"links, by ends: {', '.join(f'{number} {kind}' for kind, number in sorted(ends.items()))}"] if ends else []
 
 
 def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:

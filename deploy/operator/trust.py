@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.tls import Tls, client_tls
+if TYPE_CHECKING:
+    from baton.tls import Tls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,4 +45,6 @@ class TrustOptions:
 
     def read(self) -> Tls | None:
         """Returns what the options ask for; None: plain text. Raises ConfigError where a file is wrong."""
+        from baton.tls import client_tls
+
         return client_tls(is_on=self.tls, ca=self.ca, certificate=self.certificate, key=self.key)

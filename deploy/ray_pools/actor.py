@@ -24,7 +24,7 @@ from baton.tls import member_tls
 from deploy.processes import FENCED, last_line, module_command, tied
 from deploy.ray_pools.gpus import memory_share
 from deploy.ray_pools.node_link import NodeLink, end_in_words
-from kvstore.transfer.transport.nccl_env import nccl_environment
+from kvstore.transfer.transport.nccl_env import PINNED
 
 RESOURCE = "baton_worker"
 SECRET = "BATON_CLUSTER_SECRET"
@@ -219,5 +219,5 @@ def worker_environment(config: Config) -> dict[str, str]:
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "PYTHONFAULTHANDLER": "1",  # a crash in native code leaves the place where it was
         "PYTHONUNBUFFERED": "1",
-        **nccl_environment(config.transfer),
+        **PINNED,
     }

@@ -1,6 +1,6 @@
 """A Ray cluster of this machine alone, for the life of this process.
 
-    python -m deploy.ray_pools.head --ready-fd N [--workers N]
+    python -m deploy.ray_pools.head --ready-fd N [--workers N] [--folder FOLDER]
 
 It reports on the descriptor, in one line of JSON, `{"address": "HOST:PORT"}`, or an error of Baton's tree. SIGTERM ends
 it. It also prints the workers' output, because it lives longer than the controller that starts them.
@@ -22,6 +22,7 @@ import psutil
 from baton.cluster import MAX_WORKERS
 from baton.errors import ConfigError
 from baton.rpc.errors import to_failed
+from baton.visible import in_line
 from deploy.processes import tell_parent
 from deploy.ray_pools.actor import RESOURCE
 from deploy.ray_pools.ray_import import ray
@@ -37,6 +38,7 @@ def main() -> None:
         "--ready-fd", type=int, required=True, help="inherited descriptor to which the head writes its address"
     )
     parser.add_argument("--workers", type=int, default=1, help="how many begin at once: Ray has their processes ready")
+    parser.add_argument("--folder", default="", help="where Ray has its sockets and logs; without, its own place")
     arguments = parser.parse_args()
     ready_fd: int = arguments.ready_fd
     with contextlib.suppress(ImportError):  # a Ray with other parts starts as it does by itself
@@ -54,11 +56,12 @@ def main() -> None:
             log_to_driver=True,
             logging_level=logging.ERROR,
             _node_ip_address="127.0.0.1",
+            _temp_dir=arguments.folder or None,
         )
     except Exception as error:  # Ray has no class of its own for this
         failed = to_failed(ConfigError(f"Ray does not start: {error}"))
         tell_parent(ready_fd, **dataclasses.asdict(failed))
-        sys.exit(failed.message)
+        sys.exit(in_line(failed.message))
     ray._private.worker.global_worker._filter_logs_by_job = False  # the workers are of the controllers' jobs
     own = psutil.Process().children(recursive=True)
     stop = threading.Event()

@@ -40,6 +40,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from baton.visible import in_line
+
 SOCKET = "NODE_SOCKET"
 """The environment variable by which actors find the socket."""
 IDLE_S = 60.0
@@ -97,7 +99,7 @@ class Lines:
             self._write(f"{prefix}{now} {entry.level} {os.getpid()} {entry.logger}: {entry.message}")
 
     def _write(self, text: str) -> None:
-        left = memoryview(text.encode() + b"\n")
+        left = memoryview(in_line(text).encode() + b"\n")
         while left:
             left = left[os.write(self._fd, left) :]
 
@@ -154,7 +156,7 @@ class Node:
 
     def __init__(self, folder: Path, lines: Lines) -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, mode=0o700)
         self._folder = folder
         self._lines = lines
         self._workers = WorkersHere(time.monotonic())

@@ -7,8 +7,6 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from baton.cluster import (
     BlockCounts,
     ClusterStatus,
@@ -21,7 +19,9 @@ from baton.cluster import (
     WorkerState,
 )
 from baton.costs import StepCosts
+from deploy.say import say
 from deploy.scaling.autoscaler import Autoscaler
+from deploy.terminal import Terminal
 
 if TYPE_CHECKING:
     from baton.config import Config
@@ -62,6 +62,7 @@ async def _run(client: Client, config: Config, seconds: float, watch: bool, as_j
 
     autoscaler = Autoscaler(config, observe, _NoOrders(), on_decided=lambda decision: show(decision, as_json))
     await observe()  # what cannot be reached is reported at once
+    Terminal(stderr=True, highlight=False).print(f"==> Measuring for {seconds:g} s", style="dim")
     if watch:
         await autoscaler.run()
     await autoscaler.step()
@@ -71,12 +72,12 @@ async def _run(client: Client, config: Config, seconds: float, watch: bool, as_j
 
 def show(decision: ScalingDecision, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(as_dict(decision)), flush=True)  # noqa: T201
+        say(json.dumps(as_dict(decision)))
         return
-    out = Console(soft_wrap=True, highlight=False)
+    out = Terminal(soft_wrap=True, highlight=False)
     for reason in decision.reasons:
-        out.print(reason, markup=False)
-    out.print(f"=> {summary(decision)}", markup=False)
+        out.print(reason)
+    out.print(f"=> {summary(decision)}")
 
 
 def summary(decision: ScalingDecision) -> str:

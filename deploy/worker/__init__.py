@@ -6,6 +6,7 @@ ahead     which workers a prefill worker connects to before a hand-over needs th
 calls     the worker's end of the stream that each router has to it
 control   the controller's and operators' orders: drain, change the role
 log       the latest lines of its log, for routers
+kernel_caches  where compiled kernels are kept
 
 The threads of the process; everything but the steps themselves and the bytes of KV happens on the event loop:
 
@@ -17,4 +18,12 @@ The threads of the process; everything but the steps themselves and the bytes of
     gRPC's pool       bytes of the streams
 """
 
-__all__ = ["ahead", "calls", "control", "log", "member", "process"]
+__all__ = [
+    "ahead",
+    "calls",
+    "control",
+    "kernel_caches",
+    "log",
+    "member",
+    "process",
+]

@@ -91,15 +91,15 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         """Waits for a moment in which no call runs; the next may have begun since."""
         await self._is_idle.wait()
 
-    def migrate(self, hypotheses: Callable[[str], Hypotheses]) -> None:
-        """Asks the routers to move every choice that decodes here, or waits to.
+    def migrate(self, hypotheses: Callable[[SequenceSpec], Hypotheses]) -> None:
+        """Asks the routers to migrate every choice that decodes here, or waits to.
 
         Args:
-            hypotheses: returns where a sequence's search is, by its id; empty: the sequence has none.
+            hypotheses: returns where the beam search of a call's sequence is (see `ServingEngine.hypotheses`).
         """
         for start, outbox in self._running.values():
             if isinstance(start.request, DecodeRequest):
-                found = hypotheses(start.request.sequence.sequence_id)
+                found = hypotheses(start.request.sequence)
                 outbox.put((start.call_id, Migrate(found if wire.may_travel(found) else NO_HYPOTHESES)))
 
     async def Serve(  # type: ignore[override]  # noqa: N802 - the generated name; it writes, where it could yield

@@ -58,8 +58,9 @@ def written(output: Path, worker_id: str) -> list[str]:
         raw = _kept(output, worker_id) if output.is_socket() else _end_of(output)
     except OSError as error:
         raise WorkerFailed(f"what {worker_id} has written cannot be read from {output}: {error}") from error
-    lines = (text for line in raw.decode(errors="replace").splitlines() for text in logs.as_text(line).splitlines())
-    said = [line[: logs.MAX_KEPT_CHARACTERS] for line in lines if not line.startswith(RAYS_OWN)]
+    # Not `splitlines`, to which characters within a line are ends of lines, too.
+    lines = (text for line in raw.decode(errors="replace").split("\n") for text in logs.as_text(line).split("\n"))
+    said = [line.rstrip("\r")[: logs.MAX_KEPT_CHARACTERS] for line in lines if line and not line.startswith(RAYS_OWN)]
     return said[-logs.MAX_KEPT_LINES :]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 import os
 import socket
 from collections.abc import AsyncGenerator
@@ -16,15 +15,17 @@ from dataclasses import replace
 
 from baton import wire
 from baton.blocks import content_id
-from baton.cluster import VERSION, Role, WorkerInfo, WorkerLoad, WorkerState
+from baton.cluster import VERSION, Role, WorkerInfo, WorkerLoad, WorkerState, fallback
 from baton.config import Config
 from baton.engine.core.block_pool import Removed, Stored
 from baton.engine.core.engine import Engine
 from baton.engine.core.kv_spec import KVSpec
-from baton.engine.core.loop import EngineEvent, EngineLoop, Idle
+from baton.engine.core.loop import EngineLoop
+from baton.engine.core.outputs import EngineEvent, Idle
 from baton.engine.core.runner import Runner
 from baton.engine.core.scheduler import SchedulerLimits
-from baton.errors import StoreUnavailable
+from baton.engine.core.serving import ServingEngine
+from baton.errors import DeviceLost, StoreUnavailable
 from baton.rpc import MalformedCount, RpcServer
 from baton.tasks import cancel_and_wait
 from baton.tls import member_tls
@@ -32,11 +33,11 @@ from baton.trust import Principal, open_keys
 from deploy.worker.ahead import peers_of
 from kvstore.index import IndexPublisher, RedisConnection, RedisIndex
 from kvstore.leases import LeaseKeeper, LeaseStore, RedisLeases
+from kvstore.transfer.copy.kernel_choice import kernels_of, why_not_kernels
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.local_worker import LocalWorker
 from kvstore.worker_context import WorkerContext
 
-logger = logging.getLogger(__name__)
 WIRE_VERSION = 2
 """Version of the hand-over's protocol: workers of different versions do not connect."""
 LOOK_AROUND_S = 5.0
@@ -59,17 +60,19 @@ class Member:
         self.tls = member_tls(config.cluster)
         """What the worker shows other members; None: all speak in plain text."""
         self.wire_compat = wire_compat(config.kv_identity, runner.spec)
+        batch = self.batch = config.engine.batch(on_gpu=bool(runner.computes.gpu))
         limits = SchedulerLimits(
-            max_num_seqs=config.engine.max_num_seqs,
-            max_num_batched_tokens=config.engine.max_num_batched_tokens,
+            max_num_seqs=batch.max_num_seqs,
+            max_num_batched_tokens=batch.max_num_batched_tokens,
             output_reservation=config.engine.output_reservation,
             max_draft_tokens=config.engine.max_draft_tokens if config.engine.speculation == "ngram" else 0,
         )
-        self.loop = EngineLoop(
+        self.loop: ServingEngine = EngineLoop(
             Engine(runner, limits),
             config.engine.max_waiting,
             self._on_engine_event,
-            plans_ahead=config.engine.plan_ahead,
+            plans_ahead=batch.plans_ahead,
+            step_timeout_s=config.engine.step_timeout_s,
         )
         local = LocalWorker(
             worker_id=worker_id,
@@ -90,6 +93,7 @@ class Member:
         self._has_become = asyncio.Event()
         """Set whenever the state has changed."""
         self._info: WorkerInfo | None = None
+        self._computes = replace(runner.computes, plans_ahead=batch.plans_ahead)
         self._malformed = MalformedCount()
 
     @property
@@ -123,6 +127,9 @@ class Member:
         Yields:
             A task that ends, with the error, when the worker can no longer be part of the cluster: it was fenced by a
             newer incarnation, or a part of it failed.
+
+        Raises:
+            DeviceLost: in a group, on leaving: the step that was waited for hangs.
         """
         settings, self._malformed = self.config.index, rpc.malformed
         async with contextlib.AsyncExitStack() as stack:
@@ -157,12 +164,13 @@ class Member:
                 wire_compat=self.wire_compat,
                 block_size=self.loop.spec.block_size,
                 max_model_len=self.loop.max_model_len,
-                chunk_tokens=self.config.engine.max_num_batched_tokens,
+                chunk_tokens=self.batch.max_num_batched_tokens,
                 version=VERSION,
                 known_fields=wire.KNOWN_FIELDS,
                 engine=self.loop.name,
                 sampler=self.loop.sampler,
                 incarnation=self.incarnation,
+                computes=self._computes,
             )
             self.kv.receiver.kv_address = self.info.address
             self._publisher = self._publisher_of(epoch, index)
@@ -171,7 +179,7 @@ class Member:
             self._state = WorkerState.READY
             await rpc.set_serving(True)
             running = asyncio.create_task(self._run(keeper, index, leases, rpc), name="member")
-            stack.push_async_callback(cancel_and_wait, [running])
+            stack.push_async_callback(_end, running)
             yield running
 
     async def _run(self, keeper: LeaseKeeper, index: RedisIndex, leases: LeaseStore, rpc: RpcServer) -> None:
@@ -216,11 +224,10 @@ class Member:
             async with asyncio.TaskGroup() as tasks:
                 if self._publisher is not None:
                     publishing = tasks.create_task(self._publisher.run(), name="index")
-                await keeper.run(lambda: (self.info, self._load()))
+                await keeper.run(lambda: (self._described(), self._load()))
                 if self._publisher is not None:
                     publishing.cancel()  # before the next epoch exists, which would fence it
             epoch = await keeper.acquire()
-            logger.warning("%s goes on as epoch %d", self.worker_id, epoch)
             self._info = replace(self.info, epoch=epoch)
             self._publisher = self._publisher_of(epoch, index)
 
@@ -229,6 +236,17 @@ class Member:
         if not self.loop.spec.supports_prefix_reuse:
             return None
         return IndexPublisher(index, self.worker_id, epoch, self.loop.keys)
+
+    def _described(self) -> WorkerInfo:
+        """Who it is, with what copies its KV."""
+        device = self.loop.caches[0].device
+        computes, is_by_torch = self._computes, kernels_of(device) is None
+        fallbacks = computes.fallbacks
+        if is_by_torch and device.type == "cuda":
+            reason = why_not_kernels(device) or "its kernels do not run or move other bytes; the worker's log says more"
+            fallbacks += (fallback("KV is copied by torch", reason),)
+        copies = "torch" if is_by_torch else "kernels"
+        return replace(self.info, computes=replace(computes, kv_copies=copies, fallbacks=fallbacks))
 
     def _load(self) -> WorkerLoad:
         load = self.loop.load()
@@ -264,6 +282,17 @@ class Member:
             case Removed(key):
                 if self._publisher is not None:
                     self._publisher.removed([key])
+
+
+async def _end(running: asyncio.Task[None]) -> None:
+    """Ends the tasks of a member. What they raise meanwhile is dropped, but for a device that is found to be lost."""
+    if running.done():
+        return
+    await cancel_and_wait([running])
+    if not running.cancelled() and isinstance(error := running.exception(), BaseExceptionGroup):
+        lost, _ = error.split(DeviceLost)
+        if lost is not None:
+            raise lost
 
 
 def wire_compat(model_identity: str, spec: KVSpec) -> str:

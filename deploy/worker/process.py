@@ -9,8 +9,8 @@ starts processes could. Once the worker is ready, or has failed to start, it wri
 SIGTERM drains it: its work moves to others, for `cluster.drain_timeout_s` at most, then it leaves the cluster and ends.
 A second SIGTERM ends it at once. A worker whose NCCL communicators can no longer be ended drains by itself.
 
-A worker whose GPU computes nothing more in this process (`baton.errors.DeviceLost`) leaves the cluster at once and ends
-with a status other than 0: what keeps it starts another one.
+A worker whose GPU computes nothing more in this process, or hangs, (`baton.errors.DeviceLost`) leaves the cluster at
+once and ends with a status other than 0: what keeps it starts another one.
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ from baton.telemetry import logs, tracing
 from baton.tls import member_tls
 from baton.trust import Principal, open_keys
 from baton.v1 import kv_pb2_grpc, worker_pb2_grpc
+from baton.visible import in_line
 from decode_worker.service import DecodeService
 from deploy.models import cache_dir
 from deploy.processes import FENCED, tell_parent
 from deploy.worker.calls import CallServicer, max_message_bytes
 from deploy.worker.control import WorkerControl
+from deploy.worker.kernel_caches import own_kernel_caches
 from deploy.worker.log import WorkerLog
 from deploy.worker.member import Member
 from kvstore.transfer.transport.nccl_log import private_log
@@ -156,6 +158,7 @@ async def serve(
                 tracer = tracing.configure(f"baton-{role}", worker_id, config.telemetry, tls)
                 runner = await asyncio.to_thread(build, _config_of(config))
                 stack.callback(runner.close)
+                stack.push(_end_if_lost)
                 garbage.keep_what_is_loaded()
                 control, ended = await stack.enter_async_context(
                     running(config, role, worker_id, host, runner, output=output)
@@ -196,6 +199,12 @@ async def _first(ended: asyncio.Task[None], *others: Coroutine[Any, Any, object]
         ended.result()
 
 
+def _end_if_lost(kind: object, error: BaseException | None, traceback: object) -> None:
+    """Has this process end when it turns out on leaving the cluster that its device is lost."""
+    if isinstance(error, BaseExceptionGroup) and error.subgroup(DeviceLost):
+        _end_within(LOST_S)
+
+
 def _end_within(limit_s: float) -> None:
     """Ends this process after a while, whatever its threads wait for."""
     timer = threading.Timer(limit_s, os._exit, (1,))
@@ -214,14 +223,14 @@ def main() -> None:
     args = parser.parse_args()
     config = process_config()
     logs.configure(config.telemetry.log_level, config.telemetry.log_format, f"baton-{args.role}")
-    with private_log() as environment:
-        os.environ.update(environment)
+    with private_log() as of_nccl, own_kernel_caches(os.environ) as of_kernels:
+        os.environ.update(of_nccl | of_kernels)
         try:
             whose = (Role(args.role), args.id, args.host)
             serving = serve(config, *whose, ready_fd=args.ready_fd, fingerprint=args.keys, output=args.output)
             uvloop.run(serving)
         except* Fenced as fenced:
-            print(fenced.exceptions[0], file=sys.stderr)  # noqa: T201
+            sys.stderr.write(f"{in_line(str(fenced.exceptions[0]))}\n")
             sys.exit(FENCED)
         except* BatonError as errors:
-            sys.exit(str(errors.exceptions[0]))
+            sys.exit(in_line(str(errors.exceptions[0])))

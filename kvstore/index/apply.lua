@@ -14,7 +14,7 @@ local held = redis.call('EXISTS', lease) == 1 and epochs(lease, KEYS[6]) or 0
 if held > tonumber(ARGV[2]) then return {'fenced', string.format('%.0f', held), garbage} end
 -- These have one life: of a wrong type or form is as good as lost.
 local is_readable = is(seq_key, 'string') and is(blocks, 'set') and is(parts, 'set')
-local last = is_readable and natural(redis.call('GET', seq_key) or '0', MAX_SEQ, seq_key)
+local last = is_readable and (redis.call('EXISTS', seq_key) == 0 and 0 or number_at(seq_key, MAX_SEQ))
 if not last then
   redis.call('UNLINK', seq_key, blocks, parts)
   last = 0
@@ -49,8 +49,10 @@ elseif op == '-' then each_chunk('SREM', blocks)
 elseif op == 'clear' then redis.call('UNLINK', blocks)
 elseif op == 'snap' then redis.call('UNLINK', parts)
 elseif op == 'snap+' then each_chunk('SADD', parts)
-elseif num_keys == 0 then redis.call('UNLINK', blocks)
-else redis.call('RENAME', parts, blocks) end
+else
+  redis.call('UNLINK', blocks) -- which RENAME would free at once, however many entries it has
+  if num_keys > 0 then redis.call('RENAME', parts, blocks) end
+end
 
 -- Race: two writers between set and stream. Appended in the same step, the stream's order is the sets' order, so a
 -- reader who scans a set and then replays the stream ends with the set.

@@ -4,8 +4,10 @@
 -- ARGV  1 a new token
 --
 -- Race: two who find none, or the same garbage, must go away with one token.
-local found = is(KEYS[1], 'string') and redis.call('GET', KEYS[1])
-if found and #found <= 64 and string.match(found, '^[%w-]+$') then return {found, garbage} end
-if found then garbage[#garbage + 1] = KEYS[1] end
+local MOST = 64 -- bytes of a token
+local is_short = is(KEYS[1], 'string') and redis.call('STRLEN', KEYS[1]) <= MOST
+local found = is_short and redis.call('GET', KEYS[1])
+if found and string.match(found, '^[%w-]+$') then return {found, garbage} end
+if found or not is_short then report(KEYS[1]) end
 redis.call('SET', KEYS[1], ARGV[1])
 return {ARGV[1], garbage}

@@ -19,7 +19,6 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from baton.errors import ConfigError, StoreUnavailable
 from kvstore.index.garbage import GarbageBook
 from kvstore.index.keys import key_kind
-from kvstore.index.values import text
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -31,8 +30,8 @@ TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class WrongType:
-    """Stands for an answer: the key holds a value of another type than the command expects."""
+class BadValue:
+    """Stands for an answer: the key holds a value of another type than is expected, or one that is too large."""
 
     reason: str
 
@@ -73,6 +72,8 @@ class RedisConnection:
             pool.connection_class, pool.connection_kwargs["tls"] = _TlsConnection, tls
         self.url = url
         self.garbage = garbage or GarbageBook()
+        self._knows_readers = True
+        """Whether the server has commands for scripts that write nothing, as Redis 7 has; users who read need them."""
 
     async def call(self, *command: Any) -> Any:
         """Executes one command, and returns its answer. Raises StoreUnavailable."""
@@ -82,8 +83,10 @@ class RedisConnection:
     async def pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Executes commands in one round trip, in order, not atomically.
 
+        Their answers must be small whatever lies there; for others there is `kvstore.index.reads`.
+
         Returns:
-            The answers; a WrongType for each command that met a value of another type.
+            The answers; a BadValue for each command that met a value of another type.
 
         Raises:
             StoreUnavailable: a command failed otherwise.
@@ -99,35 +102,38 @@ class RedisConnection:
     async def run(self, script: Script, keys: Sequence[str], *args: str | bytes | int) -> list[Any]:
         """Runs a script, notes the unreadable values that it met, and returns its answer. Raises StoreUnavailable."""
         async with _one_try():
-            try:
-                answer = await self._redis.execute_command("EVALSHA", script.sha, len(keys), *keys, *args)
-            except NoScriptError:  # the server is new or restarted; EVAL also loads the script
-                answer = await self._redis.execute_command("EVAL", script.text, len(keys), *keys, *args)
-        results: list[Any]
+            return self._results(await self._evaluated("", script, keys, args))
+
+    async def ask(self, script: Script, keys: Sequence[str], *args: str | bytes | int) -> list[Any]:
+        """Does as `run`, for a script that writes nothing: a user who may only read may run it."""
+        async with _one_try():
+            if self._knows_readers:
+                try:
+                    return self._results(await self._evaluated("_RO", script, keys, args))
+                except ResponseError as error:
+                    if "unknown command" not in str(error):
+                        raise
+                    self._knows_readers = False
+            return self._results(await self._evaluated("", script, keys, args))
+
+    async def _evaluated(self, suffix: str, script: Script, keys: Sequence[str], args: Sequence[Any]) -> list[Any]:
+        found: list[Any]
+        try:
+            found = await self._redis.execute_command("EVALSHA" + suffix, script.sha, len(keys), *keys, *args)
+        except NoScriptError:  # the server is new or restarted; EVAL also loads the script
+            found = await self._redis.execute_command("EVAL" + suffix, script.text, len(keys), *keys, *args)
+        return found
+
+    def _results(self, answer: Sequence[Any]) -> list[Any]:
         *results, garbage = answer
         for key in garbage:
-            self.note(key.decode(), "its type or form is wrong")
+            self.note(key.decode(errors="replace"), "its type, form or size is wrong")
         return results
 
     async def boot(self, key: str) -> str:
         """Returns the boot token at `key`, drawn here if the store has none. Raises StoreUnavailable."""
         (token,) = await self.run(BOOT, [key], uuid.uuid4().hex)
         return str(token, "ascii")
-
-    async def ids(self, key: str) -> list[str]:
-        """Returns the set of ids at `key`, sorted; removes members that are no ids. Raises StoreUnavailable."""
-        (members,) = await self.pipeline([("SMEMBERS", key)])
-        if isinstance(members, WrongType):
-            self.note(key, members.reason)
-            raise StoreUnavailable(f"Redis: {key} cannot be read")
-        found = []
-        for member in members:
-            try:
-                found.append(text(member))
-            except ValueError as error:
-                self.note(key, error)
-                await self.call("SREM", key, member)
-        return sorted(found)
 
     def note(self, key: str, reason: object) -> None:
         """Notes that the value at `key` cannot be read and is skipped."""
@@ -164,7 +170,7 @@ BOOT = Script("kvstore.index", "boot.lua")
 def _answer(found: Any) -> Any:
     """Returns the answer of one command in a pipeline, or raises StoreUnavailable."""
     if isinstance(found, ResponseError) and "WRONGTYPE" in str(found):
-        return WrongType(str(found))
+        return BadValue(str(found))
     if isinstance(found, RedisError):
         raise _unavailable(found) from found
     return found

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from typing import TYPE_CHECKING
 
+from baton.cluster import MAX_WORKERS
 from baton.errors import StoreUnavailable
+from baton.tasks import paced
 from kvstore.index.backoff import backoff_s
 from kvstore.index.events import ORIGIN, Cursor, Position
 from kvstore.index.mirror import Applied
@@ -100,10 +103,16 @@ class MirrorFollower:
         self._cursor = min(self._cursor, state.tip)  # beyond it where another stream is in the place of ours
         self._note_leases({worker_id: position.epoch for worker_id, position in state.owners.items()})
         await self._read_up_to(state.tip)
-        for worker_id, position in state.owners.items():
-            if self._missed(seen.get(worker_id), self.mirror.position(worker_id), position):
-                await self._rescan(worker_id, position.epoch)
-        self._behind_since = None
+        missed = {
+            worker_id: position
+            for worker_id, position in state.owners.items()
+            if self._missed(seen.get(worker_id), self.mirror.position(worker_id), position)
+        }
+        # More than a cluster may have are not all workers: each poll takes others of them.
+        for worker_id in random.sample(sorted(missed), min(len(missed), MAX_WORKERS)):
+            await self._rescan(worker_id, missed[worker_id].epoch)
+        if len(missed) <= MAX_WORKERS:
+            self._behind_since = None
         self.connected = True
         while self.mirror.sweep():  # noqa: ASYNC110 - others run between two slices of work
             await asyncio.sleep(0)
@@ -146,7 +155,7 @@ class MirrorFollower:
     async def _read(self, wait_s: float) -> int:
         entries = await self._index.read(self._cursor, wait_s)
         gaps: dict[str, int] = {}
-        for cursor, event in entries:
+        async for cursor, event in paced(entries):
             if event is not None and self.mirror.apply(event) is Applied.GAP:
                 gaps[event.worker_id] = event.epoch
             self._cursor = cursor
@@ -162,7 +171,8 @@ class MirrorFollower:
         self._fall_behind()
         self.num_rescans += 1
         seq, keys = await self._index.snapshot(worker_id, epoch)
-        self.mirror.replace(worker_id, epoch, seq, keys)
+        async for _ in paced(self.mirror.replacing(worker_id, epoch, seq, keys)):
+            pass  # others run between two parts
 
     def _fall_behind(self) -> None:
         if self._behind_since is None:

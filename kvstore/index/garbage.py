@@ -13,8 +13,8 @@ from collections import Counter
 from baton.cluster import StoreGarbage
 
 logger = logging.getLogger(__name__)
-MAX_LOGGED = 1000
-"""Number of values that are logged, once each; further ones are only counted."""
+MAX_LOGGED = 20
+"""Number of values of one kind that are logged, once each; further ones are only counted."""
 MAX_CHARACTERS = 200
 """Longest key or reason that is shown."""
 
@@ -25,7 +25,8 @@ class GarbageBook:
     def __init__(self) -> None:
         self._times = Counter[str]()
         self._latest: dict[str, str] = {}
-        self._logged: set[tuple[str, str]] = set()
+        self._logged: dict[str, set[str]] = {}
+        """Keys by kind."""
 
     def note(self, what: str, key: str, reason: object) -> None:
         """Counts a value that was skipped.
@@ -38,9 +39,11 @@ class GarbageBook:
         where = f"{_shown(key)}: {_shown(str(reason))}"
         self._times[what] += 1
         self._latest[what] = where
-        if (what, key) not in self._logged and len(self._logged) < MAX_LOGGED:
-            self._logged.add((what, key))
-            logger.warning("%s in Redis cannot be read and is skipped: %s", what, where)
+        logged = self._logged.setdefault(what, set())
+        if key not in logged and len(logged) < MAX_LOGGED:
+            logged.add(key)
+            rest = "; more of them are counted, and not logged" if len(logged) == MAX_LOGGED else ""
+            logger.warning("%s in Redis cannot be read and is skipped: %s%s", what, where, rest)
 
     def seen(self) -> tuple[StoreGarbage, ...]:
         """Returns what was skipped since the process started, by kind."""

@@ -14,7 +14,7 @@ kv:{ns}:router:<id>        JSON                         PX lease
 kv:{ns}:routers            SET of router ids
 kv:{ns}:controller         JSON                         PX lease
 kv:{ns}:desired            HASH pool -> size
-kv:{ns}:req:<n>:<t>:<id>   HASH, a request in flight    PX a minute; tenant t of n characters, request id
+kv:{ns}:req:<n>:<t>:<d>:<id> HASH, a request in flight  PX a minute; tenant t of n characters, digest, request id
 kv:{ns}:acct:<t>           the limits' account of tenant t: what it used, answers in flight    PX till nothing counts
 kv:{ns}:use:<n>:<t>:<id>   JSON, who writes the usage record of a request                      PX; names as in req
 kv:{ns}:hist:<slot>        HASH router's process -> JSON, what it counted in ten seconds                PX an hour
@@ -70,9 +70,9 @@ class Keys:
         """Returns the key of a router's announcement."""
         return f"{self._prefix}router:{router_id}"
 
-    def record(self, tenant_id: str, request_id: str) -> str:
+    def record(self, tenant_id: str, request_id: str, digest: bytes) -> str:
         """Returns the key of a request; the length keeps tenant `a:b` and id `c` apart from `a` and `b:c`."""
-        return f"{self._prefix}req:{len(tenant_id)}:{tenant_id}:{request_id}"
+        return f"{self._prefix}req:{len(tenant_id)}:{tenant_id}:{digest.hex()}:{request_id}"
 
     def account(self, tenant_id: str) -> str:
         """Returns the key of what a tenant has used of its limits."""

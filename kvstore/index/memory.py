@@ -50,8 +50,8 @@ class MemoryStore:
         self.routers: dict[str, tuple[float, RouterInfo]] = {}
         self.desired: dict[str, int] = {}
         self.controller: tuple[float, ControllerInfo] | None = None
-        self.records: dict[tuple[str, str], tuple[float, dict[bytes, bytes]]] = {}
-        """The records of requests in flight, by tenant and request id: expiry and fields."""
+        self.records: dict[tuple[str, str, bytes], tuple[float, dict[bytes, bytes]]] = {}
+        """The records of requests in flight, by tenant, request id and digest: expiry and fields."""
 
     def lease(self, worker_id: str) -> MemoryLease | None:
         """Returns a worker's lease if it is alive."""

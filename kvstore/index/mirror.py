@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from kvstore.index.events import BlockEvent
 
 
+SLICE = 1024
+"""Keys of a set that are taken before others run."""
+
+
 class Applied(Enum):
     """What became of an event in the mirror."""
 
@@ -31,7 +35,7 @@ class Applied(Enum):
     STALE = auto()
     """The event was seen before, or its epoch is over."""
     GAP = auto()
-    """An earlier event was missed; nothing changed. Only `replace` lets this worker continue."""
+    """An earlier event was missed; nothing changed. Only `replacing` lets this worker continue."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,16 +100,25 @@ class Mirror:
         self._change(owner, event)
         return Applied.DONE
 
-    def replace(self, worker_id: str, epoch: int, seq: int, keys: Iterable[bytes]) -> None:
-        """Sets the blocks of a worker to `keys`, as of event `seq`. No effect for an epoch that is over."""
+    def replacing(self, worker_id: str, epoch: int, seq: int, keys: Iterable[bytes]) -> Iterator[None]:
+        """Sets the blocks of a worker to `keys`, as of event `seq`. No effect for an epoch that is over.
+
+        Yields after each `SLICE` of the keys, for there may be a million; they count once the iteration has ended. No
+        event of the worker may be applied meanwhile.
+        """
         owner = self._owners.get(worker_id)
         if owner is None or epoch > owner.epoch:
             owner = self._adopt(worker_id, epoch)
-        if epoch == owner.epoch:
-            self._drop_parts(owner)
-            self._hand_over(owner, self._new_bit(owner))
-            self._add(owner, owner.bit, keys)
-            owner.seq = seq
+        if epoch != owner.epoch:
+            return
+        self._drop_parts(owner)
+        owner.parts = self._new_bit(owner)
+        rest = iter(keys)
+        while part := list(islice(rest, SLICE)):
+            self._add(owner, owner.parts, part)
+            yield
+        self._hand_over(owner, owner.parts)
+        owner.parts, owner.seq = 0, seq
 
     def disbelieve(self, worker_id: str, as_of: Position | None, keys: Iterable[bytes]) -> None:
         """Removes `keys` of a worker that was asked for them, as of its event `as_of`, and did not have them.

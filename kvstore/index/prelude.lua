@@ -25,10 +25,22 @@ end
 
 local function natural(text, most, key) -- nil: there is none
   if not text then return nil end
-  local number = #text <= 16 and string.match(text, '^%d+$') and tonumber(text)
+  local number = string.match(text, '^%d+$') and tonumber(text)
   if number and number <= most then return number end
   report(key)
   return nil
+end
+
+-- The number in a string, or in a field of a hash; nil: there is none, or none that can be read. What is longer than a
+-- number is not copied.
+local function number_at(key, most, field)
+  if not is(key, field and 'hash' or 'string') then return nil end
+  local length = field and redis.call('HSTRLEN', key, field) or redis.call('STRLEN', key)
+  if length > 16 then
+    report(key)
+    return nil
+  end
+  return natural(field and redis.call('HGET', key, field) or not field and redis.call('GET', key), most, key)
 end
 
 local MAX_EPOCH = 4398046511104 -- 2^42 ms: the year 2109
@@ -44,7 +56,6 @@ end
 -- The epoch that holds a worker's id, and the highest that was given out; 0: none. The first is the lesser of two copies
 -- that are only ever written together, so that one which is forged fences nobody off.
 local function epochs(lease, highest)
-  local leased = is(lease, 'hash') and natural(redis.call('HGET', lease, 'epoch'), MAX_EPOCH, lease) or nil
-  local given = is(highest, 'string') and natural(redis.call('GET', highest), MAX_EPOCH, highest) or nil
+  local leased, given = number_at(lease, MAX_EPOCH, 'epoch'), number_at(highest, MAX_EPOCH)
   return math.min(leased or given or 0, given or leased or 0), math.max(leased or 0, given or 0)
 end

@@ -54,4 +54,5 @@ class PrefixIndex(Protocol):
     async def close(self) -> None: ...
 
 
-READ_EVENTS = 512
+READ_EVENTS = 128
+"""Most events that are read at once."""

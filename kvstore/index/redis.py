@@ -1,7 +1,7 @@
 """The index in Redis; `apply.lua` is the one script, `keys.py` lists the keys.
 
 A reader never asks Redis about a prefix: it mirrors the sets (measured: 30 us a look-up against 445 us by the best
-script), from one scan and then the stream.
+script), from one scan and then the stream. It reads within bounds (`reads.py`), since anybody may have written there.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from baton.blocks import KEY_BYTES
-from baton.errors import Fenced
-from kvstore.index.connection import TIMEOUT_S, RedisConnection, Script, WrongType
+from baton.errors import Fenced, StoreUnavailable
+from baton.tasks import paced
+from kvstore.index import reads
+from kvstore.index.connection import BadValue, RedisConnection, Script
 from kvstore.index.events import ORIGIN, BlockEvent, Cursor, IndexAnswer, IndexOutcome, IndexState, Op, Position, Tier
 from kvstore.index.keys import Keys
+from kvstore.index.names import IdSet
 from kvstore.index.protocol import READ_EVENTS
-from kvstore.index.signed import proved_epoch
-from kvstore.index.signed_events import EventAuthor, EventProof, EventReader
-from kvstore.index.values import MAX_EPOCH, MAX_SEQ, natural, text
+from kvstore.index.signed import EPOCH_PROOF_BYTES, proved_epoch
+from kvstore.index.signed_events import SEAL_BYTES, SLICE, EventAuthor, EventProof, EventReader
+from kvstore.index.values import MAX_EPOCH, MAX_NUMBER_BYTES, MAX_SEQ, natural, text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,9 +28,18 @@ if TYPE_CHECKING:
     from baton.trust import KeyFile
 
 SNAPSHOT = Script("kvstore.index", "snapshot.lua")
-UNSIGNED = EventProof(b"", b"")
+EVENTS = Script("kvstore.index", "events.lua")
+TIP = Script("kvstore.index", "tip.lua")
 APPLY = Script("kvstore.index", "apply.lua")
-SCAN_COUNT = 5000
+UNSIGNED = EventProof(b"", b"")
+POLL_S = 0.05
+"""Pause between two looks for events."""
+EVENT_BYTES, READ_BYTES = 2**18, 3 * 2**20
+"""Largest event, and about the most bytes that are read at once. Publishers' events have 18 KB at most."""
+MAX_ENTRIES = 2**21
+"""Most entries of a worker's set; one of 100 GiB that serves a small model has half a million."""
+SNAPSHOT_TRIES, GROWTH = 5, 10_000
+"""How often a set is asked for, each time with so many entries more than it had the last time."""
 TIER_LETTERS = frozenset(tier.encode() for tier in Tier if tier)
 
 
@@ -55,6 +67,7 @@ class RedisIndex:
         self._authors: dict[str, EventAuthor] = {}
         """What signs for each worker that publishes here, in its latest epoch."""
         self._reader = None if keys is None else EventReader(keys, self._keys.events)
+        self._workers = IdSet(connection, self._keys.workers, self._keys.lease)
 
     async def apply(self, event: BlockEvent) -> IndexAnswer:
         if self._member is None:
@@ -69,7 +82,7 @@ class RedisIndex:
             is_applied = answer.outcome is IndexOutcome.APPLIED
         except Fenced:
             claim_key = self._keys.claim(worker)
-            (found,) = await self._connection.pipeline([("GET", claim_key)])
+            found = await reads.string(self._connection, claim_key, EPOCH_PROOF_BYTES)
             if proved_epoch(self._member.keys, claim_key, found) > epoch:
                 raise
             return IndexAnswer(IndexOutcome.RESYNC, event.seq)  # forged: the lease's next renewal puts it right
@@ -107,106 +120,119 @@ class RedisIndex:
 
     async def position(self, worker_id: str, epoch: int) -> int:
         keys = self._keys
-        seq, size = await self._connection.pipeline(
-            [("GET", keys.seq(worker_id, epoch)), ("SCARD", keys.blocks(worker_id, epoch))]
-        )
-        if isinstance(size, WrongType):
+        (size,) = await self._connection.pipeline([("SCARD", keys.blocks(worker_id, epoch))])
+        if isinstance(size, BadValue):
             self._connection.note(keys.blocks(worker_id, epoch), size.reason)
             return 0  # the set is lost
         author = self._authors.get(worker_id)
         if author is not None and author.epoch == epoch and size != author.num_entries:
             self._connection.note(keys.blocks(worker_id, epoch), f"it has {size} entries, and was given others")
             return 0
-        return self._seq(keys.seq(worker_id, epoch), seq)
+        seq_key = keys.seq(worker_id, epoch)
+        return self._seq(seq_key, await reads.string(self._connection, seq_key, MAX_NUMBER_BYTES))
 
     async def state(self) -> IndexState:
         keys = self._keys
         boot = await self._connection.boot(keys.boot)
-        ids = await self._connection.ids(keys.workers)
-        found = await self._connection.pipeline([("HGET", keys.lease(worker), "epoch") for worker in ids])
+        ids = await self._workers.look()
+        leases = [keys.lease(each) for each in ids]
+        found = [each async for each in reads.hashes(self._connection, leases, {"epoch": MAX_NUMBER_BYTES})]
         epochs = {worker: self._epoch(worker, epoch) for worker, epoch in zip(ids, found, strict=True)}
         alive = {worker: epoch for worker, epoch in epochs.items() if epoch is not None}
-        *seqs, newest = await self._connection.pipeline(
-            [
-                *(("GET", keys.seq(worker, epoch)) for worker, epoch in alive.items()),
-                ("XREVRANGE", keys.events, "+", "-", "COUNT", 1),
-            ]
-        )
+        self._workers.keep(alive)
+        seq_keys = [keys.seq(worker, epoch) for worker, epoch in alive.items()]
+        seqs = [each async for each in reads.strings(self._connection, seq_keys, MAX_NUMBER_BYTES)]
         owners = {
-            worker: Position(epoch, self._seq(keys.seq(worker, epoch), seq))
-            for (worker, epoch), seq in zip(alive.items(), seqs, strict=True)
+            worker: Position(epoch, self._seq(key, seq))
+            for (worker, epoch), key, seq in zip(alive.items(), seq_keys, seqs, strict=True)
         }
-        if isinstance(newest, WrongType):
-            self._connection.note(keys.events, newest.reason)
-            newest = []
-        return IndexState(boot, owners, _cursor(newest[0][0]) if newest else ORIGIN)
+        (tip,) = await self._connection.ask(TIP, [keys.events])
+        return IndexState(boot, owners, _cursor(tip) if tip else ORIGIN)
 
     async def snapshot(self, worker_id: str, epoch: int) -> tuple[int, set[bytes]]:
         if self._reader is not None:
             return await self._signed_snapshot(self._reader, worker_id, epoch)
         seq_key, blocks = self._keys.seq(worker_id, epoch), self._keys.blocks(worker_id, epoch)
-        (found,) = await self._connection.pipeline([("GET", seq_key)])
-        seq = self._seq(seq_key, found)  # before the scan: what changes during it is replayed
+        # Before the walk: what changes during it is replayed.
+        seq = self._seq(seq_key, await reads.string(self._connection, seq_key, MAX_NUMBER_BYTES))
         owned: set[bytes] = set()
-        position: int | bytes = 0
-        while True:
-            (scanned,) = await self._connection.pipeline([("SSCAN", blocks, position, "COUNT", SCAN_COUNT)])
-            if isinstance(scanned, WrongType):
-                self._connection.note(blocks, scanned.reason)
-                return seq, set()
-            position, members = scanned
+        async for members in reads.members(self._connection, blocks, KEY_BYTES + 1):
+            if isinstance(members, BadValue):
+                self._connection.note(blocks, members.reason)
+                continue
             entries = [member for member in members if _is_entry(member)]
             if len(entries) < len(members):
                 self._connection.note(blocks, "some of its members are no keys of blocks")
             owned.update(entries)
-            if not int(position):
-                return seq, owned
+            if len(owned) > MAX_ENTRIES:
+                self._connection.note(blocks, f"it has more than {MAX_ENTRIES} entries")
+                break
+        return seq, owned
 
     async def _signed_snapshot(self, reader: EventReader, worker_id: str, epoch: int) -> tuple[int, set[bytes]]:
         """Returns the seq and the entries that the worker has signed; no entries if something else lies there."""
-        keys = self._keys
-        blocks = keys.blocks(worker_id, epoch)
+        keys = [self._keys.seal(worker_id, epoch), self._keys.blocks(worker_id, epoch)]
         known = reader.position(worker_id)
-        seal, members = await self._connection.run(SNAPSHOT, [keys.seal(worker_id, epoch), blocks])
-        entries = set(members)
-        try:
-            seq = await reader.proved_set(worker_id, epoch, seal, entries, known=known)
-        except ValueError as error:
-            seq = None
-            if members:
-                self._connection.note(blocks, error)
-        return (reader.latest(worker_id, epoch), set()) if seq is None else (seq, entries)
+        most = 0  # first what is signed, so that nobody but the worker says how many entries are read
+        for _ in range(SNAPSHOT_TRIES):
+            sizes = SEAL_BYTES, KEY_BYTES, KEY_BYTES + 1
+            seal, size, packed = await self._connection.ask(SNAPSHOT, keys, most, *sizes)
+            try:
+                sealed = reader.sealed(worker_id, epoch, seal, known=known)
+                if sealed.num_entries is None:
+                    return reader.latest(worker_id, epoch), set()
+                if sealed.num_entries != size or size > MAX_ENTRIES:
+                    raise ValueError(f"it has {size} entries, and its worker has signed others")
+                if size <= most:
+                    entries = await _unpacked(packed)
+                    await reader.check_entries(sealed, entries)
+                    return sealed.seq, entries
+            except ValueError as error:
+                if size:
+                    self._connection.note(keys[1], error)
+                return reader.latest(worker_id, epoch), set()
+            most = size + GROWTH
+        raise StoreUnavailable(f"Redis: {keys[1]} grows faster than it can be read")
 
     async def read(self, cursor: Cursor, wait_s: float) -> Sequence[tuple[Cursor, BlockEvent | None]]:
-        wait_ms = int(min(wait_s, TIMEOUT_S / 2) * 1000)
-        block = ("BLOCK", wait_ms) if wait_ms > 0 else ()  # BLOCK 0 would wait for ever
-        since = f"{cursor[0]}-{cursor[1]}"
-        key = self._keys.events
-        (found,) = await self._connection.pipeline([("XREAD", "COUNT", READ_EVENTS, *block, "STREAMS", key, since)])
-        if isinstance(found, WrongType):
-            self._connection.note(key, found.reason)
-            await asyncio.sleep(wait_ms / 1000)  # the next event puts a stream there
-            return []
-        entries = [(_cursor(entry), fields) for _, entries in found or () for entry, fields in entries]
-        events = [self._event(fields) for _, fields in entries]
+        """See `PrefixIndex.read`. It looks every `POLL_S`: Redis has no way to wait for an event without sending it,
+        whatever its size.
+        """
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + wait_s
+        found = await self._entries(cursor)
+        while not found and (left_s := until_s - loop.time()) > 0:
+            await asyncio.sleep(min(POLL_S, left_s))
+            found = await self._entries(cursor)
+        events = [self._event(fields) async for _, fields in paced(found)]
         if self._reader is not None:
-            events = self._proved(self._reader, events, [fields.get(b"s", b"") for _, fields in entries])
-        return [(cursor, event) for (cursor, _), event in zip(entries, events, strict=True)]
+            events = await self._proved(self._reader, events, [fields.get(b"s", b"") for _, fields in found])
+        return [(cursor, event) for (cursor, _), event in zip(found, events, strict=True)]
+
+    async def _entries(self, cursor: Cursor) -> list[tuple[Cursor, dict[bytes, bytes]]]:
+        """Returns the fields of the events after a position; none of an event that is too large."""
+        since = f"{cursor[0]}-{cursor[1]}"
+        (found,) = await self._connection.ask(EVENTS, [self._keys.events], since, READ_EVENTS, EVENT_BYTES, READ_BYTES)
+        return [
+            (_cursor(entry_id), dict(zip(fields[0][::2], fields[0][1::2], strict=True)) if fields else {})
+            for entry_id, *fields in found
+        ]
 
     async def close(self) -> None:
         await self._connection.close()
 
-    def _epoch(self, worker_id: str, found: bytes | WrongType | None) -> int | None:
+    def _epoch(self, worker_id: str, found: reads.FoundFields) -> int | None:
         """Returns the epoch of a worker's lease; None if it cannot be read or there is none."""
-        if found is None:
+        epoch = found[0] if isinstance(found, list) else found
+        if epoch is None:
             return None
         try:
-            return natural(found, MAX_EPOCH)
+            return natural(epoch, MAX_EPOCH)
         except ValueError as error:
             self._connection.note(self._keys.lease(worker_id), error)
             return None
 
-    def _seq(self, key: str, found: bytes | WrongType | None) -> int:
+    def _seq(self, key: str, found: reads.FoundValue) -> int:
         """Returns a seq; 0 if it cannot be read or there is none."""
         try:
             return natural(found or b"0", MAX_SEQ)
@@ -214,12 +240,12 @@ class RedisIndex:
             self._connection.note(key, error)
             return 0
 
-    def _proved(
+    async def _proved(
         self, reader: EventReader, events: Sequence[BlockEvent | None], proofs: Sequence[bytes]
     ) -> list[BlockEvent | None]:
         """Returns the events, None in place of those that their workers have not signed."""
         readable = [(event, proof) for event, proof in zip(events, proofs, strict=True) if event is not None]
-        found = iter(reader.proved(readable))
+        found = iter(await reader.proved(readable))
         are_proved = [event is not None and next(found) for event in events]
         for event, is_proved in zip(events, are_proved, strict=True):
             if event is not None and not is_proved:
@@ -232,6 +258,16 @@ class RedisIndex:
         except (KeyError, ValueError) as error:
             self._connection.note(self._keys.events, repr(error))
             return None
+
+
+async def _unpacked(packed: Sequence[bytes]) -> set[bytes]:
+    """Returns the entries, of which those of each length came one behind the other."""
+    entries: set[bytes] = set()
+    for size, joined in zip((KEY_BYTES, KEY_BYTES + 1), packed, strict=True):
+        async for start in paced(range(0, len(joined), size * SLICE)):
+            stop = min(start + size * SLICE, len(joined))
+            entries.update(joined[at : at + size] for at in range(start, stop, size))
+    return entries
 
 
 def _cursor(entry_id: bytes) -> Cursor:

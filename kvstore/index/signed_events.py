@@ -22,6 +22,7 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baton.tasks import paced
 from baton.trust import Principal
 from baton.trust.keys import SIGNATURE_BYTES
 from kvstore.index.events import BlockEvent, Op
@@ -40,6 +41,7 @@ _UNKNOWN = -1
 """Number of entries where the worker does not know what its set holds."""
 _PROOF = struct.Struct(f"<{HASH_BYTES}sq{HASH_BYTES}s{SIGNATURE_BYTES}s")
 _SEAL = struct.Struct(f"<Q{HASH_BYTES}sq{HASH_BYTES}s{SIGNATURE_BYTES}s")
+SEAL_BYTES = _SEAL.size
 SLICE = 500
 """Entries that are summed before others run."""
 
@@ -52,6 +54,17 @@ class EventProof:
     """What the stream holds of it."""
     seal: bytes
     """What lies beside the set."""
+
+
+@dataclass(frozen=True, slots=True)
+class SealedSet:
+    """What a worker has signed of its set."""
+
+    seq: int
+    num_entries: int | None
+    """None: it does not know its set."""
+    digest: bytes
+    """Hash of the sum of its entries."""
 
 
 class EventAuthor:
@@ -136,11 +149,11 @@ class EventReader:
         self._latest: dict[str, tuple[int, int]] = {}
         """Epoch and seq of the latest event of each worker that was proved."""
 
-    def proved(self, events: Sequence[tuple[BlockEvent, bytes]]) -> list[bool]:
+    async def proved(self, events: Sequence[tuple[BlockEvent, bytes]]) -> list[bool]:
         """Returns which events, each with its proof, are their workers'; a run of them costs one verification."""
         links: dict[tuple[str, int], bytes] = {}
         found = []
-        for event, proof in reversed(events):
+        async for event, proof in paced(reversed(events)):
             who = (event.worker_id, event.epoch)
             link = self._link_of(event, proof, links.get(who))
             if link is not None:
@@ -153,16 +166,14 @@ class EventReader:
         """Returns epoch and seq of what was proved of a worker last."""
         return self._latest.get(worker_id, (0, 0))
 
-    async def proved_set(
-        self, worker_id: str, epoch: int, seal: bytes, entries: Collection[bytes], *, known: tuple[int, int]
-    ) -> int | None:
-        """Returns the seq as of which the entries are the worker's set; None: it does not know its set.
+    def sealed(self, worker_id: str, epoch: int, seal: bytes, *, known: tuple[int, int]) -> SealedSet:
+        """Returns what a worker has signed of its set.
 
         Args:
             known: the worker's position when the reading began; events may have been proved during it.
 
         Raises:
-            ValueError: the entries are not what the worker has signed last.
+            ValueError: the seal is not the worker's, or not its latest.
         """
         if len(seal) != _SEAL.size:
             raise ValueError("nothing is signed of it")
@@ -174,11 +185,12 @@ class EventReader:
         if (epoch, seq) < known:
             raise ValueError("it is older than what was read before")
         self._note(worker_id, epoch, seq)
-        if count == _UNKNOWN:
-            return None
-        if count != len(entries) or digest != _sum_digest(await _sum_of(entries)):
+        return SealedSet(seq, None if count == _UNKNOWN else count, digest)
+
+    async def check_entries(self, sealed: SealedSet, entries: Collection[bytes]) -> None:
+        """Raises ValueError: the entries are not those that the worker has signed."""
+        if sealed.num_entries != len(entries) or sealed.digest != _sum_digest(await _sum_of(entries)):
             raise ValueError("its entries are others than its worker has signed")
-        return seq
 
     def latest(self, worker_id: str, epoch: int) -> int:
         """Returns the seq of the latest event of a worker's epoch that was proved; 0 if there is none."""

@@ -1,7 +1,21 @@
--- Returns {a worker's seal, its entries, garbage}.
+-- A worker's set and what it has signed of it. Returns {its seal, number of its entries, entries, garbage}: the entries of
+-- each length, one behind the other; none of a set that has more than the caller takes.
 --
 -- KEYS  1 seal  2 blocks
+-- ARGV  1 the most entries that are wanted; 0: none  2 bytes of a seal, then each number of bytes that an entry may have
 --
 -- Race: the worker publishes between the two, and the seal would be that of another set.
-local seal = is(KEYS[1], 'string') and redis.call('GET', KEYS[1]) or ''
-return {seal, is(KEYS[2], 'set') and redis.call('SMEMBERS', KEYS[2]) or {}, garbage}
+local has_seal = is(KEYS[1], 'string') and redis.call('STRLEN', KEYS[1]) == tonumber(ARGV[2])
+local seal = has_seal and redis.call('GET', KEYS[1]) or ''
+if not is(KEYS[2], 'set') then return {seal, 0, {}, garbage} end
+local size = redis.call('SCARD', KEYS[2])
+if size > tonumber(ARGV[1]) then return {seal, size, {}, garbage} end
+
+local by_length, packed = {}, {}
+for at = 3, #ARGV do by_length[tonumber(ARGV[at])] = {} end
+for _, entry in ipairs(redis.call('SMEMBERS', KEYS[2])) do
+  local found = by_length[#entry]
+  if found then found[#found + 1] = entry end -- others make the set another one than was signed
+end
+for at = 3, #ARGV do packed[#packed + 1] = table.concat(by_length[tonumber(ARGV[at])]) end
+return {seal, size, packed, garbage}

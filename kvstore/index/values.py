@@ -8,12 +8,16 @@ MAX_EPOCH = 2**42
 """Largest epoch, in milliseconds since 1970: the year 2109."""
 MAX_SEQ = 2**53 - 1
 """Largest seq: beyond it Lua's numbers are not exact."""
-MAX_TEXT = 2**16
-"""Longest name, address or finding of a self-check, in characters."""
+MAX_NUMBER_BYTES = 16
+"""Most digits of a number."""
+MAX_NAME_BYTES = 256
+"""Longest id of a worker or router, or name of a pool, in bytes."""
+MAX_TEXT = 2**15
+"""Longest address or finding of a self-check, in characters."""
 MAX_LABEL = 64
 """Longest name of an engine or a sampler, in characters."""
 _LABEL = re.compile(rf"[\w.+/:-]{{0,{MAX_LABEL}}}", re.ASCII)
-_NATURAL = re.compile(rb"[0-9]{1,16}")
+_NATURAL = re.compile(rf"[0-9]{{1,{MAX_NUMBER_BYTES}}}".encode())
 
 
 def natural(found: object, most: int) -> int:
@@ -25,10 +29,9 @@ def natural(found: object, most: int) -> int:
 
 def text(found: bytes) -> str:
     """Decodes a name; raises ValueError unless the bytes are one."""
-    name = found.decode()
-    if not 0 < len(name) <= MAX_TEXT:
-        raise ValueError(f"a name has 1 to {MAX_TEXT} characters, this one {len(name)}")
-    return name
+    if not 0 < len(found) <= MAX_NAME_BYTES:
+        raise ValueError(f"a name has 1 to {MAX_NAME_BYTES} bytes, this one {len(found)}")
+    return found.decode()
 
 
 def label(found: object) -> str:

@@ -14,7 +14,7 @@ if highest >= tonumber(ARGV[6]) then highest = 0 end
 local epoch = math.max(tonumber(ARGV[2]), highest + 1)
 local text = string.format('%.0f', epoch)
 redis.call('SET', KEYS[1], text, 'PX', ARGV[4])
-redis.call('DEL', KEYS[2])
+redis.call('UNLINK', KEYS[2])
 redis.call('HSET', KEYS[2], 'epoch', text)
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
 enlist(ARGV[1], KEYS[3], KEYS[4])

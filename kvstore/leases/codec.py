@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 Reader: TypeAlias = Callable[[Any], Any]
 """Converts a JSON value to a field's value; raises ValueError."""
-MAX_BYTES = 2**20
-"""Largest JSON text of one value; a worker's is a thousandth of it."""
+MAX_BYTES = 2**16
+"""Largest JSON text of one value; a worker's two have some thousands of bytes."""
 MAX_ITEMS = 1000
 MAX_INT32 = 2**31 - 1
 MAX_S = 1e9
 """Largest number of seconds, and of every other fraction: 30 years."""
 MAX_COST_S = 3600.0
-LABELS = {"engine", "sampler", "link", "transport"}
+LABELS = {"engine", "sampler", "link", "transport", "dtype", "weights", "kv_dtype", "attention", "kv_copies"}
 """Texts that are read as names, of a bounded form."""
 LEAST = {"block_size": GRANULE, "max_model_len": GRANULE, "chunk_tokens": 1}
 """Lower bounds of numbers, if not 0."""
@@ -42,6 +42,7 @@ MOST: dict[str, float] = {
         MAX_INT32,
     ),
     **dict.fromkeys(("total", "free", "cached", "in_use", "open_pairs", "slots_in_use", "num_unplaced"), MAX_INT32),
+    **dict.fromkeys(("num_ranks", "num_graphs", "num_fused"), MAX_INT32),
     **dict.fromkeys(("s_overhead", "s_per_token", "s_per_pair"), MAX_COST_S),
     **dict.fromkeys(("s_weights", "s_per_sequence", "s_per_kv_token"), MAX_COST_S),
     "epoch": MAX_EPOCH,

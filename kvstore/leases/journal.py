@@ -1,9 +1,10 @@
 """Records of requests in flight, so that another router can resume them when the router dies.
 
-A record is stored under tenant and request id. It grows by parts, and each part names its writer: while a router that
-counts as dead still writes, two routers may record the same request, and a reader uses the parts of one of them only.
+A record is stored under tenant, request id and a digest of what determines the tokens, because a client may give one id
+to several requests. It grows by parts, and each part names its writer: while a router that counts as dead still writes,
+two routers may record the same request, and a reader uses the parts of one of them only.
 
-    field   digest (16) | writer (8) | choice | start        value   finish reason | 0 | tokens from `start` on
+    field   writer (8) | choice | start        value   finish reason | 0 | tokens from `start` on
 
 Where a sampler has drawn the tokens, a space and its name follow the finish reason. A router of a release that does not
 know of it cannot read such a record, and generates the answer from its beginning.
@@ -23,13 +24,14 @@ from kvstore.index.values import label
 
 DIGEST_BYTES = 16
 WRITER_BYTES = 8
-_FIELD = struct.Struct(f"<{DIGEST_BYTES}s{WRITER_BYTES}sHI")
+_FIELD = struct.Struct(f"<{WRITER_BYTES}sHI")
+FIELD_BYTES = _FIELD.size
 assert array("I").itemsize == 4
 
 
 @dataclass(frozen=True, slots=True)
 class RecordKey:
-    """The key of a request's record."""
+    """What a client calls a request. Several requests may have one key: they differ in their digest."""
 
     tenant_id: str
     request_id: str
@@ -65,9 +67,10 @@ class RecordEnd:
     """A request whose record is not needed any more."""
 
     key: RecordKey
+    digest: bytes
     fields: tuple[bytes, ...] | None = None
-    """The fields that this router has written; None: all fields of all writers. Another router may serve the same id by
-    now, and record it."""
+    """The fields that this router has written; None: all fields of all writers. Another router may serve the same
+    request by now, and record it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ class RecordStore(Protocol):
         """Removes what `ended` names, then adds `entries`, which extends the lifetime of their records."""
 
     async def read(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
-        """Returns the choices of a request; empty if there is no record, or only another request's under the same key.
+        """Returns the choices of a request; empty if there is no record of it.
 
         Raises:
             ValueError: the record cannot be read.
@@ -102,7 +105,7 @@ class RecordStore(Protocol):
 
 def field_of(entry: RecordEntry, part: RecordPart) -> bytes:
     """Returns the name of the field that stores a part."""
-    return _FIELD.pack(entry.digest, entry.writer, part.choice_index, part.start)
+    return _FIELD.pack(entry.writer, part.choice_index, part.start)
 
 
 def fields_of(entry: RecordEntry) -> dict[bytes, bytes]:
@@ -118,15 +121,15 @@ def _head(part: RecordPart) -> str:
     return f"{reason} {part.sampler}" if part.sampler else reason
 
 
-def choices_of(fields: Mapping[bytes, bytes], digest: bytes) -> dict[int, Noted]:
+def choices_of(fields: Mapping[bytes, bytes]) -> dict[int, Noted]:
     """Decodes fields: for each choice the longest run of tokens, from the first on, that one writer has recorded.
 
     A part whose predecessor is lost is left out. Raises ValueError if a field cannot be read.
     """
     parts: dict[tuple[int, bytes], list[tuple[int, bytes]]] = defaultdict(list)
     for name, value in fields.items():
-        if len(name) == _FIELD.size and name.startswith(digest):
-            _, writer, choice_index, start = _FIELD.unpack(name)
+        if len(name) == _FIELD.size:
+            writer, choice_index, start = _FIELD.unpack(name)
             parts[choice_index, writer].append((start, value))
     choices: dict[int, Noted] = {}
     for (choice_index, _), written in parts.items():

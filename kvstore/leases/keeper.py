@@ -37,17 +37,22 @@ class LeaseKeeper:
         self._worker_id = worker_id
         self._renew_s = renew_s
         self._due = asyncio.Event()
+        self._num_unused = 0
+        """Epochs in a row that were acquired and never renewed."""
 
     async def acquire(self) -> int:
-        """Acquires the lease under a new epoch, and returns the epoch; waits for the store without a limit.
+        """Acquires the lease under a new epoch, and returns the epoch; waits for the store without a limit, and for a
+        while if the epoch before was of no use.
 
         Raises:
             Fenced: the lease was held before, and a newer incarnation has taken it since.
         """
-        num_failures = 0
+        num_failures, last = 0, self.epoch
+        if self._num_unused:
+            await asyncio.sleep(backoff_s(self._num_unused))
         while True:
             try:
-                self.epoch = await self._leases.acquire(self._worker_id, self.epoch or None)
+                self.epoch = await self._leases.acquire(self._worker_id, last or None)
             except StoreUnavailable as error:
                 num_failures += 1
                 await self._back_off(num_failures, error)
@@ -55,14 +60,17 @@ class LeaseKeeper:
                 self.fenced.set()
                 raise
             else:
+                if last and not self._num_unused:
+                    logger.warning("%s goes on as epoch %d", self._worker_id, self.epoch)
                 self.connected = True
+                self._num_unused += 1
                 return self.epoch
 
     async def run(self, describe: DescribeWorker) -> None:
         """Renews with what `describe` returns, every `renew_s` and after `renew_soon`.
 
-        Returns only when the lease has expired, because this process or the way to the store stood still: its epoch is
-        over, and the next one has to be acquired.
+        Returns only when the epoch is over, and the next one has to be acquired: the lease has expired because this
+        process or the way to the store stood still, or the clock was set back.
 
         Raises:
             Fenced: a newer incarnation holds the lease; this one must stop.
@@ -72,9 +80,10 @@ class LeaseKeeper:
             self._due.clear()
             try:
                 if not await self._leases.renew(*describe()):
-                    logger.warning("%s: the lease of epoch %d has expired", self._worker_id, self.epoch)
+                    if not self._num_unused:
+                        logger.warning("%s: the lease of epoch %d is over", self._worker_id, self.epoch)
                     return
-                num_failures = 0
+                num_failures = self._num_unused = 0
                 self.connected = True
             except StoreUnavailable as error:
                 num_failures += 1

@@ -98,22 +98,22 @@ class MemoryRecords:
     async def write(self, entries: Sequence[RecordEntry], ended: Sequence[RecordEnd]) -> None:
         records, now = self._store.records, self._store.clock()
         for past in ended:
-            key = (past.key.tenant_id, past.key.request_id)
+            key = (past.key.tenant_id, past.key.request_id, past.digest)
             if past.fields is None:
                 records.pop(key, None)
             elif key in records:
                 for name in past.fields:
                     records[key][1].pop(name, None)
         for entry in entries:
-            key = (entry.key.tenant_id, entry.key.request_id)
+            key = (entry.key.tenant_id, entry.key.request_id, entry.digest)
             records[key] = (now + self._ttl_s, self._fields(key) | fields_of(entry))
 
     async def read(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
-        return choices_of(self._fields((key.tenant_id, key.request_id)), digest)
+        return choices_of(self._fields((key.tenant_id, key.request_id, digest)))
 
     async def close(self) -> None:
         """Nothing to close."""
 
-    def _fields(self, key: tuple[str, str]) -> dict[bytes, bytes]:
+    def _fields(self, key: tuple[str, str, bytes]) -> dict[bytes, bytes]:
         expires_at, fields = self._store.records.get(key, (0.0, {}))
         return fields if expires_at > self._store.clock() else {}

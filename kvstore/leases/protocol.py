@@ -37,7 +37,8 @@ class LeaseStore(Protocol):
         """Keeps the lease of `info.epoch`, and the worker's blocks in the index, alive; publishes both arguments.
 
         Returns:
-            False when the lease has expired: nothing changed, and only `acquire` helps.
+            False when the epoch is over: the lease has expired, or the clock was set back, and stamps of the present
+            would be below its earlier ones. Nothing changed, and only `acquire` helps.
 
         Raises:
             Fenced: a newer epoch was issued.

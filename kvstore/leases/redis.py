@@ -3,33 +3,51 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from redis.exceptions import NoPermissionError
+
 from baton.errors import Fenced, StoreUnavailable
 from baton.trust import Principal
+from baton.trust.keys import SIGNATURE_BYTES
 from baton.trust.proofs import MAX_SKEW_S
-from kvstore.index.connection import RedisConnection, Script, WrongType
+from kvstore.index import reads
+from kvstore.index.connection import BadValue, RedisConnection, Script
 from kvstore.index.keys import Keys
-from kvstore.index.signed import proved_epoch, signed_epoch
-from kvstore.index.values import MAX_EPOCH, natural, text
-from kvstore.leases.codec import decode_controller, decode_router, decode_sizes, decode_worker, encode
-from kvstore.leases.signed import SignedRegistry
+from kvstore.index.names import IdSet
+from kvstore.index.signed import EPOCH_PROOF_BYTES, proved_epoch, signed_epoch
+from kvstore.index.values import MAX_EPOCH, MAX_NAME_BYTES, MAX_NUMBER_BYTES, natural, text
+from kvstore.leases.codec import MAX_BYTES, decode_controller, decode_router, decode_sizes, decode_worker, encode
+from kvstore.leases.signed import HEAD_BYTES, SignedRegistry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
     from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo, WorkerLoad
     from baton.trust import KeyFile
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 ACQUIRE = Script("kvstore.leases", "acquire.lua")
 RENEW = Script("kvstore.leases", "renew.lua")
 RELEASE = Script("kvstore.leases", "release.lua")
-PRUNE = Script("kvstore.leases", "prune.lua")
 DISOWN = Script("kvstore.leases", "disown.lua")
-LEASE_FIELDS = ("epoch", "info", "load", "stamp", "signature")
+LEASE_FIELDS = {
+    "epoch": MAX_NUMBER_BYTES,
+    "info": MAX_BYTES,
+    "load": MAX_BYTES,
+    "stamp": MAX_NUMBER_BYTES,
+    "signature": SIGNATURE_BYTES,
+}
+"""The fields of a lease, and the most bytes of each."""
+ANNOUNCEMENT_BYTES = HEAD_BYTES + MAX_BYTES
+SIZES_BOUNDS = reads.HashBounds(
+    num_fields=64, name_bytes=MAX_NAME_BYTES, value_bytes=MAX_NUMBER_BYTES, num_bytes=64 * MAX_NUMBER_BYTES
+)
 
 EPOCH_TTL_MS = 24 * 3600 * 1000
 """Lifetime of the highest epoch; after it the clock alone keeps epochs apart."""
@@ -44,6 +62,7 @@ class RedisLeases:
 
     Args:
         clock: wall time in seconds.
+        monotonic_s: monotonic seconds.
         keys: this member's keys; None: nothing is signed, and everything that can be read is believed.
     """
 
@@ -55,6 +74,7 @@ class RedisLeases:
         lease_s: float = 10.0,
         blocks_ttl_s: float = 60.0,
         clock: Callable[[], float] = time.time,
+        monotonic_s: Callable[[], float] = time.monotonic,
         keys: KeyFile | None = None,
     ) -> None:
         self._connection = connection
@@ -63,12 +83,15 @@ class RedisLeases:
         self._blocks_ttl_ms = int(blocks_ttl_s * 1000)
         self._clock = clock
         self._member = keys
-        self._signed = None if keys is None else SignedRegistry(keys, lease_s, clock)
+        self._signed = None if keys is None else SignedRegistry(keys, lease_s, clock, monotonic_s)
         self._sizes: dict[str, int] = {}
         """The desired sizes that this process has set."""
+        self._workers = IdSet(connection, self._keys.workers, self._keys.lease)
+        self._routers = IdSet(connection, self._keys.routers, self._keys.router)
 
     async def acquire(self, worker_id: str, after: int | None = None) -> int:
         keys = self._keys
+        await self._set_stamps(may_fall=True)
         now_ms, most = int(self._clock() * 1000), MAX_EPOCH
         if self._member is not None:
             now_ms = max(now_ms, await self._claimed(self._member, worker_id) + 1, (after or 0) + 1)
@@ -87,6 +110,8 @@ class RedisLeases:
 
     async def renew(self, info: WorkerInfo, load: WorkerLoad) -> bool:
         keys = self._keys
+        if not await self._set_stamps(may_fall=False):
+            return False
         texts = encode(info), encode(load)
         stamp: tuple[int | str, bytes] = ("", b"")
         if self._signed is not None:
@@ -99,7 +124,7 @@ class RedisLeases:
         holder = int(found)
         if holder > info.epoch:
             raise await self._overtaken(info.id, holder, info.epoch)
-        return not holder and (self._signed is None or not self._signed.stamps.is_far_ahead)
+        return not holder
 
     async def release(self, worker_id: str, epoch: int) -> None:
         keys = self._keys
@@ -111,64 +136,60 @@ class RedisLeases:
         return [worker for worker in (await self.list_leases()).values() if worker]
 
     async def list_leases(self) -> dict[str, Worker | None]:
-        keys = self._keys
-        ids = await self._connection.ids(keys.workers)
-        found = await self._connection.pipeline(
-            [
-                command
-                for each in ids
-                for command in (("HMGET", keys.lease(each), *LEASE_FIELDS), ("GET", keys.epoch(each)))
-            ]
-        )
+        keys, connection = self._keys, self._connection
+        ids = await self._workers.look()
         workers: dict[str, Worker | None] = {}
-        for worker_id, lease, epoch in zip(ids, found[::2], found[1::2], strict=True):
-            key = keys.lease(worker_id)
-            if epoch is not None:
-                self._read(keys.epoch(worker_id), _epoch, epoch)  # only the owner reads it, and raises Fenced here
+        found = reads.hashes(connection, [keys.lease(each) for each in ids], LEASE_FIELDS)
+        async for worker_id, lease in _named(ids, found):
             match lease:
-                case [None, None, None, *_]:
-                    await self._connection.run(PRUNE, [key, keys.workers], worker_id)
-                case [_, None, None, *_]:
-                    pass  # acquired, and not described yet
+                case None | [_, None, None, *_]:
+                    pass  # it ends just now; or it is acquired, and not described yet
                 case _ if self._signed is None:
+                    key = keys.lease(worker_id)
                     workers[worker_id] = next(iter(self._read(key, partial(_leased, worker_id), lease)), None)
                 case _:
                     for worker in self._read_signed(self._signed, worker_id, lease):
                         workers[worker_id] = worker
         for worker_id, holder in (self._signed.borrowed(workers) if self._signed is not None else {}).items():
-            self._connection.note(keys.lease(worker_id), f"it names the address of {holder}, which lives")
+            connection.note(keys.lease(worker_id), f"it names the address of {holder}, which lives")
             workers[worker_id] = None
+        self._workers.keep(worker_id for worker_id, worker in workers.items() if worker is not None)
+        epochs = reads.strings(connection, [keys.epoch(each) for each in ids], MAX_NUMBER_BYTES)
+        async for worker_id, epoch in _named(ids, epochs):
+            if epoch is not None:
+                self._read(keys.epoch(worker_id), _epoch, epoch)  # only the owner reads it, and raises Fenced here
         return workers
 
     async def announce_router(self, info: RouterInfo) -> None:
+        await self._set_stamps(may_fall=True)
         key = self._keys.router(info.id)
         announced = ("SADD", self._keys.routers, info.id)
         _, listed = await self._connection.pipeline(
             [("SET", key, self._announcement(key, encode(info)), "PX", self._lease_ms), announced]
         )
-        if isinstance(listed, WrongType):
+        if isinstance(listed, BadValue):
             self._connection.note(self._keys.routers, listed.reason)
             await self._connection.pipeline([("UNLINK", self._keys.routers), announced])
 
     async def list_routers(self) -> list[RouterInfo]:
-        ids = await self._connection.ids(self._keys.routers)
-        found = await self._connection.pipeline([("GET", self._keys.router(router_id)) for router_id in ids])
+        ids = await self._routers.look()
+        found = reads.strings(self._connection, [self._keys.router(each) for each in ids], ANNOUNCEMENT_BYTES)
         routers = []
-        for router_id, info in zip(ids, found, strict=True):
-            if info is None:
-                await self._connection.run(PRUNE, [self._keys.router(router_id), self._keys.routers], router_id)
-            else:
+        async for router_id, info in _named(ids, found):
+            if info is not None:
                 decode = partial(_announced, router_id)
                 routers += self._read_announced(self._keys.router(router_id), Principal.ROUTER, decode, info)
+        self._routers.keep(router.id for router in routers)
         return routers
 
     async def announce_controller(self, info: ControllerInfo) -> None:
+        await self._set_stamps(may_fall=True)
         key = self._keys.controller
         await self._connection.call("SET", key, self._announcement(key, encode(info)), "PX", self._lease_ms)
 
     async def get_controller(self) -> ControllerInfo | None:
         key = self._keys.controller
-        (found,) = await self._connection.pipeline([("GET", key)])
+        found = await reads.string(self._connection, key, ANNOUNCEMENT_BYTES)
         known = [] if found is None else self._read_announced(key, Principal.CONTROLLER, decode_controller, found)
         return known[0] if known else None
 
@@ -177,25 +198,25 @@ class RedisLeases:
             key = self._keys.desired
             write: tuple[object, ...] = ("HSET", key, *(part for size in sizes.items() for part in size))
             if self._signed is not None:
+                await self.get_desired()  # which stamp has to be exceeded
                 self._sizes |= sizes
-                write += (SIGNED_SIZES, self._signed.announcement(key, json.dumps(self._sizes)))
-            (written,) = await self._connection.pipeline([write])
-            if isinstance(written, WrongType):
-                self._connection.note(self._keys.desired, written.reason)
-                await self._connection.pipeline([("UNLINK", self._keys.desired), write])
+                write += (SIGNED_SIZES, self._signed.lasting(key, json.dumps(self._sizes)))
+            written, size = await self._connection.pipeline([write, ("HLEN", key)])
+            if isinstance(written, BadValue) or size > SIZES_BOUNDS.num_fields:
+                self._connection.note(key, written.reason if isinstance(written, BadValue) else f"{size} pools")
+                await self._connection.pipeline([("UNLINK", key), write])
 
     async def get_desired(self) -> dict[str, int]:
+        key = self._keys.desired
         if self._signed is not None:
-            key = self._keys.desired
-            (found,) = await self._connection.pipeline([("HGET", key, SIGNED_SIZES)])
+            fields = await reads.fields(self._connection, key, {SIGNED_SIZES: ANNOUNCEMENT_BYTES})
+            found = fields[0] if isinstance(fields, list) else fields
             known = [] if found is None else self._read_announced(key, Principal.CONTROLLER, decode_sizes, found)
             return known[0] if known else {}
-        (sizes,) = await self._connection.pipeline([("HGETALL", self._keys.desired)])
-        if isinstance(sizes, WrongType):
-            self._connection.note(self._keys.desired, sizes.reason)
-            return {}
-        read = [self._read(self._keys.desired, _size, size) for size in sizes.items()]
-        return dict(size for found in read for size in found)
+        sizes: dict[str, int] = {}
+        async for pair in reads.pairs(self._connection, key, SIZES_BOUNDS):
+            sizes.update(self._read(key, _size, pair))
+        return sizes
 
     async def boot(self) -> str:
         return await self._connection.boot(self._keys.boot)
@@ -206,7 +227,7 @@ class RedisLeases:
     def _read(self, key: str, decode: Callable[[Any], T], found: Any) -> list[T]:
         """Returns the decoded value as a list of one; an empty list if `decode` raises ValueError."""
         try:
-            if isinstance(found, WrongType):
+            if isinstance(found, BadValue):
                 raise ValueError(found.reason)
             return [decode(found)]
         except ValueError as error:
@@ -244,6 +265,46 @@ class RedisLeases:
     def _announcement(self, key: str, body: str) -> str | bytes:
         return body if self._signed is None else self._signed.announcement(key, body)
 
+    async def _set_stamps(self, *, may_fall: bool) -> bool:
+        """Sees to the stamps of what is written next, if this machine's clock was set by more than readers allow for.
+
+        The clock may be right now, or may have been right before; Redis' clock says which. Stamps follow this process'
+        own clock or its own count of the time since, never Redis: a false time there can have nobody believe them, but
+        it cannot have a member sign what counts another day.
+
+        Args:
+            may_fall: whether stamps may be lower than those before. Readers take those of a higher epoch at once.
+
+        Returns:
+            False: they would have to be lower.
+        """
+        if self._signed is None:
+            return True
+        stamps = self._signed.stamps
+        drift_s = stamps.drift_s
+        if abs(drift_s) <= MAX_SKEW_S:
+            stamps.follows_clock = True
+        elif abs(stamps.counted_s - await self._redis_s()) <= MAX_SKEW_S:
+            if stamps.follows_clock:
+                logger.warning("this machine's clock was set by %+.0f s, and is not right by that of Redis", drift_s)
+            stamps.follows_clock = False
+        elif drift_s < 0 and not may_fall:
+            return False
+        else:
+            logger.warning("this machine's clock was set by %+.0f s; what it signs follows it", drift_s)
+            stamps.restart()
+        return True
+
+    async def _redis_s(self) -> float:
+        """Returns the time of Redis' clock; NaN if this user may not ask for it."""
+        try:
+            seconds, _ = await self._connection.call("TIME")
+        except StoreUnavailable as error:
+            if isinstance(error.__cause__, NoPermissionError):
+                return math.nan
+            raise
+        return float(seconds)
+
     async def _overtaken(self, worker_id: str, newer: int, own: int) -> Fenced | StoreUnavailable:
         """Returns the error for a worker whose lease names a newer epoch. One that no worker has signed is removed, and
         the lease can be had at the next try.
@@ -258,8 +319,7 @@ class RedisLeases:
     async def _claimed(self, member: KeyFile, worker_id: str) -> int:
         """Returns the highest epoch that a worker has signed of this id; 0 if none is known."""
         key = self._keys.claim(worker_id)
-        (found,) = await self._connection.pipeline([("GET", key)])
-        return proved_epoch(member.keys, key, found)
+        return proved_epoch(member.keys, key, await reads.string(self._connection, key, EPOCH_PROOF_BYTES))
 
     def _owned(self, worker_id: str, epoch: int) -> list[str]:
         """Returns the keys that live and end with the lease of an epoch."""
@@ -270,6 +330,13 @@ class RedisLeases:
             keys.parts(worker_id, epoch),
             keys.seal(worker_id, epoch),
         ]
+
+
+async def _named(ids: Iterable[str], found: AsyncIterator[T]) -> AsyncIterator[tuple[str, T]]:
+    """Yields what was found of each id, in their order."""
+    names = iter(ids)
+    async for each in found:
+        yield next(names), each
 
 
 def _epoch(found: bytes) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.index.connection import RedisConnection, WrongType
+from kvstore.index.connection import BadValue, RedisConnection
 from kvstore.index.keys import Keys
-from kvstore.leases.journal import choices_of, fields_of
+from kvstore.index.reads import HashBounds, pairs
+from kvstore.leases.journal import FIELD_BYTES, choices_of, fields_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from kvstore.index.sealed import Seal
     from kvstore.leases.journal import Noted, RecordEnd, RecordEntry, RecordKey
 
+RECORD_BOUNDS = HashBounds(num_fields=100_000, name_bytes=FIELD_BYTES, value_bytes=2**22 + 2**10, num_bytes=2**26)
+"""What a record may have: 16 million tokens, a million in one field. A flush writes a field for each choice."""
 BATCH = 64
 """Records in one round trip: packing more of them at once would hold up the tokens of all streams."""
 
@@ -40,18 +43,24 @@ class RedisRecords:
             batch = entries[begin : begin + BATCH]
             written = await self._connection.pipeline([command for entry in batch for command in self._add(entry)])
             for entry, answer in zip(batch, written[::2], strict=True):
-                if isinstance(answer, WrongType):
-                    name = self._name(entry.key)
+                if isinstance(answer, BadValue):
+                    name = self._name(entry.key, entry.digest)
                     self._connection.note(name, answer.reason)
                     await self._connection.pipeline([("UNLINK", name), *self._add(entry)])
 
     async def read(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
-        name = self._name(key)
-        (found,) = await self._connection.pipeline([("HGETALL", name)])
+        name = self._name(key, digest)
+        fields: dict[bytes, bytes] = {}
+        problem = ""
+        async for found in pairs(self._connection, name, RECORD_BOUNDS):
+            if isinstance(found, BadValue):
+                self._connection.note(name, problem := found.reason)
+            elif (value := self._opened(name, *found)) is not None:
+                fields[found[0]] = value
+        if problem and not fields:
+            raise ValueError(problem)
         try:
-            if isinstance(found, WrongType):
-                raise ValueError(found.reason)
-            return choices_of(self._opened(name, found, digest), digest)
+            return choices_of(fields)
         except ValueError as error:
             self._connection.note(name, error)
             raise
@@ -60,7 +69,7 @@ class RedisRecords:
         await self._connection.close()
 
     def _add(self, entry: RecordEntry) -> list[tuple[object, ...]]:
-        name = self._name(entry.key)
+        name = self._name(entry.key, entry.digest)
         return [
             ("HSET", name, *(part for field in self._closed(name, fields_of(entry)).items() for part in field)),
             ("PEXPIRE", name, self._ttl_ms),
@@ -71,23 +80,20 @@ class RedisRecords:
             return fields
         return {field: self._seal.close(name, field, value) for field, value in fields.items()}
 
-    def _opened(self, name: str, found: Mapping[bytes, bytes], digest: bytes) -> Mapping[bytes, bytes]:
-        """Returns the fields of a request that a router has sealed."""
+    def _opened(self, name: str, field: bytes, value: bytes) -> bytes | None:
+        """Returns the value of a field; None if no router has sealed it."""
         if self._seal is None:
-            return found
-        opened = {}
-        for field, value in found.items():
-            if field.startswith(digest):
-                try:
-                    opened[field] = self._seal.open(name, field, value)
-                except ValueError as error:
-                    self._connection.note(name, error)
-        return opened
+            return value
+        try:
+            return self._seal.open(name, field, value)
+        except ValueError as error:
+            self._connection.note(name, error)
+            return None
 
     def _forget(self, past: RecordEnd) -> tuple[object, ...]:
         """Removes fields of records; Redis removes a record without fields."""
-        name = self._name(past.key)
+        name = self._name(past.key, past.digest)
         return ("UNLINK", name) if past.fields is None else ("HDEL", name, *past.fields)
 
-    def _name(self, key: RecordKey) -> str:
-        return self._keys.record(key.tenant_id, key.request_id)
+    def _name(self, key: RecordKey, digest: bytes) -> str:
+        return self._keys.record(key.tenant_id, key.request_id, digest)

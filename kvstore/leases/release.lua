@@ -5,7 +5,7 @@
 --
 -- Race: a worker that shuts down slowly releases after its successor acquired, and would take the successor's lease.
 redis.call('UNLINK', KEYS[3], KEYS[4], KEYS[5], KEYS[6])
-if not is(KEYS[1], 'hash') or redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[2] then return {0, garbage} end
-redis.call('DEL', KEYS[1])
+if number_at(KEYS[1], MAX_EPOCH, 'epoch') ~= tonumber(ARGV[2]) then return {0, garbage} end
+redis.call('UNLINK', KEYS[1])
 if is(KEYS[2], 'set') then redis.call('SREM', KEYS[2], ARGV[1]) end
 return {1, garbage}

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from baton.trust import KeyFile
 
 _HEAD = struct.Struct(f"<Q{SIGNATURE_BYTES}s")
+HEAD_BYTES = _HEAD.size
+"""Bytes that precede what was announced."""
 
 
 class SignedRegistry:
@@ -45,7 +47,7 @@ class SignedRegistry:
         clock: Callable[[], float] = time.time,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.stamps = Stamps(clock)
+        self.stamps = Stamps(clock, monotonic_s)
         self._keys = keys
         self._sights = SightBook(keys, lease_s, clock, monotonic_s)
         self._holders: dict[str, str] = {}
@@ -58,7 +60,15 @@ class SignedRegistry:
 
     def announcement(self, key: str, body: str) -> bytes:
         """Returns a value with stamp and signature."""
-        stamp = self.stamps.draw()
+        return self._stamped(key, body, self.stamps.draw())
+
+    def lasting(self, key: str, body: str) -> bytes:
+        """Returns a value that counts until the next one, whenever it was written: its stamp is above that of what was
+        read there before, though an earlier process may have written it by a clock that was ahead.
+        """
+        return self._stamped(key, body, max(self.stamps.draw(), self._sights.stamp(key) + 1))
+
+    def _stamped(self, key: str, body: str, stamp: int) -> bytes:
         return _HEAD.pack(stamp, self._keys.keys.sign("value", packed(key, stamp, body))) + body.encode()
 
     def seen_lease(self, key: str, lease: Sequence[bytes | None]) -> Sight:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
@@ -42,6 +43,11 @@ class StreamEvent(Protocol):
 
     def synchronize(self) -> None:
         """Waits until the work before the place has run."""
+
+
+def boot_id() -> str:
+    """Returns what names this start of the machine's kernel: equal in all its processes and containers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 HANDLE_BYTES: Final = 64
@@ -143,10 +149,15 @@ class CudaGpu:
 
     @property
     def id(self) -> str:
-        """NCCL refuses two ranks on one GPU, unless it is asked to, or takes them for ranks of two hosts."""
+        """NCCL refuses two ranks of one PCI bus id, unless it is asked to, or takes them for ranks of two hosts.
+
+        The instances of one GPU (MIG) have one bus id, and UUIDs of their own.
+        """
         if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1":
             return ""
-        return f"{self.uuid} {os.environ.get('NCCL_HOSTID', '')}".strip()
+        bus_id = ctypes.create_string_buffer(_BUS_ID_BYTES)
+        _call("cudaDeviceGetPCIBusId", bus_id, _BUS_ID_BYTES, self._device.index)
+        return f"{boot_id()} {bus_id.value.decode()} {os.environ.get('NCCL_HOSTID', '')}".strip()
 
     @property
     def uuid(self) -> str:
@@ -207,6 +218,7 @@ _WHOLE_PAGES: Final = 2**21
 """CUDA shares whole pages of this size: what is smaller would be shared together with other memory."""
 _ENABLE_PEER_ACCESS: Final = ctypes.c_uint(1)
 _ANY_TO_ANY: Final = 4
+_BUS_ID_BYTES: Final = 32
 
 
 @cache

@@ -18,12 +18,14 @@ from baton.blocks import GRANULE
 from baton.cluster import OpenLinks, TransferCounts
 from baton.trust import Party, check_permit, open_permit
 from baton.v1 import kv_pb2, kv_pb2_grpc
+from kvstore.transfer.copy.blocks import choose_copies
 from kvstore.transfer.device import LOSSES
 from kvstore.transfer.prefix_pull import PrefixPuller
 from kvstore.transfer.protocol.layout import block_size_of
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender
-from kvstore.transfer.transport.nccl import nccl_pairs_by_carrier, num_nccl_stalls, num_stuck_aborts
+from kvstore.transfer.transport.nccl import num_nccl_stalls
+from kvstore.transfer.transport.nccl_counts import nccl_pairs_by_carrier, num_stuck_aborts
 from kvstore.transfer.transport.streams import num_shared_streams
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ POLL_S = 1.0
 
 
 class KvEndpoint(kv_pb2_grpc.KvControlServicer):
-    """The hand-over of one worker, on its event loop.
+    """The hand-over of one worker, on its event loop. Made once the model is loaded; that may take seconds on a GPU.
 
     Attributes:
         sender: sends KV out of the worker's cache.
@@ -48,6 +50,7 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
     def __init__(
         self, worker: LocalWorker, engine: ServingEngine, config: TransferConfig, faults: FaultsConfig | None = None
     ) -> None:
+        choose_copies(worker.caches)
         self.sender = KvSender(worker, config, faults)
         self.receiver = KvReceiver(worker, config)
         self.prefixes = PrefixPuller(worker.worker_id, engine, self.receiver, config.pull_timeout_s)

@@ -91,9 +91,9 @@ class PrefixPuller:
             num_tokens, skip_tokens = reserved.num_tokens, reserved.num_cached_tokens
             if skip_tokens >= num_tokens:
                 return 0
-            transfer_id = f"{prefix.sequence_id}/prefix@{self._worker_id}"
+            name = f"{prefix.sequence_id}/prefix@{self._worker_id}"
             expected, tables = Expected.PREFIX, reserved.block_ids
-            ticket = self._receiver.expect(transfer_id, num_tokens, skip_tokens, tables, expected)
+            ticket = self._receiver.expect(name, num_tokens, skip_tokens, tables, expected)
             try:
                 async with asyncio.timeout(self._timeout_s):
                     arrival = await self._pull(Pull(ticket, keys, source.permit), source)

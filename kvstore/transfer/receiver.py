@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -36,7 +37,14 @@ from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.protocol.layout import AUTO, block_size_of, mismatch
 from kvstore.transfer.protocol.plan import require_fitting_slots
 from kvstore.transfer.stats import TransferStats
-from kvstore.transfer.transport.select import LocalRank, StagingPools, choose_transport, nearness, usable_transports
+from kvstore.transfer.transport.select import (
+    LocalRank,
+    StagingPools,
+    choose_transport,
+    must_not_be_plain,
+    nearness,
+    usable_transports,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -46,8 +54,10 @@ if TYPE_CHECKING:
     from baton.trust import KeyFile
     from kvstore.transfer.local_worker import LocalWorker
     from kvstore.transfer.pipeline.thread import TransportThread
-    from kvstore.transfer.transport.base import ReceivingTransport
+    from kvstore.transfer.transport.base import Nearness, ReceivingTransport
 
+ID_BYTES = 16
+"""Random bytes in the id of a transfer."""
 HANG_UP_S = 1.0
 """When a receiver closes, senders have this long to read why and to end their streams."""
 
@@ -112,7 +122,7 @@ class KvReceiver:
 
     def expect(
         self,
-        transfer_id: str,
+        name: str,
         num_tokens: int,
         skip_tokens: int,
         block_ids: BlockTables,
@@ -121,6 +131,8 @@ class KvReceiver:
         """Reserves blocks for a transfer, and returns the ticket that lets a sender fill them.
 
         Args:
+            name: what the transfer is for. Its id is this and random characters, so that no member can offer, abort or
+                fail a transfer whose ticket it was not given.
             num_tokens: tokens of KV: of the sequence, of all of it but the last token, or of a prefix.
             skip_tokens: leading tokens that are in the blocks already; a multiple of the layout's block size.
             block_ids: the sequence's block tables.
@@ -141,7 +153,7 @@ class KvReceiver:
         if skip_tokens % block_size or not 0 <= skip_tokens <= num_tokens:
             raise ValueError(f"skip_tokens must be a multiple of {block_size} up to {num_tokens}, got {skip_tokens}")
         ticket = Ticket(
-            transfer_id=transfer_id,
+            transfer_id=f"{name}#{secrets.token_urlsafe(ID_BYTES)}",
             generation=0,
             decode_worker_id=self._worker.worker_id,
             incarnation=self._worker.incarnation,
@@ -258,21 +270,36 @@ class KvReceiver:
             staging=self._staging,
             is_sealed=is_sealed,
         )
-        near = nearness(hello.host_id, hello.gpu_id, hello.gpu_uuid, local.device, must_be_sealed=is_sealed)
+        near = nearness(hello, local.device, is_sealed=is_sealed, plain_links=self._config.plain_links)
         kind = choose_transport(hello.links, self._usable, near)
         if kind is None:
-            is_elsewhere = any(offered in self._usable for offered in hello.links)
-            where = "on the same GPU" if near.is_same_gpu else "on another host"
-            if near.is_same_host and not near.is_same_gpu:
-                where = "on a GPU that the one here cannot read"
-            raise TransferRefused(
-                f"worker {hello.worker_id} offers the transports {', '.join(hello.links) or 'none'}"
-                f"{f', and is {where}; ' if is_elsewhere else ', '}"
-                f"worker {here.worker_id} can use {', '.join(self._usable)}"
-            )
+            raise TransferRefused(self._why_no_transport(hello, near))
         self._num_connections_ever += 1
         caller = Caller(hello, host)
         return IncomingConnection(self._num_connections_ever, caller, kind, local, self._reservations)
+
+    def _why_no_transport(self, hello: Hello, near: Nearness) -> str:
+        """Returns why no kind of transport that a sender offers can be used between it and this worker."""
+        here = self._worker.worker_id
+        offers = f"worker {hello.worker_id} offers the transports {', '.join(hello.links) or 'none'}"
+        if plain := must_not_be_plain(hello.links, self._usable, near):
+            silent = [
+                worker
+                for worker, links in ((hello.worker_id, hello.plain_links), (here, self._config.plain_links))
+                if not set(plain) <= set(links)
+            ]
+            return (
+                f"{offers}, and is on another host, to which KV goes encrypted, since the cluster has certificates "
+                f"(cluster.tls_certificate): {', '.join(plain)} cannot encrypt, and transfer.plain_links of worker "
+                f"{' and '.join(silent)} does not name it"
+            )
+        is_elsewhere = any(offered in self._usable for offered in hello.links)
+        where = "on the same GPU" if near.is_same_gpu else "on another host"
+        if near.is_same_host and not near.is_same_gpu:
+            where = "on a GPU that the one here cannot read"
+        return (
+            f"{offers}{f', and is {where}; ' if is_elsewhere else ', '}worker {here} can use {', '.join(self._usable)}"
+        )
 
 
 async def _known(request_iterator: Any) -> AsyncIterator[FromSender]:

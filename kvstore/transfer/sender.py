@@ -68,6 +68,7 @@ class KvSender:
             rank=0,
             peer_rank=0,
             host_id=host_id(),
+            plain_links=config.plain_links,
         )
         self._worker = worker
         self._config = config

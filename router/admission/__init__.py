@@ -2,7 +2,7 @@
 
 `tenants` and `validate` refuse what may not be served at all, `limiter` what is too much for one tenant of a full
 router, `accounts` what is beyond a tenant's own limits, over all routers, and `gate` what would come too late, by the
-predicted time of its first token. `turns` shares out what long prompts take of the router itself.
+predicted time of its first token.
 """
 
 from router.admission.accounts import Accounts, Charge
@@ -11,8 +11,8 @@ from router.admission.gate import PATIENCE, Gate, QueueEntry
 from router.admission.history import AnswerHistory
 from router.admission.ledger import Ledger, MemoryLedger, RedisLedger
 from router.admission.limiter import Limiter
-from router.admission.turns import Turns
 from router.admission.validate import (
+    MAX_REQUEST_ID,
     MAX_SETTLED,
     ModelFacts,
     check_length,
@@ -28,6 +28,7 @@ from router.admission.validate import (
 )
 
 __all__ = [
+    "MAX_REQUEST_ID",
     "MAX_SETTLED",
     "PATIENCE",
     "Accounts",
@@ -42,7 +43,6 @@ __all__ = [
     "QueueEntry",
     "RedisLedger",
     "SloCounts",
-    "Turns",
     "check_length",
     "check_model",
     "check_prompt",

@@ -14,6 +14,8 @@ SPANS = 60
 WINDOWS_MS = (60_000, 60_000, 86_400_000)
 """Lengths of the windows: requests a minute, tokens a minute, tokens a day."""
 NUM_WINDOWS = len(WINDOWS_MS)
+OF_TOKENS = (1, 2)
+"""Indices of the windows of tokens."""
 SEATS = NUM_WINDOWS
 """Index of the limit of answers in flight among a tenant's limits; the windows' come before."""
 
@@ -38,6 +40,10 @@ class LedgerEntry:
     """Answers of the tenant that the writer has in flight, with those that this entry asks for."""
     num_asked: int = 0
     """Answers that this entry asks for."""
+    num_reserved: int = 0
+    """Tokens that the writer's answers in flight may still be computed for, with those that this entry asks for."""
+    num_to_reserve: int = 0
+    """The part of them that this entry asks for."""
     lease_ms: int = 10_000
     """How long the writer's answers count if it is not heard of again."""
 
@@ -49,13 +55,15 @@ class LedgerAnswer:
     refused_by: int | None
     """Index of the limit that left no room; None: the entry is booked."""
     retry_ms: int
-    """Milliseconds until there is room in that window, if nobody takes it; 0 for answers in flight."""
+    """Milliseconds until there is room in that window, if nobody takes it; 0 where answers in flight have to end."""
     used: tuple[int, ...]
     """What each window counts."""
     reset_ms: tuple[int, ...]
     """Milliseconds until each window counts nothing, if nothing is added."""
     num_in_flight: int
     """Answers of the tenant that all routers have in flight, as far as it is counted."""
+    num_reserved: int
+    """Tokens that all routers have reserved for them."""
 
 
 @dataclass(slots=True)
@@ -65,6 +73,7 @@ class Seats:
     version: int
     num_held: int
     until_ms: int
+    num_reserved: int = 0
 
 
 @dataclass(slots=True)
@@ -97,6 +106,7 @@ class Account:
                 for window, length_ms in zip(self.windows, WINDOWS_MS, strict=True)
             ),
             num_in_flight=sum(seats.num_held for seats in self.seats.values()),
+            num_reserved=sum(seats.num_reserved for seats in self.seats.values()),
         )
 
     def _forget(self, now_ms: int) -> None:
@@ -111,9 +121,13 @@ class Account:
     def _refusal(self, entry: LedgerEntry, now_ms: int) -> tuple[int | None, int]:
         """Index of the limit that leaves no room, or None; and milliseconds until it does."""
         for index, (window, limit, need) in enumerate(zip(self.windows, entry.limits, entry.needs, strict=True)):
-            excess = sum(window.values()) + need - limit if limit is not None and need else 0
+            if limit is None or not need:
+                continue
+            excess = sum(window.values()) + need - limit
             if excess > 0:
                 return index, wait_ms(window, excess, WINDOWS_MS[index], now_ms)
+            if index in OF_TOKENS and excess + self._reserved_before(entry) > 0:
+                return index, 0
         if entry.num_asked and entry.max_in_flight is not None:
             others = sum(seats.num_held for writer, seats in self.seats.items() if writer != entry.writer)
             if others + self._own(entry) > entry.max_in_flight:
@@ -125,13 +139,22 @@ class Account:
         noted = self.seats.get(entry.writer)
         return noted.num_held if noted is not None and noted.version > entry.version else entry.num_held
 
+    def _reserved_before(self, entry: LedgerEntry) -> int:
+        """The tokens that are reserved without those that the entry asks for."""
+        others = sum(seats.num_reserved for name, seats in self.seats.items() if name != entry.writer)
+        noted = self.seats.get(entry.writer)
+        is_late = noted is not None and noted.version > entry.version
+        return others + (noted.num_reserved if noted and is_late else entry.num_reserved - entry.num_to_reserve)
+
     def _seat(self, entry: LedgerEntry, now_ms: int, is_refused: bool) -> None:
         noted = self.seats.get(entry.writer)
         if noted is not None and noted.version > entry.version:
             return
-        if entry.max_in_flight is not None:  # none in flight is noted, too: an older entry may still be on its way
+        num_reserved = entry.num_reserved - entry.num_to_reserve * is_refused
+        if entry.max_in_flight is not None or num_reserved or noted is not None:
+            # None in flight is noted, too: an older entry may still be on its way.
             num_held = entry.num_held - entry.num_asked * is_refused
-            self.seats[entry.writer] = Seats(entry.version, num_held, now_ms + entry.lease_ms)
+            self.seats[entry.writer] = Seats(entry.version, num_held, now_ms + entry.lease_ms, num_reserved)
 
 
 def wait_ms(window: Mapping[int, int], excess: int, length_ms: int, now_ms: int) -> int:

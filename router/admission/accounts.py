@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from baton.errors import BatonError, InvalidRequest, QuotaExceeded, StoreUnavailable
 from baton.quota import UNLIMITED, Quota, RateLimit
 from baton.telemetry.instruments import Instruments
-from router.admission.account import SEATS, LedgerAnswer, LedgerEntry
+from router.admission.account import SEATS, WINDOWS_MS, LedgerAnswer, LedgerEntry
 from router.admission.ledger import Ledger, MemoryLedger
 from router.admission.tenants import Tenant
 
@@ -43,6 +43,8 @@ KNOWN_S = 1.0
 DEBT_S = 0.02
 """How long what answers used waits for the tenant's next request. Where most of the answers that a tenant may have in
 flight are, it does not wait: another router may refuse a request for want of those that have ended."""
+LONGEST_HEEDED_S = 60.0
+"""The longest wait that clients heed: after a longer one they ask again at once."""
 BUSY_RETRY_S = 1.0
 """When to try again after a refusal because of the answers in flight: nobody knows when one ends."""
 
@@ -57,6 +59,8 @@ class _Holding:
     num_requests: int = 0
     """Requests that the ledger has not booked yet, nor the tokens below."""
     num_tokens: int = 0
+    num_reserved: int = 0
+    """Tokens that the answers in flight may still be computed for."""
     has_changed: bool = False
     """Whether the ledger has to learn of it soon."""
     renewed_s: float = 0.0
@@ -75,6 +79,15 @@ class _Holding:
         """Whether more than half of the answers that the tenant may have in flight are."""
         most = self.tenant.max_in_flight
         return most is not None and self.num_in_flight * 2 > most
+
+    @property
+    def has_token_limit(self) -> bool:
+        return any(limit is not None for limit in self.tenant.windows[1:])
+
+    def hold(self, charge: Charge, sign: int = 1) -> None:
+        """Counts a request's answers among those in flight, or with -1, no more."""
+        self.num_held += sign * charge.num_answers
+        self.num_reserved += sign * charge.num_reserved
 
     def take(self) -> tuple[int, int]:
         """Returns the requests and tokens that are owed, which an entry is about to book."""
@@ -97,13 +110,19 @@ class Charge:
     """None, as `holding`: its tenant has no limits."""
     holding: _Holding | None = None
     num_answers: int = 0
+    num_reserved: int = 0
+    """Tokens that are reserved for the answers."""
     quota: Quota | None = None
     """What the tenant has left, once it is booked; None: it has no rates."""
     is_open: bool = False
     """Whether it is booked, or being booked, and not settled."""
 
-    async def book(self, num_tokens: int) -> None:
-        """Books the request with its prompt, and takes its part of the answers in flight.
+    async def book(self, num_tokens: int, num_to_reserve: int = 0) -> None:
+        """Books the request with its prompt, takes its part of the answers in flight, and reserves what they may be.
+
+        Args:
+            num_tokens: of the prompt, for which there has to be room.
+            num_to_reserve: tokens that may be computed for the answers: there is no room for others while they are.
 
         Raises:
             QuotaExceeded: a limit of the tenant leaves no room.
@@ -111,8 +130,9 @@ class Charge:
         """
         if self.accounts is not None and self.holding is not None:
             self.is_open = True
+            self.num_reserved = num_to_reserve if self.holding.has_token_limit else 0
             try:
-                self.quota = await self.accounts.book(self.holding, self.num_answers, num_tokens)
+                self.quota = await self.accounts.book(self.holding, self, num_tokens)
             except BatonError:
                 self.is_open = False  # nothing is booked, and the ledger knows
                 raise
@@ -121,7 +141,7 @@ class Charge:
         """Charges the tokens of the answers, and gives up the request's part of the answers in flight; idempotent."""
         if self.accounts is not None and self.holding is not None and self.is_open:
             self.is_open = False
-            self.accounts.settle(self.holding, self.num_answers, num_tokens)
+            self.accounts.settle(self.holding, self, num_tokens)
 
 
 class Accounts:
@@ -171,7 +191,7 @@ class Accounts:
             raise self._refusal(tenant, SEATS, BUSY_RETRY_S, holding.quota)
         return Charge(accounts=self, holding=holding, num_answers=num_answers)
 
-    async def book(self, holding: _Holding, num_answers: int, num_tokens: int) -> Quota | None:
+    async def book(self, holding: _Holding, charge: Charge, num_tokens: int) -> Quota | None:
         """See `Charge.book`."""
         tenant = holding.tenant
         limits = [limit for limit in tenant.windows[1:] if limit is not None]
@@ -181,22 +201,22 @@ class Accounts:
                 "a time; shorten the prompt",
                 "input",
             )
-        holding.num_held += num_answers
-        entry, answer = await self._booked(holding, num_answers, num_tokens)
+        holding.hold(charge)
+        entry, answer = await self._booked(holding, charge, num_tokens)
         if answer is None:
             amounts = (1, num_tokens, num_tokens)
-            entry = self._shared(self._entry(holding, amounts, amounts, num_answers))
+            entry = self._shared(self._entry(holding, amounts, amounts, charge))
             answer = self._own_share.book_now(entry)
             if answer.refused_by is None:
                 holding.owe(1, num_tokens)
         holding.quota, holding.num_in_flight = quota_of(entry, answer), answer.num_in_flight
         if answer.refused_by is not None:
-            holding.num_held -= num_answers
+            holding.hold(charge, -1)
             raise self._learnt(holding, entry, answer, answer.refused_by)
         return holding.quota
 
     async def _booked(
-        self, holding: _Holding, num_answers: int, num_tokens: int
+        self, holding: _Holding, charge: Charge, num_tokens: int
     ) -> tuple[LedgerEntry, LedgerAnswer | None]:
         """Books a request in the ledger, and what is owed along with it; None: the ledger is away.
 
@@ -204,17 +224,17 @@ class Accounts:
         """
         owed = (0, 0) if self._is_away else holding.take()
         amounts = (1 + owed[0], num_tokens + owed[1], num_tokens + owed[1])
-        entry = self._entry(holding, amounts, amounts, num_answers)
+        entry = self._entry(holding, amounts, amounts, charge)
         answer = None if self._is_away else await self._ask(entry)
         if any(owed) and (answer is None or answer.refused_by is not None):
             holding.owe(*owed)
             self._changed.set()
         return entry, answer
 
-    def settle(self, holding: _Holding, num_answers: int, num_drawn: int) -> None:
+    def settle(self, holding: _Holding, charge: Charge, num_computed: int) -> None:
         """See `Charge.settle`."""
-        holding.num_held -= num_answers
-        holding.owe(0, num_drawn)
+        holding.hold(charge, -1)
+        holding.owe(0, num_computed)
         if holding.is_crowded:
             self._changed.set()
         else:
@@ -240,7 +260,7 @@ class Accounts:
                 continue
             holding.renewed_s = now
             owed = holding.take()
-            answer = await self._ask(self._entry(holding, NOTHING, (owed[0], owed[1], owed[1]), 0))
+            answer = await self._ask(self._entry(holding, NOTHING, (owed[0], owed[1], owed[1]), Charge()))
             if answer is None:
                 holding.owe(*owed)
                 self._changed.set()
@@ -269,7 +289,7 @@ class Accounts:
         return answer
 
     def _entry(
-        self, holding: _Holding, needs: tuple[int, int, int], amounts: tuple[int, int, int], num_asked: int
+        self, holding: _Holding, needs: tuple[int, int, int], amounts: tuple[int, int, int], charge: Charge
     ) -> LedgerEntry:
         self._version += 1
         return LedgerEntry(
@@ -281,7 +301,9 @@ class Accounts:
             writer=self._writer,
             version=self._version,
             num_held=holding.num_held,
-            num_asked=num_asked,
+            num_asked=charge.num_answers,
+            num_reserved=holding.num_reserved,
+            num_to_reserve=charge.num_reserved,
             lease_ms=round(self._lease_s * 1000),
         )
 
@@ -298,6 +320,8 @@ class Accounts:
     def _learnt(self, holding: _Holding, entry: LedgerEntry, answer: LedgerAnswer, refused_by: int) -> QuotaExceeded:
         """Returns a refusal by the ledger, and keeps it for those who come next, if nobody can be served."""
         retry_s = max(0.1, answer.retry_ms / 1e3) if answer.retry_ms else BUSY_RETRY_S
+        if refused_by != SEATS and WINDOWS_MS[refused_by] <= LONGEST_HEEDED_S * 1e3:
+            retry_s = min(retry_s, LONGEST_HEEDED_S)
         limit = None if refused_by == SEATS else entry.limits[refused_by]
         if limit is not None and answer.used[refused_by] >= limit:
             holding.exhausted_by, holding.retry_s = refused_by, retry_s
@@ -317,9 +341,10 @@ class Accounts:
 
 def quota_of(entry: LedgerEntry, answer: LedgerAnswer) -> Quota | None:
     """Returns what is left of an entry's limits after it; None: none of them is a rate."""
+    taken = (answer.used[0], *(used + answer.num_reserved for used in answer.used[1:]))
     rates = [
-        None if limit is None else RateLimit(limit, max(0, limit - used), reset_ms / 1e3)
-        for limit, used, reset_ms in zip(entry.limits, answer.used, answer.reset_ms, strict=True)
+        None if limit is None else RateLimit(limit, max(0, limit - num), reset_ms / 1e3)
+        for limit, num, reset_ms in zip(entry.limits, taken, answer.reset_ms, strict=True)
     ]
     tokens = [rate for rate in rates[1:] if rate is not None]
     if rates[0] is None and not tokens:

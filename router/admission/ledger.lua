@@ -1,13 +1,15 @@
 -- Books what a router asks for a tenant: all of it, or nothing. `router.admission.account` is the same in Python, and says
 -- what the arithmetic is.
 --
--- KEYS  1 the tenant's account: {windows, answers in flight by router: {version, number, until}}, as cmsgpack
+-- KEYS  1 the tenant's account: {windows, answers in flight by router: {version, number, until, tokens reserved}}, as
+--         cmsgpack
 -- ARGV  1 now, ms; '': the store's own clock   2 spans of a window   3 the router's name   4 version of the entry
 --       5 answers that the router has in flight   6 those of them that it asks for   7 most in flight; '': no limit
---       8 lease of the answers, ms; then for each window: length in ms, limit ('': none), room it must have, amount
+--       8 lease of the answers, ms   9 tokens that the router has reserved for them   10 those of them that it asks for;
+--       then for each window: length in ms, limit ('': none), room it must have, amount
 --
 -- Returns {index of the limit that leaves no room, from 1; 0: none, ms until it does, {what each window counts}, {ms until
--- each counts nothing}, answers in flight at all routers, garbage}.
+-- each counts nothing}, answers in flight at all routers, tokens reserved for them, garbage}.
 --
 -- Race: two routers have room for one request more. Read and written in one step, one of them is refused.
 local now = tonumber(ARGV[1])
@@ -17,10 +19,14 @@ if not now then
 end
 local spans, writer, version = tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
 local held, asked, most, lease = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local reserved, reserving = tonumber(ARGV[9]), tonumber(ARGV[10])
 
 local account
+local MOST = 2^20 -- bytes of an account, of which ten routers use some thousands
 if is(KEYS[1], 'string') then
-  local text = redis.call('GET', KEYS[1])
+  local is_short = redis.call('STRLEN', KEYS[1]) <= MOST
+  local text = is_short and redis.call('GET', KEYS[1])
+  if not is_short then report(KEYS[1]) end
   if text then
     local ok, found = pcall(cmsgpack.unpack, text)
     if ok and type(found) == 'table' and type(found[1]) == 'table' and type(found[2]) == 'table' then
@@ -36,9 +42,22 @@ account = account or {{}, {}}
 
 local function count(value) return type(value) == 'number' and value >= 0 and value <= MAX_SEQ end
 
+local seats, others, others_reserved = {}, 0, 0
+for name, seat in pairs(account[2]) do
+  if not (type(seat) == 'table' and count(seat[1]) and count(seat[2]) and count(seat[3]) and count(seat[4])) then
+    report(KEYS[1])
+  elseif seat[3] > now then
+    seats[name] = seat
+    if name ~= writer then others, others_reserved = others + seat[2], others_reserved + seat[4] end
+  end
+end
+local own = seats[writer]
+local is_late = own and own[1] > version
+local before = others_reserved + (is_late and own[4] or reserved - reserving)
+
 local windows, refused, retry, life = {}, 0, 0, 0
-for index = 1, (#ARGV - 8) / 4 do
-  local at = 5 + index * 4
+for index = 1, (#ARGV - 10) / 4 do
+  local at = 7 + index * 4
   local span_ms = ARGV[at] / spans
   local window = {
     span_ms = span_ms, current = math.floor(now / span_ms), limit = tonumber(ARGV[at + 1]),
@@ -64,26 +83,19 @@ for index = 1, (#ARGV - 8) / 4 do
       if excess <= 0 then break end
     end
     retry = math.max(0, (last + spans + 1) * span_ms - now)
+  elseif index > 1 and window.limit and window.need > 0 and refused == 0 -- the others are of tokens
+    and window.used + window.need + before > window.limit then
+    refused = index
   end
   windows[index] = window
 end
 
-local seats, others = {}, 0
-for name, seat in pairs(account[2]) do
-  if not (type(seat) == 'table' and count(seat[1]) and count(seat[2]) and count(seat[3])) then
-    report(KEYS[1])
-  elseif seat[3] > now then
-    seats[name] = seat
-    if name ~= writer then others = others + seat[2] end
-  end
-end
-local own = seats[writer]
-local is_late = own and own[1] > version
 if refused == 0 and asked > 0 and most and others + (is_late and own[2] or held) > most then
   refused = #windows + 1
 end
-if most and not is_late then -- none in flight is noted, too: an older entry may still be on its way
-  seats[writer] = {version, held - (refused > 0 and asked or 0), now + lease}
+local kept_reserved = reserved - (refused > 0 and reserving or 0)
+if (most or kept_reserved > 0 or own) and not is_late then -- none is noted, too: an older entry may be on its way
+  seats[writer] = {version, held - (refused > 0 and asked or 0), now + lease, kept_reserved}
 end
 if next(seats) then life = lease end
 
@@ -100,5 +112,5 @@ for index, window in ipairs(windows) do
   life = math.max(life, reset[index])
 end
 if life > 0 then redis.call('SET', KEYS[1], cmsgpack.pack({kept, seats}), 'PX', math.ceil(life)) end
-local in_flight = others + (seats[writer] and seats[writer][2] or 0)
-return {refused, math.ceil(retry), used, reset, in_flight, garbage}
+local mine = seats[writer] or {0, 0, 0, 0}
+return {refused, math.ceil(retry), used, reset, others + mine[2], others_reserved + mine[4], garbage}

@@ -65,11 +65,12 @@ class RedisLedger:
     async def book(self, entry: LedgerEntry) -> LedgerAnswer:
         now = int(self._clock() * 1000) if self._clock is not None else ""
         windows = zip(WINDOWS_MS, entry.limits, entry.needs, entry.amounts, strict=True)
-        refused_by, retry_ms, used, reset_ms, num_in_flight = await self._connection.run(
+        refused_by, retry_ms, used, reset_ms, num_in_flight, num_reserved = await self._connection.run(
             BOOK,
             [self._keys.account(entry.tenant_id)],
             *(now, SPANS, entry.writer, entry.version, entry.num_held, entry.num_asked),
             *("" if entry.max_in_flight is None else entry.max_in_flight, entry.lease_ms),
+            *(entry.num_reserved, entry.num_to_reserve),
             *("" if value is None else value for window in windows for value in window),
         )
         return LedgerAnswer(
@@ -78,6 +79,7 @@ class RedisLedger:
             used=tuple(used),
             reset_ms=tuple(reset_ms),
             num_in_flight=num_in_flight,
+            num_reserved=num_reserved,
         )
 
     async def close(self) -> None:

@@ -51,6 +51,7 @@ from baton.errors import ConfigError, Forbidden, Unauthenticated
 CERTIFICATE = re.compile(r"(DNS|URI|email|IP|CN):[^\s].*")
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 MAX_LIMIT = 10**12
+OTHER_NAMES = frozenset(("x-api-key", b"x-api-key", "api-key", b"api-key"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,8 @@ class Tenant:
     """Whether it may see and change the cluster: `Admin`, and what the page shows."""
     parse_special: bool = False
     """Whether its requests may write special tokens (`parse_special`): it can forge messages of any role."""
+    strict: bool | None = None
+    """Whether fields that no API knows are refused in its requests over HTTP; None: as `router.strict` says."""
     requests_per_minute: int | None = None
     """Most requests in any 60 seconds, over all routers; None: no limit, here and below."""
     tokens_per_minute: int | None = None
@@ -215,7 +218,8 @@ def version_of(text: bytes) -> bytes:
 
 
 def api_key_of(headers: Iterable[tuple[str | bytes, str | bytes]]) -> str | None:
-    """The key in a request's headers, or in a call's metadata: `authorization: Bearer KEY`, else `x-api-key: KEY`.
+    """The key in a request's headers, or in a call's metadata: `authorization: Bearer KEY`, else `x-api-key: KEY` or
+    `api-key: KEY`, which Azure's clients send.
 
     Args:
         headers: their names in lower case.
@@ -226,7 +230,7 @@ def api_key_of(headers: Iterable[tuple[str | bytes, str | bytes]]) -> str | None
             scheme, _, key = _text(value).strip().partition(" ")
             if scheme.lower() == "bearer":
                 return key.strip()
-        elif name in ("x-api-key", b"x-api-key"):
+        elif name in OTHER_NAMES:
             other = _text(value).strip()
     return other
 
@@ -285,6 +289,7 @@ CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "max_priority": (lambda value: _is_between(value, 0, 2**31 - 1, int), "a whole number from 0 to 2147483647"),
     "cache_scope": (_is_word, "a string of printable characters"),
     "operator": (lambda value: isinstance(value, bool), "true or false"),
+    "strict": (lambda value: isinstance(value, bool), "true or false"),
     "parse_special": (lambda value: isinstance(value, bool), "true or false"),
     **dict.fromkeys(
         ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_in_flight", "max_answer_tokens"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.api import GenerateRequest, PromptInput, TokenIds, Truncation, check_num_tokens
-from baton.errors import Forbidden, InvalidRequest, ModelNotFound
+from baton.errors import ContextLengthExceeded, Forbidden, InvalidRequest, ModelNotFound
 from baton.sampling import UNDRAWN, SamplingParams
 from router.admission.tenants import Tenant
 
@@ -42,10 +42,10 @@ def check_model(name: str, model: ModelFacts) -> None:
 
 
 def check_length(num_characters: int, longest_token: int, model: ModelFacts) -> None:
-    """Raises InvalidRequest for a text that cannot fit however it is tokenized, before that costs anything."""
+    """Raises ContextLengthExceeded for a text that cannot fit however it is tokenized, before that costs anything."""
     limit = model.max_model_len * longest_token
     if num_characters > limit:
-        raise InvalidRequest(
+        raise ContextLengthExceeded(
             f"the prompt has {num_characters} characters, but the {model.max_model_len - 1} tokens that {model.id} "
             f"takes never hold more than {limit}; shorten the prompt",
             "input",
@@ -160,20 +160,30 @@ def _settled(asked: tuple[tuple[str, Any], ...], model: ModelFacts) -> SamplingP
 
 
 def with_lengths(
-    params: SamplingParams, asked: Mapping[str, Any], num_prompt_tokens: int, model: ModelFacts
+    params: SamplingParams,
+    asked: Mapping[str, Any],
+    num_prompt_tokens: int,
+    model: ModelFacts,
+    *,
+    shortens: bool = False,
 ) -> SamplingParams:
     """Returns the request with `max_tokens` set: what the client asked, else what the context window and the tenant's
     own bound leave. The least length that the model recommends gives way to that.
 
+    Args:
+        shortens: lower a `max_tokens` that exceeds the room in the context window, if there is any.
+
     Raises:
-        InvalidRequest: prompt and answer together exceed the context window.
+        ContextLengthExceeded: prompt and answer together exceed the context window.
     """
     room = model.max_model_len - num_prompt_tokens
     max_tokens = params.max_tokens
     if max_tokens is None:
         max_tokens = min(room, model.default_max_tokens or room, model.max_answer_tokens or room)
+    if shortens and room > 0:
+        max_tokens = min(max_tokens, room)
     if max_tokens > room:
-        raise InvalidRequest(
+        raise ContextLengthExceeded(
             f"the prompt has {num_prompt_tokens} tokens and sampling.max_tokens asks for {max_tokens} more, but "
             f"the context window of {model.id} is {model.max_model_len}; lower max_tokens to at most {room}",
             "max_tokens",

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from baton.tools import Tool, ToolCallDelta
 from router.answer.call_format import CallForm
 from router.answer.call_readers import JsonCalls, Taken
-from router.answer.marks import MAX_HELD
+from router.answer.marks import BEGIN, BEHIND_CALL, MAX_HELD, CodeBlock, Mark
 from router.answer.tag_calls import TagCalls
 
 
@@ -47,16 +47,24 @@ class Calls:
 
     Args:
         tools: those that it may call, by name.
+        is_forced: whether the answer consists of calls: what is none is the rest of one that was cut off, and no text.
     """
 
-    def __init__(self, form: CallForm, tools: Mapping[str, Tool], ids: CallIds) -> None:
+    def __init__(self, form: CallForm, tools: Mapping[str, Tool], ids: CallIds, *, is_forced: bool = False) -> None:
         self._form = form
         self._tools = tools
         self._ids = ids
+        self._is_forced = is_forced
         self._reader: JsonCalls | TagCalls | None = None
         """Reads the part in which the content is; None: it is in none."""
-        self._is_behind = False
-        """Whether the mark behind a part may come."""
+        self._closes: Mark | None = None
+        """The mark behind the part that has ended, which may come; None: none may."""
+        self._part_closes = form.closes
+        """The one behind the part in which the content is."""
+        self._before = BEGIN
+        """The letter before what is held."""
+        self._block = CodeBlock()
+        """Whether the text that has been given out ends within a fence."""
         self._held = ""
         self._space = ""
         """White space that is text if more text follows, or no call."""
@@ -71,13 +79,17 @@ class Calls:
         """Takes more content."""
         return self._take(text, is_end=False)
 
-    def flush(self) -> Parted:
-        """Returns what was held back, now that the answer has ended."""
-        found = self._take("", is_end=True)
+    def flush(self, *, is_whole: bool = False) -> Parted:
+        """Returns what was held back, now that the answer has ended.
+
+        Args:
+            is_whole: whether the model ended it: the arguments of its calls are closed; else they were cut off.
+        """
+        found = self._take("", is_end=True, is_whole=is_whole)
         space, self._space = self._space, ""
         return found if self._follows_call else Parted(found.text + space, found.calls)
 
-    def _take(self, text: str, *, is_end: bool) -> Parted:
+    def _take(self, text: str, *, is_end: bool, is_whole: bool = False) -> Parted:
         shown, calls = "", list[ToolCallDelta]()
         rest: str | None = self._held + text
         self._held = ""
@@ -86,13 +98,13 @@ class Calls:
                 taken = self._reader.take(rest)
                 if is_end and taken.rest is None:
                     shown += self._noted(taken, calls)
-                    taken = self._reader.flush()
+                    taken = self._reader.flush(is_whole=is_whole)
                 shown += self._noted(taken, calls)
                 rest = taken.rest
                 if rest is not None:
-                    self._reader, self._is_behind = None, self._form.closes is not None
-            elif self._is_behind:
-                rest = self._closed(rest, is_end=is_end)
+                    self._reader, self._closes = None, self._part_closes if taken.has_calls else None
+            elif self._closes is not None:
+                rest = self._closed(rest, self._closes, is_end=is_end)
             else:
                 new, rest = self._opened(rest, is_end=is_end)
                 shown += new
@@ -117,24 +129,27 @@ class Calls:
                 self.num_calls += 1
             elif arguments:
                 calls.append(ToolCallDelta(index=self.num_calls - 1, arguments=arguments))
-        return self._text(taken.text)
+        shown = self._text(taken.text)
+        if taken.rest is not None and taken.has_calls:
+            self._before = BEHIND_CALL
+        return shown
 
-    def _closed(self, text: str, *, is_end: bool) -> str | None:
+    def _closed(self, text: str, closes: Mark, *, is_end: bool) -> str | None:
         """Looks for the mark behind a part, and returns what is behind it; None: it may yet come."""
-        assert self._form.closes is not None
-        found = self._form.closes.find(text, is_end=is_end)
+        found = closes.find(text, is_end=is_end)
         is_next = not text[: found.begin].strip()
         if is_next and found.end is None and not is_end and len(text) <= MAX_HELD:
             self._held = text
             return None
-        self._is_behind = False
-        found = self._form.closes.find(text, is_end=True)
+        self._closes = None
+        found = closes.find(text, is_end=True)
         is_next = not text[: found.begin].strip()
         return text[found.end :] if is_next and found.end is not None else text
 
     def _opened(self, text: str, *, is_end: bool) -> tuple[str, str | None]:
         """Looks for the mark before a part: text -> (what of it is text, what is behind the mark; None: none yet)."""
-        found = self._form.opens.find(text, is_end=is_end)
+        found = self._form.opens.find(self._before + text, is_end=is_end, begin=1)
+        found = found._replace(begin=found.begin - 1, end=None if found.end is None else found.end - 1)
         before = text[: found.begin].lstrip(" \t\r\n;" if self.num_calls else None)
         if self._form.only_at_begin and (self._has_text or before):
             return self._text(text), None
@@ -143,12 +158,20 @@ class Calls:
             end = len(text) if is_end else max(begin, len(text) - MAX_HELD)
             self._held = text[end:]
             return self._text(text[:end]), None
+        if found.is_bare and self._block.behind(text[: found.begin]).is_open:
+            return self._text(text[: found.end + 1]), text[found.end + 1 :]
         begin = 0 if self._form.only_at_begin else found.begin
-        self._reader = self._form.reader(text[begin : found.end], self._tools)
+        raw = text[begin : found.end]
+        self._reader = self._form.reader(raw, found, self._tools)
+        self._part_closes = self._form.closes_fence if "```" in raw and self._form.closes_fence else self._form.closes
         return self._text(text[: begin if self._reader else found.end]), text[found.end :]
 
     def _text(self, text: str) -> str:
         """Returns what is given out of text: white space at its end waits for what follows."""
+        self._before = text[-1:] or self._before
+        self._block = self._block.behind(text)
+        if self._is_forced:
+            return ""
         if self.num_calls and not self._has_text:
             text = text.lstrip()
         bare = text.rstrip()

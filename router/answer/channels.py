@@ -71,10 +71,14 @@ class Channels:
         found = self._calls.push(content)
         return Delta(found.text, reasoning, found.calls)
 
-    def flush(self) -> Delta:
-        """Returns what was held back, now that the answer has ended."""
+    def flush(self, *, is_whole: bool = False) -> Delta:
+        """Returns what was held back, now that the answer has ended.
+
+        Args:
+            is_whole: whether the model ended it; else it was cut off.
+        """
         content, reasoning = ("", "") if self._reasoning is None else self._reasoning.flush()
         if self._calls is None:
             return Delta(content, reasoning)
-        found, rest = self._calls.push(content), self._calls.flush()
+        found, rest = self._calls.push(content), self._calls.flush(is_whole=is_whole)
         return Delta(found.text + rest.text, reasoning, found.calls + rest.calls)

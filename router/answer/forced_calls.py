@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType, NoneType
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import regex
 
 from baton.api import Chat, PromptInput
 from baton.errors import InvalidRequest
+from baton.json_schema import NEVER_ENFORCED, plain
+from baton.nesting import check_levels
 from baton.sampling import SamplingParams
-from baton.structure import JSON_OPTIONS, LARK_HEAD, MAX_GRAMMAR_BYTES, StructuredOutputs, invalid_structure
+from baton.structure import (
+    LARK_HEAD,
+    MAX_GRAMMAR_BYTES,
+    StructuredOutputs,
+    invalid_structure,
+    json_rule,
+)
 from baton.tools import Tool, ToolUse
 from router.answer.call_format import CallForm, Written
+from router.answer.tag_rules import SPACE, rules_of_tags, tag_rules
 
 if TYPE_CHECKING:
     from router.prompt.tokenizer import Tokenizer
@@ -44,9 +52,8 @@ def with_tool_choice(
         signs = form.signs if form else ()
         return replace(params, bad_words=(*params.bad_words, *signs)) if signs else params
     is_forced = choice.use is ToolUse.REQUIRED
-    is_strict = any(tool.strict for tool in prompt.tools)
     content = params.structured_outputs
-    if not (is_forced or is_strict or not choice.is_parallel or content):
+    if not needs_grammar(prompt, params):
         return params
     if form is None or form.written is None:
         raise InvalidRequest(
@@ -56,7 +63,9 @@ def with_tool_choice(
         )
     if content is not None and not (content.json or content.json_object):
         raise InvalidRequest("beside tools, an answer may have a JSON schema and no other structure", "tools")
-    tools = [tool for tool in prompt.tools if choice.name in ("", tool.name)]
+    tools = [
+        _ToolArguments.of(tool, index) for index, tool in enumerate(prompt.tools) if choice.name in ("", tool.name)
+    ]
     grammar = _Grammar(form, form.written, tokenizer)
     is_single = bool(choice.name) or not choice.is_parallel
     text = grammar.forced(tools, is_single) if is_forced else grammar.free(tools, is_single, content)
@@ -70,14 +79,49 @@ def with_tool_choice(
     return replace(params, structured_outputs=StructuredOutputs(grammar=text))
 
 
+def needs_grammar(chat: Chat, params: SamplingParams) -> bool:
+    """Returns whether a grammar enforces the calls of a chat with tools, or what stands in place of them.
+
+    Args:
+        params: the client's.
+    """
+    choice = chat.tool_choice
+    is_strict = any(tool.strict for tool in chat.tools)
+    is_asked = choice.use is ToolUse.REQUIRED or is_strict or not choice.is_parallel
+    return is_asked or params.structured_outputs is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ToolArguments:
+    """The arguments of a tool's calls."""
+
+    name: str
+    """The tool's."""
+    schema: Mapping[str, Any]
+    place: str
+    """The request's field that has the schema."""
+    is_loose: bool
+    """Whether what of it cannot be enforced is left out."""
+
+    @staticmethod
+    def of(tool: Tool, index: int) -> _ToolArguments:
+        """Returns those of a tool.
+
+        Args:
+            index: its place among the tools.
+        """
+        place = f"tools[{index}].function.parameters"
+        return _ToolArguments(name=tool.name, schema=_schema_of(tool), place=place, is_loose=not tool.strict)
+
+    def rule(self) -> str:
+        """What stands for them in a grammar, as JSON."""
+        return json_rule(self.schema, self.place, is_loose=self.is_loose)
+
+
 _PLAIN_KEYS = frozenset(
     ("type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions")
 )
 """Keywords of an object's schema that ask for no members but those in `properties`."""
-_SPACE = r"\s\x1c-\x1f"
-"""White space as Python has it, in a class of a regular expression of llguidance."""
-_IN_TAG = (rf'ENDS: "</parameter>" | /<\/function>[{_SPACE}]*<\/tool_call>/', "IN_TAG: ANY & ~(ANY ENDS ANY)")
-"""The rules of a text in a tag, however it is spelled: nothing that ends the tag, or the call."""
 
 
 class _Grammar:
@@ -88,12 +132,12 @@ class _Grammar:
         self._written = written
         self._specials = {tokenizer.token(token_id): token_id for token_id in sorted(tokenizer.special_ids)}
 
-    def forced(self, tools: Sequence[Tool], is_single: bool) -> str:
+    def forced(self, tools: Sequence[_ToolArguments], is_single: bool) -> str:
         """A grammar of calls and nothing else."""
         written = self._written
         return _lark([f"start: {self._list(is_single)}", *self._calls(tools, written.begin)])
 
-    def free(self, tools: Sequence[Tool], is_single: bool, content: StructuredOutputs | None) -> str:
+    def free(self, tools: Sequence[_ToolArguments], is_single: bool, content: StructuredOutputs | None) -> str:
         """A grammar of content that may have calls.
 
         Args:
@@ -101,9 +145,8 @@ class _Grammar:
         """
         written = self._written
         if content is not None or self._form.only_at_begin:
-            other = rf"/[^\[{{<{_SPACE}]/ ANY" if content is None else _json_rule(_schema_of_content(content))
             start = f"start: {self._list(is_single)} | other"
-            return _lark([start, f"other: {other}", *self._calls(tools, written.begin)])
+            return _lark([start, *self._other(tools, content), *self._calls(tools, written.begin)])
         sign = self._form.signs[0]
         head = f"head: TEXT {self._literal(sign)}" if sign in self._specials else f"head[lazy]: TEXT {_quoted(sign)}"
         if written.first:
@@ -116,23 +159,34 @@ class _Grammar:
         signs = " | ".join(map(_quoted, self._form.signs))
         return _lark([start, head, f"SIGN: {signs}", "TEXT: ANY & ~(ANY SIGN ANY)", *calls])
 
+    def _other(self, tools: Sequence[_ToolArguments], content: StructuredOutputs | None) -> list[str]:
+        """The rules of content without a call, where calls stand at its begin."""
+        if content is not None:
+            return [f"other: {json_rule(plain(_schema_of_content(content)), 'schema')}"]
+        if self._written.begin:
+            return [rf"other: /[^\[{{<{SPACE}]/ ANY"]
+        # Nothing but a tool's name, of letters, digits, _ and -, in a line of its own marks a call.
+        names = "|".join(tool.name for tool in tools)
+        return [rf"CALL: /[{SPACE}]*({names})[ \t]*\n[{SPACE}]*\{{/", "other: OTHER", "OTHER: ANY & ~(CALL ANY)"]
+
     def _list(self, is_single: bool) -> str:
         return f"{self._literal(self._written.first)} {self._some(is_single)} {self._literal(self._written.last)}"
 
     def _some(self, is_single: bool) -> str:
         return "call" if is_single else f"call ({self._literal(self._written.between)} call)*"
 
-    def _calls(self, tools: Sequence[Tool], begin: str) -> list[str]:
+    def _calls(self, tools: Sequence[_ToolArguments], begin: str) -> list[str]:
         """The rules of one call."""
         written = self._written
         rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
-        rules += _IN_TAG if self._form.tags is not None else ()
+        if self._form.tags is not None and self._form.closes is not None:
+            rules += rules_of_tags(self._form.closes.text)
         for index, tool in enumerate(tools):
             head, end = self._literal(begin + tool.name + written.middle), self._literal(written.end)
             if self._form.tags is None:
-                rules.append(f"call_{index}: {head} {_json_rule(_schema_of(tool))} {end}")
+                rules.append(f"call_{index}: {head} {tool.rule()} {end}")
             else:
-                names, more = _tag_rules(f"call_{index}", _schema_of(tool))
+                names, more = tag_rules(f"call_{index}", tool.schema, tool.place, is_loose=tool.is_loose)
                 rules += [f"call_{index}: {head} {names} {end}", *more]
         return rules
 
@@ -155,10 +209,6 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _json_rule(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS}, ensure_ascii=False)}"
-
-
 def _schema_of_content(content: StructuredOutputs) -> dict[str, Any]:
     """The schema of an answer that has no call.
 
@@ -171,6 +221,7 @@ def _schema_of_content(content: StructuredOutputs) -> dict[str, Any]:
         raise invalid_structure(f"the schema is not JSON, or too deep: {error}") from error
     if not isinstance(schema, dict):
         raise invalid_structure("beside tools, a schema must be an object")
+    check_levels(schema, "structured_outputs")
     return schema
 
 
@@ -178,87 +229,13 @@ def _schema_of(tool: Tool) -> dict[str, Any]:
     """The schema of a tool's arguments, which are an object: of the declared members alone, where that is known to
     leave something. A small model would go on inventing others.
     """
-    schema: dict[str, Any] = {**(tool.parameters or {}), "type": "object"}
+    said = plain(tool.parameters or {})
+    schema: dict[str, Any] = {**(said if tool.strict else plain(said, NEVER_ENFORCED)), "type": "object"}
     properties = schema.get("properties")
     declares_all = isinstance(properties, Mapping) and set(schema.get("required") or ()) <= properties.keys()
-    if tool.strict or (declares_all and schema.keys() <= _PLAIN_KEYS):
-        return {"additionalProperties": False, **schema}
-    return schema
+    is_closed = not said.keys() & _MORE_MEMBERS if tool.strict else declares_all and said.keys() <= _PLAIN_KEYS
+    return {"additionalProperties": False, **schema} if is_closed else schema
 
 
-def _tag_rules(prefix: str, schema: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """The rule of arguments that are written as tags, one after the other, and the rules that it needs.
-
-    Raises:
-        InvalidRequest: a text has a rule that is not known to be kept.
-    """
-    properties = schema.get("properties") or {}
-    required = frozenset(schema.get("required") or ())
-    if not properties and schema.get("additionalProperties") is False:
-        return "", []
-    if not properties:
-        any_tag = r'"<parameter=" /[^>\n]{1,64}/ ">\n" ' + f"{prefix}_text"
-        return f"{prefix}_any*", [f"{prefix}_any: {any_tag}", _text_rule(f"{prefix}_text")]
-    if odd := [key for key in properties if not _TAG_KEY.fullmatch(key)]:
-        raise InvalidRequest(
-            f"this model writes arguments as tags, whose name cannot be {odd[0][:64]!a}; rename it", "tools"
-        )
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    for key, value in properties.items():
-        _check_tag(key, value)
-    names, rules = [], []
-    for index, (key, value) in enumerate(properties.items()):
-        name = f"{prefix}_{index}"
-        names.append(name if key in required else f"{name}?")
-        begin = _quoted(f"<parameter={key}>\n")
-        if isinstance(value, Mapping) and value.get("type") == "string" and "enum" not in value:
-            rules += [f"{name}: {begin} {name}_text", _text_rule(f"{name}_text", value)]
-            continue
-        texts = value.get("enum") if isinstance(value, Mapping) else None
-        if isinstance(texts, list) and all(isinstance(each, str) for each in texts):
-            of_value = "(" + " | ".join(map(_quoted, texts)) + ")"
-        else:
-            of_value = _json_rule({**shared, **value} if '"$ref"' in json.dumps(value) else value)
-        rules.append(f"{name}: {begin} {of_value} {_quoted(_TAG_END)}")
-    return " ".join(names), rules
-
-
-_TAG_TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
-_TAG_KEY = regex.compile(r"[^>\n]+")
-_TAG_END = "\n</parameter>\n"
-_TEXT_KEYS = ("type", "title", "description", "default", "examples", "minLength", "maxLength")
-"""What the schema of a text that stands in a tag may have."""
-
-
-def _check_tag(key: str, schema: Any) -> None:
-    """Raises InvalidRequest for a property that would be read as another type than it is written."""
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    texts = schema.get("enum", ()) if kind == "string" else ()
-    bare = all(isinstance(each, str) and "<" not in each for each in texts)
-    if kind not in _TAG_TYPES or not bare:
-        raise InvalidRequest(
-            f"this model writes arguments as tags, in which {key[:64]!a} must have one type, and texts of an enum no "
-            "'<', to be enforced",
-            "tools",
-        )
-
-
-def _text_rule(name: str, schema: Mapping[str, Any] = MappingProxyType({})) -> str:
-    """A rule of a text up to the end of its tag."""
-    if unknown := [each for each in schema if each not in _TEXT_KEYS]:
-        raise InvalidRequest(
-            f"this model writes arguments as tags, in which {unknown[0][:64]!a} of a string cannot be enforced; "
-            "leave it out",
-            "tools",
-        )
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if (
-        type(least) is not int
-        or type(most) not in (int, NoneType)
-        or not 0 <= least <= (least if most is None else most)
-    ):
-        raise InvalidRequest("minLength and maxLength in the schema of a tool must be integers that fit", "tools")
-    if not least and most is None:
-        return f"{name}[lazy]: IN_TAG {_quoted(_TAG_END)}"
-    # No "<": the end of the tag would count as text.
-    return f"{name}: /[^<]{{{least},{'' if most is None else most}}}\\n<\\/parameter>\\n/"
+_MORE_MEMBERS = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
+"""Keywords of a strict tool's schema that may have members of their own."""

@@ -20,6 +20,7 @@ from baton.tools import Tool, ToolUse
 from router.answer.call_format import HERMES, CallForm, form_of, known_form
 from router.answer.calls import CallIds, Calls
 from router.answer.channels import Channels
+from router.answer.forced_calls import needs_grammar
 from router.answer.marks import Mark, Reasoning
 from router.answer.reasoning import ReasoningReader
 
@@ -67,7 +68,7 @@ class AnswerFormat:
             begin, end = (tuple(tokenizer.encode_fragment(mark.text)) if mark.text else () for mark in marks)
             reasoning = Reasoning(*marks, begin[0] if len(begin) == 1 else None, end)
             all_marks += marks
-        if not template.reads_tools:
+        if template.asks_for_hermes:
             calls: CallForm | None = HERMES
         elif fields is not None and "tool_calls" in fields:
             calls = form_of(fields["tool_calls"])
@@ -97,10 +98,20 @@ class AnswerFormat:
         calls = self.calls if prompt.tools and prompt.tool_choice.use is not ToolUse.NONE else None
         if reasoning is None and calls is None:
             return None
-        if calls is not None and params.is_structured:
+        if calls is not None and params.structured_outputs is not None:
             calls = replace(calls, only_at_begin=True)
+        elif calls is not None and not needs_grammar(prompt, params):
+            calls = calls.loose or calls
         tools = {tool.name: tool for tool in prompt.tools}
-        return AnswerPlan(reasoning=reasoning, is_open=is_open, calls=calls, tools=tools, shown_ids=self.shown_ids)
+        is_forced = prompt.tool_choice.use is ToolUse.REQUIRED
+        return AnswerPlan(
+            reasoning=reasoning,
+            is_open=is_open,
+            calls=calls,
+            is_forced=is_forced,
+            tools=tools,
+            shown_ids=self.shown_ids,
+        )
 
 
 PLAIN = AnswerFormat()
@@ -117,6 +128,8 @@ class AnswerPlan:
     """Whether answers begin inside of a reasoning, or may begin with one."""
     calls: CallForm | None
     """None: answers have none."""
+    is_forced: bool
+    """Whether answers consist of calls."""
     tools: Mapping[str, Tool]
     """What answers may call, by name."""
     shown_ids: frozenset[int]
@@ -126,7 +139,8 @@ class AnswerPlan:
         reasoning = ReasoningReader(self.reasoning, is_open=self.is_open) if self.reasoning else None
         calls = None
         if self.calls is not None:
-            calls = Calls(self.calls, self.tools, CallIds(request_id, choice_index, self.calls.num_id_letters))
+            ids = CallIds(request_id, choice_index, self.calls.num_id_letters)
+            calls = Calls(self.calls, self.tools, ids, is_forced=self.is_forced)
         return Channels(reasoning, calls, self.shown_ids)
 
 
@@ -150,10 +164,6 @@ def with_reasoning(params: SamplingParams, plan: AnswerPlan | None) -> SamplingP
             "thinking_budget",
         )
     return params
-
-
-PLAIN = AnswerFormat()
-"""Answers that are all content."""
 
 
 def _fields_of(template: Any) -> Mapping[str, Any] | None:

@@ -14,6 +14,26 @@ MAX_HELD = 1024
 """Characters of what may be a mark that are held back: white space before one may be any length."""
 
 
+BEGIN, BEHIND_CALL = "\x02", "\x1e"
+"""Stand for the letter before a text that nothing precedes, and before one that a call does."""
+START = r"(?:(?<=\x02)\s*(?:```(?:json)?\s*)?|(?<=\x1e)[\s;,]*(?:```(?:json)?\s*)?|(?<=\n))"
+"""Pattern of where a line begins that may be a call without a mark: there may be a fence if no text is before it."""
+
+
+class CodeBlock(NamedTuple):
+    """Where a text ends: within a fence of Markdown or outside of all."""
+
+    is_open: bool = False
+    line: str = ""
+    """The begin of the line in which it ends, up to three characters."""
+
+    def behind(self, text: str) -> CodeBlock:
+        """Returns where it ends with more text."""
+        *lines, last = (self.line + text).split("\n")
+        num_marks = sum(line.lstrip().startswith("```") for line in lines)
+        return CodeBlock(self.is_open ^ bool(num_marks % 2), last.lstrip()[:3])
+
+
 class Found(NamedTuple):
     """Where a mark is in a text."""
 
@@ -21,6 +41,12 @@ class Found(NamedTuple):
     """Where it begins, or may begin; else the text's length."""
     end: int | None = None
     """None: what is there of it may become one."""
+    name: str = ""
+    """What its group `name` has; empty: nothing."""
+    is_bare: bool = False
+    """Whether it has its group `bare`: there is no mark, and what follows may be a call."""
+    is_python: bool = False
+    """Whether it has its group `python`: calls follow as Python's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +82,26 @@ class Mark:
             raise ModelLoadError(f"The model's response_template has a field whose {name} may be no text at all.")
         return Mark(pattern, texts[0] if texts and len(texts) == 1 else "")
 
-    def find(self, text: str, *, is_end: bool) -> Found:
+    def find(self, text: str, *, is_end: bool, begin: int = 0) -> Found:
         """Looks for the first one in a text.
 
         Args:
             is_end: whether no more text comes.
+            begin: where it may begin first; what is before it is only looked at.
         """
-        found = self.pattern.search(text, partial=True)
+        found = self.pattern.search(text, begin, partial=True)
         if found is None:
             return Found(len(text))
         if found.partial:
             return Found(found.start())
         if not (self.text or is_end):
             # An earlier one may be coming, or this one may get longer.
-            for begin in range(found.start() + 1):
-                if self.pattern.fullmatch(text, begin, partial=True):
-                    return Found(begin)
-        return Found(found.start(), found.end())
+            for place in range(begin, found.start() + 1):
+                if self.pattern.fullmatch(text, place, partial=True):
+                    return Found(place)
+        groups = {name: text for name, text in found.groupdict().items() if text is not None}
+        name = groups.get("name", "").strip()
+        return Found(found.start(), found.end(), name, "bare" in groups, "python" in groups)
 
     def ends(self, text: str) -> bool:
         """Returns whether a text ends with the mark. White space at the end of either does not count."""

@@ -17,10 +17,13 @@ import regex
 from router.answer.call_readers import JsonEnd, Taken
 from router.answer.marks import Mark
 
+SEARCHED_AT_ONCE = 1024
+"""Characters that are searched with each piece that comes. More are searched whenever an eighth has been added: each
+search goes through all, and an argument may have as many mentions of what could end it as a client wants."""
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?P<more>(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tags:
     """How arguments are written as tags."""
 
@@ -31,6 +34,21 @@ class Tags:
 
     endings: tuple[str, ...] = ("",)
     """Texts of which each tag and the mark end with one; an empty one: nothing is known of their ends."""
+    begin: str = ""
+    """The text with which each tag begins."""
+    end: str = ""
+    """Ends the arguments if no tag has begun before it, whether or not the mark follows; empty: nothing does."""
+    mark: str = ""
+    """The name of the mark around calls; empty: it is not known."""
+
+    def said_in(self, text: str) -> str:
+        """Returns what of a text behind the arguments is no part of a call."""
+        if not self.begin:
+            return text
+        text = text.partition(self.begin)[0]
+        ends = (self.begin, self.end, f"</{self.mark}>")
+        begun = max(n for end in ends for n in range(len(end)) if text.endswith(end[:n]))
+        return text[: len(text) - begun]
 
 
 class TagCalls:
@@ -47,6 +65,8 @@ class TagCalls:
         self._schemas = properties if isinstance(properties, Mapping) else {}
         self._tags = tags
         self._held = ""
+        self._searched_at = SEARCHED_AT_ONCE
+        """How much has to be held before all of it is searched again."""
         self._json = JsonEnd()
         """Follows the next argument, if that is JSON."""
         self._words = ""
@@ -55,34 +75,93 @@ class TagCalls:
         self._new: list[tuple[str, str]] = [(name, "")]
 
     def take(self, text: str) -> Taken:
-        """Takes more text of the part."""
-        self._held += text
-        tail = self._held[-len(text) - max(map(len, self._tags.endings)) :]  # all is searched when one has come
-        return self._read(is_end=False) if any(end in tail for end in self._tags.endings) else self._taken()
+        """Takes more text of the part.
 
-    def flush(self) -> Taken:
-        """Returns what was held back, now that the answer has ended: the begin of an argument is text."""
+        When it searches depends on the text alone, and not on the pieces in which that comes.
+        """
+        calls: list[tuple[str, str]] = []
+        while True:
+            room = self._searched_at - len(self._held)
+            self._held += text[:room]
+            text = text[room:]
+            if len(self._held) <= SEARCHED_AT_ONCE or len(self._held) == self._searched_at:
+                if any(end in self._held for end in self._tags.endings):
+                    taken = self._read(is_end=False)
+                    calls += taken.calls
+                    if taken.rest is not None:
+                        return taken._replace(calls=calls, rest=taken.rest + text)
+                num_held = len(self._held)
+                self._searched_at = SEARCHED_AT_ONCE if num_held < SEARCHED_AT_ONCE else num_held * 9 // 8 + 1
+            if not text:
+                return Taken(calls + self._taken().calls)
+
+    def flush(self, *, is_whole: bool = False) -> Taken:
+        """Returns what was held back, now that the answer has ended. The begin of an argument is nothing.
+
+        Args:
+            is_whole: whether arguments that are open are closed; else they were cut off.
+        """
         taken = self._read(is_end=True)
-        return taken if taken.rest is not None else taken._replace(text=self._words + self._held.strip())
+        if taken.rest is not None:
+            return taken
+        closed = [("", self._end())] if is_whole else []
+        return Taken([*taken.calls, *closed], self._words + self._tags.said_in(self._held).strip())
 
     def _read(self, *, is_end: bool) -> Taken:
         while True:
+            words, end, rest = self._held.partition(self._tags.end) if self._tags.end else (self._held, "", "")
+            if end and self._tags.begin not in words:
+                return self._closed(words, rest)
             masked = self._masked(is_end=is_end)
-            tag = self._tags.tag.search(masked)
+            tag = self._tag_in(masked)
             closed = self._tags.closes.find(masked, is_end=is_end or self._tags.endings != ("",))
             if tag is not None and (closed.end is None or tag.end() <= closed.end):
-                self._words += self._held[: tag.start()].strip()
-                value = typed_text(self._held[slice(*tag.span("value"))], self._schemas.get(tag["key"]))
-                begin = ", " if self._num_given else "{"
-                self._new.append(("", f"{begin}{json.dumps(tag['key'], ensure_ascii=False)}: {value}"))
-                self._num_given += 1
-                self._held, self._json = self._held[tag.end() :], JsonEnd()
+                self._give(tag["key"], tag.start(), tag.span("value"), tag.end())
             elif closed.end is not None:
-                words = self._words + self._held[: closed.begin].strip()
-                self._new.append(("", "}" if self._num_given else "{}"))
-                return self._taken(words, self._held[closed.end :])
+                return self._closed(self._held[: closed.begin], self._held[closed.end :])
             else:
                 return self._taken()
+
+    def _begun_in(self, text: str) -> regex.Match[str] | None:
+        """Returns the first argument that begins in a text, whether or not it ends there."""
+        begin = self._tags.begin
+        at = text.find(begin)
+        while at >= 0:
+            following = text.find(begin, at + 1) if begin else -1
+            end = following if following >= 0 else len(text)
+            if (found := self._tags.tag.search(text, at, end, partial=True)) is not None:
+                return found
+            at = following
+        return None
+
+    def _tag_in(self, text: str) -> regex.Match[str] | None:
+        """Returns the first argument in a text, and does not look for its end behind each begin if there is none."""
+        begin, end = self._tags.begin, self._tags.endings[0]
+        if end and end not in text[max(0, text.find(begin)) :]:
+            return None
+        return self._tags.tag.search(text)
+
+    def _give(self, key: str, begin: int, value: tuple[int, int], end: int) -> None:
+        """Gives out an argument.
+
+        Args:
+            begin: where its tag begins in what is held.
+            value: begin and end of its value there.
+            end: where the tag ends.
+        """
+        self._words += self._held[:begin].strip()
+        text = typed_text(self._held[slice(*value)], self._schemas.get(key))
+        self._new.append(("", f"{', ' if self._num_given else '{'}{json.dumps(key, ensure_ascii=False)}: {text}"))
+        self._num_given += 1
+        self._held, self._json = self._held[end:], JsonEnd()
+
+    def _end(self) -> str:
+        return "}" if self._num_given else "{}"
+
+    def _closed(self, words: str, rest: str) -> Taken:
+        self._new.append(("", self._end()))
+        words = self._words + words.strip()
+        return self._taken(words, rest)
 
     def _masked(self, *, is_end: bool) -> str:
         """Returns what is held, without the letters of the next argument if that is JSON: in its strings is no mark.
@@ -91,7 +170,7 @@ class TagCalls:
             is_end: whether JSON that has no end yet has none at all.
         """
         text = self._held
-        tag = self._tags.tag.search(text, partial=True)
+        tag = self._begun_in(text)
         if tag is None or tag["value"] is None or not {"object", "array"} & {*_types(self._schemas.get(tag["key"]))}:
             return text
         value = text[tag.start("value") :].lstrip()

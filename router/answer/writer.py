@@ -102,7 +102,8 @@ class AnswerWriter:
             if not self._is_last_delivered:
                 texts.append(text)
             if self._channels is not None:
-                rest = [self._channels.push(text), self._channels.flush()]
+                is_whole = stopped or finish_reason is FinishReason.STOP
+                rest = [self._channels.push(text), self._channels.flush(is_whole=is_whole)]
                 deltas += [] if self._is_last_delivered else rest
             finish_reason = FinishReason.STOP if stopped else finish_reason
             if finish_reason is FinishReason.STOP and self._channels is not None and self._channels.has_calls:

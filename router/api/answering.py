@@ -1,24 +1,28 @@
 """How a request of any API is answered, whole or as a stream.
 
-An endpoint reads its body (`read_body`), names the request (`named`), makes a `GenerateRequest` of it, asks for its
-chunks (`chunks_of`) and answers with them (`answered`), in the form of its API (`AnswerForm`).
+An endpoint reads its body (`read_body`), names the request (`named`), makes a `GenerateRequest` of it and asks for its
+chunks (`chunks_of`), all of it within `router.api.taking.Taking`. Then it answers with the chunks (`answered`), in the
+form of its API (`AnswerForm`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fastapi import Request
 from fastapi.responses import Response
 
 from baton.api import GenerateChunk, GenerateRequest, Timing
 from baton.errors import BatonError
+from baton.tasks import cancel_and_wait
 from baton.telemetry import tracing
 from router.admission.tenants import Tenant
 from router.api.exchange import (
+    WAITING,
     EventStream,
     JsonAnswer,
     id_headers,
@@ -29,6 +33,11 @@ from router.api.exchange import (
 from router.api.several import at_once, together
 from router.request.model import Ingress
 from router.service import RouterService
+
+PATIENCE_S = 5.0
+"""Longest time from a request to the headers of its stream: what fails before them has a status code of its own."""
+WAIT_S = 10.0
+"""Time between two comments of a stream that waits for its first token."""
 
 
 class AnswerForm(Protocol):
@@ -48,6 +57,14 @@ class AnswerForm(Protocol):
     def broken(self, error: BatonError) -> bytes:
         """Returns the event that comes after whatever events, when there will be no more for this reason."""
         ...
+
+
+class Asked(NamedTuple):
+    """A request that is ready to be answered. It holds nothing of the body, as an answer may take minutes."""
+
+    chunks: AsyncGenerator[GenerateChunk]
+    form: AnswerForm
+    is_streamed: bool
 
 
 def chunks_of(
@@ -76,7 +93,7 @@ def chunks_of(
 
 
 async def answered(
-    request: Request, chunks: AsyncGenerator[GenerateChunk], form: AnswerForm, *, is_streamed: bool
+    request: Request, chunks: AsyncGenerator[GenerateChunk], form: AnswerForm, is_streamed: bool
 ) -> Response:
     """Returns the answer. A client that leaves ends it everywhere.
 
@@ -87,10 +104,43 @@ async def answered(
     if not is_streamed:
         body, headers = await unless_disconnected(request, _whole(chunks, form))
         return JsonAnswer(body, headers=id_headers(request) | headers)
-    # The first chunk is awaited here, so that a refusal still becomes a status code.
-    first = await unless_disconnected(request, anext(chunks))
-    headers = id_headers(request) | limit_headers(first.quota)
-    return EventStream(form.events(first, chunks), headers, request.app.state.ahead, form.broken)
+    # The first chunk is awaited here for a while, so that a refusal still becomes a status code.
+    first = asyncio.create_task(_first(chunks))
+    try:
+        await unless_disconnected(request, asyncio.wait((first,), timeout=PATIENCE_S))
+    except BaseException:
+        await cancel_and_wait((first,))
+        raise
+    ahead, headers = request.app.state.ahead, id_headers(request)
+    if not first.done():
+        return EventStream(_once_begun(first, chunks, form), headers, ahead, form.broken)
+    headers |= limit_headers(first.result().quota)
+    return EventStream(form.events(first.result(), chunks), headers, ahead, form.broken)
+
+
+async def _first(chunks: AsyncGenerator[GenerateChunk]) -> GenerateChunk:
+    return await anext(chunks)
+
+
+async def _once_begun(
+    first: asyncio.Task[GenerateChunk], chunks: AsyncGenerator[GenerateChunk], form: AnswerForm
+) -> AsyncGenerator[bytes]:
+    """Yields comments until the first chunk has come, so that no proxy takes the connection for a dead one; then the
+    events. An error is an event as well.
+    """
+    try:
+        while not first.done():
+            yield WAITING
+            await asyncio.wait((first,), timeout=WAIT_S)
+        begun = first.result()
+    except BatonError as error:
+        yield form.broken(error)
+        return
+    finally:
+        await cancel_and_wait((first,))
+    async with contextlib.aclosing(form.events(begun, chunks)) as events:
+        async for each in events:
+            yield each
 
 
 async def _whole(chunks: AsyncGenerator[GenerateChunk], form: AnswerForm) -> tuple[dict[str, Any], dict[str, str]]:

@@ -1,77 +1,51 @@
-"""Bounds of a client's HTTP connection: how long its requests' heads are, how slowly they come, and how many there are.
+"""Bounds of a client's HTTP connection: what its requests are made of, how slowly they come, and how much waits.
 
-uvicorn's own parser takes a head of any length, joins its pieces in quadratic time, and waits for the rest of a request
-for ever, so that one client can hold a router's loop, its memory or its descriptors. Here a head has a length and a
-time, a body a rate (as of Apache's mod_reqtimeout), and connections a number, of a client's and of all. What breaks a
-bound is answered 431, 408 or 503, and closed. A connection whose client does not read its answer is ended.
+uvicorn takes a head of any length, trailers without an end and a body in a million pieces, reads as many requests as a
+client sends though it reads no answer, and waits for the rest of a request for ever, so that one client can hold a
+router's loop, its memory or its descriptors. Here all of that has bounds:
+
+- A head has a length, a number of fields and a time, a body a rate (as of Apache's mod_reqtimeout).
+- Nothing is parsed behind a request before that is answered, and little of it is kept.
+- Requests wait for their turns, and longer if they come in many small pieces (`router.api.lane`).
+- Connections, and what they hold, have a number for each client and for all (`router.api.places`).
+
+What breaks a bound is answered 400, 408, 413, 414, 431 or 503, and closed. A connection whose client does not read its
+answer is ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
-from collections import Counter
+import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.tls import names_in_connection
+from router.api.framing import Framing
+from router.api.lane import Flow
+from router.api.places import PROGRESS_BYTES, ConnectionPlace, OpenConnections
 
-logger = logging.getLogger(__name__)
 CERTIFICATE_NAMES = "certificate_names"
 """Where a request's state has the names in its client's certificate, which was verified; missing without one."""
 UNSENT_BYTES = 16 * 2**10
 """What a connection holds for a client that does not read, beside what it is given at once: then writes to it wait."""
+AHEAD_BYTES = 16 * 2**10
+"""What is kept of what a client sends behind a request that is not answered yet. One that sends more gets its answer,
+and its connection is closed."""
+PIECES_AT_ONCE = 64
+"""Pieces of a request that are parsed, or received, before it waits for turns."""
+SMALL_BYTES = 1024
+"""What comes at once and is shorter is a piece."""
 PAUSE_S = 1.0
 """The time between two looks at a body that is not read at the moment."""
-LINE_BYTES = len(": ") + len("\r\n")
 LINGER_S = 1.0
 """Time in which a client may read why it was refused; closed at once, what it has sent since would drop the answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLimits:
-    """The bounds of connections."""
-
-    max_connections: int
-    max_per_client: int
-    """Connections from one address."""
-    head_bytes: int = 64 * 2**10
-    head_s: float = 10.0
-    """Longest time from a connection's begin, or a further request's, to the end of the head."""
-    body_s: float = 30.0
-    """Longest time of a body, beside that of its bytes."""
-    body_bytes_s: int = 4096
-    """Bytes of a body that have to come in a second."""
-    stall_s: float = 30.0
-    """Longest time in which a client may read nothing of what waits for it."""
-
-
-@dataclass(slots=True)
-class OpenConnections:
-    """The connections of one server, by the client's address."""
-
-    limits: ConnectionLimits
-    num_of: Counter[str] = field(default_factory=Counter)
-
-    def enter(self, client: str) -> str:
-        """Counts a connection. Returns why it is one too many; empty: it is not."""
-        self.num_of[client] += 1
-        if self.num_of.total() > self.limits.max_connections:
-            return f"this router has {self.limits.max_connections} connections; try again later"
-        if self.num_of[client] > self.limits.max_per_client:
-            return f"this client has {self.limits.max_per_client} connections; use those, or close some"
-        return ""
-
-    def leave(self, client: str) -> None:
-        """Counts one less."""
-        self.num_of[client] -= 1
-        if not self.num_of[client]:
-            del self.num_of[client]
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -79,21 +53,32 @@ class BoundedProtocol(HttpToolsProtocol):
 
     Args:
         open_connections: those of the server.
-        is_counted: whether the connection is one of them already.
+        place: the connection's among them, if it has taken one.
         uvicorn: what uvicorn makes its protocols of.
     """
 
-    def __init__(self, open_connections: OpenConnections, *, is_counted: bool = False, **uvicorn: Any) -> None:
+    flow: Flow
+
+    def __init__(
+        self, open_connections: OpenConnections, *, place: ConnectionPlace | None = None, **uvicorn: Any
+    ) -> None:
         super().__init__(**uvicorn)
-        self._open, self._limits, self._is_counted = open_connections, open_connections.limits, is_counted
-        self._address = ""
-        self._num_head = 0
-        """Bytes since the head began, and what came before it in the same packet."""
-        self._is_in_head = False
-        self._num_body = 0
+        self._open, self._limits, self._place = open_connections, open_connections.limits, place
+        self._framing = Framing()
+        self._waiting = b""
+        """What has come and is not parsed yet."""
+        self._is_begun = False
+        """Whether the head of a request is parsed, and its end is not."""
+        self._is_whole = False
+        """Whether a request is parsed whose answer is not complete."""
+        self._num_pieces = 0
+        self._is_dropping = False
         self._is_refused = False
         self._timer: asyncio.TimerHandle | None = None
+        self._late_s = 0.0
+        """When a body is late, on the loop's clock."""
         self._names: tuple[str, ...] = ()
+        self._num_held = 0
         self._num_unread = 0
         """Bytes that waited to be sent at the latest progress, which was `_read_s` on the loop's clock."""
         self._read_s = 0.0
@@ -101,55 +86,165 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = Flow(transport)
         transport.set_write_buffer_limits(high=UNSENT_BYTES)
-        self._address = self.client[0] if self.client else ""
         self._names = names_in_connection(transport.get_extra_info("peercert"))
-        if not self._is_counted and (reason := self._open.enter(self._address)):
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, reason)
-        else:
+        self._place = self._place or self._open.enter(self.client[0] if self.client else "")
+        if not self._place.refusal:
             self._expect_head()
+        elif self._place.is_told:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, self._place.refusal)
+        else:
+            self._is_refused = True
+            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._open.leave(self._address)
+        if self._place is not None:
+            self._place.leave()
+        self._waiting = b""
+        self._hold(0)
         self._stop_timer()
         self._stop_watching()
         super().connection_lost(exc)
 
+    # -- what comes ----------------------------------------------------------------------------------------------------
+
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        super().data_received(data)
-        self._num_head += len(data)
-        if self._is_in_head and self._num_head > self._limits.head_bytes and not self._is_refused:
-            self._refuse_long_head()
+        self._unset_keepalive_if_required()
+        if self._is_dropping:
+            self._rest()
+            return
+        if self._timer is None and not self._is_whole:
+            self._expect_head()
+        self._waiting = self._waiting + data if self._waiting else data
+        self._parse()
+        if len(data) < SMALL_BYTES:
+            self._num_pieces += 1
+            if self._num_pieces > PIECES_AT_ONCE:
+                self._rest()
+
+    def _parse(self) -> None:
+        """Parses what waits, to the end of a request at most."""
+        data, begin, most = self._waiting, 0, PIECES_AT_ONCE
+        view = memoryview(data)
+        while begin < len(data) and most and self._may_parse():
+            end = self._framing.end_of_piece(data, begin)
+            self._feed(view[begin:end])
+            most -= end - begin < SMALL_BYTES
+            begin = end
+        self._waiting = b"" if self._is_refused else data[begin:]
+        if self._waiting and self._may_parse():
+            self._rest()
+        elif len(self._waiting) > AHEAD_BYTES:
+            self._drop()
+        self._hold_what_is_underway()
+
+    def _may_parse(self) -> bool:
+        if self._is_refused or self._is_whole or self.transport.is_closing():
+            return False
+        return not (self.flow.write_paused and self._framing.is_in_head)
+
+    def _feed(self, piece: memoryview) -> None:
+        framing, limits = self._framing, self._limits
+        if framing.num_head > limits.head_bytes:
+            self._refuse_long_head(f"is longer than {limits.head_bytes} bytes")
+        elif framing.num_trailers > limits.head_bytes:
+            reason = f"the request's trailers are longer than {limits.head_bytes} bytes"
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, reason)
+        elif framing.num_framing > limits.framing_bytes + framing.num_body // 16:
+            self._refuse(HTTPStatus.BAD_REQUEST, "the body comes in very small chunks; send longer ones")
+        elif framing.num_body > limits.body_bytes:
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body is longer than {limits.body_bytes} bytes")
+        else:
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade:
+                pass  # the request is answered as one that asks for none
+            except httptools.HttpParserError:
+                if not self._is_refused:
+                    self._refuse(HTTPStatus.BAD_REQUEST, "this is no HTTP/1.1 request")
+
+    def _rest(self) -> None:
+        """Reads and parses no more until it is the connection's turn."""
+        if not self.flow.rests:
+            self.flow.rest()
+            self._open.slow_lane.wait(self._client, self._go_on)
+
+    def _go_on(self) -> None:
+        if not self.transport.is_closing():
+            self.flow.wake()
+            self._parse()
+
+    def _drop(self) -> None:
+        """Closes the connection after its answer; until then what comes is dropped, so that its end is seen."""
+        self._waiting, self._is_dropping = b"", True
+        if self._is_whole:
+            self.cycle.keep_alive = False
+        else:
+            self._close()
+
+    # -- what the parser finds -----------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if self._names:
             self.scope["state"][CERTIFICATE_NAMES] = self._names
-        self._is_in_head, self._num_head = True, 0
-        if self.cycle is not None:  # the first one's time began with the connection
-            self._expect_head()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > self._limits.url_bytes:
+            self._refuse(HTTPStatus.REQUEST_URI_TOO_LONG, f"the URL is longer than {self._limits.url_bytes} bytes")
+            raise _StopParsing
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._framing.is_in_head:
+            return  # trailers
+        if len(self.headers) == self._limits.head_fields:
+            self._refuse_long_head(f"has more than {self._limits.head_fields} fields")
+            raise _StopParsing
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        length = len(self.url) + sum(len(name) + len(value) + LINE_BYTES for name, value in self.headers)
-        if length > self._limits.head_bytes:
-            self._refuse_long_head()
-        if self._is_refused:
-            return
-        self._is_in_head, self._num_body = False, 0
-        self._expect_body(self.loop.time())
+        self._framing.head_ends(self.headers)
+        if self.parser.should_upgrade() and not self._framing.is_in_head:
+            # The parser takes what follows for another protocol's, but it is this request's body.
+            self._refuse(HTTPStatus.BAD_REQUEST, "a request with a body cannot ask for an upgrade; leave that out")
+            raise _StopParsing
         super().on_headers_complete()
+        self._is_begun = True
+        self._late_s = self.loop.time() + self._limits.body_s
+        self._expect_body()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._open.starts.wait(self._client, partial(self._start, cycle, app))
+
+    def _start(self, cycle: Any, app: Any) -> None:
+        if not cycle.disconnected:
+            super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
-        if not self._is_refused:
-            self._num_body += len(body)
-            super().on_body(body)
+        now_s, limits = self.loop.time(), self._limits
+        self._late_s = min(now_s + limits.stall_s, self._late_s + len(body) / limits.body_bytes_s)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self._is_refused:
-            self._stop_timer()
-            super().on_message_complete()
+        self._stop_timer()
+        self._framing.request_ends()
+        self._is_begun, self._is_whole, self._num_pieces = False, not self.cycle.response_complete, 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect_reading()
+        self._is_whole = False
+        if self._waiting and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            if not self._is_begun:
+                self._expect_head()
+            self._parse()
+        self._hold_what_is_underway()
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -157,17 +252,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self._wake_in(self._limits.head_s, self._head_is_late)
 
     def _head_is_late(self) -> None:
-        if self.flow.read_paused:
-            self._expect_head()
-        elif self._is_in_head:
+        if self._framing.num_head:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"the head was not whole within {self._limits.head_s:g} s")
         else:
-            self.transport.close()
+            self._close()
 
-    def _expect_body(self, began_s: float) -> None:
-        late_s = began_s + self._limits.body_s + self._num_body / self._limits.body_bytes_s
-        if (left_s := late_s - self.loop.time()) > 0 or self.flow.read_paused:
-            self._wake_in(left_s if left_s > 0 else PAUSE_S, lambda: self._expect_body(began_s))
+    def _expect_body(self) -> None:
+        left_s = self._late_s - self.loop.time()
+        if left_s <= 0 and self.flow.is_full:
+            left_s, self._late_s = PAUSE_S, self._late_s + PAUSE_S
+        if left_s > 0:
+            self._wake_in(min(left_s, self._limits.stall_s), self._expect_body)
             return
         rate = f"{self._limits.body_bytes_s} bytes a second"
         self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"the body comes more slowly than {rate}")
@@ -179,10 +274,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_watching()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._expect_reading()
+        self._parse()
 
     def _expect_reading(self) -> None:
         """Watches how what waits to be sent becomes less, as nothing is added to it, until it is sent."""
@@ -195,8 +287,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if num_unread < self._num_unread:
             self._read_s = now_s
         self._num_unread, self._reading_timer = num_unread, None
+        self._hold_what_is_underway()
         if now_s - self._read_s >= self._limits.stall_s:
-            logger.info("a connection of %s is ended: it has not read for %g s", self._address, self._limits.stall_s)
+            self._open.log_end(self._client, f"it has not read for {self._limits.stall_s:g} s")
             self.transport.abort()
         elif num_unread:
             self._reading_timer = self.loop.call_later(self._limits.stall_s / 8, self._look_at_reading)
@@ -215,24 +308,70 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def _hold_what_is_underway(self) -> None:
+        is_coming = self._is_begun and not (self._is_refused or self.cycle.response_complete)
+        num_coming = self._framing.num_head + (self._framing.num_body if is_coming else 0)
+        self._hold(num_coming + len(self._waiting) + self.transport.get_write_buffer_size())
+
+    def _hold(self, num_bytes: int) -> None:
+        """Says how much is held, and that there was progress, but of little nothing."""
+        has_progressed = abs(num_bytes - self._num_held) >= PROGRESS_BYTES
+        if has_progressed or (self._num_held and not num_bytes):
+            self._num_held = num_bytes
+            self._open.hold(self, self._client, num_bytes)
+
+    def give_up(self) -> None:
+        self._num_held = 0
+        if self._is_begun and not self.cycle.response_started:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "many long requests are on their way; try again later")
+        else:
+            self._open.log_end(self._client, "it reads slowly, and much waits to be read")
+            self.transport.abort()
+
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _refuse_long_head(self) -> None:
-        reason = f"the request's head is longer than {self._limits.head_bytes} bytes"
-        self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, reason)
+    def eof_received(self) -> None:
+        self._close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._expect_reading()
+
+    def _close(self) -> None:
+        """Closes the connection once all is sent, or its client has not read for too long."""
+        self.transport.close()
+        self._expect_reading()
+
+    @property
+    def _client(self) -> str:
+        return self._place.client if self._place is not None else ""
+
+    def _refuse_long_head(self, what: str) -> None:
+        self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the request's head {what}")
 
     def _refuse(self, status: HTTPStatus, reason: str) -> None:
         """Answers, unless an answer is under way already, and closes soon; what comes until then is dropped."""
-        logger.info("a connection of %s is closed: %s", self._address, reason)
-        self._is_refused = True
+        self._open.log_end(self._client, reason)
+        self._is_refused, self._waiting = True, b""
         self._unset_keepalive_if_required()
-        cycle = self.cycle
-        if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True  # what reads the body or answers ends when the connection does
-        if cycle is None or cycle.response_complete or not cycle.response_started:
+        has_answer = self._is_begun and self.cycle.response_started
+        if self._is_begun and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # what reads the body or answers ends
+            self.cycle.body = bytearray()
+            self.cycle.message_event.set()
+        if not has_answer:
             self.transport.write(_answer(status, reason))
             self._expect_reading()
-        self._wake_in(LINGER_S, self.transport.close)
+        self._wake_in(LINGER_S, self._close)
+
+
+class _StopParsing(Exception):
+    """Raised in the parser, so that it stops: the connection is refused."""
 
 
 def _answer(status: HTTPStatus, reason: str) -> bytes:
@@ -240,5 +379,6 @@ def _answer(status: HTTPStatus, reason: str) -> bytes:
     body = json.dumps({"error": {"message": reason, "type": kind, "param": None, "code": None}}).encode()
     head = (
         f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        f"x-request-id: req-{uuid.uuid4().hex}\r\n"
     )
     return head.encode() + b"connection: close\r\n\r\n" + body

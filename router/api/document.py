@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ REFUSALS = {
     "404": "Another model is served.",
     "409": "Another call has taken the request over, to continue it.",
     "413": "The body is too long, or the prompt for a worker's memory.",
+    "415": "The body is not JSON by its content type, or it is compressed.",
     "421": "The request names a host that is not this router's.",
     "429": "The tenant or the router has as many requests as it takes; Retry-After says when to try again.",
     "503": "The cluster cannot serve it now; Retry-After says when to try again.",
@@ -51,6 +53,10 @@ class Endpoint:
     """What of the body's fields is refused by name, beside those that it declares."""
     without_effect: Mapping[str, str] = field(default_factory=dict)
     """Which of the body's fields change no answer -> why."""
+
+    def field_names(self) -> set[str]:
+        """The names of all fields that it knows, at any depth."""
+        return {*self.refused, *self.without_effect, *_names(self.body)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +90,15 @@ class Api:
     """The name of the form of its errors; APIs may share one."""
     error: Mapping[str, Any]
     """The JSON schema of its errors."""
+
+
+def _names(annotation: Any) -> Iterator[str]:
+    for inner in typing.get_args(annotation):
+        yield from _names(inner)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        for name, each in annotation.model_fields.items():
+            yield each.alias or name
+            yield from _names(each.annotation)
 
 
 def document(apis: Sequence[Api]) -> dict[str, Any]:

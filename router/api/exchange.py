@@ -22,11 +22,15 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from baton.api import Timing
-from baton.errors import BatonError, NotRead
+from baton.errors import BatonError, InvalidRequest, NotRead
 from baton.quota import Quota
-from router.admission import check_request_id
+from router.admission import MAX_REQUEST_ID, check_request_id
 from router.api.delivery import ReadAhead, deliver
 from router.api.filling import HTTP, AnswerFilling
+from router.api.ignored import MAX_READINGS, Ignored, without_ignored
+from router.api.paced import PacedWork
+from router.api.parsing import BodyParser, PartCount
+from router.api.strict import DeclaredBody
 from router.api.unserved import is_anthropics
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -36,29 +40,105 @@ AnyBody = TypeVar("AnyBody", bound=BaseModel)
 T = TypeVar("T")
 
 
+def ignored_of(request: Request) -> Ignored:
+    """What of the request's body is ignored, as far as it is read; a header of its answer names it."""
+    found: Ignored | None = request.scope["state"].get("ignored")
+    if found is None:
+        own: bool | None = request.state.tenant.strict
+        found = request.scope["state"]["ignored"] = Ignored(request.app.state.is_strict if own is None else own)
+    return found
+
+
 async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
-    """The body, validated as FastAPI does it.
+    """Return the body, validated as FastAPI does it. The raw bytes are dropped after parsing.
 
     Raises:
-        RequestValidationError: it is no JSON, or not what is asked for.
-        HTTPException: it is no text.
-        InvalidRequest: it has too many parts.
+        RequestValidationError: it is empty, or not of this kind.
+        HTTPException: its content type is not JSON, or it is too long or has a content encoding.
+        InvalidRequest: it is no JSON, has too many parts, or a field that is not known.
+        Unsupported: it has a field that is refused.
         Overloaded: see `BodyParser.parse`.
     """
-    value: Any = await request.body()
+    ignored = ignored_of(request)
+
+    def validated(value: Any) -> AnyBody:
+        return _validated(value, kind, ignored)
+
+    body, parts = await _received(request)
     try:
-        if value and _is_json(request.headers.get("content-type", "")):
-            value = await request.app.state.parser.parse(value, request.state.tenant.id)
-    except json.JSONDecodeError as error:
-        raise RequestValidationError([{"loc": ("body", error.pos), "msg": "JSON decode error"}]) from error
-    except (ValueError, RecursionError) as error:
-        raise HTTPException(400, "There was an error parsing the body") from error
-    if value == b"":
-        raise RequestValidationError([{"loc": ("body",), "msg": "Field required"}])
-    try:
-        return kind.model_validate(value, from_attributes=True)
+        if not body:
+            raise RequestValidationError([{"loc": ("body",), "msg": "Field required"}])
+        if not _is_json(given := request.headers.get("content-type", "")):
+            # Browsers send other types to any address, without asking for leave first.
+            raise HTTPException(415, f"the content type of a body must be application/json, got {given[:80]!a}")
+        parser: BodyParser = request.app.state.parser
+        parsing = parser.parse(body, parts, request.state.tenant.id, validated)
+        del body
+        return await parsing
     except ValidationError as error:
         raise RequestValidationError(error.errors(include_url=False)) from error
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON, at character {error.pos}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("the body is not valid JSON in UTF-8, or nested too deeply") from error
+
+
+@contextlib.asynccontextmanager
+async def at_a_reports_turn(request: Request) -> AsyncGenerator[None]:
+    """Enters the block in which a report of the router is written, when it is its turn: that takes milliseconds.
+
+    Raises:
+        Overloaded: many wait, or many of this client.
+    """
+    reports: PacedWork = request.app.state.reports
+    async with reports.turn(request.client.host if request.client else "", 1), reports.piece():
+        yield
+
+
+def _validated(value: Any, kind: type[AnyBody], ignored: Ignored) -> AnyBody:
+    """The body. Fields that change no answer are removed from the value if it is refused for them.
+
+    Raises:
+        InvalidRequest: the value is no object, or see `DeclaredBody.check_fields`.
+        ValidationError: it is no body of this kind.
+    """
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    for _ in range(MAX_READINGS):
+        try:
+            body = kind.model_validate(value, from_attributes=True, context=ignored)
+            break
+        except ValidationError as error:
+            if not without_ignored(value, error, ignored):
+                raise
+    else:
+        body = kind.model_validate(value, from_attributes=True, context=ignored)
+    if isinstance(body, DeclaredBody):
+        body.check_fields(ignored)
+    return body
+
+
+async def _received(request: Request) -> tuple[bytes, PartCount]:
+    """The bytes of a body, and how many parts they have.
+
+    One that is too long, or has too many parts, is refused while it comes in; one that says that it will be too long,
+    before.
+    """
+    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("", "identity"):
+        raise HTTPException(415, f"a body is read as it is, and not with the encoding {encoding[:40]!a}; send it plain")
+    pieces, num_bytes, parts = list[bytes](), 0, PartCount()
+    _check_length(int(request.headers.get("content-length", 0)))
+    async for piece in request.stream():
+        num_bytes += len(piece)
+        _check_length(num_bytes)
+        parts.add(piece)
+        pieces.append(piece)
+    return b"".join(pieces), parts
+
+
+def _check_length(num_bytes: int) -> None:
+    if num_bytes > MAX_BODY_BYTES:
+        raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes; shorten the prompt")
 
 
 def _is_json(content_type: str) -> bool:
@@ -71,29 +151,45 @@ def _is_json(content_type: str) -> bool:
 
 
 def named(request: Request, own: str | None, prefix: str) -> str:
-    """Returns the id of a request: the one that its body has, else one made of its header x-request-id, else a new one.
+    """Return the id of a request: the id in its body, else one made of its header x-request-id, else a new one.
+
+    The answer echoes the header. If prefix and header together are too long for an id, the id does not contain it.
 
     Args:
-        prefix: what an id begins with that the body does not have.
+        prefix: start of an id that is not the body's.
 
     Raises:
-        InvalidRequest: see `check_request_id`.
+        InvalidRequest: the body's id is not valid, see `check_request_id`.
     """
-    given = request.headers.get(REQUEST_ID)
-    request_id = own or f"{prefix}{given or uuid.uuid4().hex}"
+    given = id_of(request) if REQUEST_ID in request.headers else ""
+    fits = given and len(prefix) + len(given) <= MAX_REQUEST_ID
+    request_id = own or f"{prefix}{given if fits else uuid.uuid4().hex}"
     check_request_id(request_id)
     request.state.request_id = given or request_id
     return request_id
 
 
-def id_headers(request: Request) -> dict[str, str]:
-    """The header x-request-id of an answer: as the request has it, else the request's id, if it has got that far.
+def id_of(request: Request) -> str:
+    """The id in the header x-request-id of an answer: as the request has it, else the request's id, else a new one."""
+    state = request.scope.setdefault("state", {})
+    found: str | None = state.get("request_id")
+    if found is None:
+        given = request.headers.get(REQUEST_ID, "")
+        is_fit = 0 < len(given) <= MAX_REQUEST_ID and given.isascii() and given.isprintable()
+        found = state["request_id"] = given if is_fit else f"req-{uuid.uuid4().hex}"
+    return found
 
-    Anthropic's clients look for it under another name.
+
+def id_headers(request: Request) -> dict[str, str]:
+    """The headers of an answer that has been made of a body, or of a refusal: x-request-id, and what was ignored.
+
+    Anthropic's clients look for the id under another name.
     """
-    found = request.scope.get("state", {}).get("request_id") or request.headers.get(REQUEST_ID)
-    names = (REQUEST_ID, "request-id") if is_anthropics(request.scope["path"]) else (REQUEST_ID,)
-    return dict.fromkeys(names, found) if found else {}
+    headers = {REQUEST_ID: id_of(request)}
+    if is_anthropics(request.scope["path"]):
+        headers["request-id"] = headers[REQUEST_ID]
+    ignored: Ignored | None = request.scope["state"].get("ignored")
+    return headers | ignored.headers() if ignored is not None else headers
 
 
 def limit_headers(quota: Quota | None) -> dict[str, str]:
@@ -164,7 +260,7 @@ class EventStream(StreamingResponse):
         ahead: ReadAhead,
         broken: Callable[[BatonError], bytes],
     ) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-cache", **headers})
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         self._events = events
         self._ahead = ahead
         self._broken = broken
@@ -229,6 +325,10 @@ def event(body: Mapping[str, Any], name: str = "") -> bytes:
 def comment(num_bytes: int) -> bytes:
     """A comment in a stream of events, which clients pass over; none of no bytes."""
     return b":%b\n" % (b" " * num_bytes) if num_bytes else b""
+
+
+WAITING = b": wait\n\n"
+"""A comment that says that a stream still waits."""
 
 
 def ascii_json(value: Any) -> bytes:

@@ -1,24 +1,25 @@
 """What becomes of every field that clients may send: how an API declares it.
 
 A body declares what is served. Of the rest an API says by name what is refused and why, and what has no effect: in a
-mapping for fields of a whole body, or on a field of a model (`Annotated[Any, Refusal(...)]`) at depth. Others are
-refused as unknown. The check, `/openapi.json` and docs/http.md are made of these declarations.
+mapping for fields of a whole body, or on a field of a model (`Annotated[Any, Refusal(...)]`) at depth. Others are not
+known: `router.api.ignored` says which of them are ignored, and the rest is refused. The check, `/openapi.json` and
+docs/http.md are made of these declarations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from baton.chat import asks_for_nothing, check_asks_for_nothing
-from baton.errors import InvalidRequest
+from baton.chat import asks_for_nothing
 
 UNSUPPORTED = "unsupported"
 """The type of pydantic's error for a field that is refused by name."""
+LEFT_OUT = "left_out"
+"""The type of pydantic's error for a member of a list that is refused by `router.strict` alone, and else left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +46,26 @@ class Refusal:
         return value
 
 
+class NotesFields(Protocol):
+    """Notes the fields that are ignored. See `router.api.ignored.Ignored`."""
+
+    def note(self, name: str) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class WithoutEffect:
-    """A field that is taken and changes no answer."""
+    """A field that is taken and changes no answer. The context of the validation, if it has one, notes it."""
 
     why: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_after_validator_function(_noted, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {**handler(schema), "description": f"Has no effect: {self.why}."}
 
 
-def check_unserved(fields: Mapping[str, Any], refused: Mapping[str, Refusal]) -> None:
-    """Checks the fields of a body that it does not serve.
-
-    Args:
-        refused: what the API refuses by name.
-
-    Raises:
-        InvalidRequest: one is not known.
-        Unsupported: one is refused.
-    """
-    for name, value in fields.items():
-        if name not in refused:
-            raise InvalidRequest(f"unknown field {name!a}; remove it or correct its name", name)
-        check_asks_for_nothing(name, value, refused[name].neutral)
+def _noted(value: Any, info: ValidationInfo[NotesFields | None]) -> Any:
+    if value and info.context is not None and info.field_name is not None:
+        info.context.note(info.field_name)
+    return value

@@ -8,15 +8,16 @@ import math
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 
 from baton import wire
 from baton.api import GenerateChunk
 from baton.cluster import ClusterStatus
-from baton.errors import BatonError, Forbidden, Unauthenticated
-from baton.rpc.errors import CallContext
+from baton.errors import Forbidden, Unauthenticated
+from baton.rpc.arrivals import streaming
+from baton.rpc.errors import CallContext, refusal
 from baton.tasks import seen_through
 from baton.telemetry import tracing
 from baton.timelines import DEFAULT_LIMIT
@@ -32,7 +33,8 @@ from router.request.request_log import RequestFilter, RequestLog
 from router.service import RouterService
 
 MAX_MESSAGE_BYTES = 4 * 2**20
-"""Longest message of a client: what gRPC's servers take by default. It is received whole before it is looked at."""
+"""Longest message of a client: what gRPC's servers take by default. It is received whole before it is looked at, and
+nothing of it is received before the call is let in."""
 SERVICE_NAMES = ("baton.v1.Inference", "baton.v1.Admin")
 INFERENCE, ADMIN = (f"/{name}/" for name in SERVICE_NAMES)
 CALLER: ContextVar[Tenant] = ContextVar("caller")
@@ -40,8 +42,7 @@ CALLER: ContextVar[Tenant] = ContextVar("caller")
 
 
 class Authentication(grpc.aio.ServerInterceptor):
-    """Identifies the tenant of a call, or refuses the call before its message is parsed (or once it is, where it has no
-    key, and tenants have certificates). `Admin` takes an operator's.
+    """Identifies the tenant of a call, or refuses the call before its message is read. `Admin` takes an operator's.
 
     Health and reflection need no key: they say nothing of this cluster.
     """
@@ -60,7 +61,7 @@ class Authentication(grpc.aio.ServerInterceptor):
             try:
                 self._let_in(api_key, (), is_admin)
             except (Unauthenticated, Forbidden) as error:
-                return _refusal(error)
+                return refusal(error)
         return await continuation(details)
 
     def _let_in(self, api_key: str | None, certificate: Sequence[str], is_admin: bool) -> None:
@@ -72,23 +73,13 @@ class Authentication(grpc.aio.ServerInterceptor):
 
     def _by_certificate(self, handler: Any, is_admin: bool) -> Any:
         """The handler, behind a look at the client's certificate, which is known only when the call begins."""
-        method = handler.unary_stream or handler.unary_unary
+        method = handler.stream_stream or handler.stream_unary
 
-        async def let_in(request: Any, context: CallContext) -> Any:
+        async def let_in(messages: Any, context: CallContext) -> Any:
             self._let_in(None, names_in_call(context.auth_context()), is_admin)
-            return await method(request, context)
+            return await method(messages, context)
 
-        make = (
-            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
-        )
-        return make(let_in, handler.request_deserializer, handler.response_serializer)
-
-
-def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
-    async def refuse(request: bytes, context: CallContext) -> NoReturn:
-        raise error
-
-    return grpc.unary_unary_rpc_method_handler(refuse)
+        return streaming(handler, let_in)
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):

@@ -10,13 +10,21 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable
+from typing import Protocol
 
-from router.api.connections import OpenConnections
+from router.api.places import ConnectionPlace, OpenConnections
 
 logger = logging.getLogger(__name__)
 PAUSE_S = 0.1
 """The time until the next try when a connection could not be accepted, as for want of descriptors."""
+SHUTDOWN_S = 5.0
+"""Longest time in which a client answers that a connection is closed."""
+
+
+class MakeProtocol(Protocol):
+    """Makes what has a connection after its handshake, and leaves its place when it is lost."""
+
+    def __call__(self, *, place: ConnectionPlace) -> asyncio.Protocol: ...
 
 
 class TlsListener:
@@ -25,7 +33,7 @@ class TlsListener:
     Args:
         listening: a bound socket; closing it is its owner's.
         context: what is shown to clients and asked of them.
-        make_protocol: makes what has a connection after its handshake, and counts it out when it is lost.
+        make_protocol: see there.
         open_connections: those of the server; a connection is one of them from its first moment.
     """
 
@@ -33,7 +41,7 @@ class TlsListener:
         self,
         listening: socket.socket,
         context: ssl.SSLContext,
-        make_protocol: Callable[[], asyncio.Protocol],
+        make_protocol: MakeProtocol,
         open_connections: OpenConnections,
     ) -> None:
         self._listening, self._context, self._make_protocol = listening, context, make_protocol
@@ -73,21 +81,23 @@ class TlsListener:
     async def _shake_hands(self, accepted: socket.socket, client: str) -> None:
         """One too many is closed without a word: before its handshake a client could not read any."""
         is_through = False
-        reason = self._open.enter(client)
+        place = self._open.enter(client)
+        reason = place.refusal
         try:
             if not reason:
                 await asyncio.get_running_loop().connect_accepted_socket(
-                    self._make_protocol,
+                    lambda: self._make_protocol(place=place),
                     accepted,
                     ssl=self._context,
                     ssl_handshake_timeout=self._open.limits.head_s,
+                    ssl_shutdown_timeout=SHUTDOWN_S,
                 )
                 is_through = True
         except (OSError, TimeoutError) as error:
             reason = f"no TLS handshake: {error}"
         finally:
             if not is_through:
-                self._open.leave(client)
+                place.leave()
                 accepted.close()
         if reason:
-            logger.info("a connection of %s is closed: %s", client, reason)
+            self._open.log_end(client, reason)

@@ -13,14 +13,16 @@ from __future__ import annotations
 import fnmatch
 import functools
 import ipaddress
+import re
 import socket
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from starlette.types import Scope
 
 from baton.config import Config
 
+_HOST = re.compile(r"(?P<name>[a-z0-9._-]*[a-z0-9_-]|\[[0-9a-f:.]*\]|)\.?(:[0-9]*)?")
+"""What a header Host has: a name or an address, a port or none. Anything else may be read in several ways."""
 LONGEST_ADDRESS = len("[ffff:ffff:ffff:ffff:ffff:ffff:255.255.255.255]")
 
 
@@ -44,8 +46,13 @@ class Hosts:
 
     def refused(self, scope: Scope) -> str | None:
         """Returns the host of a request that may not be answered; None: it may."""
-        is_strict = bool(self.allowed) or (not self.needs_key and _is_local(scope))
-        return next((name for name in _named(scope["headers"]) if is_strict and not self._knows(name)), None)
+        if not (self.allowed or (not self.needs_key and _is_local(scope))):
+            return None
+        for named in (value.decode("latin-1").strip().lower() for name, value in scope["headers"] if name == b"host"):
+            host = _HOST.fullmatch(named)
+            if host is None or not self._knows(host["name"]):
+                return named if host is None else host["name"]
+        return None
 
     def _knows(self, name: str) -> bool:
         is_nobodys = "." not in name or name.endswith(".localhost")
@@ -56,12 +63,6 @@ class Hosts:
 
 ANY = Hosts(needs_key=True)
 """Every host is answered."""
-
-
-def _named(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
-    """The names in the headers Host, without ports."""
-    found = [value.decode("latin-1").strip().lower() for name, value in headers if name == b"host"]
-    return [(host if host.endswith("]") else host.rpartition(":")[0] or host).removesuffix(".") for host in found]
 
 
 def _is_local(scope: Scope) -> bool:

@@ -7,8 +7,9 @@ page, its data and the probes. Where tenants are configured, /metrics is on a po
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
@@ -17,35 +18,40 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.cluster import VERSION
-from baton.errors import BatonError, Forbidden, InvalidRequest, Overloaded, QuotaExceeded, Unauthenticated, Unsupported
+from baton.errors import BatonError, Forbidden, Overloaded, QuotaExceeded, Unauthenticated
 from router.admission.tenants import TenantBook, api_key_of, require_operator
-from router.api.apis import add_apis, error_body
+from router.api.apis import FIELD_NAMES, add_apis, error_body
 from router.api.connections import CERTIFICATE_NAMES
 from router.api.delivery import ReadAhead
 from router.api.document import OPENAPI_PATH
-from router.api.exchange import MAX_BODY_BYTES, REQUEST_ID, JsonAnswer, id_headers, limit_headers
-from router.api.fields import UNSUPPORTED
+from router.api.exchange import REQUEST_ID, JsonAnswer, id_headers, limit_headers
 from router.api.hosts import ANY, Hosts
+from router.api.methods import LongText, Methods
 from router.api.operations import Operations, add_operations
+from router.api.origins import FOR_OPERATORS, Origins
+from router.api.paced import PacedWork
 from router.api.page import FILES, add_page
-from router.api.parsing import BodyParser, PartCount
+from router.api.parsing import BodyParser
 from router.api.requests import add_requests
+from router.api.taking import refusal_of
 from router.api.unserved import why_unserved
 from router.service import RouterService
 
 NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 """FastAPI's own telemetry, which would ask the environment with every request: the service has ours."""
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+MAX_REPORTS = 256
+"""Reports of the router that wait to be written."""
+SPARED = 5.0
+"""Time for which the text of the metrics is good, as a multiple of what writing it takes: of some ms."""
 PROBES = {"/health", "/healthz", "/readyz"}
 """Paths that answer anybody, whatever host is named."""
 OPEN_PATHS = {*FILES, OPENAPI_PATH, *PROBES}
 """Paths that need no API key: probes have none, and the page's files and the document of the API say nothing of this
 cluster."""
-FOR_OPERATORS = "/api/"
-"""Paths below it say something of the cluster."""
 
 
 def create_app(
@@ -56,6 +62,8 @@ def create_app(
     hosts: Hosts = ANY,
     *,
     operations: Operations | None = None,
+    is_strict: bool = False,
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     """The HTTP application.
 
@@ -63,30 +71,36 @@ def create_app(
         is_ready: "" when requests can be served, else the reason why not.
         metrics: the Prometheus text.
         hosts: the hosts that requests may name.
+        is_strict, cors_origins: `router.strict` and `router.cors_origins`.
         operations: what the page asks; None: it shows nothing of the cluster.
     """
     app = _app()
+    app.state.is_strict, app.state.field_names = is_strict, FIELD_NAMES
     app.state.ahead = ReadAhead(is_crowded=lambda: service.is_crowded())
-    app.add_middleware(_BodyLimit)
+    spared = _Spared(metrics)
     app.add_middleware(_HttpAuthentication, tenants=tenants)
+    app.add_middleware(Methods)
+    if cors_origins:
+        app.add_middleware(Origins, allowed=cors_origins)
     app.add_middleware(_HostCheck, hosts=hosts)  # the last is the first that a request meets
 
     add_apis(app, service)
     add_page(app)
-    _add_figures(app, metrics)
+    _add_figures(app, spared)
     add_requests(app, service)
     if operations is not None:
         add_operations(app, operations, tenants, is_ready)
     _add_probes(app, is_ready)
-    _add_metrics(app, metrics if tenants.is_open else None)
+    _add_metrics(app, spared if tenants.is_open else None)
     return app
 
 
 def create_scraped_app(is_ready: Callable[[], str], metrics: Callable[[], bytes], hosts: Hosts) -> FastAPI:
     """The application of `telemetry.port`: metrics and probes. See `create_app`."""
     app = _app()
+    app.add_middleware(Methods)
     app.add_middleware(_HostCheck, hosts=hosts)
-    _add_metrics(app, metrics)
+    _add_metrics(app, _Spared(metrics))
     _add_probes(app, is_ready)
     return app
 
@@ -94,6 +108,7 @@ def create_scraped_app(is_ready: Callable[[], str], metrics: Callable[[], bytes]
 def _app() -> FastAPI:
     app = FastAPI(title="Baton", openapi_url=None, telemetry=NO_TELEMETRY)
     app.state.parser = BodyParser()
+    app.state.reports = PacedWork(MAX_REPORTS)
     app.add_exception_handler(BatonError, _on_baton_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -102,22 +117,22 @@ def _app() -> FastAPI:
     return app
 
 
-def _add_figures(app: FastAPI, metrics: Callable[[], bytes]) -> None:
+def _add_figures(app: FastAPI, metrics: Callable[[], LongText]) -> None:
     @app.get("/version")  # vLLM's
     async def version() -> dict[str, str]:
         return {"version": VERSION}
 
     @app.get(f"{FOR_OPERATORS}metrics")
     async def figures() -> Response:
-        return Response(metrics(), media_type=PROMETHEUS, headers={"Cache-Control": "no-store"})
+        return Response(metrics().text, media_type=PROMETHEUS, headers={"Cache-Control": "no-store"})
 
 
-def _add_metrics(app: FastAPI, metrics: Callable[[], bytes] | None) -> None:
+def _add_metrics(app: FastAPI, metrics: Callable[[], LongText] | None) -> None:
     @app.get("/metrics")
-    async def prometheus() -> Response:
+    async def prometheus(request: Request) -> Response:
         if metrics is None:
             raise HTTPException(404, "there are tenants, so /metrics is on telemetry.port alone")
-        return Response(metrics(), media_type=PROMETHEUS)
+        return metrics().answer(request, PROMETHEUS)
 
 
 def _add_probes(app: FastAPI, is_ready: Callable[[], str]) -> None:
@@ -130,6 +145,23 @@ def _add_probes(app: FastAPI, is_ready: Callable[[], str]) -> None:
     async def readyz() -> JSONResponse:
         reason = is_ready()
         return JSONResponse({"status": reason or "ok"}, status_code=503 if reason else 200)
+
+
+class _Spared:
+    """Writes a text again only when much more time has passed than that took: anybody may ask for it, and often."""
+
+    def __init__(self, write: Callable[[], bytes]) -> None:
+        self._write = write
+        self._text = LongText(b"")
+        self._until_s = 0.0
+        """How long the text is good, on the monotonic clock."""
+
+    def __call__(self) -> LongText:
+        if time.monotonic() >= self._until_s:
+            began_s = time.thread_time()
+            self._text = LongText(self._write())
+            self._until_s = time.monotonic() + SPARED * (time.thread_time() - began_s)
+        return self._text
 
 
 class _HostCheck:
@@ -225,32 +257,12 @@ class StreamLimit:
                 del self._num_of[client]
 
 
-class _BodyLimit:
-    """Refuses bodies that are too long to be a request, or have too many parts, while they come in."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes, parts = 0, PartCount()
-
-        async def limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(piece := message.get("body", b""))
-            if num_bytes > MAX_BODY_BYTES:
-                raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes; shorten the prompt")
-            parts.add(piece)
-            return message
-
-        await self._app(scope, limited if scope["type"] == "http" else receive, send)
-
-
 def _refused(
     request: Request, error: BatonError | HTTPException, status: int, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     named = id_headers(request)
-    body = error_body(request.scope["path"], error, named.get(REQUEST_ID))
+    written: Mapping[str, str] | None = request.scope.get("state", {}).get("written")
+    body = error_body(request.scope["path"], error, named[REQUEST_ID], written)
     return JsonAnswer(body, status, {**named, **(headers or {})})
 
 
@@ -268,19 +280,7 @@ async def _on_baton_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    is_unknown = first.get("type") == "extra_forbidden"
-    where = first["loc"][first["loc"][:1] == ("body",) :]
-    param = ""
-    for part in where:
-        param += f"[{part}]" if param and isinstance(part, int) else f"{'.' if param else ''}{part}"
-    refusal: InvalidRequest | Unsupported
-    if first.get("type") == UNSUPPORTED:
-        refusal = Unsupported(f"{param} {first['msg']}", param)
-    else:
-        reason = "unknown field; remove it or correct its name" if is_unknown else first["msg"]
-        refusal = InvalidRequest(f"{param or 'the body'}: {reason}", param or None)
-    return await _on_baton_error(request, refusal)
+    return await _on_baton_error(request, refusal_of(error))
 
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:

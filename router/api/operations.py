@@ -1,4 +1,5 @@
-"""What the page shows and does, below /api: the cluster, its history, a worker's log; drain, role and size of pools.
+"""What the page shows and does, below /api: the cluster with its alerts, its history, a router's load, a worker's log;
+drain, role and size of pools.
 
 All of it is for operators, see `router.api.http`. Orders need an API key even where the rest does not: where there is
 no tenants' file, anybody who reaches the port could give them, so they are refused, and `baton` gives them over gRPC.
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -25,8 +26,11 @@ from baton.errors import Forbidden
 from baton.v1 import admin_pb2
 from router.admission.tenants import TenantBook
 from router.api.controller_client import ControllerClient
-from router.api.exchange import JsonAnswer, read_body
+from router.api.exchange import JsonAnswer, at_a_reports_turn, read_body
+from router.api.places import OpenConnections
 from router.cluster.history import SLOT_S, ClusterHistory
+from router.cluster.load import LoadMeter
+from router.cluster.watch import AlertBook
 from router.dispatch.worker_client import WorkerClient
 
 NO_STORE = {"Cache-Control": "no-store"}
@@ -41,6 +45,11 @@ class Operations:
     router_id: str
     status: Callable[[], ClusterStatus]
     history: ClusterHistory
+    load: LoadMeter
+    """The router's own."""
+    alerts: AlertBook
+    connections: OpenConnections
+    """Connections to the HTTP port."""
     classes: Mapping[str, SloClassConfig]
     orders: ControllerClient
     workers: WorkerClient
@@ -79,26 +88,32 @@ def add_operations(app: FastAPI, operations: Operations, tenants: TenantBook, is
 
 def _add_views(app: FastAPI, operations: Operations, tenants: TenantBook, is_ready: Callable[[], str]) -> None:
     @app.get("/api/status")
-    async def status() -> JSONResponse:
-        shown = {
+    async def status(request: Request) -> JSONResponse:
+        async with at_a_reports_turn(request):
+            return JsonAnswer(report(), headers=NO_STORE)
+
+    def report() -> dict[str, Any]:
+        return {
             "now_s": time.time(),
             "version": VERSION,
             "router": operations.router_id,
             "not_ready": is_ready(),
             "takes_orders": not tenants.is_open,
             "slo_classes": {name: _objectives(each) for name, each in operations.classes.items()},
+            "alerts": [asdict(each) for each in operations.alerts.alerts()],
+            "load": asdict(operations.load.now()),
             **wire.status_as_json(wire.status_response(operations.status())),
         }
-        return JsonAnswer(shown, headers=NO_STORE)
 
     @app.get("/api/history")
-    async def history(since: int = 0) -> JSONResponse:
-        slots = [
-            {"slot": number, "num_routers": slot.num_routers, "counts": slot.counts}
-            for number, slot in operations.history.slots(since).items()
-        ]
-        shown = {"now_s": time.time(), "slot_s": SLOT_S, "bounds": operations.history.bounds, "slots": slots}
-        return JsonAnswer(shown, headers=NO_STORE)
+    async def history(request: Request, since: int = 0) -> JSONResponse:
+        async with at_a_reports_turn(request):
+            slots = [
+                {"slot": number, "num_routers": slot.num_routers, "counts": slot.counts}
+                for number, slot in operations.history.slots(since).items()
+            ]
+            shown = {"now_s": time.time(), "slot_s": SLOT_S, "bounds": operations.history.bounds, "slots": slots}
+            return JsonAnswer(shown, headers=NO_STORE)
 
     @app.get("/api/workers/{worker_id}/log")
     async def log(worker_id: str) -> JSONResponse:

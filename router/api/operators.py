@@ -10,6 +10,8 @@ from router.api.document import Api, OperatorCall
 from router.api.openai.description import OPENAI
 from router.api.operations import MAX_LOG_LINES, Order, RoleOrder, SizeOrder
 from router.api.schemas import Schemas, described, many, of_dataclass, of_message
+from router.cluster.load import RouterLoad
+from router.cluster.watch import Alert
 
 _TEXT: Schemas = {"type": "string"}
 _COUNT: Schemas = {"type": "integer", "minimum": 0}
@@ -31,6 +33,8 @@ def _status(into: Schemas) -> Schemas:
             "type": "object",
             "additionalProperties": described(dict.fromkeys(("ttft_s", "itl_s", "e2e_s"), _OBJECTIVE)),
         },
+        "alerts": many(of_dataclass(Alert, into)),
+        "load": of_dataclass(RouterLoad, into),
     }
     into["ClusterState"] = described(own | cluster["properties"], cluster["properties"].keys() - cluster["required"])
     return {"$ref": "#/components/schemas/ClusterState"}
@@ -70,7 +74,8 @@ OPERATORS = Api(
     endpoints={},
     calls={
         "/api/status": OperatorCall(
-            summary="The cluster: pools, workers, routers, Redis, and the classes' objectives.", answer=_status
+            summary="The cluster: pools, workers, routers, Redis, objectives, alerts, and the router's load.",
+            answer=_status,
         ),
         "/api/history": OperatorCall(
             summary="What all routers counted in the last hour, in slots of ten seconds.",

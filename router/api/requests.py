@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import FastAPI, Query
+from fastapi import FastAPI, Query, Request
 from starlette.exceptions import HTTPException
 
 from baton.timelines import DEFAULT_LIMIT, list_json, timeline_json
-from router.api.exchange import JsonAnswer
+from router.api.exchange import JsonAnswer, at_a_reports_turn
 from router.request.request_log import RequestFilter
 from router.service import RouterService
 
@@ -21,13 +21,15 @@ def add_requests(app: FastAPI, service: RouterService) -> None:
 
     @app.get(PATH)
     async def requests(
+        request: Request,
         tenant: str = "",
         slo_class: str = "",
         outcome: Annotated[tuple[str, ...], Query()] = (),
         limit: int = DEFAULT_LIMIT,
     ) -> JsonAnswer:
         wanted = RequestFilter(tenant=tenant, slo_class=slo_class, outcomes=outcome, limit=limit)
-        return JsonAnswer(list_json(service.requests.listed(wanted)), headers=FRESH)
+        async with at_a_reports_turn(request):
+            return JsonAnswer(list_json(service.requests.listed(wanted)), headers=FRESH)
 
     @app.get(f"{PATH}/{{request_id:path}}")
     async def request(request_id: str, tenant: str = "") -> JsonAnswer:

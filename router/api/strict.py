@@ -2,10 +2,73 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticKnownError
+
+from baton.errors import InvalidRequest
+from router.api.fields import Refusal
+from router.api.ignored import Ignored, is_empty
+
+T = TypeVar("T")
+MAX_LISTED = 4096
+
+
+def _of_some_length(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_LISTED:
+        told = {"field_type": "List", "max_length": MAX_LISTED, "actual_length": len(value)}
+        raise PydanticKnownError("too_long", told)
+    return value
+
+
+Listed = Annotated[list[T], Field(max_length=MAX_LISTED), BeforeValidator(_of_some_length)]
+"""A list in a body. Its length is checked before its values are, and is more than any list may have in the end."""
+Values = Annotated[list[T], Field(max_length=MAX_LISTED, fail_fast=True), BeforeValidator(_of_some_length)]
+"""A list of numbers or texts, of which the first that is wrong is the only one that is named."""
 
 
 class StrictBody(BaseModel):
     """A body or field in which every name and type is checked."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class DeclaredBody(BaseModel):
+    """A body of which an API declares by name which other fields it refuses, and which fields have no effect."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    refused: ClassVar[Mapping[str, Refusal]] = {}
+    """Fields that the body does not have -> why they are refused."""
+    without_effect: ClassVar[Mapping[str, str]] = {}
+    """Which of its fields change no answer -> why."""
+
+    def check_fields(self, ignored: Ignored) -> None:
+        """Notes the fields that are ignored.
+
+        Raises:
+            InvalidRequest: one is not known.
+            Unsupported: one is refused.
+        """
+        if self.model_extra:
+            ignored.check_unserved(self.model_extra, self.refused)
+        for name in self.model_fields_set & self.without_effect.keys():
+            if not is_empty(getattr(self, name)):
+                ignored.note(name)
+
+
+class StreamBody(DeclaredBody):
+    """A body whose answer may come as a stream."""
+
+    stream: bool | None = None
+    stream_options: Any = None
+
+    def check_fields(self, ignored: Ignored) -> None:
+        """Notes the options of a stream that a whole answer has no use for, too. `router.strict` refuses them."""
+        super().check_fields(ignored)
+        if self.stream_options is not None and not self.stream:
+            if ignored.is_strict:
+                raise InvalidRequest("stream_options belongs to streams; set stream to true", "stream_options")
+            ignored.note("stream_options")

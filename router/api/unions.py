@@ -10,13 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidatorFunctionWrapHandler
+from pydantic import (
+    BaseModel,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from router.api.fields import UNSUPPORTED
+from router.api.fields import LEFT_OUT, UNSUPPORTED
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ByType:
     """Annotates a union of models, of which a field of a value names one; its other members are texts."""
 
@@ -26,6 +32,10 @@ class ByType:
     """What the field is in an object that has none; empty: each must have one."""
     by: str = "type"
     """The field."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Types of objects that are left out of the list that has them, unless `router.strict` refuses them -> why."""
+    leaves_out: bool = False
+    """Whether objects of types that are not known are left out, too."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         members = typing.get_args(source) or (source,)
@@ -37,28 +47,30 @@ class ByType:
         }
         texts = [text for each in members for text in typing.get_args(each) if isinstance(text, str)]
 
-        def chosen(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
-            return self._chosen(value, models, texts)
+        def chosen(value: Any, _: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+            return self._chosen(value, models, texts, info.context)
 
-        return core_schema.no_info_wrap_validator_function(chosen, handler(source))
+        return core_schema.with_info_wrap_validator_function(chosen, handler(source))
 
-    def _chosen(self, value: Any, models: Mapping[str, type[BaseModel]], texts: list[str]) -> Any:
+    def _chosen(self, value: Any, models: Mapping[str, type[BaseModel]], texts: list[str], context: Any) -> Any:
         if isinstance(value, str) and value in texts:
             return value
         if not isinstance(value, dict):
             known = " or ".join((*texts, f"an object with a {self.by}"))
             raise PydanticCustomError("one_of_several", "must be {known}", {"known": known})
         kind = value.get(self.by) or self.default
-        if isinstance(kind, str) and kind in self.refused:
+        is_left_out = isinstance(kind, str) and (kind in self.left_out or bool(self.leaves_out and kind not in models))
+        if isinstance(kind, str) and kind and (kind in self.refused or is_left_out):
+            why = self.refused.get(kind) or self.left_out.get(kind, "it is not known")
             raise PydanticCustomError(
-                UNSUPPORTED,
+                LEFT_OUT if is_left_out else UNSUPPORTED,
                 "of {by} {kind} is not supported: {why}; leave it out",
-                {"by": self.by, "kind": kind, "why": self.refused[kind]},
+                {"by": self.by, "kind": kind[:80].encode("ascii", "backslashreplace").decode(), "why": why},
             )
         if not isinstance(kind, str) or kind not in models:
             what = {"by": self.by, "known": ", ".join(models)}
             raise PydanticCustomError("type", "must have a {by} out of: {known}", what)
-        return models[kind].model_validate(value)
+        return models[kind].model_validate(value, context=context)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

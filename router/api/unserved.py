@@ -13,12 +13,24 @@ _NO_FILES = "nothing is stored"
 _NO_MEDIA = "the model reads and writes text"
 _NO_SCORES = "the model writes text, and gives no vectors or scores of one"
 _NO_AGENTS = "the cluster runs no tools or agents; a client calls its tools itself"
+_NO_V1 = "the base URL of a client must end in /v1"
+_OLLAMAS = "Baton has no Ollama API; use OpenAI's with a base URL that ends in /v1"
 _NO_ACCOUNTS = "tenants and keys are in the operator's file"
 
 OPENAIS: Mapping[str, str] = {
+    "/api/chat": _OLLAMAS,
+    "/api/generate": _OLLAMAS,
+    "/api/show": _OLLAMAS,
+    "/api/tags": _OLLAMAS,
+    "/chat/completions": _NO_V1,
     "/classify": _NO_SCORES,
+    "/completions": _NO_V1,
+    "/messages": _NO_V1,
+    "/models": _NO_V1,
+    "/openai": "Baton has no Azure paths; use OpenAI's client with a base URL that ends in /v1",
     "/pooling": _NO_SCORES,
     "/rerank": _NO_SCORES,
+    "/responses": _NO_V1,
     "/score": _NO_SCORES,
     "/v1/agents": _NO_AGENTS,
     "/v1/assistants": _NO_AGENTS,
@@ -52,6 +64,7 @@ OPENAIS: Mapping[str, str] = {
     "/v1/skills": _NO_AGENTS,
     "/v1/threads": _NO_AGENTS,
     "/v1/uploads": _NO_FILES,
+    "/v1/v1": "the base URL ends in /v1 already; leave out one of them",
     "/v1/vaults": _NO_AGENTS,
     "/v1/vector_stores": _NO_FILES,
     "/v1/videos": _NO_MEDIA,

@@ -2,7 +2,8 @@
 
 `registry` follows leases, loads and the index in Redis and announces this router; `readiness` answers /readyz and
 gRPC's health service; `history` keeps what all routers counted in the last hour; `surroundings` watches Redis' memory
-and the certificates' ends.
+and the certificates' ends; `load` measures this process, `alerts` are conditions of all of this, and `watch` remembers
+since when each lasts.
 """
 
-__all__ = ["history", "history_store", "readiness", "registry", "surroundings"]
+__all__ = ["alerts", "history", "history_store", "load", "readiness", "registry", "surroundings", "watch"]

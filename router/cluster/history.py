@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from baton.errors import StoreUnavailable
-from baton.telemetry.booked import Booked
+from baton.telemetry.booked import PROMPT_CLASSES, TO_COMPUTE, Booked
 from baton.telemetry.prometheus import Histogram
 from router.cluster.history_store import Counts, HistoryStore
 
@@ -41,7 +41,8 @@ class HistorySlot:
 
 def counted(booked: Booked) -> dict[str, float]:
     """What a router has counted since its start, by names such as `requests/met/CLASS`, `misses/STAGE` and
-    `ttft/BOUND`: values up to that bound and above the one before. What is zero is left out.
+    `ttft/BOUND`: values up to that bound and above the one before. `ttft_of/PROMPTS/BOUND` counts those of a class of
+    prompts, see `PROMPT_CLASSES`. What is zero is left out.
     """
     counts = {
         **{f"requests/{outcome}/{name}": n for (outcome, name), n in _by(booked, "outcome", "slo_class").items()},
@@ -50,6 +51,11 @@ def counted(booked: Booked) -> dict[str, float]:
             f"{prefix}/{bound}": number
             for prefix, histogram in _histograms(booked).items()
             for bound, number in histogram.totals().items()
+        },
+        **{
+            f"ttft_of/{prompts}/{bound}": number
+            for prompts in (*map(str, PROMPT_CLASSES), "+Inf")
+            for bound, number in booked.time_to_first_token.totals({TO_COMPUTE: prompts}).items()
         },
         "prompt_tokens": booked.prompt_tokens.totals().get((), 0.0),
         "cached_tokens": booked.prefix_hit_tokens.totals().get((), 0.0),
@@ -102,8 +108,9 @@ class ClusterHistory:
 
     @property
     def bounds(self) -> dict[str, list[float]]:
-        """The upper bounds of the histograms, but the infinite one, by the prefix of their counts."""
-        return {prefix: list(histogram.bounds) for prefix, histogram in _histograms(self._booked).items()}
+        """The upper bounds of the histograms and of the classes of prompts, without the infinite ones, by prefix."""
+        bounds = {prefix: list(histogram.bounds) for prefix, histogram in _histograms(self._booked).items()}
+        return {**bounds, "ttft_of": list(map(float, PROMPT_CLASSES))}
 
     async def run(self) -> None:
         """Looks every `PERIOD_S` until cancelled. While the store is away, own counts are kept."""

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from itertools import starmap
+from typing import Protocol
 
 from kvstore.index import RedisConnection, Seal
-from kvstore.index.connection import WrongType
+from kvstore.index.connection import BadValue
 from kvstore.index.keys import Keys
+from kvstore.index.reads import HashBounds, pairs
+from kvstore.index.values import MAX_NAME_BYTES
 
 Counts = Mapping[str, float]
 """Numbers by name."""
 TTL_MS = 3_900_000
 """Life of a slot in Redis: an hour, and a while for clocks that differ."""
-MAX_WRITERS, MAX_COUNTS, MAX_BYTES = 256, 2048, 65_536
-"""Most writers of a slot, counts of a writer, and bytes of them, that are read."""
+MAX_COUNTS, MAX_COUNT_NAME, MAX_COUNT = 2048, 128, 1e18
+"""Most counts of a slot, characters of a count's name, and the largest count that are read."""
+SLOT_BOUNDS = HashBounds(num_fields=2048, name_bytes=MAX_NAME_BYTES, value_bytes=2**16, num_bytes=2**22)
+"""What a slot may have: a field for each router's process."""
 
 
 class HistoryStore(Protocol):
@@ -66,29 +70,31 @@ class RedisHistory:
         stored = value if self._seal is None else self._seal.close(key, field, value)
         put = ("HSET", key, field, stored), ("PEXPIRE", key, TTL_MS)
         written, _ = await self._connection.pipeline(list(put))
-        if isinstance(written, WrongType):
+        if isinstance(written, BadValue):
             self._connection.note(key, written.reason)
             await self._connection.pipeline([("UNLINK", key), *put])
 
     async def read(self, slots: Iterable[int]) -> dict[int, dict[str, Counts]]:
-        wanted = {slot: self._keys.history(slot) for slot in slots}
-        found = await self._connection.pipeline([("HGETALL", key) for key in wanted.values()])
-        read = {slot: self._of(key, fields) for (slot, key), fields in zip(wanted.items(), found, strict=True)}
+        read = {slot: await self._of(self._keys.history(slot)) for slot in slots}
         return {slot: writers for slot, writers in read.items() if writers}
 
     async def close(self) -> None:
         await self._connection.close()
 
-    def _of(self, key: str, fields: Any) -> dict[str, Counts]:
+    async def _of(self, key: str) -> dict[str, Counts]:
         """The counts under a key, by writer, without those that cannot be read."""
-        if isinstance(fields, WrongType):
-            self._connection.note(key, fields.reason)
-            return {}
         writers: dict[str, Counts] = {}
-        for writer, stored in list(fields.items())[:MAX_WRITERS]:
+        names: set[str] = set()
+        async for found in pairs(self._connection, key, SLOT_BOUNDS):
             try:
-                value = stored if self._seal is None else self._seal.open(key, writer, stored)
-                writers[writer.decode()] = _decoded(value)
+                if isinstance(found, BadValue):
+                    raise ValueError(found.reason)
+                writer, stored = found
+                counts = _decoded(stored if self._seal is None else self._seal.open(key, writer, stored))
+                if len(names.union(counts)) > MAX_COUNTS:
+                    raise ValueError(f"it has more than {MAX_COUNTS} counts")
+                writers[writer.decode()] = counts
+                names.update(counts)
             except ValueError as error:
                 self._connection.note(key, error)
         return writers
@@ -96,11 +102,16 @@ class RedisHistory:
 
 def _decoded(value: bytes) -> Counts:
     """Raises ValueError: it is no counts of a router."""
-    counts = json.loads(value) if len(value) <= MAX_BYTES else None
-    if not isinstance(counts, dict) or len(counts) > MAX_COUNTS or not all(map(_is_count, counts.values())):
+    try:
+        counts = json.loads(value)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if not isinstance(counts, dict) or not all(starmap(_is_count, counts.items())):
         raise ValueError("it is no counts of a router")
     return counts
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+def _is_count(name: str, value: object) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return 0 <= value <= MAX_COUNT and len(name) <= MAX_COUNT_NAME

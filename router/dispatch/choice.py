@@ -42,6 +42,9 @@ class Choice:
     """Tokens of the answer so far, from whatever worker or router."""
     finish_reason: FinishReason | None = None
     """Why the engine ended the answer; None: it has not."""
+    num_computed: int = 0
+    """Tokens that workers have computed for it in this call, also of what no client gets; those computed again because
+    a worker failed count once."""
     hypotheses: Hypotheses = NO_HYPOTHESES
     """Where its beam search was when its worker asked for a move: the next worker goes on there."""
     sampler: str = ""
@@ -196,6 +199,11 @@ class ChoiceGroup:
     def is_search(self) -> bool:
         """Whether one beam search finds all of the answers."""
         return bool(self.choices) and self.choices[0].spec.sampling.use_beam_search
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that workers have computed for all of them in this call."""
+        return sum(choice.num_computed for choice in self.choices)
 
     def unanswered(self) -> ChoiceGroup:
         """The choices of which the client still needs something."""

@@ -47,7 +47,7 @@ from router.dispatch.migration import Migration
 from router.dispatch.reports import Reports
 from router.dispatch.retry import Failure, consecutive, given_up, is_used_up, to_avoid
 from router.dispatch.selector import WorkerSelector
-from router.dispatch.worker_client import WorkerCallError, WorkerClient
+from router.dispatch.worker_client import WorkerCallError, WorkerClient, num_computed
 from router.placement import Job, Placement, Prediction, Prompt
 from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintTracker
@@ -134,6 +134,7 @@ class Dispatcher:
                     async for outcome in messages:
                         if isinstance(outcome, NewTokens):
                             choice.emitted += outcome.token_ids
+                            choice.num_computed += num_computed(outcome)
                             choice.finish_reason = outcome.finish_reason
                             yield choice, outcome
                             if choice.is_answered:
@@ -298,6 +299,8 @@ class Dispatcher:
         if isinstance(error, WorkerDraining):
             self._leaves(choice, worker, attempt)
             return
+        if choice.spec.sampling.use_beam_search:  # it goes on from where its search was last reported to be
+            choice.num_computed = choice.hypotheses.num_computed
         text = failed_text(worker.info, error, len(choice.emitted))
         choice.events.note(time.monotonic(), EventKind.FAILED, text, attempt.spec.attempt, worker.info.id)
         if isinstance(error, WorkerFailed):

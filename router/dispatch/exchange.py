@@ -29,7 +29,7 @@ from router.dispatch.choice import Assignment, Attempt, AttemptFailed, Finished,
 from router.dispatch.decisions import PlacementDecision
 from router.dispatch.migration import Migration
 from router.dispatch.reports import Reports
-from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
+from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream, num_computed
 from router.placement import Mode
 from router.placement.pool_view import PoolView
 
@@ -205,11 +205,15 @@ class Exchange:
                     if isinstance(begun, WorkerLeaving):
                         outcome = begun
                     else:
-                        if begun.first.token_ids or begun.first.finish_reason is not None:
-                            yield begun.first
                         rest = _Rest(attempt, begun, held, migration=self._migration, reports=self._reports)
-                        while isinstance(outcome := await rest.next(), NewTokens):
-                            yield outcome
+                        try:
+                            if num_computed(begun.first) or begun.first.finish_reason is not None:
+                                yield begun.first
+                            while isinstance(outcome := await rest.next(), NewTokens):
+                                yield outcome
+                        except (GeneratorExit, asyncio.CancelledError):  # nobody wants the others
+                            attempt.choice.num_computed += begun.stream.num_unread
+                            raise
         except WorkerCallError as failure:
             outcome = AttemptFailed(failure.with_traceback(None))  # whose frames have the outcome
         finally:

@@ -86,6 +86,11 @@ class WorkerStream(Generic[E]):
             await self._reader
         return _taken(self._events)
 
+    @property
+    def num_unread(self) -> int:
+        """Tokens that have been computed and that nobody has read."""
+        return sum(num_computed(event) for event in self._events if isinstance(event, NewTokens))
+
     def leave(self) -> None:
         """Cancels the call, which frees everything on the worker; idempotent."""
         self._leave()
@@ -113,6 +118,11 @@ class WorkerStream(Generic[E]):
         self._leave()
 
 
+def num_computed(new: NewTokens) -> int:
+    """Returns how many tokens a worker has computed since its last message."""
+    return len(new.token_ids) + new.num_searched
+
+
 def _taken(events: list[E]) -> E:
     """Takes the next answer, or the tokens of several."""
     parts = list(itertools.takewhile(lambda event: isinstance(event, NewTokens), events[:MAX_JOINED]))
@@ -131,6 +141,7 @@ def _joined(parts: Sequence[NewTokens]) -> NewTokens:
         report=first.report,
         scores=TokenScores.joined(part.scores for part in parts),
         beams=last.beams,
+        num_searched=sum(part.num_searched for part in parts),
     )
 
 

@@ -1,30 +1,32 @@
-"""Chat templates, rendered exactly as transformers' `apply_chat_template` renders them.
+"""What is known of a model's chat templates, and what they get from a chat.
 
-Templates come with the model and are untrusted code, so they run in Jinja's immutable sandbox and see plain JSON only.
-The names they may use follow transformers/utils/chat_template_utils.py (5.23).
+They are read here and run elsewhere (`baton.template`): they come with the model, and nobody has checked them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from datetime import datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
 import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 
 from baton.api import Chat
 from baton.chat import ChatMessage, check_num_messages
 from baton.errors import InvalidRequest, ModelLoadError
 from baton.nesting import check_levels
+from baton.plain_files import read_plain
+from baton.template import STOPS, Variables, environment_of_templates, stop_of
 from baton.tools import check_tools
-from router.prompt.tools import with_calls_as_text, with_tools
+from router.prompt.tools import (
+    with_calls_as_text,
+    with_functools,
+    with_observations,
+    with_tools,
+    with_tools_of_system,
+)
 
 CONTINUES = "CONTINUE_FINAL_MESSAGE_TAG "
 """Stands where the last message is continued: transformers' mark, by which the two write the same."""
@@ -33,7 +35,16 @@ _NAMING = (
     jinja2.nodes.Keyword, jinja2.nodes.Filter, jinja2.nodes.Test, jinja2.nodes.List, jinja2.nodes.Tuple,
 )  # fmt: skip
 """Parts of a template whose texts may be names of members."""
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+MAX_SOURCE = 2**20
+"""Characters of all templates of a model."""
+MAX_GROWTH, MAX_OWN = 4, 2**20
+"""Characters that a template may write: so many times what it gets, and so many besides."""
+_OF_SYSTEM = "<|/tool|>"
+"""Stands in a template that reads the tools from the system message: Phi 4 mini's."""
+_OBSERVED = "<|observation|>"
+"""Stands in a template that has the results of calls as observations: GLM 4's."""
+_KNOWN_WORDS = ("developer", "tool_calls", _OF_SYSTEM, _OBSERVED)
+RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 """Variables of a template that are set from the request's own fields."""
 
 
@@ -42,27 +53,36 @@ class ChatTemplate:
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         """Raises ModelLoadError when a template is not valid Jinja."""
-        environment = _environment()
+        environment = environment_of_templates()
         self._special_tokens = dict(special_tokens)
         self._sources = dict(templates)
+        if (size := sum(map(len, templates.values()))) > MAX_SOURCE:
+            raise ModelLoadError(f"The model's chat templates have {size} characters; they may have {MAX_SOURCE}")
         try:
-            self._templates = {name: environment.from_string(source) for name, source in templates.items()}
             trees = {name: environment.parse(source) for name, source in templates.items()}
-            self._names = {name: jinja2.meta.find_undeclared_variables(tree) for name, tree in trees.items()}
-        except jinja2.TemplateError as error:
-            raise ModelLoadError(f"The model's chat template is not valid: {error}") from error
+            self._names = {name: Variables.of(tree) for name, tree in trees.items()}
+            self.words = frozenset(word for tree in trees.values() for word in _words(tree)) | set(
+                special_tokens.values()
+            )
+            """All texts that the templates have: what they may write, and more."""
+            self.names = frozenset(name for tree in trees.values() for name in _names(tree))
+            """What the templates may ask objects for."""
+        except STOPS as error:
+            raise ModelLoadError(f"The model's chat template is not valid: {stop_of(error)}") from error
         self._known_words = {
-            name: frozenset(word for word in ("developer", "tool_calls") if word in source)
-            for name, source in templates.items()
+            name: frozenset(word for word in _KNOWN_WORDS if word in source) for name, source in templates.items()
         }
         """What the templates look for, by name."""
-        self.words = frozenset(word for tree in trees.values() for word in _words(tree)) | set(special_tokens.values())
-        """All texts that the templates have: what they may write, and more."""
-        self.names = frozenset(name for tree in trees.values() for name in _names(tree))
-        """What the templates may ask objects for."""
-        for template in self._templates.values():
-            # Each rendering copies them, and Jinja's chain of dicts is slow to copy.
-            template.globals = dict(template.globals)
+
+    @property
+    def parts(self) -> tuple[Mapping[str, str], Mapping[str, str]]:
+        """The templates by name, and the texts of the special tokens by theirs."""
+        return self._sources, self._special_tokens
+
+    @property
+    def setup(self) -> bytes:
+        """What a process gets first that renders them (`baton.template`)."""
+        return json.dumps(self.parts).encode()
 
     @property
     def source(self) -> str:
@@ -79,23 +99,43 @@ class ChatTemplate:
         """Whether the template of chats with tools reads `tools`."""
         return self.reads("tools", has_tools=True)
 
+    @property
+    def asks_for_hermes(self) -> bool:
+        """Whether the router itself writes the tools of a chat with tools, as Hermes reads them."""
+        return not self.reads_tools and _OF_SYSTEM not in self._known_words.get(self._name(has_tools=True), ())
+
     def reads(self, variable: str, *, has_tools: bool) -> bool:
         """Returns whether the template of chats with or without tools reads a variable."""
         return variable in self._names.get(self._name(has_tools=has_tools), ())
 
     @staticmethod
-    def load(folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> ChatTemplate:
-        """Reads chat_template.jinja and additional_chat_templates/, else tokenizer_config.json."""
+    def load(
+        folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str], chosen: str = ""
+    ) -> ChatTemplate:
+        """Reads chat_template.jinja and additional_chat_templates/, else tokenizer_config.json.
+
+        Args:
+            chosen: a file whose template is the only one; empty: those of the folder.
+
+        Raises:
+            ModelLoadError: one cannot be read, or is not valid.
+        """
         templates: dict[str, str] = {}
-        match tokenizer_config.get("chat_template"):
-            case str(source):
-                templates["default"] = source
-            case [*named]:
-                templates |= {entry["name"]: entry["template"] for entry in named}
-        if (single := folder / "chat_template.jinja").is_file():
-            templates = {"default": single.read_text(encoding="utf-8")}
-        for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-            templates[path.stem] = path.read_text(encoding="utf-8")
+        place = f"model.chat_template {chosen}" if chosen else f"the chat templates in {folder}"
+        try:
+            match tokenizer_config.get("chat_template"):
+                case str(source):
+                    templates["default"] = source
+                case [*named]:
+                    templates |= {str(entry["name"]): str(entry["template"]) for entry in named}
+            if chosen:
+                templates = {"default": _source_in(Path(chosen))}
+            elif (single := folder / "chat_template.jinja").is_file():
+                templates = {"default": _source_in(single)}
+            for path in () if chosen else sorted((folder / "additional_chat_templates").glob("*.jinja")):
+                templates[path.stem] = _source_in(path)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ModelLoadError(f"Cannot read {place}: {error!r}") from error
         return ChatTemplate(templates, special_tokens)
 
     def context(self, chat: Chat) -> dict[str, Any]:
@@ -106,7 +146,7 @@ class ChatTemplate:
                 template knows; `param` names it.
         """
         name = self._name(has_tools=bool(chat.tools))
-        if name not in self._templates:
+        if name not in self._sources:
             raise InvalidRequest(
                 "This model has no chat template, so it cannot answer a chat; send the prompt as text instead.",
                 "messages",
@@ -123,9 +163,12 @@ class ChatTemplate:
         ]
         has_calls = any(message.tool_calls or message.role in ("tool", "function") for message in chat.messages)
         if has_calls and "tool_calls" not in known:
-            messages = with_calls_as_text(messages)
+            by_mark = {_OBSERVED: with_observations, _OF_SYSTEM: with_functools}
+            write_calls = next((by_mark[mark] for mark in by_mark if mark in known), with_calls_as_text)
+            messages = write_calls(messages)
         if chat.tools and not is_read:
-            messages = with_tools(messages, chat.tools)
+            write_tools = with_tools_of_system if _OF_SYSTEM in known else with_tools
+            messages = write_tools(messages, chat.tools)
         if chat.continue_final_message:
             if not chat.messages[-1].content:
                 raise InvalidRequest(
@@ -140,24 +183,15 @@ class ChatTemplate:
             "add_generation_prompt": chat.add_generation_prompt,
         }
 
-    def render(self, context: Mapping[str, Any], *, continues: bool = False) -> str:
-        """The prompt, up to where the assistant's next message begins.
+    def question(self, context: Mapping[str, Any]) -> bytes:
+        """What a process gets to render a chat.
 
         Args:
             context: see `context`.
-            continues: whether the prompt ends where the last message does.
-
-        Raises:
-            InvalidRequest: messages that the template cannot render; `param` is messages.
         """
-        try:
-            text = self._templates[self._name(has_tools=bool(context["tools"]))].render(
-                {**self._special_tokens, **context}
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            # The template is a program over the client's messages: whatever stops it, the messages do not fit it.
-            raise InvalidRequest(f"The model's chat template refuses these messages: {error}.", "messages") from error
-        return _until_continued(text) if continues else text
+        name = self._name(has_tools=bool(context["tools"]))
+        text = json.dumps([name, context])
+        return f"{text[:-1]},{MAX_GROWTH * len(text) + MAX_OWN}]".encode()
 
     def _check_read(self, chat: Chat, name: str) -> None:
         """Raises InvalidRequest for what the template would not read: it would be ignored."""
@@ -174,7 +208,30 @@ class ChatTemplate:
             )
 
     def _name(self, *, has_tools: bool) -> str:
-        return "tool_use" if has_tools and "tool_use" in self._templates else "default"
+        return "tool_use" if has_tools and "tool_use" in self._sources else "default"
+
+
+def _source_in(path: Path) -> str:
+    """Returns the template that a file holds. Raises OSError: it is no plain file, or too long; ValueError: no text."""
+    text = read_plain(path, MAX_SOURCE).decode("utf-8")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def with_systems_first(chat: Chat) -> Chat | None:
+    """Returns a chat with the texts of all its system messages in the first message, in order; None: they are already.
+
+    Some templates refuse those that come later.
+    """
+    systems = [message for message in chat.messages if message.role in _SYSTEMS]
+    others = [message for message in chat.messages if message.role not in _SYSTEMS]
+    is_continued = chat.continue_final_message and chat.messages[-1].role in _SYSTEMS
+    if not systems or is_continued or list(chat.messages) == [systems[0], *others]:
+        return None
+    first = replace(systems[0], content="\n\n".join(message.content for message in systems if message.content))
+    return replace(chat, messages=(first, *others))
+
+
+_SYSTEMS = ("system", "developer")
 
 
 def _for_template(message: ChatMessage, index: int, *, knows_developer: bool) -> dict[str, Any]:
@@ -212,7 +269,7 @@ def _names(tree: jinja2.nodes.Template) -> Iterator[str]:
         )
 
 
-def _until_continued(text: str) -> str:
+def until_continued(text: str) -> str:
     """The prompt up to the end of the message that is continued. Some templates strip what is at a message's end.
 
     Raises:
@@ -224,43 +281,3 @@ def _until_continued(text: str) -> str:
             "The model's chat template leaves the end of the last message out, so it cannot be continued.", "messages"
         )
     return text[:end] if text.startswith(CONTINUES, end) else text[:end].rstrip()
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's tokens for training; here its body is simply rendered."""
-
-    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML and sorts keys."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:  # noqa: A002  # templates may name the argument
-    return datetime.now().strftime(format)

@@ -90,8 +90,8 @@ class LiteralEncoder:
         """Marks what a template gets from a client.
 
         Args:
-            context: plain JSON values; the role of a message is none of the client's text, nor are names that the
-                template asks for.
+            context: plain JSON values by the template's names; the role of a message is none of the client's text, nor
+                are names that the template asks for.
 
         Returns:
             None: nothing of it can be taken for a special token.
@@ -112,7 +112,8 @@ class LiteralEncoder:
                 "must be free; remove one of them.",
                 "messages",
             )
-        return Marked(mark, _marked(context, self._finder, mark, self._names))
+        marked = {name: _marked(value, self._finder, mark, self._names) for name, value in context.items()}
+        return Marked(mark, marked)
 
     def encode_marked(self, text: str, mark: str) -> list[int]:
         """The tokens of a prompt that a template has written of marked texts.

@@ -22,6 +22,7 @@ from typing import Any
 import tokenizers
 
 from baton.errors import InvalidRequest
+from baton.rust import complaint_of
 
 MAX_BYTES = 64 * 2**20
 """Kept at most: about 25 to 35 MB of English text, and its tokens."""
@@ -37,12 +38,14 @@ def encode_batch(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], *, add_s
     """The token ids of each text.
 
     Raises:
-        InvalidRequest: a text is not valid Unicode.
+        InvalidRequest: a text is not valid Unicode, or is none that the tokenizer can encode.
     """
     try:
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)  # fast: without offsets
     except TypeError as error:  # JSON may smuggle half of a surrogate pair into a str
         raise InvalidRequest("The prompt is not valid Unicode: it holds half of a surrogate pair.") from error
+    except BaseException as error:
+        raise InvalidRequest(f"The model's tokenizer cannot encode the prompt: {complaint_of(error)}") from error
     return [encoding.ids for encoding in encodings]
 
 

@@ -1,6 +1,6 @@
 """Makes of a prompt the sequence that workers compute.
 
-1. `PromptEncoder`: chat template and tokenizer; the model can take the token ids.
+1. `PromptEncoder`: chat template, in a sandbox, and tokenizer; the model can take the token ids.
 2. `SequenceBuilder`: the sampling is settled, the cache keyed by tenant.
 """
 
@@ -9,43 +9,77 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
+import logging
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
-from baton.api import Chat, PromptInput, Text, TokenIds, Truncation
+from baton.api import Chat, PromptInput, Text, TokenIds, Truncation, TruncationSide
 from baton.blocks import cache_seed
+from baton.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
 from baton.messages import ROUTERS_SAMPLING, SequenceSpec
 from baton.sampling import SamplingParams
+from baton.sandbox import ReplyKind
 from baton.tasks import seen_through
-from router.admission import MAX_SETTLED, ModelFacts, Turns, check_length, check_prompt, check_vocabulary
+from baton.template import RENDER_S, refused
+from baton.turns import Turns
+from router.admission import MAX_SETTLED, ModelFacts, check_length, check_prompt, check_vocabulary
 from router.admission.tenants import Tenant
-from router.prompt.tokenizer import Tokenizer
+from router.prompt.chat import until_continued, with_systems_first
+from router.prompt.sandboxes import Reply, Sandboxes
+from router.prompt.tokenizer import ChatDraft, Tokenizer
 
-MAX_INLINE_CHARACTERS = 16_384
-"""Longest prompt that is tokenized on the event loop, in about 10 ms; longer ones go to a thread."""
-MESSAGE_CHARACTERS = 64
-"""What a message costs beside its text, in characters."""
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Encode: TypeAlias = Callable[[str], list[int]]
+MAX_INLINE_BYTES = 4096
+"""Longest prompt that is tokenized on the event loop, in a millisecond or two; longer ones go to a thread."""
+CUT_TIMES = 2
+"""A prompt that is to be cut may have so many times the longest text that fits. Of a text so many times the longest
+that the kept tokens may have is tokenized."""
+ORDINARY_CHARACTERS = 16
+"""Upper estimate of the mean number of characters per token."""
+MESSAGE_BYTES = 64
+"""What a message costs beside its text: as much as so many bytes of text."""
 MAX_THREADS = 4
 """Threads that tokenize at the same time, where there are as many processors. Most of the time they let the event loop
-run: tokenizers give Python's lock back, templates do not."""
-MAX_WAITING_CHARACTERS = 64 * 2**20
+run: tokenizers give Python's lock back."""
+MAX_WAITING_BYTES = 64 * 2**20
 _NO_ROUTERS_SAMPLING: dict[str, Any] = {f.name: f.default for f in fields(SamplingParams) if f.name in ROUTERS_SAMPLING}
 
 
 class PromptEncoder:
-    """Prompts of one model. Short ones are encoded at once, long ones in a few threads in which tenants take turns."""
+    """Prompts of one model. Short ones are encoded at once, long ones in a few threads in which tenants take turns.
+    Chats are written by the model's template in a process of its own, which may take a second, and some memory.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         num_threads = max(2, min(MAX_THREADS, os.cpu_count() or 1))
         self._threads = ThreadPoolExecutor(num_threads, "prompts")
-        self._turns = Turns(num_threads, MAX_WAITING_CHARACTERS)
+        self._turns = Turns(num_threads, MAX_WAITING_BYTES)
+        self._has_merged = False
+        """Whether the log says that system messages were merged."""
+        self._templates = Sandboxes("baton.template", setup=tokenizer.chat_template.setup, name="chats to be written")
+
+    async def start(self) -> None:
+        """Starts what writes chats, if the model has a template.
+
+        Raises:
+            ModelLoadError: its template is not valid, or takes too long to compile.
+        """
+        if not self._tokenizer.chat_template.source:
+            return
+        reply = await self._templates.start()
+        if reply.kind is not ReplyKind.ANSWERED:
+            raise ModelLoadError(reply.text.decode() or "the model's chat template takes too much to load")
 
     def close(self) -> None:
-        """Ends the threads. Nothing is encoded any more."""
+        """Ends the threads and the processes. Nothing is encoded any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._templates.close()
 
     async def encode(
         self, prompt: PromptInput, tenant: Tenant, facts: ModelFacts, truncation: Truncation | None = None
@@ -59,17 +93,23 @@ class PromptEncoder:
             InvalidRequest: the prompt is empty, too long, not renderable, or has ids outside the vocabulary.
             Overloaded: many long prompts wait.
         """
-        num_characters = _num_characters(prompt)
-        if truncation is None:
-            check_length(num_characters, self._tokenizer.longest_token, facts)
-        cost = num_characters + _overhead(prompt)
-        if cost > MAX_INLINE_CHARACTERS:
-            async with self._turns.turn(tenant.id, cost):
-                work = self._threads.submit(self._encode, prompt, tenant.scope)
-                await seen_through(encoding := asyncio.wrap_future(work))
-            token_ids = encoding.result()
-        else:
-            token_ids = self._encode(prompt, tenant.scope)
+        longest, num_characters = self._tokenizer.longest_token, _num_characters(prompt)
+        check_length(num_characters // (1 if truncation is None else CUT_TIMES), longest, facts)
+        if truncation is not None and isinstance(prompt, Text):
+            most = CUT_TIMES * truncation.num_tokens * longest
+            prompt = replace(prompt, text=_cut(prompt.text, truncation.side, most))
+        match prompt:
+            case Text(text, parse_special, add_special_tokens):
+                encode = functools.partial(
+                    self._tokenizer.encode, parse_special=parse_special, add_special_tokens=add_special_tokens
+                )
+                token_ids = await self._encode(tenant, text, encode, facts, truncation)
+            case Chat():
+                text, mark = await self._written(prompt, tenant, num_characters + _overhead(prompt))
+                encode = functools.partial(self._tokenizer.encode_written, mark=mark, scope=tenant.scope)
+                token_ids = await self._encode(tenant, text, encode, facts, truncation)
+            case TokenIds():
+                token_ids = prompt.ids
         if truncation is not None:
             token_ids = truncation.of(token_ids)
         check_prompt(token_ids, facts)
@@ -77,15 +117,82 @@ class PromptEncoder:
             check_vocabulary(token_ids, facts)
         return token_ids
 
-    def _encode(self, prompt: PromptInput, scope: str) -> tuple[int, ...]:
-        match prompt:
-            case Text(text, parse_special, add_special_tokens):
-                ids = self._tokenizer.encode(text, parse_special=parse_special, add_special_tokens=add_special_tokens)
-                return tuple(ids)
-            case Chat():
-                return tuple(self._tokenizer.encode_chat(prompt, scope=scope))
-            case TokenIds():
-                return prompt.ids
+    async def _encode(
+        self, tenant: Tenant, text: str, encode: Encode, facts: ModelFacts, truncation: Truncation | None
+    ) -> tuple[int, ...]:
+        work = functools.partial(_encoded, encode, text, facts, truncation)
+        return tuple(await self._run(tenant, _cost(text), work))
+
+    async def _written(self, chat: Chat, tenant: Tenant, cost: int) -> tuple[str, str | None]:
+        """What the template makes of a chat, and the mark that stands in it (`ChatDraft`)."""
+        draft, reply = await self._answered(chat, tenant, cost)
+        if reply.kind is ReplyKind.REFUSED and (merged := with_systems_first(chat)) is not None:
+            draft, reply = await self._answered(merged, tenant, cost)
+            self._say_merged(reply)
+        text = _text_of(reply)
+        return until_continued(text) if chat.continue_final_message else text, draft.mark
+
+    async def _answered(self, chat: Chat, tenant: Tenant, cost: int) -> tuple[ChatDraft, Reply]:
+        draft = await self._run(tenant, cost, functools.partial(self._tokenizer.draft_chat, chat))
+        async with self._templates.turn(tenant.id, len(draft.question)) as turn:
+            return draft, await turn.ask(draft.question)
+
+    def _say_merged(self, reply: Reply) -> None:
+        if reply.kind is ReplyKind.ANSWERED and not self._has_merged:
+            self._has_merged = True
+            logger.warning(
+                "the model's chat template refuses system messages that are not the first: their texts are appended to "
+                "the first system message"
+            )
+
+    async def _run(self, tenant: Tenant, num_bytes: int, work: Callable[[], T]) -> T:
+        """Does what takes as long as so many bytes of text do: at once, or in a thread."""
+        if num_bytes <= MAX_INLINE_BYTES:
+            return work()
+        async with self._turns.turn(tenant.id, num_bytes):
+            working = self._threads.submit(work)
+            await seen_through(working_here := asyncio.wrap_future(working))
+        return working_here.result()
+
+
+def _encoded(encode: Encode, text: str, facts: ModelFacts, truncation: Truncation | None) -> list[int]:
+    """Return the tokens of a text.
+
+    If the text is far too long, only a part of it is encoded, because a tokenizer needs over 100 bytes of memory per
+    token. Without truncation, the part proves that the prompt is too long. With truncation, it holds all kept tokens.
+
+    Raises:
+        ContextLengthExceeded: the part alone is too long.
+    """
+    most = facts.max_model_len if truncation is None else truncation.num_tokens
+    part = _cut(text, TruncationSide.RIGHT if truncation is None else truncation.side, ORDINARY_CHARACTERS * most)
+    if len(part) < len(text):
+        token_ids = encode(part)
+        if len(token_ids) >= CUT_TIMES * most:
+            if truncation is None:
+                raise ContextLengthExceeded(
+                    f"the first {len(part)} of the prompt's {len(text)} characters have {len(token_ids)} tokens, but "
+                    f"{facts.id} takes at most {most - 1}; shorten the prompt",
+                    "input",
+                )
+            return token_ids
+    return encode(text)
+
+
+def _text_of(reply: Reply) -> str:
+    """What a template has made of a chat. Raises InvalidRequest: it makes nothing of it."""
+    match reply.kind:
+        case ReplyKind.ANSWERED:
+            return reply.text.decode(errors="surrogatepass")
+        case ReplyKind.REFUSED:
+            raise InvalidRequest(reply.text.decode(), "messages")
+        case ReplyKind.TOO_DEEP:
+            raise refused("it is nested too deeply")
+        case ReplyKind.TOO_LONG:
+            raise refused(f"it takes more than {RENDER_S:g} s")
+        case ReplyKind.EXHAUSTED:
+            raise refused("it takes too much memory")
+    raise refused("it ends the process that renders it")
 
 
 def _num_characters(prompt: PromptInput) -> int:
@@ -99,11 +206,23 @@ def _num_characters(prompt: PromptInput) -> int:
 
 
 def _overhead(prompt: PromptInput) -> int:
-    """What a prompt costs beside its texts, in characters."""
+    """What a prompt costs beside its texts, in bytes of text."""
     if not isinstance(prompt, Chat):
         return 0
     of_any_size = bool(prompt.documents or prompt.template_kwargs)
-    return MESSAGE_CHARACTERS * len(prompt.messages) + MAX_INLINE_CHARACTERS * of_any_size
+    return MESSAGE_BYTES * len(prompt.messages) + MAX_INLINE_BYTES * of_any_size
+
+
+def _cost(text: str) -> int:
+    """What a text costs a tokenizer, in bytes of UTF-8; of a long one the least that it may be."""
+    return len(text) if len(text) > MAX_INLINE_BYTES or text.isascii() else len(text.encode(errors="replace"))
+
+
+def _cut(text: str, side: TruncationSide, most: int) -> str:
+    """Returns the part of a text that its last or first tokens are of; where it is cut, it is far away from them."""
+    if len(text) <= most:
+        return text
+    return text[-most:] if side is TruncationSide.LEFT else text[:most]
 
 
 class SequenceBuilder:

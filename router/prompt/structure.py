@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
+import hashlib
 import json
-import os
-import select
-import subprocess
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
+from typing import NamedTuple
 
-from baton.errors import InvalidRequest, Overloaded
-from baton.structure import StructuredOutputs, invalid_structure
+from baton.sandbox import ReplyKind
+from baton.structure import COMPILE_S, StructuredOutputs, invalid_structure, loosened, refused_structure, schemas_of
+from router.prompt.sandboxes import Reply, Sandboxes
 
 MAX_KNOWN = 256
-"""Structures of which the verdict is kept."""
-COMPILE_S = 1.0
-"""A structure that takes longer is refused."""
-WAIT_S = 10.0
-"""How long a structure waits while others are compiled."""
-START_S = 60.0
+"""Structures of a tenant of which the verdict is kept."""
+MAX_TENANTS = 64
+"""Tenants of which verdicts are kept."""
 
 
 class StructureChecker:
-    """Checks structures in a process of its own, one after the other: there are some with which compiling has no end,
-    and some that end the compiler. The event loop goes on meanwhile.
+    """Checks structures in processes of their own: there are some with which compiling has no end, and some that end
+    the compiler. The event loop goes on meanwhile, and so do other tenants' structures.
 
     Args:
         tokenizer: the model's tokenizer.json.
@@ -39,86 +31,101 @@ class StructureChecker:
     """
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        self._arguments = [str(tokenizer), str(vocab_size), *map(str, eos_token_ids)]
-        self._thread = ThreadPoolExecutor(1, "structures")
-        self._known: OrderedDict[StructuredOutputs, str] = OrderedDict()
-        self._compiler: subprocess.Popen[str] | None = None
+        arguments = [str(tokenizer), str(vocab_size), *map(str, eos_token_ids)]
+        self._compilers = Sandboxes("baton.grammar", arguments, name="structures to be compiled")
+        self._verdicts = _Verdicts()
 
-    async def check(self, structure: StructuredOutputs | None) -> None:
-        """Returns if workers can serve the structure; None: any text is an answer.
+    async def check(self, structure: StructuredOutputs | None, tenant_id: str) -> StructuredOutputs | None:
+        """Returns the structure as workers can serve it; None: any text is an answer.
+
+        What cannot be enforced of tools that are not strict is left out of it: the whole schemas of their arguments if
+        they are too costly.
 
         Raises:
             InvalidRequest: it is not valid, has what is not known, or takes too long to compile.
-            Overloaded: many others wait to be compiled.
+            Overloaded: too many others of this tenant, or of all, wait to be compiled.
         """
         if structure is None:
-            return
-        problem = self._known.get(structure)
-        if problem is None:
-            try:
-                async with asyncio.timeout(WAIT_S):
-                    problem = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, structure)
-            except TimeoutError:
-                raise Overloaded("many structures wait to be compiled; try again later") from None
-            self._known[structure] = problem
-        self._known.move_to_end(structure)
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
-        if problem:
-            raise InvalidRequest(problem, "structured_outputs")
+            return None
+        question = json.dumps(dataclasses.asdict(structure)).encode()
+        digest = hashlib.blake2b(question, digest_size=16).digest()
+        verdict = self._verdicts.of(tenant_id, digest)
+        if verdict is None:
+            async with self._compilers.turn(tenant_id, len(question)) as turn:
+                verdict = self._verdicts.of(tenant_id, digest)  # it may have come several times at once
+                if verdict is None:
+                    verdict = _verdict(await turn.ask(question))
+                    self._verdicts.note(tenant_id, digest, verdict)
+        if verdict.is_too_much:
+            placed = schemas_of(structure)
+            lighter = loosened(structure, [(index, ()) for index, each in enumerate(placed) if each.is_loose])
+            if lighter != structure:
+                return await self.check(lighter, tenant_id)
+            if len(placed) == 1 and placed[0].place.startswith("tools["):
+                raise refused_structure(f"{placed[0].place}: this schema cannot be enforced ({verdict.problem})")
+            raise invalid_structure(verdict.problem)
+        if verdict.problem:
+            raise refused_structure(verdict.problem)
+        left_out = [(index, tuple(path)) for index, path in json.loads(verdict.left_out or "[]")]
+        return loosened(structure, left_out)
 
     def close(self) -> None:
-        """Ends the compiler's process. Nothing is checked any more."""
-        self._thread.shutdown(cancel_futures=True)
-        self._end()
-
-    def _compile(self, structure: StructuredOutputs) -> str:
-        """Returns what is wrong with a structure; empty: nothing."""
-        if self._compiler is not None and self._compiler.poll() is not None:
-            self._end()  # something else has ended it
-        compiler = self._compiler or self._start()
-        stdin, stdout = _pipes(compiler)
-        try:
-            stdin.write(json.dumps(dataclasses.asdict(structure)) + "\n")
-            stdin.flush()
-            answer = stdout.readline() if _is_readable(stdout, COMPILE_S) else None
-        except OSError:
-            answer = ""
-        if answer:
-            return str(json.loads(answer))
-        self._end()
-        told = f"it takes more than {COMPILE_S:g} s to compile" if answer is None else "it ends the compiler"
-        return str(invalid_structure(told))
-
-    def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-P", "-m", "baton.grammar", str(os.getpid()), *self._arguments]
-        self._compiler = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        _, stdout = _pipes(self._compiler)
-        if not (_is_readable(stdout, START_S) and stdout.readline()):
-            self._end()
-            raise Overloaded("the compiler of structures does not start; try again later")
-        return self._compiler
-
-    def _end(self) -> None:
-        compiler, self._compiler = self._compiler, None
-        if compiler is None:
-            return
-        compiler.kill()
-        compiler.wait()
-        for pipe in _pipes(compiler):
-            with contextlib.suppress(OSError):  # what is not written yet cannot be
-                pipe.close()
+        """Ends the compilers' processes. Nothing is checked any more."""
+        self._compilers.close()
 
 
-def _pipes(compiler: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
-    assert compiler.stdin is not None
-    assert compiler.stdout is not None
-    return compiler.stdin, compiler.stdout
+class _Verdict(NamedTuple):
+    """What is known of a structure."""
+
+    problem: str = ""
+    """What is wrong with it; empty: nothing."""
+    left_out: str = ""
+    """What is left out of it, as its compiler says it; empty: nothing."""
+    is_too_much: bool = False
+    """Whether the compiler came to no answer."""
 
 
-def _is_readable(stream: IO[str], within_s: float) -> bool:
-    poll = select.poll()  # select() knows no file descriptor beyond 1,023
-    poll.register(stream, select.POLLIN)
-    return bool(poll.poll(within_s * 1e3))
+class _Verdicts:
+    """What is known of structures, by tenant. What one tenant asks for takes nothing of what is known of another's, nor
+    does it show that another has asked.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, OrderedDict[bytes, _Verdict]] = OrderedDict()
+
+    def of(self, tenant_id: str, digest: bytes) -> _Verdict | None:
+        """Returns what is known of a structure; None: nothing."""
+        own = self._known.get(tenant_id)
+        if own is None or digest not in own:
+            return None
+        own.move_to_end(digest)
+        self._known.move_to_end(tenant_id)
+        return own[digest]
+
+    def note(self, tenant_id: str, digest: bytes, verdict: _Verdict) -> None:
+        """Keeps a verdict, and as many others as there is room for."""
+        own = self._known.setdefault(tenant_id, OrderedDict())
+        own[digest] = verdict
+        if len(own) > MAX_KNOWN:
+            own.popitem(last=False)
+        self._known.move_to_end(tenant_id)
+        if len(self._known) > MAX_TENANTS:
+            self._known.popitem(last=False)
+
+
+def _verdict(reply: Reply) -> _Verdict:
+    """Returns what is known of a structure by what its compiler says, or what became of that."""
+    match reply.kind:
+        case ReplyKind.ANSWERED:
+            return _Verdict(left_out=reply.text.decode())
+        case ReplyKind.REFUSED:
+            return _Verdict(reply.text.decode(errors="replace"))
+        case ReplyKind.TOO_LONG:
+            told = f"it takes more than {COMPILE_S:g} s to compile"
+        case ReplyKind.TOO_DEEP:
+            told = "it is nested too deeply"
+        case ReplyKind.EXHAUSTED:
+            told = "it takes too much memory to compile"
+        case _:
+            told = "it ends the compiler"
+    return _Verdict(told, is_too_much=True)

@@ -9,21 +9,16 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
 from baton.api import Chat
 from baton.errors import InvalidRequest, ModelLoadError
-from baton.model_files import (
-    end_of_sequence_ids,
-    of_text,
-    read_json,
-    read_tokenizer,
-    special_tokens,
-    unapplied_recommendations,
-)
+from baton.model_files import of_text, read_json, unapplied_recommendations, whole
+from baton.rust import complaint_of
 from baton.sampling import SamplingParams
+from baton.tokenizer_file import end_of_sequence_ids, read_tokenizer, special_tokens
 from router.prompt.chat import ChatTemplate
 from router.prompt.literal import LiteralEncoder
 from router.prompt.segment_cache import SegmentEncoder, encode_batch
@@ -42,6 +37,15 @@ RECOMMENDED_SAMPLING = {
     "bad_words_ids": "bad_word_ids",
 }
 """Names in generation_config.json -> our names."""
+
+
+class ChatDraft(NamedTuple):
+    """A chat that a template has still to write."""
+
+    question: bytes
+    """What the process gets that renders it."""
+    mark: str | None
+    """Stands in the client's texts where they could be taken for special tokens; None: nowhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,21 +77,22 @@ class Tokenizer:
     _texts: TokenTexts
 
     @staticmethod
-    def load(folder: Path) -> Tokenizer:
+    def load(folder: Path, chat_template: str = "") -> Tokenizer:
         """Reads tokenizer.json, tokenizer_config.json, config.json and generation_config.json.
 
         What the last recommends and this version does not apply is named in the log.
+
+        Args:
+            chat_template: a file with the chat template; empty: the folder's own.
 
         Raises:
             ModelLoadError: tokenizer.json or config.json is missing, or a file cannot be read.
         """
         tokenizer = read_tokenizer(folder)
         vocabulary = tokenizer.get_vocab()
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
         config = read_json(folder / "config.json", required=True)
         tokenizer_config = read_json(folder / "tokenizer_config.json")
-        template = ChatTemplate.load(folder, tokenizer_config, special_tokens(folder))
+        template = ChatTemplate.load(folder, tokenizer_config, special_tokens(folder), chat_template)
         if unapplied := unapplied_recommendations(folder):
             logger.warning(
                 "%s recommends %s, which this version does not apply: answers may differ from those that the model's "
@@ -110,7 +115,7 @@ class Tokenizer:
             _is_byte_level='"ByteLevel"' in tokenizer.decoder.__getstate__().decode() if tokenizer.decoder else False,
             _tokenizer=tokenizer,
             _segments=SegmentEncoder(tokenizer),
-            _literal=LiteralEncoder(tokenizer, template.words, template.names),
+            _literal=_literal_encoder(tokenizer, template),
             _texts=TokenTexts(functools.partial(tokenizer.decode_batch, skip_special_tokens=False)),
         )
 
@@ -127,31 +132,48 @@ class Tokenizer:
             return encode_batch(self._tokenizer, [text], add_special_tokens=add_special_tokens)[0]
         return self._literal.encode(text, add_special_tokens=add_special_tokens)
 
-    def encode_chat(self, chat: Chat, *, scope: str) -> list[int]:
-        """A chat, up to where the assistant's next message begins. The template writes the special tokens itself.
-
-        Args:
-            scope: whose chat it is: what has been encoded for this scope is not encoded again.
+    def draft_chat(self, chat: Chat) -> ChatDraft:
+        """Returns what the template is to write, up to where the assistant's next message begins.
 
         Raises:
-            InvalidRequest: no template, messages that it cannot render, or text that is not valid Unicode.
+            InvalidRequest: no template, or messages in a form that no template knows.
         """
         context = self.chat_template.context(chat)
         marked = None if chat.parse_special else self._literal.mark(context)
-        render = functools.partial(self.chat_template.render, continues=chat.continue_final_message)
-        if marked is not None:
-            return self._literal.encode_marked(render(marked.context), marked.mark)
-        return self._segments.encode(render(context), scope)
+        if marked is None:
+            return ChatDraft(self.chat_template.question(context), None)
+        return ChatDraft(self.chat_template.question(marked.context), marked.mark)
+
+    def encode_written(self, text: str, *, mark: str | None, scope: str) -> list[int]:
+        """The tokens of a chat that the template has written, special tokens among them.
+
+        Args:
+            text: what it has made of a draft.
+            mark: the draft's.
+            scope: whose chat it is: what has been encoded for this scope is not encoded again.
+
+        Raises:
+            InvalidRequest: the text is not valid Unicode.
+        """
+        if mark is not None:
+            return self._literal.encode_marked(text, mark)
+        return self._segments.encode(text, scope)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text; U+FFFD stands for bytes that make no character, special tokens and ids outside the
         vocabulary have none.
         """
-        return self._tokenizer.decode(token_ids)
+        return self._decoded(token_ids, skip_special_tokens=True)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Returns the text as `decode` does, with that of special tokens."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return self._decoded(token_ids, skip_special_tokens=False)
+
+    def _decoded(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        try:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise ModelLoadError(f"the model's tokenizer cannot decode an answer: {complaint_of(error)}") from error
 
     def text_of(self, token_id: int) -> str:
         """Returns what `decode_all` does for one token; each is decoded once."""
@@ -181,6 +203,13 @@ class Tokenizer:
         return self._tokenizer.id_to_token(token_id) or ""
 
 
+def _literal_encoder(tokenizer: tokenizers.Tokenizer, template: ChatTemplate) -> LiteralEncoder:
+    try:
+        return LiteralEncoder(tokenizer, template.words, template.names)
+    except BaseException as error:  # it copies the tokenizer, and normalizes texts by it
+        raise ModelLoadError(f"the model's tokenizer cannot be used: {complaint_of(error)}") from error
+
+
 def _byte_letters() -> dict[str, int]:
     """GPT-2's printable stand-ins for the bytes: a printable byte is its own, the others follow from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -191,12 +220,30 @@ def _byte_letters() -> dict[str, int]:
 _BYTE_OF = {letter: bytes([byte]) for letter, byte in _byte_letters().items()}
 
 
+_WHOLE_NUMBERS = ("top_k", "min_new_tokens")
+
+
 def _default_sampling(generation: Mapping[str, Any], vocabulary: Collection[int]) -> SamplingParams:
-    said = {ours: generation[name] for name, ours in RECOMMENDED_SAMPLING.items() if generation.get(name) is not None}
+    said = {ours: _number(generation, name) for name, ours in RECOMMENDED_SAMPLING.items()}
+    said = {name: value for name, value in said.items() if value is not None}
     try:
         if "bad_word_ids" in said:
-            words = tuple(tuple(word) for word in said["bad_word_ids"])
+            words = tuple(tuple(map(whole, word)) for word in said["bad_word_ids"])
             said["bad_word_ids"] = tuple(word for word in words if all(token_id in vocabulary for token_id in word))
         return dataclasses.replace(SamplingParams(), **said)
     except (InvalidRequest, TypeError) as error:
         raise ModelLoadError(f"The model's generation_config.json recommends invalid values: {error}") from error
+
+
+def _number(generation: Mapping[str, Any], name: str) -> Any:
+    """A recommended number; a whole one may be written as 50.0. Raises ModelLoadError for what is none."""
+    value, is_whole = generation.get(name), name in _WHOLE_NUMBERS
+    if value is None or name == "bad_words_ids":
+        return value
+    value = whole(value) if is_whole else value
+    if type(value) is not int and (is_whole or not isinstance(value, float)):
+        raise ModelLoadError(
+            f"The model's generation_config.json recommends invalid values: {value!r:.100} as {name}, which must be a "
+            f"{'whole ' if is_whole else ''}number"
+        )
+    return value

@@ -38,6 +38,44 @@ def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> 
     return [{"role": "system", "content": block}, first, *others]
 
 
+def with_tools_of_system(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Returns the messages with the tools as a member of the system message, as Phi 4 mini's template reads them."""
+    described = json.dumps([tool.in_openai_form()["function"] for tool in tools], ensure_ascii=False)
+    first, *others = map(dict, messages)
+    if first["role"] == "system":
+        return [{**first, "tools": described}, *others]
+    return [{"role": "system", "content": "", "tools": described}, first, *others]
+
+
+def with_functools(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with the calls in the content of the assistant's, as Phi 4 mini writes them."""
+    written = []
+    for message in messages:
+        plain = {name: value for name, value in message.items() if name != "tool_calls"}
+        if calls := [_function_of(call) for call in message.get("tool_calls", ())]:
+            plain["content"] += f"functools{json.dumps(calls, ensure_ascii=False)}"
+        written.append(plain)
+    return written
+
+
+def with_observations(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with each call as a message of its own whose `metadata` is the tool's name, and with results
+    as observations, as GLM 4's template reads them.
+    """
+    written: list[dict[str, Any]] = []
+    for message in messages:
+        plain = {name: value for name, value in message.items() if name != "tool_calls"}
+        if message["role"] in ("tool", "function"):
+            plain["role"] = "observation"
+        calls = message.get("tool_calls", ())
+        if plain["content"] or not calls:
+            written.append(plain)
+        for function in map(_function_of, calls):
+            arguments = json.dumps(function["arguments"], ensure_ascii=False)
+            written.append({"role": "assistant", "metadata": function["name"], "content": arguments})
+    return written
+
+
 def with_calls_as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the messages with the calls in the content of the assistant's, and the results of calls in the user's."""
     written: list[dict[str, Any]] = []
@@ -59,5 +97,8 @@ def with_calls_as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 
 
 def _as_text(call: Mapping[str, Any]) -> str:
-    function = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
-    return f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"
+    return f"<tool_call>\n{json.dumps(_function_of(call), ensure_ascii=False)}\n</tool_call>"
+
+
+def _function_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}

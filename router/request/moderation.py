@@ -24,6 +24,7 @@ from baton.errors import ConfigError
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, TokenScores
 from baton.telemetry.instruments import Instruments
+from baton.turns import Turns
 from router.answer import AnswerChunks
 from router.prompt import Tokenizer
 
@@ -31,7 +32,9 @@ logger = logging.getLogger(__name__)
 REPLAY_TOKENS = 64
 """Tokens of a continued answer that are written to text before others have their turn on the event loop."""
 MAX_THREADS = 16
-"""Calls of a judge that is no coroutine which run at a time. One that never returns keeps its thread."""
+"""Calls of a judge that is no coroutine which run at a time, of one tenant one less. One that never returns keeps its
+thread."""
+MAX_WAITING_CHARACTERS = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +87,7 @@ class Moderator:
         self._timeout_s = config.moderation_timeout_s
         self._passes_on_failure = config.moderation_on_failure == "pass"
         self._verdicts = instruments.moderation_verdicts
-        self._threads = asyncio.Semaphore(MAX_THREADS)
+        self._turns = Turns(MAX_THREADS, MAX_WAITING_CHARACTERS)
         self.every_tokens = config.moderation_tokens
         """Tokens from one verdict to the next."""
 
@@ -114,12 +117,12 @@ class Moderator:
     async def _verdict(self, answer: AnswerSoFar) -> object:
         if self._is_coroutine:
             return await cast("Awaitable[bool]", self._judge(answer))
-        await self._threads.acquire()
+        await self._turns.take(answer.tenant, len(answer.text) + 1)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[object] = loop.create_future()
 
         def end(verdict: object, error: Exception | None) -> None:
-            self._threads.release()
+            self._turns.end(answer.tenant)
             if future.done():
                 return
             if error is not None:

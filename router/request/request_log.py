@@ -19,6 +19,10 @@ TROUBLED = 512
 """Requests that failed, were refused or missed an objective, and are remembered after LATEST others have come."""
 
 
+PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+"""What the APIs put before the id in a client's header x-request-id, which an answer has as it came."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFilter:
     """Which requests are asked for; what is empty asks for all."""
@@ -67,9 +71,10 @@ class RequestLog:
                 yield settlement
         finally:
             del self._running[settlement]
-            self._remember(settlement.record())
+            self.remember(settlement.record())
 
-    def _remember(self, record: RequestRecord) -> None:
+    def remember(self, record: RequestRecord) -> None:
+        """Remembers a request that has ended."""
         self._latest.append(record)
         if len(self._latest) > LATEST:
             oldest = self._latest.popleft()
@@ -101,10 +106,12 @@ class RequestLog:
         """All calls with this id that are known, the latest first; empty: none is, or not any more.
 
         Args:
+            request_id: the request's id, or the one that its client sent in the header x-request-id.
             tenant: whose they are; empty: anybody's.
         """
+        ids = {f"{prefix}{request_id}" for prefix in ("", *PREFIXES)}
         return [
             timeline_of(record, self._router)
             for record in self._records()
-            if record.request_id == request_id and tenant in ("", record.tenant)
+            if record.request_id in ids and tenant in ("", record.tenant)
         ]

@@ -169,9 +169,9 @@ class Journal:
         finally:
             del self._notings[key]
         if is_continued:  # with what another router has noted, which is of no use any more
-            self._ended.append(RecordEnd(key))
+            self._ended.append(RecordEnd(key, digest))
         elif noting.fields:
-            self._ended.append(RecordEnd(key, tuple(noting.fields)))
+            self._ended.append(RecordEnd(key, digest, tuple(noting.fields)))
 
     async def recall(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
         """What a router has recorded of this request, by choice; empty: nothing, or it cannot be had in time."""

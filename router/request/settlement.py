@@ -13,14 +13,16 @@ from baton.api import Chat, GenerateChunk, GenerateRequest, Timing, Usage
 from baton.errors import InvalidRequest, Overloaded, QuotaExceeded, Unsupported
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry import logs, tracing
+from baton.telemetry.booked import TO_COMPUTE, prompt_class
 from baton.telemetry.instruments import Instruments
 from baton.timelines import RUNNING
 from kvstore.leases import RecordKey
 from router.admission import Charge, Claim, SloCounts
 from router.admission.tenants import Tenant
-from router.dispatch.choice import Choice
+from router.dispatch.choice import Choice, ChoiceGroup
 from router.dispatch.decisions import prediction_attributes
 from router.dispatch.events import EventKind, EventLog, error_text
+from router.request.answer_tokens import NO_TOKENS, AnswerTokens
 from router.request.model import Ingress
 from router.request.record import MOST_CHOICES, ChoiceRecord, FirstChoice, RequestRecord
 from router.request.usage_log import UsageBook
@@ -78,14 +80,10 @@ class Settlement:
         self.trace = tracing.context_of(self._span)
         logs.about(self._span.get_span_context())
         self._choices: Sequence[Choice] = ()
+        """The choices that the client gets."""
         self._num_prompt_tokens = 0
-        self._delivered: Mapping[int, int] = {}
-        """Tokens that the client had before this call, by choice."""
+        self._tokens = NO_TOKENS
         self._digest = b""
-        self._num_tokens: list[int] = []
-        """Tokens that left in this call, by choice."""
-        self._num_reasoning: dict[int, int] = {}
-        """Tokens of the reasoning, by choice, those included that left before."""
         self._finish_reasons: dict[int, FinishReason] = {}
         self._first_token_s = 0.0
         self._ended_s = 0.0
@@ -111,7 +109,7 @@ class Settlement:
 
     def begin(
         self,
-        choices: Sequence[Choice],
+        group: ChoiceGroup,
         params: SamplingParams,
         resume_from: Mapping[int, int],
         digest: bytes,
@@ -119,15 +117,16 @@ class Settlement:
         """Takes over the request's choices, now that they are known.
 
         Args:
+            group: all that are drawn.
             params: as the client asked for them.
             resume_from: tokens that the client has of choices already.
             digest: of everything that determines the answer.
         """
+        choices = group.choices[: params.n]
         spec = choices[0].spec
-        self._choices = choices
-        self._delivered, self._digest = resume_from, digest
+        self._choices, self._digest = choices, digest
+        self._tokens = AnswerTokens(group, params, resume_from)
         self._num_prompt_tokens = spec.num_prompt_tokens
-        self._num_tokens = [0] * len(choices)
         self._num_unfinished = len(choices)
         self._events.note(time.monotonic(), EventKind.ADMITTED, f"admitted: {spec.num_prompt_tokens} prompt tokens")
         if self._span.is_recording():
@@ -144,6 +143,10 @@ class Settlement:
                 }
             )
 
+    def drawn(self, chunk: GenerateChunk) -> GenerateChunk:
+        """Counts a chunk of an answer, whether its client gets it or not."""
+        return self._tokens.drawn(chunk)
+
     def book(self, chunk: GenerateChunk) -> GenerateChunk:
         """Counts a chunk that leaves for the client; the request's last one gets usage and timing."""
         now = time.monotonic()
@@ -151,35 +154,31 @@ class Settlement:
             self._first_token_s = now
             self._events.note(now, EventKind.FIRST_TOKEN, "the first token leaves for the client")
             if self._usage_book.is_kept:
-                self._usage_call = self._usage_book.placed(self._key, self._digest, bool(self._delivered))
+                self._usage_call = self._usage_book.placed(self._key, self._digest, bool(self._tokens.delivered))
             if self.charge.quota is not None:
                 chunk = replace(chunk, quota=self.charge.quota)
         index, num_tokens = chunk.choice_index, len(chunk.token_ids)
         if num_tokens:
             stages = self._choices[index].stages
-            if self._num_tokens[index]:
+            if self._tokens.sent[index]:
                 gap_s = (now - stages.last_token_s) / num_tokens
                 self._instruments.inter_token_latency.record(gap_s, times=num_tokens)
             stages.last_token_s = now
-            self._num_tokens[index] += num_tokens
-        if chunk.num_reasoning_tokens:
-            self._num_reasoning[index] = chunk.num_reasoning_tokens
+        self._tokens.left(chunk)
         if chunk.finish_reason is not None:
             self._finish_reasons[index] = chunk.finish_reason
-            text = f"finished after {self._num_tokens[index]} tokens: {chunk.finish_reason.value}"
+            text = f"finished after {self._tokens.sent[index]} tokens: {chunk.finish_reason.value}"
             self._choices[index].events.note(now, EventKind.FINISHED, text)
             self._num_unfinished -= 1
         if self._num_unfinished:
             return replace(chunk, usage=self.usage()) if self._continuous_usage else chunk
         self._end(now)
-        self.charge.settle(sum(self._num_tokens))  # before the client has the last chunk, and asks for more
+        self.charge.settle(self._tokens.num_computed)  # before the client has the last chunk, and asks for more
         return replace(chunk, usage=self.usage(), timing=self.timing())
 
     def usage(self) -> Usage:
-        """The usage of the whole answer, with what the client had of it before."""
-        num_tokens = sum(self._delivered.values()) + sum(self._num_tokens)
-        num_reasoning = sum(self._num_reasoning.values())
-        return Usage(self._num_prompt_tokens, num_tokens, self._choices[0].num_cached_tokens or 0, num_reasoning)
+        """The usage of the whole answer; see `AnswerTokens.usage`."""
+        return self._tokens.usage(self._num_prompt_tokens, self._choices[0].num_cached_tokens or 0)
 
     @property
     def _key(self) -> RecordKey:
@@ -192,7 +191,7 @@ class Settlement:
 
     def _itl_s(self) -> float:
         """Mean seconds between two tokens; 0 where there are no two."""
-        num_gaps = self._num_tokens[0] - 1
+        num_gaps = self._tokens.sent[0] - 1
         return self._after_first_s / num_gaps if num_gaps > 0 else 0.0
 
     def _end(self, now_s: float) -> None:
@@ -224,7 +223,7 @@ class Settlement:
     def record(self) -> RequestRecord:
         """What is to be remembered of the request, as it is now or as it ended."""
         ended_s, choices = self._ended_s or time.monotonic(), self._choices
-        has_gaps = bool(self._num_tokens) and self._num_tokens[0] > 1
+        has_gaps = bool(choices) and self._tokens.sent[0] > 1
         itl_s = self._itl_s() if has_gaps else None
         if choices and choices[0].decision is not None:
             choices[0].decision.measured.step_s = itl_s
@@ -241,7 +240,7 @@ class Settlement:
             error=self._error,
             blamed_stage=self._blamed_stage,
             num_prompt_tokens=self._num_prompt_tokens,
-            num_tokens=sum(self._num_tokens),
+            num_tokens=self._tokens.num_sent,
             num_choices=len(choices),
             first_token_s=self._first_token_s,
             itl_s=itl_s,
@@ -259,7 +258,8 @@ class Settlement:
         outcome = self._outcome(error)
         if not self._ended_s:
             self._end(time.monotonic())
-        self.charge.settle(sum(self._num_tokens))
+        self.charge.settle(self._tokens.num_computed)  # unless it was
+        self._instruments.tenant_tokens.add(self._tokens.num_computed, {"tenant": self._tenant.id, "kind": "computed"})
         if self._usage_call is not None:
             self._usage_book.ended(self._key, self._usage_call, self._usage_record(self._usage_call, outcome))
         self._instruments.requests.add(1, {**self._model, "outcome": outcome})
@@ -280,7 +280,7 @@ class Settlement:
         self._span.end(self._ns(self._ended_s))
 
     def _outcome(self, error: BaseException | None) -> str:
-        if error is None or (self._num_tokens and self._num_unfinished == 0):
+        if error is None or (self._choices and self._num_unfinished == 0):
             return "ok"
         match error:
             case QuotaExceeded():
@@ -313,12 +313,12 @@ class Settlement:
             self._instruments.stage_duration.record(seconds, STAGE_LABELS[stage])
         outcome = classify(self._first_token_s - self.arrived_s, self._itl_s(), stages.total_s, objective)
         if outcome is SloOutcome.MET:
-            self._instruments.tokens_slo_met.add(sum(self._num_tokens), labels)
+            self._instruments.tokens_slo_met.add(self._tokens.num_sent, labels)
             return outcome
         self._slo_counts.missed += 1
         if outcome is SloOutcome.ITL_MISSED:
             stages = Stages.of(self._life_until(self._choices[0].stages.last_token_s), self._first_token_s)
-        stage = blame(outcome, stages, objective, self._num_tokens[0] - 1)
+        stage = blame(outcome, stages, objective, self._tokens.sent[0] - 1)
         self._blamed_stage = stage.value
         self._instruments.slo_misses.add(1, {**labels, "outcome": outcome, "stage": stage})
         self._span.set_attribute("baton.slo.blame", stage)
@@ -326,10 +326,11 @@ class Settlement:
 
     def _book_served(self) -> None:
         usage, first, instruments = self.usage(), self._choices[0], self._instruments
-        instruments.time_to_first_token.record(self._first_token_s - self.arrived_s, self._labels)
-        if self._num_tokens[0] > 1:
+        by_class = self._labels | {TO_COMPUTE: prompt_class(usage.prompt_tokens - usage.cached_tokens)}
+        instruments.time_to_first_token.record(self._first_token_s - self.arrived_s, by_class)
+        if self._tokens.sent[0] > 1:
             instruments.time_per_output_token.record(self._itl_s(), self._labels)
-        num_new = sum(self._num_tokens)
+        num_new = self._tokens.num_sent
         instruments.prompt_tokens.add(usage.prompt_tokens, self._model)
         instruments.prompt_length.record(usage.prompt_tokens, self._model)
         instruments.answer_length.record(num_new, self._model)
@@ -337,13 +338,11 @@ class Settlement:
         # Not less than what was found: another router may have seen that.
         instruments.prefix_ceiling_tokens.add(max(first.num_seen_tokens, usage.cached_tokens), self._model)
         instruments.generation_tokens.add(num_new, self._model)
-        # A reasoning begins its answer, so what the client had of a choice was that first.
-        reasoned = (max(0, num - self._delivered.get(index, 0)) for index, num in self._num_reasoning.items())
         kinds = {
             "prompt": usage.prompt_tokens,
             "cached": usage.cached_tokens,
             "generated": num_new,
-            "reasoning": sum(reasoned),
+            "reasoning": self._tokens.num_reasoning_sent,
         }
         for what, num_tokens in kinds.items():
             instruments.tenant_tokens.add(num_tokens, {"tenant": self._tenant.id, "kind": what})

@@ -8,17 +8,23 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from kvstore.index import RedisConnection, Seal
-from kvstore.index.connection import Script, WrongType
+from kvstore.index.connection import BadValue, Script
 from kvstore.index.keys import Keys
+from kvstore.index.reads import string
 from kvstore.leases import RecordKey
 from router.request.usage_record import HOLD_S, UsageMark
 
 SWAP = Script("router.request", "usage_swap.lua")
+DUE = Script("router.request", "usage_due.lua")
 MARK_TTL_MS = 3_600_000
 HELD_TTL_MS = 7 * 86_400_000
 """Life of a mark that holds a record: all routers may be away for a while."""
 MAX_DUE = 100
 """Marks that are looked at in one round."""
+MARK_BYTES = 2**16
+"""Largest mark."""
+MEMBER_BYTES = 2**14
+"""Longest member of the list of marks that hold a record."""
 
 
 class FoundMark(NamedTuple):
@@ -111,8 +117,11 @@ class RedisMarks:
 
     async def get(self, key: RecordKey) -> FoundMark:
         name = self._name(key)
-        (found,) = await self._connection.pipeline([("GET", name)])
-        if found is None or isinstance(found, WrongType):
+        found = await string(self._connection, name, MARK_BYTES)
+        if isinstance(found, BadValue):
+            self._connection.note(name, found.reason)
+            return FoundMark()
+        if found is None:
             return FoundMark()
         try:
             opened = found if self._seal is None else self._seal.open(name, b"", found)
@@ -127,20 +136,19 @@ class RedisMarks:
         due_ms = "" if new.held is None else int((self._clock() + HOLD_S) * 1000)
         life_ms = MARK_TTL_MS if new.held is None else HELD_TTL_MS
         (has_changed,) = await self._connection.run(
-            SWAP, [name, self._keys.held], old.stored or b"", stored, life_ms, _member(key), due_ms
+            SWAP, [name, self._keys.held], old.stored or b"", stored, life_ms, _member(key), due_ms, MARK_BYTES
         )
         return bool(has_changed)
 
     async def due(self) -> list[RecordKey]:
         now_ms = int(self._clock() * 1000)
-        command = ("ZRANGEBYSCORE", self._keys.held, 0, now_ms, "LIMIT", 0, MAX_DUE)
-        (found,) = await self._connection.pipeline([command])
+        (found,) = await self._connection.run(DUE, [self._keys.held], now_ms, MAX_DUE, MEMBER_BYTES)
         keys = []
-        for member in [] if isinstance(found, WrongType) else found:
+        for member in found:
             try:
                 tenant_id, request_id = json.loads(member)
                 keys.append(RecordKey(str(tenant_id), str(request_id)))
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 self._connection.note(self._keys.held, error)
                 await self._connection.call("ZREM", self._keys.held, member)
         return keys

@@ -20,6 +20,7 @@ BENCHMARKS = (
     "any_precision",
     "autoscale",
     "bookkeeping",
+    "commands",
     "engine",
     "handover",
     "kv_dtypes",

@@ -84,8 +84,8 @@ class Baton:
         model = ModelConfig(path=str(path), dtype="float32", device="cpu", weights=weights)
         self.runner = make_runner(model, config, cache_dir(load().cluster))
         limits = SchedulerLimits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.batch(on_gpu=False).max_num_seqs,
+            max_num_batched_tokens=config.batch(on_gpu=False).max_num_batched_tokens,
             output_reservation=config.output_reservation,
         )
         self._engine = Engine(self.runner, limits)
@@ -153,7 +153,9 @@ class Transformers:
 
     def __init__(self, path: Path) -> None:
         torch.set_num_threads(1)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        ).eval()
         self._model.generation_config.eos_token_id = None
         self._model.generation_config.pad_token_id = 0
 

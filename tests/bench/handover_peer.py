@@ -29,6 +29,7 @@ from baton.messages import Ticket
 from baton.rpc.server import SERVER_OPTIONS
 from baton.tls import Tls
 from baton.v1 import kv_pb2_grpc, worker_pb2
+from kvstore.transfer.copy.blocks import choose_copies
 from kvstore.transfer.local_worker import LocalWorker
 from kvstore.transfer.receiver import KvReceiver
 from kvstore.transfer.sender import KvSender
@@ -79,6 +80,7 @@ class _End:
         return self._tls if mode.startswith(TLS) else None
 
     def local(self, worker_id: str, mode: str) -> LocalWorker:
+        choose_copies((self.cache,))
         return LocalWorker(
             worker_id=f"{worker_id}-{mode}",
             incarnation="1",

@@ -41,6 +41,7 @@ from tests.bench.router_clients import BareRedis, Client, Direct, Grpc, Http, Pr
 from tests.bench.stats import difference, interleaved, ratio, spread
 from tests.bench.stub_worker import INSTANT
 from tests.integration.cluster import free_port
+from tests.support.chats import encoded
 
 HOST = "127.0.0.1"
 NUM_CLIENTS = 16
@@ -362,9 +363,7 @@ def prompts_of(tokenizer: Tokenizer) -> Iterator[Prompt]:
     rng = random.Random(3)
     while True:
         text = " ".join(rng.choices(WORDS, k=PROMPT_WORDS))
-        yield Prompt(
-            (text,), tuple(tokenizer.encode_chat(Chat(messages=(ChatMessage(role="user", content=text),)), scope=""))
-        )
+        yield Prompt((text,), tuple(encoded(tokenizer, Chat(messages=(ChatMessage(role="user", content=text),)))))
 
 
 def _cpu_s(pid: int | None) -> float:

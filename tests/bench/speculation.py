@@ -116,8 +116,8 @@ class _Arm:
     def __init__(self, runner: Runner, max_draft_tokens: int) -> None:
         config = EngineConfig()
         limits = SchedulerLimits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.batch(on_gpu=False).max_num_seqs,
+            max_num_batched_tokens=config.batch(on_gpu=False).max_num_batched_tokens,
             output_reservation=config.output_reservation,
             max_draft_tokens=max_draft_tokens,
         )

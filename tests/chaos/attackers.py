@@ -17,8 +17,9 @@ from typing import Any
 import grpc
 
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from tests.chaos import grpc_attackers, http_attackers
+from tests.chaos.http_attackers import MIB
 
-MIB = 2**20
 OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
 Attack = Callable[[str, str], Coroutine[Any, Any, None]]
 
@@ -111,7 +112,29 @@ async def readers(grpc_address: str, http: str) -> None:
     await asyncio.gather(*posts, *(_generate(grpc_address, message, reads=False) for _ in range(540)))
 
 
-ATTACKS: dict[str, Attack] = {each.__name__: each for each in (heads, slow_heads, ids, messages, readers, prompts)}
+def _over_http(attack: Callable[[str], Coroutine[Any, Any, None]]) -> Attack:
+    def run(grpc_address: str, http: str) -> Coroutine[Any, Any, None]:
+        _say_begins()
+        return attack(http)
+
+    return run
+
+
+def _over_grpc(attack: Callable[[str], Coroutine[Any, Any, None]]) -> Attack:
+    def run(grpc_address: str, http: str) -> Coroutine[Any, Any, None]:
+        _say_begins()
+        return attack(grpc_address)
+
+    return run
+
+
+OVER_HTTP = {each.__name__: _over_http(each) for each in http_attackers.ATTACKS}
+OVER_GRPC = {each.__name__: _over_grpc(each) for each in grpc_attackers.ATTACKS}
+ATTACKS: dict[str, Attack] = {
+    **{each.__name__: each for each in (heads, slow_heads, ids, messages, readers, prompts)},
+    **OVER_HTTP,
+    **OVER_GRPC,
+}
 
 
 async def main(kind: str, grpc_address: str, http: str, seconds: float) -> None:

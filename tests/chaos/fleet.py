@@ -168,11 +168,19 @@ class Progress:
 
     @property
     def is_device_lost(self) -> bool:
-        return bool(self._shared[2])
+        return self._shared[2] == 1
+
+    @property
+    def does_device_hang(self) -> bool:
+        return self._shared[2] == 2
 
     def lose_device(self) -> None:
         """Has every further step fail, and the end of the engine wait for ever."""
         self._shared[2] = 1
+
+    def hang_device(self) -> None:
+        """Has the next step wait for ever, and the end of the engine, too."""
+        self._shared[2] = 2
 
     def begins(self) -> None:
         self._shared[1] = time.monotonic()
@@ -190,12 +198,14 @@ class NotingRunner(ArithmeticRunner):
         self.progress.begins()
         if self.progress.is_device_lost:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        if self.progress.does_device_hang:
+            threading.Event().wait()
         output = super().execute(step, on_layer_done)
         self.progress.has_drawn(sum(map(len, output.sampled_token_ids)))
         return output
 
     def close(self) -> None:
-        if self.progress.is_device_lost:
+        if self.progress.is_device_lost or self.progress.does_device_hang:
             threading.Event().wait()
 
 
@@ -411,7 +421,7 @@ async def _serve(role: Role, worker_id: str, config: Config, progress: Progress)
     def build(config: Config) -> NotingRunner:
         runner = NotingRunner(
             config.engine.num_blocks,
-            max_num_seqs=config.engine.max_num_seqs,
+            max_num_seqs=config.engine.batch(on_gpu=False).max_num_seqs,
             num_layers=NUM_LAYERS,
             layer_s=config.engine.arithmetic_step_ms / 1e3 / NUM_LAYERS,
             token_s=config.engine.arithmetic_token_ms / 1e3,

@@ -30,6 +30,7 @@ from deploy.worker.process import running
 from tests.chaos import asks
 from tests.chaos.fleet import NUM_LAYERS, START_TIMEOUT_S, Fleet, running_fleet
 from tests.support.asking import prompt_of
+from tests.support.members import engine_of
 from tests.support.waiting import until, wait_until
 
 STEP_S = 0.02
@@ -150,18 +151,18 @@ class CancelBench:
             await other.end()
         await until(self.is_idle, PHASE_TIMEOUT_S)
         for member in self._members.values():
-            member.loop.engine.check()
+            engine_of(member).check()
         return found if was_seen else None
 
     def is_idle(self) -> bool:
         """No block is reserved, held or pinned, and no staging slot in use."""
         return all(
-            m.loop.engine.is_idle and m.loop.engine.pool.counts().in_use == 0 and m.kv.counts().slots_in_use == 0
+            engine_of(m).is_idle and engine_of(m).pool.counts().in_use == 0 and m.kv.counts().slots_in_use == 0
             for m in self._members.values()
         )
 
     def _note_what_it_hears(self, role: Role) -> None:
-        engine = self._members[role].loop.engine
+        engine = engine_of(self._members[role])
         end = engine.end
 
         def heard(sequence: Sequence) -> None:
@@ -175,7 +176,7 @@ class CancelBench:
         return max((self._num_steps(role) - at for role, at in heard_at.items() if at is not None), default=0)
 
     def _num_steps(self, role: Role) -> int:
-        runner = self._members[role].loop.engine.runner
+        runner = engine_of(self._members[role]).runner
         assert isinstance(runner, CountingRunner)
         return runner.num_steps
 
@@ -184,7 +185,7 @@ class CancelBench:
 
     def _is_in(self, phase: Phase, stream: Stream) -> bool:
         on_prefill = list(self._sequences(Role.PREFILL, stream))
-        decode = self._members[Role.DECODE].loop.engine.scheduler
+        decode = engine_of(self._members[Role.DECODE]).scheduler
         on_decode = list(self._sequences(Role.DECODE, stream))
         is_reserved = any(sequence in decode.reserved for sequence in on_decode)
         match phase:
@@ -205,7 +206,7 @@ class CancelBench:
         return not any(list(self._sequences(role, stream)) for role in Role)
 
     def _sequences(self, role: Role, stream: Stream) -> Iterator[Sequence]:
-        scheduler = self._members[role].loop.engine.scheduler
+        scheduler = engine_of(self._members[role]).scheduler
         for sequence in (*scheduler.waiting, *scheduler.running, *scheduler.reserved):
             if sequence.spec.request_id == stream.request_id:
                 yield sequence

@@ -30,6 +30,7 @@ from kvstore.index import (
     RedisIndex,
     Seal,
 )
+from kvstore.index import redis as index_in_redis
 from kvstore.index.events import ORIGIN
 from kvstore.index.keys import Keys
 from kvstore.index.signed import REMEMBERED_S, SightBook, Stamps
@@ -69,14 +70,17 @@ class Scene:
 
     def leases(self, member: Principal, keys: MemberKeys | None = None) -> RedisLeases:
         member_keys = (keys or self.member_keys)[member]
-        return RedisLeases(self.redis, self.namespace, lease_s=LEASE_S, clock=self.clock, keys=member_keys)
+        return RedisLeases(
+            self.redis,
+            self.namespace,
+            lease_s=LEASE_S,
+            clock=self.clock,
+            monotonic_s=lambda: self.seconds,
+            keys=member_keys,
+        )
 
     def new_reader(self) -> RedisLeases:
-        reader = self.leases(Principal.ROUTER)
-        reader._signed = SignedRegistry(
-            self.member_keys[Principal.ROUTER], LEASE_S, self.clock, monotonic_s=lambda: self.seconds
-        )
-        return reader
+        return self.leases(Principal.ROUTER)
 
     def pass_time(self, seconds: float) -> None:
         self.seconds += seconds
@@ -459,6 +463,36 @@ async def test_one_signature_proves_a_run_of_events(scene: Scene, monkeypatch: p
     assert times == 2
 
 
+@pytest.mark.parametrize("num_more", [1, 30])
+async def test_a_set_is_read_though_its_worker_publishes_all_the_time(
+    scene: Scene, server: RedisServer, num_more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each answer of Redis the set changes: what is read is what was signed at one moment, or is read later."""
+    info = await scene.join()
+    await published(scene, info.epoch, 1, 2, 3)
+    seq = 1
+
+    class Busy(RedisConnection):
+        async def ask(self, *args: Any) -> list[Any]:
+            nonlocal seq
+            seq += 1
+            numbers = range(100 * seq, 100 * seq + num_more)
+            event = BlockEvent(worker_id="w", epoch=info.epoch, seq=seq, op=Op.STORED, keys=tuple(map(key, numbers)))
+            assert (await scene.index.apply(event)).outcome is IndexOutcome.APPLIED
+            return await super().ask(*args)
+
+    monkeypatch.setattr(index_in_redis, "GROWTH", 10)
+    busy = Busy(server.embedded.url)
+    server.opened.append(busy)
+    reader = RedisIndex(busy, scene.namespace, keys=scene.member_keys[Principal.ROUTER])
+    if num_more > 10:
+        with pytest.raises(StoreUnavailable, match="grows faster"):
+            await reader.snapshot("w", info.epoch)
+        return
+    found = await reader.snapshot("w", info.epoch)
+    assert found == (seq, {key(1), key(2), key(3), *(key(100 * each) for each in range(2, seq + 1))})
+
+
 async def test_a_set_that_its_worker_has_not_signed_is_empty(scene: Scene) -> None:
     info = await scene.join()
     blocks, seal = scene.keys.blocks("w", info.epoch), scene.keys.seal("w", info.epoch)
@@ -525,7 +559,7 @@ async def test_records_are_of_use_to_routers_alone_and_in_their_place(scene: Sce
     tokens = list(range(70_000, 70_050))
     parts = [RecordPart(choice_index=0, start=0, token_ids=tokens, finish_reason=FinishReason.STOP, sampler="a/1")]
     await records.write([RecordEntry(KEY, DIGEST, b"router-a", parts)], [])
-    name, other = (scene.keys.record(each.tenant_id, each.request_id) for each in (KEY, OTHER_KEY))
+    name, other = (scene.keys.record(each.tenant_id, each.request_id, DIGEST) for each in (KEY, OTHER_KEY))
     ((field, value),) = (await scene.redis.call("HGETALL", name)).items()
     assert b"stop" not in value
     assert tokens[0].to_bytes(4, "little") not in value

@@ -51,14 +51,14 @@ async def test_a_lease_that_cannot_be_read_is_told_and_hides_no_other(server: Re
     assert connection
     await connection.pipeline([("DEL", keys.lease("w-0")), ("SET", keys.lease("w-0"), "x")])
     await connection.call("HSET", keys.lease("w-2"), "load", "{")
-    await connection.call("SET", Keys(namespace + "-other").workers, "x")
+    await connection.call("SET", Keys(namespace[::-1]).workers, "x")
     found = await redis._look(server.embedded.url)
     mine = [lease.worker.info.id for lease in found.leases if lease.worker.info.content_id == "c"]
     assert mine == ["w-1"]
     checks = [check for check in redis.leases(found, lease_s=10.0) if check.name == "redis values"]
     assert {check.state for check in checks} == {"warn"}
     assert {check.found.partition(" ")[0] for check in checks} == {"lease", "workers"}
-    await connection.call("DEL", Keys(namespace + "-other").workers)
+    await connection.call("DEL", Keys(namespace[::-1]).workers)
 
 
 def test_a_redis_that_is_away_is_no_secret() -> None:

@@ -10,12 +10,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from baton.cluster import (
     BlockCounts,
+    Computes,
     ControllerInfo,
     PoolScaling,
     PoolTrouble,
@@ -27,12 +30,14 @@ from baton.cluster import (
     WorkerState,
 )
 from baton.errors import ConfigError, Fenced, StoreUnavailable
+from deploy import embedded_redis
 from deploy.embedded_redis import EmbeddedRedis
 from kvstore.index import BlockEvent, IndexOutcome, Op, RedisConnection
 from kvstore.index.keys import Keys
-from kvstore.leases import LeaseKeeper
+from kvstore.leases import LeaseKeeper, RedisLeases
 from kvstore.leases.codec import decode_worker, encode
 from router.cluster.surroundings import Surroundings
+from tests.contract.roles import url_of
 from tests.support import builders
 from tests.support.waiting import until, wait_until
 
@@ -203,6 +208,19 @@ async def test_regression_owner_entries_without_expiry(server: RedisServer, name
     assert not await backend.connection.call("SMEMBERS", f"kv:{{{namespace}}}:workers")
 
 
+@pytest.mark.parametrize("part", ["worker", "router", "controller"])
+async def test_every_part_may_list_workers(server: RedisServer, namespace: str, part: str) -> None:
+    """Regression: prefill workers look for decode workers, and the chart's Redis did not let them."""
+    backend = server.backend(namespace)
+    info = worker_info("w", await backend.leases.acquire("w"))
+    await backend.leases.renew(info, LOAD)
+    server.opened.append(connection := RedisConnection(url_of(server.embedded.url, part)))
+    assert backend.connection
+    await backend.connection.call("SADD", Keys(namespace).workers, "gone", "", "x" * 300)
+    assert await RedisLeases(connection, namespace).list_workers() == [Worker(info, LOAD)]
+    assert await backend.connection.call("SMEMBERS", Keys(namespace).workers) == {b"w"}
+
+
 async def test_routers_are_listed_until_they_lapse(backend: Backend) -> None:
     first = RouterInfo(id="router-0", pid=7, grpc="127.0.0.1:50051", http="127.0.0.1:8000", mirror_lag_s=0.25)
     second = dataclasses.replace(first, id="router-1", pid=8)
@@ -255,6 +273,23 @@ def test_engine_and_sampler_are_read_as_names_and_an_older_release_names_none() 
     read = decode_worker(json.dumps(older).encode(), encode(LOAD).encode()).info
     assert read == worker_info("w", 1)
     assert (read.engine, read.sampler) == ("", "")
+
+
+def test_what_a_worker_computes_with_is_read_within_bounds() -> None:
+    computes = Computes(gpu="NVIDIA H200", num_ranks=2, dtype="bfloat16", plans_ahead=True, fallbacks=("a: b",))
+    info = dataclasses.replace(worker_info("w", 1), computes=computes)
+    assert decode_worker(encode(info).encode(), encode(LOAD).encode()).info == info
+    older = json.loads(encode(info))
+    del older["computes"]
+    assert decode_worker(json.dumps(older).encode(), encode(LOAD).encode()).info == worker_info("w", 1)
+    for name, garbage in (
+        ("num_graphs", 2**31), ("num_fused", -1), ("num_ranks", "2"), ("plans_ahead", "yes"), ("attention", "a b"),
+        ("fallbacks", ["x"] * 1001), ("fallbacks", [1]), ("gpu", 5),
+    ):  # fmt: skip
+        written = json.loads(encode(info))
+        written["computes"][name] = garbage
+        with pytest.raises(ValueError, match=r"\bno (number|name|list|text)"):
+            decode_worker(json.dumps(written).encode(), encode(LOAD).encode())
 
 
 @pytest.mark.parametrize("name", ["engine", "sampler"])
@@ -452,14 +487,20 @@ async def test_the_embedded_redis_listens_on_a_port() -> None:
         os.kill(first, 0)
 
 
-def test_an_embedded_redis_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_an_embedded_redis_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"cannot start .* \(exit 127\): .*missing: No such file"):
         EmbeddedRedis(binary=tmp_path / "missing").start()
     mute = tmp_path / "mute"
     mute.write_text("#!/bin/sh\necho loading for ever\nexec sleep 60\n")
     mute.chmod(0o755)
+
+    def seconds() -> float:
+        """The time that a start may take is over as soon as the program has printed its line."""
+        return float(any(log.stat().st_size for log in tmp_path.glob("baton-redis-*/log")))
+
+    monkeypatch.setattr(embedded_redis, "time", SimpleNamespace(monotonic=seconds, sleep=time.sleep))
     with pytest.raises(ConfigError, match=r"did not answer within 0\.2 s: loading for ever"):
-        EmbeddedRedis(binary=mute, start_timeout_s=0.2).start()
+        EmbeddedRedis(binary=mute, parent=tmp_path, start_timeout_s=0.2).start()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")

@@ -51,6 +51,19 @@ async def test_answers_in_flight_end_with_their_lease(ledger: Ledger, backend: B
     assert (await ledger.book(replace(entry, writer="b", version=3))).refused_by is None
 
 
+async def test_what_answers_of_another_router_may_still_be_leaves_no_room(ledger: Ledger, backend: Backend) -> None:
+    entry = replace(ARRIVAL, max_in_flight=None, limits=(None, 100, None), needs=(0, 10, 0), amounts=(0, 10, 0))
+    first = await ledger.book(replace(entry, num_reserved=90, num_to_reserve=90))
+    assert (first.refused_by, first.used, first.num_reserved) == (None, (0, 10, 0), 90)
+    other = replace(entry, writer="b", num_reserved=5, num_to_reserve=5)
+    refused = await ledger.book(other)
+    assert (refused.refused_by, refused.retry_ms, refused.num_reserved) == (1, 0, 90)
+    await ledger.book(replace(ENTRY, max_in_flight=None, limits=entry.limits, version=2, amounts=(0, 30, 0)))
+    assert (await ledger.book(replace(other, version=2))).refused_by is None
+    backend.clock.now += 10  # a router that is not heard of
+    assert (await ledger.book(replace(entry, writer="c", num_held=0, num_asked=0))).num_reserved == 0
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_every_ledger_answers_as_the_arithmetic_does(ledger: Ledger, backend: Backend, seed: int) -> None:
     rng, account, versions, refusals = random.Random(seed), Account(), dict.fromkeys("abc", 5), set()
@@ -58,7 +71,7 @@ async def test_every_ledger_answers_as_the_arithmetic_does(ledger: Ledger, backe
         backend.clock.now = round(backend.clock.now + rng.choice((0.0, 0.1, 0.7, 1.0, 5.0, 30.0, 2000.0)), 3)
         writer = rng.choice("abc")
         versions[writer] += 1
-        num_held = rng.randrange(4)
+        num_held, num_reserved = rng.randrange(4), rng.randrange(120)
         entry = LedgerEntry(
             tenant_id="acme",
             limits=(rng.choice((None, 2)), rng.choice((None, 200)), rng.choice((None, 2000))),
@@ -69,6 +82,8 @@ async def test_every_ledger_answers_as_the_arithmetic_does(ledger: Ledger, backe
             version=versions[writer] - rng.choice((0, 0, 0, 3)),
             num_held=num_held,
             num_asked=rng.randrange(num_held + 1),
+            num_reserved=num_reserved,
+            num_to_reserve=rng.randrange(num_reserved + 1),
             lease_ms=10_000,
         )
         expected = account.book(entry, int(backend.clock.now * 1000))

@@ -107,21 +107,29 @@ async def test_a_router_that_is_done_leaves_what_another_one_notes(records: Reco
     mine, others = entry(part(0, 0, [1, 2, 3]), writer=A), entry(part(0, 0, [1]), writer=B)
     await records.write([mine], [])
     await records.write([others], [])
-    done = RecordEnd(KEY, tuple(field_of(mine, part) for part in mine.parts))
+    done = RecordEnd(KEY, DIGEST, tuple(field_of(mine, part) for part in mine.parts))
     await records.write([], [done])
     await records.write([entry(part(0, 1, [2]), writer=B)], [done])
     assert await records.read(KEY, DIGEST) == {0: Noted((1, 2))}
-    await records.write([], [RecordEnd(KEY)])
+    await records.write([], [RecordEnd(KEY, DIGEST)])
     assert await records.read(KEY, DIGEST) == {}
+
+
+async def test_a_request_that_ends_leaves_another_ones_record_under_the_same_key(records: RecordStore) -> None:
+    """Regression: of a request that had been continued, all fields under its id went, whoever had written them."""
+    await records.write([entry(part(0, 0, [1])), entry(part(0, 0, [2]), digest=OTHER_DIGEST, writer=B)], [])
+    await records.write([], [RecordEnd(KEY, DIGEST)])
+    assert await records.read(KEY, DIGEST) == {}
+    assert await records.read(KEY, OTHER_DIGEST) == {0: Noted((2,))}
 
 
 async def test_what_has_ended_is_forgotten_before_the_new_is_noted(records: RecordStore) -> None:
     other = RecordKey("acme", "r-2")
     await records.write([entry(part(0, 0, [1])), entry(part(0, 0, [2]), key=other)], [])
-    await records.write([entry(part(0, 0, [3]))], [RecordEnd(KEY), RecordEnd(other)])
+    await records.write([entry(part(0, 0, [3]))], [RecordEnd(KEY, DIGEST), RecordEnd(other, DIGEST)])
     assert await records.read(KEY, DIGEST) == {0: Noted((3,))}
     assert await records.read(other, DIGEST) == {}
-    await records.write([], [RecordEnd(KEY)])
+    await records.write([], [RecordEnd(KEY, DIGEST)])
     await records.write([], [])
     assert await records.read(KEY, DIGEST) == {}
 
@@ -129,7 +137,7 @@ async def test_what_has_ended_is_forgotten_before_the_new_is_noted(records: Reco
 async def test_a_record_lives_for_a_minute_after_it_was_written_to(backend: Backend, records: RecordStore) -> None:
     await records.write([entry(part(0, 0, [1]))], [])
     if backend.connection:
-        name = Keys(backend.namespace).record(KEY.tenant_id, KEY.request_id)
+        name = Keys(backend.namespace).record(KEY.tenant_id, KEY.request_id, DIGEST)
         assert await backend.connection.call("PEXPIRE", name, 1000)
         await records.write([entry(part(0, 1, [2]))], [])
         assert 59_000 < await backend.connection.call("PTTL", name) <= 60_000
@@ -147,7 +155,7 @@ async def test_what_cannot_be_read_is_an_error_of_values(server: RedisServer, na
     assert backend.connection
     records = RedisRecords(backend.connection, namespace)
     await records.write([entry(part(0, 0, [1, 2]))], [])
-    name = Keys(namespace).record(KEY.tenant_id, KEY.request_id)
+    name = Keys(namespace).record(KEY.tenant_id, KEY.request_id, DIGEST)
     (field,) = await backend.connection.call("HKEYS", name)
     for value, reason in (
         (b"\0abc", "multiple of item size"),
@@ -169,7 +177,7 @@ async def test_a_record_of_a_wrong_type_is_written_anew_and_holds_up_no_other(
     backend = server.backend(namespace)
     assert backend.connection
     records = RedisRecords(backend.connection, namespace)
-    await backend.connection.call("SET", Keys(namespace).record(KEY.tenant_id, KEY.request_id), "x")
+    await backend.connection.call("SET", Keys(namespace).record(KEY.tenant_id, KEY.request_id, DIGEST), "x")
     with pytest.raises(ValueError, match="WRONGTYPE"):
         await records.read(KEY, DIGEST)
     other = RecordKey("acme", "r-2")
@@ -177,15 +185,19 @@ async def test_a_record_of_a_wrong_type_is_written_anew_and_holds_up_no_other(
     assert await records.read(KEY, DIGEST) == {0: Noted((1,))}
     assert await records.read(other, DIGEST) == {0: Noted((2,))}
     assert [(each.what, each.times) for each in backend.connection.garbage.seen()] == [("record", 2)]
-    await backend.connection.pipeline([("UNLINK", name := Keys(namespace).record("acme", "r-2")), ("SET", name, "x")])
-    await records.write([], [RecordEnd(other, (b"field",)), RecordEnd(KEY)])  # what is useless stops nothing either
+    await backend.connection.pipeline(
+        [("UNLINK", name := Keys(namespace).record("acme", "r-2", DIGEST)), ("SET", name, "x")]
+    )
+    await records.write(
+        [], [RecordEnd(other, DIGEST, (b"field",)), RecordEnd(KEY, DIGEST)]
+    )  # what is useless stops nothing either
     assert await records.read(KEY, DIGEST) == {}
 
 
 async def test_without_redis_it_says_so() -> None:
     records = RedisRecords(RedisConnection("redis://127.0.0.1:1/0"), "ns")
     with pytest.raises(StoreUnavailable):
-        await records.write([entry(part(0, 0, [1]))], [RecordEnd(KEY)])
+        await records.write([entry(part(0, 0, [1]))], [RecordEnd(KEY, DIGEST)])
     with pytest.raises(StoreUnavailable):
         await records.read(KEY, DIGEST)
     await records.close()

@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -30,9 +29,13 @@ from kvstore.transfer.device import GPUS
 from kvstore.transfer.transport.nccl_env import PINNED
 from tests.fakes.gpu import FakeEvent, FakeGpu, FakeStream, current_gpu
 
+if TYPE_CHECKING:
+    import pytest
+
 WATCHDOG_TICK_S = 0.01
 DUMP_MILSEC = 15_000
-"""torch's default."""
+NONBLOCKING_TIMEOUT_S = 1800.0
+"""torch's defaults."""
 
 
 @dataclass
@@ -103,7 +106,7 @@ class FakeNccl:
     def _connect(self, gpu: FakeGpu) -> None:
         self._stream = gpu.stream(gpu.highest_priority if self.options.is_high_priority_stream else 0)
         self._knobs.groups.append(SimpleNamespace(stream=self._stream, options=self.options, state=self._state))
-        deadline = time.monotonic() + float(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"])
+        deadline = time.monotonic() + NONBLOCKING_TIMEOUT_S
         time.sleep(self._knobs.opening_s)
         while self._knobs.never_opens and not self._state.aborted.is_set():
             if not self.options.config.blocking and time.monotonic() > deadline:
@@ -247,9 +250,9 @@ def _kernel(
 
 
 @contextlib.contextmanager
-def fake_nccl(monkeypatch: pytest.MonkeyPatch, *, opening_timeout_s: int = 1800) -> Iterator[Knobs]:
-    """torch with NCCL, in a process that was started for it. An opening fails after so long; the default is torch's."""
-    for name, value in {**PINNED, "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(opening_timeout_s)}.items():
+def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Knobs]:
+    """torch with NCCL, in a process that was started for it."""
+    for name, value in PINNED.items():
         monkeypatch.setenv(name, value)
     knobs = FakeNccl.knobs = Knobs()
     knobs.let_abort.set()

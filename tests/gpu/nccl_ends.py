@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from baton.config import TransferConfig
 from kvstore.transfer.transport.base import RECEIVER, SENDER
-from kvstore.transfer.transport.nccl_env import nccl_environment
+from kvstore.transfer.transport.nccl_env import PINNED
 from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.staging import Slot, StagingPool
 
@@ -52,7 +51,7 @@ def skip_unless_possible(mode: str) -> None:
 def run(job: Job, mode: str, patience_s: float = 180.0) -> list[Any]:
     """What the two ends reported, the sender's first. Raises EOFError where an end has failed; its error is above."""
     skip_unless_possible(mode)
-    os.environ.update(nccl_environment(TransferConfig()))
+    os.environ.update(PINNED)
     spawn = multiprocessing.get_context("spawn")
     pipes = spawn.Pipe()
     outcomes = [spawn.Pipe(duplex=False) for _ in range(2)]

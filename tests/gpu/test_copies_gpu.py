@@ -24,12 +24,14 @@ def device() -> torch.device:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_and_every_sum_is_torchs(name: str) -> None:
+    kernel_choice.choose_kernels(device(), 1)
     assert kernel_choice.kernels_of(device()) is not None
     assert copied.same_on(device(), CASES[name])
 
 
 def test_a_chunk_moves_at_the_rate_of_the_memory() -> None:
     """The rate is printed; `first_hour.py` has the limits."""
+    kernel_choice.choose_kernels(device(), 1)
     kernels = kernel_choice.kernels_of(device())
     assert kernels is not None
     pages = torch.randint(2**62, (16, 128, 8192), device=device())

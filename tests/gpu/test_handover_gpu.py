@@ -16,7 +16,7 @@ from baton.engine.core.sequence import Purpose
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.transformers_runner import TransformersRunner
 from kvstore.transfer.connection.reservations import Arrival
-from kvstore.transfer.transport.nccl_env import nccl_environment
+from kvstore.transfer.transport.nccl_env import PINNED
 from tests.gpu.nccl_ends import environment
 from tests.support.builders import sequence_spec
 from tests.unit.kvstore.transfer.child import child
@@ -69,9 +69,9 @@ async def test_blocks_arrive_bit_by_bit_whatever_the_devices(link: str, source: 
 @pytest.mark.parametrize("checksum", ["full", "off"])
 async def test_blocks_arrive_over_nccl_in_another_process(checksum: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_link("nccl", CONFIG, checksum=checksum, open_timeout_s=60.0, op_timeout_s=OP_TIMEOUT_S)
-    for name, value in (nccl_environment(config) | environment(ONE_GPU, 0)).items():
+    for name, value in (PINNED | environment(ONE_GPU, 0)).items():
         monkeypatch.setenv(name, value)
-    theirs = nccl_environment(config) | environment(ONE_GPU, 1)
+    theirs = PINNED | environment(ONE_GPU, 1)
     cache = filled_cache(1, device="cuda")
     async with (
         child("decode", config, device="cuda", environment=theirs) as decode,

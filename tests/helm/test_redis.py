@@ -32,9 +32,10 @@ EVERYBODY_S_NOT = (
     ("SCRIPT", "FLUSH"), ("FUNCTION", "LIST"), ("MODULE", "LIST"), ("REPLICAOF", "NO", "ONE"), ("CLIENT", "LIST"),
     ("SWAPDB", "0", "1"), ("MIGRATE", "h", "1", "k", "0", "1"), ("GET", "foreign"), ("SET", "foreign", "x"),
 )  # fmt: skip
+RECORD = KEYS.record("acme", "r", b"d" * 16)
 NOT = {
     "worker": (
-        ("HGETALL", KEYS.record("acme", "r")), ("GET", KEYS.account("acme")), ("SET", KEYS.router("r"), "{}"),
+        ("HGETALL", RECORD), ("GET", KEYS.account("acme")), ("SET", KEYS.router("r"), "{}"),
         ("SET", KEYS.controller, "{}"), ("HSET", KEYS.desired, "decode", "0"), ("SCAN", "0"),
         ("GET", KEYS.usage("acme", "r")), ("EVAL", "return redis.call('GET', KEYS[1])", "1", KEYS.account("acme")),
     ),
@@ -47,10 +48,10 @@ NOT = {
     ),
     "controller": (
         ("HSET", KEYS.lease("w"), "epoch", "1"), ("XADD", KEYS.events, "*", "k", "v"), ("SET", KEYS.router("r"), "{}"),
-        ("HGETALL", KEYS.record("acme", "r")), ("GET", KEYS.account("acme")), ("SCAN", "0"),
+        ("HGETALL", RECORD), ("GET", KEYS.account("acme")), ("SCAN", "0"),
     ),
     "doctor": (
-        ("SADD", KEYS.workers, "w"), ("HSET", KEYS.lease("w"), "epoch", "1"), ("HGETALL", KEYS.record("acme", "r")),
+        ("SADD", KEYS.workers, "w"), ("HSET", KEYS.lease("w"), "epoch", "1"), ("HGETALL", RECORD),
         ("GET", KEYS.boot), ("EVAL", "return 1", "0"),
     ),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import yaml
 
 from tests.helm.chart import MATRIX, Object, Values, of_kind, pod_of, pods, render, template, the
@@ -96,6 +97,20 @@ def test_without_values_nothing_speaks_of_tls() -> None:
     assert not of_kind(objects, "Certificate")
     assert "tls" not in yaml.safe_dump_all(each for each in objects if each["kind"] != "ConfigMap")
     assert not [name for section in _config(objects).values() for name in section if name.startswith("tls")]
+
+
+@pytest.mark.parametrize(
+    "certificates", [TLS.sets, KUBERAY.sets, ("config.cluster.tls_certificate=/certificates/tls.crt",)]
+)
+def test_rdma_beside_certificates_needs_a_trusted_network(certificates: tuple[str, ...]) -> None:
+    rdma = (*certificates, "pools.decode.rdma.enabled=true")
+    done = template(4, Values(sets=rdma))
+    assert done.returncode != 0
+    assert "the decode pool has RDMA devices, but KV would go over TCP" in done.stderr
+    assert "config.transfer.plain_links=[nccl]" in done.stderr
+    trusted = render(Values(sets=(*rdma, "config.transfer.plain_links={nccl}")))
+    assert _config(trusted)["transfer"]["plain_links"] == ["nccl"]
+    assert template(4, Values(sets=("pools.decode.rdma.enabled=true",))).returncode == 0
 
 
 def test_what_needs_a_certificate_is_refused_without() -> None:

@@ -22,7 +22,7 @@ import pytest
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
 from tests.chaos.fleet import Fleet, RouterProcess, running_fleet
-from tests.integration.cluster import request
+from tests.integration.cluster import is_idle, request
 from tests.support.asking import metric, prompt_of, sampling
 from tests.support.operator import OPERATOR_ENTRY
 from tests.support.waiting import wait_until
@@ -39,6 +39,8 @@ TENANTS: dict[str, dict[str, int]] = {
     "short": {"max_answer_tokens": 5, "requests_per_minute": 1000, "tokens_per_day": 10**6},
     "several": {"requests_per_minute": 3, "max_in_flight": 2},
     "withdrawn": {},
+    "computes": {"tokens_per_day": 10**7},
+    "searches": {},
 }
 
 
@@ -181,6 +183,49 @@ def test_openais_package_sees_its_limits(cluster: Billed) -> None:
     assert caught.value.response.headers["x-ratelimit-remaining-requests"] == "0"
 
 
+def left(cluster: Billed) -> int:
+    """Tokens that the tenant has left, before the one token of the answer to this question is charged."""
+    with cluster.client("computes") as client:
+        raw = client.completions.with_raw_response.create(model="", prompt=[5], max_tokens=1)
+    return int(raw.headers["x-ratelimit-remaining-tokens"])
+
+
+COMPUTED: dict[str, dict[str, Any]] = {
+    "all of which the best is given": {"sampling": sampling(20, best_of=8, temperature=1.0, seed=3)},
+    "choices": {"sampling": sampling(20, n=3)},
+    "beams": {"sampling": sampling(20, use_beam_search=True, beam_width=4)},
+    "a claim that no record supports": {"sampling": sampling(120), "request_id": "never-was", "resume_from": {0: 119}},
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_tenant_is_charged_what_was_computed_and_usage_says_so(cluster: Billed, name: str) -> None:
+    expected = {"beams": 77, "choices": 60, "all of which the best is given": 160}.get(name, 120)
+    before = left(cluster)
+    chunks = list(cluster.stream("computes", token_ids=prompt_of(7, 20), **COMPUTED[name]))
+    assert chunks[-1].usage.completion_tokens == expected
+    assert before - left(cluster) == 20 + expected + 2, "and the two questions' tokens"
+
+
+def test_a_search_that_is_left_is_charged_until_then(cluster: Billed) -> None:
+    router = cluster.routers[0]
+    asked = sampling(4000, use_beam_search=True, beam_width=4)
+    stream = cluster.stream("searches", token_ids=prompt_of(8, 20), sampling=asked, request_id="is-left")
+    router.wait_for(lambda status: not all(is_idle(worker) for worker in status["workers"]))
+    # No token comes before all, but the worker says meanwhile how many it has computed.
+    (decode,) = cluster.fleet.started_as(Role.DECODE)
+    progress = cluster.fleet.progress[decode]
+    begun_s = progress.step_began_s
+    wait_until(lambda: progress.step_began_s > begun_s + 1)
+    stream.cancel()
+
+    def num_computed() -> float:
+        return metric(router, "baton_tenant_tokens_total", 'tenant="searches"', 'kind="computed"')
+
+    wait_until(lambda: num_computed() > 0)
+    assert num_computed() < 4 * 4000
+
+
 def test_an_answer_is_no_longer_than_the_tenant_may_have(cluster: Billed) -> None:
     with cluster.client("short") as client:
         chat: Any = [{"role": "user", "content": "hello"}]
@@ -190,9 +235,9 @@ def test_an_answer_is_no_longer_than_the_tenant_may_have(cluster: Billed) -> Non
         assert plain.usage is not None
         assert plain.usage.completion_tokens == 5
         for name in ("max_tokens", "max_completion_tokens"):
-            with pytest.raises(openai.BadRequestError, match="max_tokens must be at most 5") as caught:
+            with pytest.raises(openai.BadRequestError, match=f"{name} must be at most 5") as caught:
                 client.chat.completions.create(model="", messages=chat, **{name: 6})  # type: ignore[call-overload]
-            assert caught.value.param == "max_tokens"
+            assert caught.value.param == name
 
 
 def test_several_prompts_keep_within_what_the_tenant_may_have(cluster: Billed) -> None:

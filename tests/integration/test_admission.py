@@ -65,7 +65,7 @@ async def _serve(role: Role, worker_id: str, config: Config) -> None:
     torch.set_num_threads(1)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    runner = SlowRunner(config.engine.num_blocks, max_num_seqs=config.engine.max_num_seqs)
+    runner = SlowRunner(config.engine.num_blocks, max_num_seqs=config.engine.batch(on_gpu=False).max_num_seqs)
     async with running(config, role, worker_id, "127.0.0.1", runner) as (_, ended):
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait({stopped, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -218,7 +218,7 @@ def test_whoever_would_come_too_late_is_refused_at_once_and_told_when_to_come_ba
             status, answer, headers = slow.post({**body, "stream": stream})
             assert status == 429
             assert answer["error"]["type"] == "rate_limit_error"
-            assert answer["error"]["code"] == "Overloaded"
+            assert answer["error"]["code"] == "rate_limit_exceeded"
             assert 1 <= int(headers["Retry-After"]) <= 6
         assert slow.metric("baton_requests_slo_total", 'outcome="rejected"', 'slo_class="custom"') == rejected + 3
         assert slow.ask(200, slo={"ttft_ms": 20_000}).served(), "one that can wait is let in"

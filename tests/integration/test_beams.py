@@ -154,7 +154,7 @@ def test_a_search_that_gives_way_finds_the_same(tiny: Path) -> None:
 def test_the_real_model_is_searched_as_transformers_does(mode: str, model_dir: Path) -> None:
     """Answers come without their scores: one that differs is compared by the score that transformers gives it."""
     model = load_reference(model_dir)
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
     prompts = [tokenizer.encode(text) for text in TEXTS]
     asked = [(prompt, width, penalty) for prompt in prompts for width in WIDTHS for penalty in PENALTIES]
     num_different = 0

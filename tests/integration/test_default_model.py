@@ -14,6 +14,7 @@ from baton.config import ModelConfig
 from deploy.models import CATALOGUE, ignore_progress, resolve
 from deploy.models.wheel import catalogue_folder
 from router.prompt import Tokenizer
+from tests.support.chats import encoded
 
 pytestmark = pytest.mark.integration
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.integration
 def model(model_dir: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(model_dir).eval()
+    return AutoModelForCausalLM.from_pretrained(model_dir, trust_remote_code=False).eval()
 
 
 def greedy(model: Any, token_ids: list[int], max_new_tokens: int) -> list[int]:
@@ -41,9 +42,7 @@ def test_it_knows_the_capital_of_france(model: Any, model_dir: Path) -> None:
 
 def test_it_answers_a_chat_and_ends_its_turn(model: Any, model_dir: Path) -> None:
     tokenizer = Tokenizer.load(model_dir)
-    prompt = tokenizer.encode_chat(
-        Chat(messages=(ChatMessage(role="user", content="What is 2 + 2? Answer briefly."),)), scope=""
-    )
+    prompt = encoded(tokenizer, Chat(messages=(ChatMessage(role="user", content="What is 2 + 2? Answer briefly."),)))
     answer = greedy(model, prompt, 64)
     assert "4" in tokenizer.decode(answer)
     assert answer[-1] in tokenizer.eos_ids

@@ -47,6 +47,13 @@ def test_openais_client(fleet: Fleet) -> None:
     assert output.endswith("64 generated]\n")
 
 
+def test_an_agent(fleet: Fleet) -> None:
+    script = started("agent.py", "--force", ANTHROPIC_BASE_URL=f"http://{fleet.routers[0].http}")
+    output, errors = script.communicate(timeout=180)
+    assert (script.returncode, errors) == (0, "")
+    assert re.search(r"^(add|multiply|today)\(.*\) = \S+$", output, re.MULTILINE)
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 @pytest.mark.parametrize(
     ("page", "section", "expected"),

@@ -73,6 +73,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     router = RouterConfig(
         mode="split",
         tenants_file=str(path),
+        strict=True,  # what the document describes
         max_in_flight=MAX_IN_FLIGHT,
         default_max_tokens=24,
         slo_classes={"default": SloClassConfig(ttft_ms=600_000.0)},  # nothing is shed where the machine is slow

@@ -301,7 +301,7 @@ def test_log_lines_name_the_trace_of_their_request(
     assert again
     for line in again[:4]:
         assert line["service"] == "baton-router"
-        root = _root(trace_receiver[0], line["message"].partition("/")[0])
+        root = _root(trace_receiver[0], line["message"].split("/")[1])
         assert (line["trace_id"], line["span_id"]) == (root.trace_id.hex(), root.span_id.hex())
 
 

@@ -70,7 +70,7 @@ from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.transport.shm import host_id
 from router.dispatch.worker_client import WorkerCallError, WorkerClient, WorkerStream
 from tests.support.builders import sequence_spec
-from tests.support.members import keys_of, secret_file
+from tests.support.members import engine_of, keys_of, secret_file
 from tests.support.spoiling import spoiled, varint
 from tests.support.waiting import until
 from tests.unit.kvstore.transfer.peers import served
@@ -159,10 +159,10 @@ class Cluster:
     async def check(self) -> None:
         """Nobody holds anything any more, the books are in order, and both still serve."""
         for member in (self.prefill, self.decode):
-            await until(lambda: member.loop.engine.is_idle, ANSWER_S, seen=lambda: member.worker_id)  # noqa: B023 - at once
-            member.loop.engine.check()
+            await until(lambda: engine_of(member).is_idle, ANSWER_S, seen=lambda: member.worker_id)  # noqa: B023 - at once
+            engine_of(member).check()
             member.kv.receiver.check()
-            assert member.loop.engine.pool.counts().in_use == 0
+            assert engine_of(member).pool.counts().in_use == 0
         await self.serve_well()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -185,7 +186,7 @@ def outcome_of(fleet: Fleet, structure: dict[str, Any], number: int) -> str:
     except grpc.RpcError as error:
         problem = from_rpc_error(error, "the router")
         assert isinstance(problem, InvalidRequest), problem
-        assert "structured_outputs" in str(problem), problem
+        assert re.match(r"sampling\.structured_outputs |schema[^:]*: \S+ cannot be enforced", str(problem)), problem
         return REFUSED
     assert chunks[-1].finish_reason
     return SERVED

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from baton.config import ModelConfig
-from baton.engine.core.runner import UNKNOWN_TOKEN, StepInput, StepPart
+from baton.engine.core.runner import UNKNOWN_TOKEN, OnLayerDone, StepInput, StepPart, ignore_layer
 from baton.engine.model import attention
 from baton.engine.model.attention_choice import TorchAttention
 from baton.engine.model.kv_cache import KVCache
@@ -46,7 +46,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> TransformersRunner:
     runner = TransformersRunner(ModelConfig(path=str(folder), dtype="float32"), ENGINE)
     runner.runs_ahead = True
     runner.rank.model.to(DEVICE)
-    cache = KVCache(runner.spec, runner.cache.num_blocks, ENGINE.max_num_seqs, DEVICE)
+    cache = KVCache(runner.spec, runner.cache.num_blocks, ENGINE.batch(on_gpu=False).max_num_seqs, DEVICE)
     runner.cache = runner.rank.cache = cache
     runner.rank._attention = TorchAttention(cache, num_sharing=2)
     runner.rank._numbers = StepNumbers(DEVICE)
@@ -98,6 +98,40 @@ def test_steps_one_behind_the_other_copy_once_and_wait_for_nothing(
             assert launched.tokens.shape == (sum(each.sample for each in parts),)
             assert not waits.found
             assert waits.num_copies == number
+
+
+def test_layers_that_nobody_wants_to_know_of_take_no_fence(
+    runner: TransformersRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each is an event, which takes as long as a small kernel."""
+    heard = list[bool]()
+
+    def report(cache: KVCache, layer: int, on_layer_done: OnLayerDone) -> None:
+        heard.append(on_layer_done is not ignore_layer)
+        on_layer_done(layer, None)
+
+    monkeypatch.setattr(attention, "report_written", report)
+    step, told = StepInput((part(0, 0, (1, 2, 3)),)), list[int]()
+    with launching(monkeypatch):
+        runner.launch(step)
+        assert heard == [False] * runner.spec.num_layers
+        runner.launch(step, lambda layer, fence: told.append(layer))
+    assert told == list(range(runner.spec.num_layers))
+
+
+@pytest.mark.parametrize("needs_numbers", [True, False])
+def test_blocks_are_zeroed_for_an_attention_that_would_load_them(
+    needs_numbers: bool, runner: TransformersRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that is up to 32 kernels a step."""
+    zeroed = list[str]()
+    monkeypatch.setattr(TorchAttention, "needs_numbers", needs_numbers)
+    for name in ("clear_blocks", "clear_places"):
+        monkeypatch.setattr(runner.cache, name, lambda *args, name=name: zeroed.append(name))
+    with launching(monkeypatch):
+        runner.launch(StepInput((part(0, 0, (1, 2, 3)), part(1, 5, (4,)))))
+        runner.launch(StepInput((part(0, 3, (4,)), part(1, 6, (5,)))))
+    assert zeroed == (["clear_blocks", "clear_places", "clear_blocks"] if needs_numbers else [])
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)

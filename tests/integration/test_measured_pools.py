@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel
 
 from baton.config import EngineConfig, ModelConfig
 from baton.engine.core.runner import OnLayerDone
+from baton.engine.core.scheduler import MAX_SCORED
 from baton.engine.model import device_memory
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.rank_step import RankStep
@@ -94,7 +95,7 @@ def test_the_pool_is_made_after_the_largest_step(model: Path, monkeypatch: pytes
     engine = make_engine(model, ENGINE)
     assert engine.runner.num_blocks == (70,)
     assert gpu.num_measured == 1
-    assert gpu.shapes == [(6, 40)], "a step as large as the settings allow"
+    assert gpu.shapes == [(6, 40)] * 2, "steps as large as the settings allow"
     specs = [make_spec(f"{n}", list(range(n, 30 + 5 * n)), 8, ignore_eos=True) for n in range(5)]
     assert answers(engine, specs, 0)[0] == answers(plain, specs, 0)[0]
 
@@ -157,6 +158,29 @@ def test_the_largest_step_samples_for_all_and_names_no_block_beyond_the_probe() 
     assert all(part.num_computed_tokens >= 0 for part in short.parts)
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_num_batched_tokens", "counts"),
+    [(64, 2048, [128] * 15 + [80] + [1] * 48), (6, 40, [35] + [1] * 5), (2, 4096, [128, 128]), (300, 300, [1] * 300)],
+)
+def test_the_largest_step_scores_no_more_of_a_prompt_than_a_step_does(
+    max_num_seqs: int, max_num_batched_tokens: int, counts: list[int]
+) -> None:
+    """A row of logits in float32 for each token of a long prompt would take gigabytes from the pool."""
+    engine = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    step = largest_step(engine, 8192)
+    assert [part.num_scheduled_tokens for part in step.parts] == counts
+    # The last token of a prompt has none behind it.
+    assert [len(part.scored_token_ids) for part in step.parts] == [count - 1 for count in counts]
+    assert max(len(part.scored_token_ids) for part in step.parts) <= MAX_SCORED
+    whole = largest_step(engine, 8192, is_scored=False)
+    assert [part.num_scheduled_tokens for part in whole.parts] == [
+        max_num_batched_tokens - max_num_seqs + 1,
+        *[1] * (max_num_seqs - 1),
+    ]
+    assert not any(part.scored_token_ids for part in whole.parts)
+    assert {part.end for part in (*step.parts, *whole.parts) if part.num_scheduled_tokens > 1} <= {8192}
+
+
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
@@ -175,21 +199,21 @@ def test_weights_go_straight_to_their_device(
         asked.update(values)
         raise Loading
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", load)
     with pytest.raises(ModelLoadError, match="cannot load the weights"):
         ModelRank(ModelConfig(path=str(model)), ENGINE, KVCache(plain.spec, 2, 1, torch.device(device)))
     assert asked.get("device_map") == placed
 
 
 def test_a_model_that_is_placed_at_once_computes_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = AutoModelForCausalLM.from_pretrained
+    load = PreTrainedModel.from_pretrained.__func__
     specs = [make_spec("one", list(range(40)), 8, ignore_eos=True)]
     wanted = answers(make_engine(model, replace(ENGINE, num_blocks=16)), specs, 0)[0]
 
-    def placed(*args: Any, **values: Any) -> Any:
-        return load(*args, device_map={"": torch.device("cpu")}, **values)
+    def placed(cls: Any, *args: Any, **values: Any) -> Any:
+        return load(cls, *args, device_map={"": torch.device("cpu")}, **values)
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", placed)
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(placed))
     engine = replace(ENGINE, num_blocks=16)
     runner = TransformersRunner(ModelConfig(path=str(model), device="cpu"), engine)
     assert answers(engine_of(runner, engine), specs, 0)[0] == wanted
@@ -199,6 +223,6 @@ def test_weights_that_do_not_fit_name_what_to_change(model: Path, monkeypatch: p
     def load(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", load)
     with pytest.raises(ModelLoadError, match=r"do not fit into the GPU's memory: take a narrower model\.dtype"):
         make_engine(model, replace(ENGINE, num_blocks=4))

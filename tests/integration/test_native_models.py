@@ -20,7 +20,7 @@ from baton.engine.core.sequence import Purpose
 from baton.engine.model.kv_cache import KVCache
 from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
 from baton.engine.model.rank_step import RankStep
-from baton.engine.model.transformers_model import LLAMA_FAMILY, load_config
+from baton.engine.model.transformers_model import load_config
 from baton.engine.model.transformers_runner import TransformersRunner
 from baton.engine.native import build, quantized
 from baton.engine.native.runner import NativeRunner
@@ -28,6 +28,7 @@ from baton.engine.native.spec import FAMILIES, describe
 from baton.engine.native.weights import Form, PackedWeights
 from baton.engine.runners import make_runner
 from baton.errors import ConfigError, NotNative
+from baton.model_files import LLAMA_FAMILY
 from deploy.models import cache_dir
 from tests.integration.test_engine_models import (
     ALTERNATING,
@@ -165,7 +166,7 @@ def all_logits(runner: LogitsRunner, prompts: list[list[int]], draw: random.Rand
     while unfinished := [i for i, prompt in enumerate(prompts) if done[i] < len(prompt)]:
         chosen = draw.sample(unfinished, draw.randint(1, len(unfinished)))
         ends: dict[int, int] = {}
-        left = ENGINE.max_num_batched_tokens
+        left = ENGINE.batch(on_gpu=False).max_num_batched_tokens
         for i in chosen:
             ends[i] = min(done[i] + draw.randint(1, min(most, left - len(chosen) + len(ends) + 1)), len(prompts[i]))
             left -= ends[i] - done[i]
@@ -506,10 +507,15 @@ def test_a_model_runs_natively_unless_the_setting_says_otherwise(
 @pytest.mark.parametrize(
     ("kind", "extra", "fields", "why"),
     [
-        ("llama", {}, {"of_tomorrow": 7}, "config.json has of_tomorrow, which the native step does not know"),
+        (
+            "llama",
+            {},
+            {"attention_chunk_size": 7},
+            "config.json has attention_chunk_size, which the native",
+        ),
         ("llama", {}, {"hidden_act": "relu"}, "the activation 'relu' is not among silu"),
         ("gemma", EXTRAS["gemma"], {"use_bidirectional_attention": True}, "has use_bidirectional_attention True"),
-        ("qwen3_moe", EXTRAS["qwen3_moe"], {"scoring_func": "sigmoid"}, "config.json has scoring_func, which"),
+        ("qwen3_moe", EXTRAS["qwen3_moe"], {"use_qk_norm": False}, "config.json has use_qk_norm, which"),
         ("llama", {"head_dim": 8}, {}, "heads of 8 or a residual of 64 are no multiples of 16"),
     ],
     ids=str,
@@ -525,6 +531,23 @@ def test_what_is_not_known_is_left_to_transformers(
     save_tiny(kind, extra, tmp_path)
     edit_config(tmp_path, **fields)
     refused(tmp_path, caplog, why)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"unsloth_fixed": True, "unsloth_version": "2026.1"}, {"auto_map": {"AutoModelForCausalLM": "x.Y"}},
+        {"pretraining_tp": 2}, {"hidden_act": "swish"}, {"quantization_config": {}}, {"torch_dtype": "torch.float32"},
+        {"model_name": None, "_": [], "training": {"steps": 3}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_changes_nothing_leaves_the_model_to_the_native_step(
+    fields: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny("llama", {}, tmp_path)
+    edit_config(tmp_path, **fields)
+    assert "natively" in chosen(tmp_path, caplog, runner="native")
 
 
 def test_a_type_that_is_not_known_is_left_to_transformers(

@@ -38,8 +38,8 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
         self._known: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
 
     def generate(self, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
@@ -386,7 +386,9 @@ def test_every_option_is_kept_on_the_real_model(split_cluster: Cluster) -> None:
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(answer, options))
     for option, found in zip(options, answers, strict=True):
-        assert found.usage.completion_tokens == len(found.token_ids)
+        computes_more = option.get("use_beam_search") or option.get("best_of")
+        assert found.usage.completion_tokens >= len(found.token_ids)
+        assert computes_more or found.usage.completion_tokens == len(found.token_ids)
         assert set(found.token_ids) <= set(option.get("allowed_token_ids", found.token_ids))
         assert not set(found.token_ids) & {word[0] for word in option.get("bad_word_ids", ()) if len(word) == 1}
         assert len(found.token_ids) > option.get("min_tokens", 0)
@@ -421,7 +423,7 @@ def test_openai_package_streams_a_chat(split_cluster: Cluster) -> None:
         assert completion.choices[0].text.startswith(" 4")
         with pytest.raises(openai.NotFoundError, match="is not served here"):
             client.chat.completions.create(model="gpt-4", messages=messages)
-        with pytest.raises(openai.BadRequestError, match=r"sampling\.temperature"):
+        with pytest.raises(openai.BadRequestError, match="temperature must be between"):
             client.chat.completions.create(model=model, messages=messages, temperature=9)
 
 

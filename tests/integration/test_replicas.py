@@ -229,7 +229,9 @@ def note(fleet: Fleet, request: GenerateRequest, token_ids: tuple[int, ...]) -> 
         b"the dead",
         [RecordPart(choice_index=0, start=0, token_ids=token_ids)] if token_ids else [],
     )
-    with_records(fleet, lambda records: records.write([entry] if entry.parts else [], [RecordEnd(entry.key)]))
+    with_records(
+        fleet, lambda records: records.write([entry] if entry.parts else [], [RecordEnd(entry.key, entry.digest)])
+    )
 
 
 def num_noted(fleet: Fleet, request: GenerateRequest) -> int:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
+import stat
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -113,6 +115,19 @@ def test_no_argument_and_no_environment_has_a_secret_that_is_not_its_own(planted
     assert running(others, "gcs_server")
     assert len(running(others, "deploy.worker")) == 2
     assert controller.is_running()
+
+
+def test_no_other_user_gets_at_what_ray_writes(planted: Planted) -> None:
+    """Ray opens its folders and logs to all users; so one above them is closed."""
+    (raylet,) = running(planted.cluster.processes(), "raylet/raylet")
+    places = re.findall(r"/\S*?/session_[\w-]+(?=/)", " ".join(command_line(raylet)))
+    assert places
+    for place in set(places):
+        above = Path(place).parents[1]
+        assert stat.S_IMODE(above.stat().st_mode) == 0o700, above
+        assert (above.stat().st_uid, Path(place).name) == (os.getuid(), Path(place).resolve().name)
+    (logs,) = (Path(places[0]) / "logs",)
+    assert any(logs.glob("worker-*.err"))
 
 
 def test_ray_records_no_secret(planted: Planted) -> None:

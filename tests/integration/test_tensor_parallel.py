@@ -24,9 +24,9 @@ from baton.config import Config, EngineConfig, ModelConfig, RouterConfig, Transf
 from baton.engine.core.engine import Engine
 from baton.engine.core.runner import Fence, StepInput
 from baton.engine.core.sequence import Purpose
-from baton.engine.model.transformers_model import LLAMA_FAMILY
 from baton.engine.model.transformers_runner import TransformersRunner
 from baton.errors import ModelLoadError
+from baton.model_files import LLAMA_FAMILY
 from baton.parent import die_with
 from deploy.worker.process import serve
 from tests.chaos.fleet import Fleet, running_fleet
@@ -186,8 +186,8 @@ class RankedFleet:
         self._model = load_reference(folder)
         self._draw = random.Random(11)
 
-    def add(self, role: Role, worker_id: str, num_ranks: int, rank_timeout_s: float = 60.0) -> None:
-        engine = replace(TWO_RANKS, tensor_parallel=num_ranks, rank_timeout_s=rank_timeout_s)
+    def add(self, role: Role, worker_id: str, num_ranks: int, step_timeout_s: float = 60.0) -> None:
+        engine = replace(TWO_RANKS, tensor_parallel=num_ranks, step_timeout_s=step_timeout_s)
         config = self.fleet.config
         config = replace(config, model=replace(config.model, path=str(self._folder), device="cpu"), engine=engine)
         process = multiprocessing.get_context("spawn").Process(
@@ -226,14 +226,14 @@ def run_real_worker(role: Role, worker_id: str, config_json: str, parent: int) -
 
 
 @pytest.mark.parametrize(
-    ("number", "rank_timeout_s"),
+    ("number", "step_timeout_s"),
     [
         pytest.param(signal.SIGKILL, 60.0, id="killed", marks=pytest.mark.chaos),
         pytest.param(signal.SIGSTOP, 5.0, id="hanging", marks=pytest.mark.chaos),
     ],
 )
 def test_workers_of_several_ranks_serve_and_die_whole(
-    number: signal.Signals, rank_timeout_s: float, tmp_path: Path
+    number: signal.Signals, step_timeout_s: float, tmp_path: Path
 ) -> None:
     """KV goes from one rank to two; a rank that is killed or hangs takes its worker along, and no stream."""
     save_tiny("llama", {"max_position_embeddings": 1024}, tmp_path)
@@ -241,7 +241,7 @@ def test_workers_of_several_ranks_serve_and_die_whole(
         ranked = RankedFleet(fleet, tmp_path)
         ranked.add(Role.PREFILL, "worker-0", 1)
         for worker_id in ("worker-1", "worker-2"):
-            ranked.add(Role.DECODE, worker_id, 2, rank_timeout_s)
+            ranked.add(Role.DECODE, worker_id, 2, step_timeout_s)
         fleet.wait_for(*fleet.workers)
         num_same = 0
         for num_tokens in (1, 17, 100, 200):

@@ -171,7 +171,7 @@ async def kill_sender(step: str, prefill: Child, decode: Decode) -> float:
         named = getattr(message, message.WhichOneof("message"))
         if step == ">hello":
             return bool(named.worker_id == "prefill-9")
-        return step == ">rendezvous" or bool(named.transfer_id == step)
+        return step == ">rendezvous" or bool(named.transfer_id == ticket.transfer_id)
 
     decode.door.watch = watch
     num_layers = 2 if step == "between chunks" else 5

@@ -151,7 +151,6 @@ def test_errors_are_the_clients_own(cluster: RouterProcess, client: anthropic.An
         (stranger, {}, anthropic.AuthenticationError, "authentication_error"),
         (client, {"model": "another"}, anthropic.NotFoundError, "not_found_error"),
         (client, {"max_tokens": -1}, anthropic.BadRequestError, "invalid_request_error"),
-        (client, {"output_config": {"effort": "low"}}, anthropic.BadRequestError, "invalid_request_error"),
         (client, {"stop_sequences": [""]}, anthropic.BadRequestError, "invalid_request_error"),
     ):
         for is_streamed in (False, True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import time
 import urllib.request
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from tests.integration.cluster import Served
 
 VOCABULARY = 49152
+FRESH_S = 0.1
+"""A router writes its metrics again only when several times as long has passed as that took, which are milliseconds."""
 
 
 def prompt_of(seed: int, num_tokens: int) -> list[int]:
@@ -29,6 +32,7 @@ def exposition(cluster: Served) -> str:
     headers = {"Authorization": f"Bearer {cluster.api_key}"} if cluster.api_key else {}
     scheme, context = ("https", cluster.tls.client_context()) if cluster.tls else ("http", None)
     request = urllib.request.Request(f"{scheme}://{cluster.http}/api/metrics", headers=headers)
+    time.sleep(FRESH_S)
     with urllib.request.urlopen(request, timeout=30, context=context) as answer:
         text: str = answer.read().decode()
     return text

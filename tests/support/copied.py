@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
 from baton.engine.core.kv_spec import EMPTY_PLACE
 from baton.engine.model.kv_cache import KVCache
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
-from kvstore.transfer.copy import kernel_choice
+from kvstore.transfer.copy import blocks, kernel_choice
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.copy.checksum import digest_of, word_sum
 from kvstore.transfer.protocol.layout import rank_spec
@@ -79,6 +80,7 @@ def same_moves(case: CopyCase) -> tuple[int, bool]:
 
 def same_on(device: torch.device, case: CopyCase) -> bool:
     """The same on a GPU that is one, with what was chosen for it and by torch."""
+    kernel_choice.choose_kernels(device, 1)
     chosen = kernel_choice.kernels_of(device)
     found = [_moved(case, device, device)]
     try:
@@ -147,6 +149,47 @@ def are_right() -> bool:
 
     cpu = torch.device("cpu")
     wrong = ("gather", "scatter", "gather-sum", "scatter-sum")
-    return kernel_choice.are_right(kernels, cpu) and not any(
-        kernel_choice.are_right(broken(what), cpu) for what in wrong
+    return kernel_choice.are_right(kernels, cpu, kernels.TILE) and not any(
+        kernel_choice.are_right(broken(what), cpu, kernels.TILE) for what in wrong
     )
+
+
+def constants_of(case: CopyCase) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
+    """Returns each kernel with the constants for which it is compiled: in the choice of the copies, and in a transfer.
+
+    The choice knows the layout of the sender alone.
+    """
+    from kvstore.transfer.copy import kernels
+
+    seen: set[tuple[str, int]] = set()
+
+    class Seen:
+        """A kernel whose constants are noted."""
+
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getitem__(self, grid: Any) -> Any:
+            def run(*args: Any, **constants: int) -> None:
+                seen.add((self._name, constants["SEGMENT"]))
+                getattr(kernels, self._name)[grid](*args, **constants)
+
+            return run
+
+    class Spied:
+        ChunkRuns, TILE, NUM_SUMS = kernels.ChunkRuns, kernels.TILE, kernels.NUM_SUMS
+        gather, scatter, launch = Seen("gather"), Seen("scatter"), staticmethod(kernels.launch)
+
+    cpu = torch.device("cpu")
+
+    def tried(device: torch.device, least_run_words: int) -> None:
+        assert kernel_choice.are_right(Spied, cpu, least_run_words)
+
+    with patch.object(blocks, "choose_kernels", tried):
+        blocks.choose_copies([KVCache(rank_spec(model_of(case, 0), case.tp[0] - 1), NUM_BLOCKS, 3, cpu)])
+    chosen = set(seen)
+    seen.clear()
+    with fake_gpus(1) as (gpu,):
+        kernel_choice.CHOSEN[gpu.device] = Spied  # type: ignore[assignment]
+        _moved(case, gpu.device, cpu)
+    return chosen, seen

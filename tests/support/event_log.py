@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine.core.block_pool import BlockChange
-from baton.engine.core.loop import EngineEvent, Idle
+from baton.engine.core.outputs import EngineEvent, Idle
 
 
 class EventLog:

@@ -11,6 +11,7 @@ from baton.api import GenerateRequest, Timing
 from baton.sampling import FinishReason
 from baton.scores import NO_SCORES, TokenScores
 from baton.tools import ToolCallDelta, joined_calls
+from deploy.operator.client import metadata_of
 from tests.integration.cluster import Served
 
 REQUEST_IDS = (f"listener-{number}" for number in itertools.count())
@@ -44,14 +45,17 @@ class Listener:
     def num_tokens(self) -> int:
         return sum(len(heard.token_ids) for heard in self.choices)
 
-    def listen(self, router: Served, until: Callable[[], bool] = lambda: False, timeout_s: float = 60) -> Listener:
+    def listen(
+        self, router: Served, until: Callable[[], bool] = lambda: False, timeout_s: float = 60, api_key: str = ""
+    ) -> Listener:
         """Until the end, or until it hangs up. Continues what it has."""
         request = self.request
         if self.num_streams:
             num_tokens = {index: len(heard.token_ids) for index, heard in enumerate(self.choices)}
             request = replace(request, resume_from=num_tokens)
         self.num_streams += 1
-        call = router.inference.Generate(wire.generate_request(request), timeout=timeout_s)
+        message, metadata = wire.generate_request(request), metadata_of(api_key)
+        call = router.inference.Generate(message, timeout=timeout_s, metadata=metadata)
         for chunk in map(wire.generate_chunk, call):
             heard = self.choices[chunk.choice_index]
             assert chunk.request_id == self.request.request_id

@@ -10,16 +10,21 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from baton.cluster import WorkerInfo
+from baton.engine.core.engine import Engine
+from baton.engine.core.loop import EngineLoop
 from baton.rpc.doors import member_metadata
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from baton.v1 import worker_pb2_grpc
 from kvstore.index import RedisConnection
 from kvstore.leases import RedisLeases
+
+if TYPE_CHECKING:
+    from deploy.worker.member import Member
 
 
 @functools.cache
@@ -51,6 +56,12 @@ class Proving(grpc.UnaryUnaryClientInterceptor):
     def intercept_unary_unary(self, continuation: Callable[..., Any], client_call_details: Any, request: Any) -> Any:
         proof = member_metadata(self._keys, client_call_details.method, self._callee)
         return continuation(client_call_details._replace(metadata=proof), request)
+
+
+def engine_of(member: Member) -> Engine:
+    """The engine of a member, which lies behind what a member itself sees."""
+    assert isinstance(member.loop, EngineLoop)
+    return member.loop.engine
 
 
 def leased(redis_url: str, content_id: str, worker_id: str) -> WorkerInfo:

@@ -6,7 +6,8 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 ONE_CLUSTER = {
-    f"tests/integration/test_{name}.py" for name in ("plumbing", "doctor", "explain", "live", "surroundings")
+    f"tests/integration/test_{name}.py"
+    for name in ("plumbing", "doctor", "explain", "live", "node_clients", "surroundings")
 }
 ONE_CHART = {f"tests/helm/test_{name}.py" for name in ("config", "policy", "relations", "render")}
 """Which ask for the same charts, each of which a process renders once."""

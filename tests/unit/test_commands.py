@@ -255,10 +255,12 @@ def test_the_readme_is_short_and_every_need_is_named() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 90
     assert {command.needs for command in ALL} <= {
         "",
+        "Claude Code",
         "a Kubernetes cluster",
         "a cluster in trouble",
         "an NVIDIA GPU",
         "docker",
         "docker and a registry",
+        "the folder of a model",
         "two NVIDIA GPUs or more",
     }

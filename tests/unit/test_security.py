@@ -92,6 +92,71 @@ def test_nothing_that_is_received_is_run() -> None:
     assert seen == ["eval", "torch.load", "pickle.loads", "run"]
 
 
+READS_MODELS = "baton/engine/model/pretrained.py"
+
+
+def unsafe_loads(path: str, tree: ast.AST) -> Iterator[str]:
+    """What has transformers read a model's folder elsewhere than at the one place, or does not say that its code is not
+    run. Tests may read a folder, and make a model of a configuration.
+    """
+    is_product = not path.startswith("tests/")
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("transformers"):
+                taken = [each.name for each in names if each.name.startswith("Auto") or each.name == "pipeline"]
+                if taken and is_product and path != READS_MODELS:
+                    yield f"{path}: imports {taken[0]}"
+            case ast.Call(func=ast.Attribute(attr="from_pretrained" | "from_config" as name), keywords=words):
+                refused = any(
+                    word.arg == "trust_remote_code"
+                    and isinstance(word.value, ast.Constant)
+                    and word.value.value is False
+                    for word in words
+                )
+                if (is_product and path != READS_MODELS) or not (refused or (name == "from_config" and not is_product)):
+                    yield f"{path}: {name}"
+
+
+def test_a_models_folder_is_read_without_its_code() -> None:
+    found: list[str] = []
+    num_files = 0
+    for package in (*PRODUCT, "tools", "examples", "tests"):
+        for path in (ROOT / package).rglob("*.py"):
+            num_files += 1
+            found += unsafe_loads(str(path.relative_to(ROOT)), tree_of(path))
+    assert num_files > 900
+    assert found == []
+    bad = "from transformers import AutoTokenizer\nAutoTokenizer.from_pretrained(f)\nAutoConfig.from_config(c)"
+    good = "AutoTokenizer.from_pretrained(f, trust_remote_code=False)"
+    assert list(unsafe_loads("baton/x.py", ast.parse(bad))) == [
+        "baton/x.py: imports AutoTokenizer",
+        "baton/x.py: from_pretrained",
+        "baton/x.py: from_config",
+    ]
+    assert list(unsafe_loads("tests/x.py", ast.parse(bad))) == ["tests/x.py: from_pretrained"]
+    assert list(unsafe_loads(READS_MODELS, ast.parse(bad.replace("f)", "f, trust_remote_code=None)")))) != []
+    assert list(unsafe_loads(READS_MODELS, ast.parse(good))) == []
+
+
+WRITE = ("deploy/say.py", "deploy/kubernetes/definition.py", "baton/grammar.py")
+"""Files that may write to standard output or make a console of rich's: the one place, a sentence of a hook's own, and
+what a child process says to its parent."""
+
+
+def test_what_is_shown_goes_through_the_one_place_that_shows_no_commands() -> None:
+    found = []
+    for package in PRODUCT:
+        for path in (ROOT / package).rglob("*.py"):
+            name = str(path.relative_to(ROOT))
+            called = {dotted(node.func) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)}
+            found += [(name, each) for each in called & {"print", "sys.stdout.write", "Console"} if name not in WRITE]
+            found += [(name, each) for each in called if each.endswith("from_markup")]
+    assert found == []
+    assert {"sys.stdout.write"} <= {
+        dotted(node.func) for node in ast.walk(tree_of(ROOT / WRITE[0])) if isinstance(node, ast.Call)
+    }
+
+
 def test_the_redis_of_baton_up_is_its_users_alone() -> None:
     with EmbeddedRedis() as redis:
         socket = Path(redis.url.removeprefix("unix://"))

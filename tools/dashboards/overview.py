@@ -272,6 +272,17 @@ TROUBLE = Section(
             width=8,
         ),
         Panel(
+            title="Fields refused and ignored",
+            description="Requests a second that were refused for a field, and fields a second that were ignored "
+            "because they change no answer, by name. A client that is refused in each request shows here.",
+            unit="ops",
+            queries={
+                f"{word} {{{{field}}}}": f"sum by (field) (rate(baton_{word}_fields_total{{$cluster}}"
+                "[$__rate_interval]))"
+                for word in ("refused", "ignored")
+            },
+        ),
+        Panel(
             title="Ended by an error",
             description="Requests by the error that ended them; cancelled is a client that left. InvalidRequest is "
             "the client's, "

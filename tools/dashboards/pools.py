@@ -53,6 +53,17 @@ SIZE = Section(
             },
             kind=Kind.TABLE,
         ),
+        Panel(
+            title="Computing",
+            description="What each worker computes with: its GPU (empty: CPUs), types, attention, CUDA graphs, fused "
+            "parts, ranks, and what copies KV. Workers of one pool that differ are not equally fast.",
+            unit="short",
+            queries={
+                "": "max by (worker, role, gpu, dtype, weights, kv_dtype, attention, graphs, fused, ranks, kv_copies, "
+                f"plans_ahead) (baton_worker_computes{{$cluster, {OF_WORKER}}})"
+            },
+            kind=Kind.TABLE,
+        ),
     ),
 )
 
@@ -162,6 +173,17 @@ TROUBLE = Section(
             },
             kind=Kind.STATES,
             bad_below=1,
+        ),
+        Panel(
+            title="Slow ways of computing",
+            description="Ways in which a worker computes that are slower than its device allows, such as attention by "
+            "torch or no CUDA graphs. Above 0: `baton doctor` names each, with the reason.",
+            unit="short",
+            queries={
+                "{{worker}} ({{role}})": f"max by (worker, role) (baton_worker_fallbacks{{$cluster, {OF_WORKER}}})"
+            },
+            bad_above=1,
+            leads=(Lead("pools", "Computing"),),
         ),
         Panel(
             title="Redis",

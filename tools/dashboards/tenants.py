@@ -23,6 +23,10 @@ READS, RECORDS = (
     f"sum by (outcome) (increase(baton_{what}_total{{$cluster}}[$__rate_interval]))"
     for what in ("tenants_file_reads", "usage_records")
 )
+UNSERVED = {
+    what: f"sum by (field) (increase(baton_{what}_fields_total{{$cluster}}[$__rate_interval]))"
+    for what in ("refused", "ignored")
+}
 
 REQUESTS = Section(
     "Requests",
@@ -69,6 +73,13 @@ REQUESTS = Section(
             leads=(Lead("tenants", "Requests by tenant", "tenant"),),
         ),
         Panel(
+            title="Fields that are not served",
+            description="Fields of bodies over HTTP, in the last minutes: refused ones made a request fail, ignored "
+            "ones had no effect. other: names that no API has.",
+            unit="short",
+            queries={"refused {{field}}": UNSERVED["refused"], "ignored {{field}}": UNSERVED["ignored"]},
+        ),
+        Panel(
             title="Tenants' file and usage log",
             description="Changes of the tenants' file that the routers adopted or refused, and usage records written "
             "or failed, within the last minutes. refused: the file is wrong, and the entries before it stay in force; "
@@ -111,11 +122,11 @@ TOKENS = Section(
         ),
         Panel(
             title="Most tokens",
-            description="The tenants with most tokens, prompts and answers, within the chosen time.",
+            description="The tenants with most tokens, of prompts and computed for answers, within the chosen time.",
             unit="short",
             queries={
                 "{{tenant}}": "topk(20, sum by (tenant) (increase(baton_tenant_tokens_total{$cluster, "
-                'tenant=~"$tenant", kind=~"prompt|generated"}[$__range])))'
+                'tenant=~"$tenant", kind=~"prompt|computed"}[$__range])))'
             },
             kind=Kind.BARS,
             width=24,

@@ -53,6 +53,9 @@ class DraftedRunner:
         self.eos_token_ids = target.eos_token_ids
         self.name = target.name
         self.sampler = target.sampler
+        computes, fallbacks = target.computes, [f"draft model, {each}" for each in draft.computes.fallbacks]
+        self.computes = replace(computes, fallbacks=(*computes.fallbacks, *fallbacks))
+        self.token_s = target.token_s + draft.token_s
         self._clock = clock
         self._keys = itertools.count()
 

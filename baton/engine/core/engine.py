@@ -257,20 +257,20 @@ class Engine:
 
     def _search(self, step: StepInput, candidates: Mapping[int, Candidates], now: float) -> list[Output]:
         """Books the next tokens that beams may go on with."""
-        outputs: list[Output] = []
-        found: dict[Sequence, list[Candidates]] = {}
+        outputs, found = list[Output](), dict[Sequence, list[Candidates]]()
         for index, of_beam in sorted(candidates.items()):
             key = step.parts[index].sequence_key
             if (sequence := self._find(key)) is not None:
                 found.setdefault(sequence.owner, []).append(of_beam)
         for owner, of_beams in found.items():
-            if not owner.first_token_s:
-                owner.first_token_s = now
-                outputs.append(Generated(owner.key, (), report=owner.report()))
+            is_first, owner.first_token_s = not owner.first_token_s, owner.first_token_s or now
+            report = owner.report() if is_first else None
             if owner.search is None:  # its prompt alone is computed here
+                outputs.append(Generated(owner.key, (), report=report))
                 self.scheduler.remove(owner, Status.HELD)
                 continue
             search, parents = owner.search.advance(of_beams)
+            outputs.append(Generated(owner.key, (), report=report, num_searched=len(of_beams)))
             if not search.is_over:
                 self.scheduler.advance(owner, search, parents)
                 continue
@@ -322,11 +322,11 @@ class Engine:
         elif sequence.status is not Status.FINISHED:
             self._finish(sequence)
 
-    def hypotheses(self, sequence_id: str) -> Hypotheses:
-        """Returns where a sequence's beam search is; empty: it has none, or none that goes on elsewhere."""
+    def hypotheses(self, spec: SequenceSpec) -> Hypotheses:
+        """Returns where the beam search of this object's sequence is; empty: it has none, or none that may migrate."""
         if self.runner.spec.states:
             return NO_HYPOTHESES  # a state that is handed over is ahead of what its beams begin with
-        searches = (s.search for s in self.sequences.values() if s.search is not None and s.sequence_id == sequence_id)
+        searches = (s.search for s in self.sequences.values() if s.search is not None and s.spec is spec)
         return next((search.hypotheses for search in searches), NO_HYPOTHESES)
 
     def num_cached_tokens(self, keys: SequenceOf[bytes]) -> int:

@@ -7,53 +7,51 @@ import contextlib
 import logging
 import math
 import time
-import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from baton.engine.core.block_pool import BlockChange
 from baton.engine.core.engine import Engine
-from baton.engine.core.faults import Fault, fault_of
 from baton.engine.core.kv_spec import KVSpec
-from baton.engine.core.outputs import EngineLoad, Generated, KvProgress, OnProgress, Output, Pin, Refused
-from baton.engine.core.runner import Fence, OnLayerDone, StepInput
+from baton.engine.core.outputs import (
+    EngineLoad,
+    Generated,
+    Idle,
+    KvProgress,
+    OnEngineEvent,
+    OnProgress,
+    Output,
+    Pin,
+    Refused,
+)
+from baton.engine.core.runner import Fence, OnLayerDone, StepInput, ignore_layer
 from baton.engine.core.sequence import Purpose, Sequence
-from baton.engine.core.step_fit import StepSize
 from baton.engine.core.step_threads import FORGETTING, RunningStep, StepThreads
 from baton.errors import BatonError, DeviceLost, LostInStep, Overloaded, WorkerFailed
 from baton.hypotheses import Hypotheses
 from baton.messages import SequenceSpec
+from baton.tasks import seen_through
+from baton.turns import Turns
 
 logger = logging.getLogger(__name__)
 LEAST_LEAD_S = 0.001
 """Time before the end of a step at which the next one is planned, at the least: timers are as coarse as that."""
+NUM_PREPARING, MAX_PREPARING = 4, 4096
+"""Structures that are compiled at a time, of one cache scope one less, and those that wait for it at the most."""
 MARGIN = 2.0
 """How many times what planning and launching have taken lately they are given."""
 
 
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """The last sequence and the last pin have gone."""
-
-
-EngineEvent = BlockChange | Idle
-OnEngineEvent = Callable[[EngineEvent], None]
-"""Called on the event loop, between two steps."""
-
-
 class EngineLoop:
-    """Baton's engine behind its face (`serving.ServingEngine`): owns its thread and the queue of every sequence.
+    """Baton's engine as a `serving.ServingEngine`: owns its thread and the queue of every sequence.
 
     `on_event` is called between two steps with what became cached and what was evicted, in order: an eviction before a
-    step or a transfer can overwrite the block. The step does not wait until others know of it: that would cost a round
-    trip, and still be too late for those who have looked already. A worker that is asked for what it has evicted finds
-    nothing in its own table.
+    step or a transfer can overwrite the block. No step waits until others know of it: a worker that is asked for what
+    it has evicted finds nothing in its own table.
 
-    With `plans_ahead` a step is planned shortly before the one before it ends, where that is possible (`ahead`), so
-    that the runner need not wait for the books. Who comes before that moment takes part as without; who comes after it
-    waits for one step more.
+    With `plans_ahead` a step is planned shortly before the one before it ends, where that is possible (`ahead`). A
+    sequence that comes before that moment takes part as without; one that comes after it waits for one step more. With
+    a step that has not ended in time (`step_threads`) the device counts as lost.
     """
 
     def __init__(
@@ -63,10 +61,12 @@ class EngineLoop:
         on_event: OnEngineEvent = lambda event: None,
         *,
         plans_ahead: bool = False,
+        step_timeout_s: float = 60.0,
     ) -> None:
         self.engine = engine
         self.self_check = "ok"
         self._max_waiting = max_waiting
+        self._step_timeout_s = step_timeout_s
         self._on_event = on_event
         self._plans_ahead = plans_ahead
         self._plan_s = 0.0
@@ -76,6 +76,7 @@ class EngineLoop:
         self._watchers: dict[int, tuple[OnProgress, ...]] = {}
         """Changed on the event loop and read by the engine's thread: values are replaced, never changed in place."""
         self._num_layers = engine.runner.spec.num_layers
+        self._preparing = Turns(NUM_PREPARING, MAX_PREPARING)
         self._wake = asyncio.Event()
         self._was_idle = False
         self._lost: DeviceLost | None = None
@@ -133,7 +134,7 @@ class EngineLoop:
         if self.engine.num_waiting >= self.max_waiting(spec):
             raise Overloaded("the worker's queue is full; try again later")
         if spec.sampling.is_structured:
-            await asyncio.to_thread(self.engine.runner.prepare, spec.sampling)
+            await self._prepare(spec)
         sequence = self.engine.add(spec, purpose, time.monotonic() if arrived_s is None else arrived_s)
         self._was_idle = False
         queue = self._outputs[sequence.key] = asyncio.Queue()
@@ -146,15 +147,22 @@ class EngineLoop:
             self.engine.end(sequence)
             self._wake.set()
 
+    async def _prepare(self, spec: SequenceSpec) -> None:
+        """Compiles a sequence's structure, which may take a second: whose cache is another's need not wait for that."""
+        async with self._preparing.turn(spec.cache_seed.hex(), 1):
+            preparing = asyncio.ensure_future(asyncio.to_thread(self.engine.runner.prepare, spec.sampling))
+            await seen_through(preparing)
+        preparing.result()
+
     def hand_back(self, reason: BatonError) -> None:
         """See `ServingEngine.hand_back`."""
         for sequence in self.engine.scheduler.waiting:
             if not sequence.was_admitted and sequence.key in self._outputs:
                 self._outputs[sequence.key].put_nowait(reason)
 
-    def hypotheses(self, sequence_id: str) -> Hypotheses:
+    def hypotheses(self, spec: SequenceSpec) -> Hypotheses:
         """See `ServingEngine.hypotheses`."""
-        return self.engine.hypotheses(sequence_id)
+        return self.engine.hypotheses(spec)
 
     async def pin_prefix(self, keys: SequenceOf[bytes]) -> Pin:
         """See `ServingEngine.pin_prefix`."""
@@ -170,35 +178,54 @@ class EngineLoop:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """See `ServingEngine.run`. A step in progress is waited for, so no thread outlives this call."""
-        with StepThreads(self.engine.runner, plans_ahead=self._plans_ahead) as threads:
-            running: RunningStep | None = None
-            while True:
-                running = running or self._begin(threads, self.engine.schedule(time.monotonic()))
-                if running is None:
-                    self._note_idleness()
-                    self._wake.clear()
-                    await self._wake.wait()
-                    continue
-                following = await self._begin_next(threads, running) if self._plans_ahead else None
-                running = following if await self._end(threads, running, following) else None
+        """See `ServingEngine.run`. A step in progress is waited for: no thread outlives this call, unless it hangs."""
+        threads = StepThreads(self.engine.runner, self._step_timeout_s, plans_ahead=self._plans_ahead)
+        try:
+            await self._steps(threads)
+        finally:
+            leaving = asyncio.ensure_future(self._leave(threads))
+            await seen_through(leaving)
+            leaving.result()
+
+    async def _steps(self, threads: StepThreads) -> NoReturn:
+        running: RunningStep | None = None
+        while True:
+            running = running or self._begin(threads, self.engine.schedule(time.monotonic()))
+            if running is None:
+                self._note_idleness()
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            following = await self._begin_next(threads, running) if self._plans_ahead else None
+            running = following if await self._end(threads, running, following) else None
+
+    async def _leave(self, threads: StepThreads) -> None:
+        """Ends the threads. Nobody waits for those of a device that is lost.
+
+        Raises:
+            DeviceLost: the last step hangs.
+        """
+        last = threads.last
+        is_over = self._lost is None and (last is None or await last.has_ended())
+        threads.close(waits=is_over)
+        if last is not None and self._lost is None and not is_over:
+            self._lose_hung(last)
 
     def _begin(
         self, threads: StepThreads, scheduled: tuple[StepInput, list[Output]], before: RunningStep | None = None
     ) -> RunningStep | None:
         """Gives the runner what was scheduled, and says what has come of that. Returns None if there is no step."""
-        step, outputs = scheduled
-        # What the last step stored, and what this one evicted: published before those blocks are overwritten.
-        self._publish_block_events()
+        step, outputs = scheduled  # evictions are published before those blocks are overwritten
+        for change in self.engine.take_block_events():
+            self._on_event(change)
         self._deliver(outputs)
-        return threads.execute(step, self._layer_reporter(step), time.monotonic(), before) if step else None
+        if not step:
+            return None
+        return threads.execute(step, self._layer_reporter(step), time.monotonic(), self.engine.costs, before)
 
     async def _begin_next(self, threads: StepThreads, running: RunningStep) -> RunningStep | None:
         """Begins the next step shortly before the one that runs is expected to end, if it still runs then."""
-        size = StepSize.of(running.step)
-        num_prompt = size.num_new - size.num_decoding
-        step_s = self.engine.costs.step_s(num_prompt, size.num_pairs, size.num_decoding, size.num_kv_tokens)
-        ends_s = running.began_s + step_s
+        ends_s = running.began_s + running.expected_s
         lead_s = LEAST_LEAD_S + MARGIN * (self._plan_s + threads.launch_s)
         if (wait_s := ends_s - lead_s - time.monotonic()) > 0:
             await asyncio.wait((running.output,), timeout=wait_s)
@@ -218,16 +245,19 @@ class EngineLoop:
         Raises:
             DeviceLost: no other step can be computed.
         """
+        begun = [running] if following is None else [running, following]
+        if not await running.has_ended():
+            self._lose_hung(*begun)
         try:
-            output = await running.output
+            output = running.output.result()
         except Exception as error:  # the model's own code: any failure ends this batch
             logger.exception("a step failed")
-            steps = [running.step]
             if following is not None:
-                await asyncio.wait((following.output,))
+                if not await following.has_ended():
+                    self._lose_hung(*begun)
                 following.output.exception()  # it is the same one, or comes of it
-                steps.append(following.step)
-            if await self._has_lost_device(threads, error):
+            steps = [each.step for each in begun]
+            if await threads.have_lost_device(error):
                 self.lose(error, *steps)
             failure = WorkerFailed(f"the engine could not compute a step: {error}")
             for sequence in self.engine.abandon(*steps):
@@ -239,31 +269,20 @@ class EngineLoop:
         for part, num_tokens in zip(running.step.parts, output.num_computed_tokens, strict=True):
             self._report(part.sequence_key, min(num_tokens, part.end), self._num_layers, None)
         self._deliver(outputs)
-        self.engine.learn(StepSize.of(running.step), ended_s - running.began_s, output.proposing_s)
+        self.engine.learn(running.size, ended_s - running.began_s, output.proposing_s)
         if following is not None:
             following.began_s = max(following.began_s, ended_s)
         return True
 
-    async def _has_lost_device(self, threads: StepThreads, error: Exception) -> bool:
-        """Returns whether the device computes nothing more after a step's error; else what the step left is freed."""
-        if fault_of(error) is Fault.DEVICE_LOST:
-            return True
-        traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
-        try:
-            await threads.recover()
-        except Exception:
-            logger.exception("the device does not answer after a failed step")
-            return True
-        return False
+    def _lose_hung(self, *begun: RunningStep) -> NoReturn:
+        limit_s = max(each.limit_s for each in begun)
+        self.lose(f"a step has not ended within {limit_s:g} s (engine.step_timeout_s)", *[each.step for each in begun])
 
     def lose(self, reason: Exception | str, *steps: StepInput) -> NoReturn:
-        """Gives every sequence the reason why it has to go on elsewhere, and raises it. Others end `run`.
+        """See `ServingEngine.lose`.
 
         Args:
             steps: those in which it was lost: their sequences get LostInStep.
-
-        Raises:
-            DeviceLost: always.
         """
         self._lost = DeviceLost(f"the device of the engine has failed: {reason}")
         in_step = LostInStep(f"the device of the engine has failed in a step of this request: {reason}")
@@ -274,11 +293,22 @@ class EngineLoop:
         raise self._lost from (reason if isinstance(reason, Exception) else None)
 
     def _layer_reporter(self, step: StepInput) -> OnLayerDone:
+        if not any(self._may_be_watched(part.sequence_key) for part in step.parts):
+            return ignore_layer
+
         def on_layer_done(layer: int, fence: Fence | None) -> None:
-            for part in step.parts if self._watchers else ():
+            for part in step.parts:
                 self._report(part.sequence_key, part.known_end, layer + 1, fence)
 
         return on_layer_done
+
+    def _may_be_watched(self, sequence_key: int) -> bool:
+        """Whether a step reports the layers of a sequence, which takes an event each on a GPU. It does of prompts for
+        other workers, whose senders come while the first step runs. A watcher that comes to another sequence in a step
+        learns of the step's end.
+        """
+        sequence = self.engine.sequences.get(sequence_key)
+        return sequence_key in self._watchers or (sequence is not None and sequence.purpose is Purpose.PREFILL)
 
     def _report(self, sequence_key: int, num_tokens: int, num_layers: int, fence: Fence | None) -> None:
         for on_progress in self._watchers.get(sequence_key, ()):
@@ -290,23 +320,17 @@ class EngineLoop:
             if queue is not None:  # else its owner has just left, and `end` frees it
                 queue.put_nowait(output.error if isinstance(output, Refused) else output)
 
-    def _publish_block_events(self) -> None:
-        for change in self.engine.take_block_events():
-            self._on_event(change)
-
     def _note_idleness(self) -> None:
         """Has the engine check itself and says that it is idle, once each time nothing is held any more."""
-        if self.engine.is_idle and not self._was_idle:
-            self._was_idle = True
-            self._check()
-            self._on_event(Idle())
-
-    def _check(self) -> None:
+        if self._was_idle or not self.engine.is_idle:
+            return
+        self._was_idle = True
         try:
             self.engine.check()
         except AssertionError as error:
             self.self_check = str(error)
             logger.error("self-check failed: %s", error)
+        self._on_event(Idle())
 
     # -- what a handle asks --------------------------------------------------------------------------------------------
 

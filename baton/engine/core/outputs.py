@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from baton.cluster import BlockCounts
 from baton.costs import StepCosts
+from baton.engine.core.block_pool import BlockChange
 from baton.engine.core.kv_spec import BlockTables
 from baton.engine.core.runner import Fence
 from baton.errors import BatonError
@@ -50,6 +51,8 @@ class Generated(NamedTuple):
     """How the prompt was computed: in the first output of a sequence that was computed here, whose KV is there then."""
     beams: tuple[Beam, ...] = ()
     """All answers of a beam search, best first: in its last output, which has no tokens."""
+    num_searched: int = 0
+    """Beams of a search whose next token this step has computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +120,13 @@ class EngineLoad:
     """Guessed tokens that a draft model proposed."""
     model_accepted_tokens: int = 0
     """Guessed tokens that a draft model proposed and that proved right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """The last sequence and the last pin have gone."""
+
+
+EngineEvent = BlockChange | Idle
+OnEngineEvent = Callable[[EngineEvent], None]
+"""Called on the event loop, between two steps."""

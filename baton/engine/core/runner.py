@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from baton.cluster import Computes
 from baton.engine.core.kv_spec import BlockTables, KVSpec
 from baton.errors import BatonError, InvalidRequest, TooLarge
 from baton.sampling import SamplingParams
@@ -36,7 +37,25 @@ caches, for a reader that has waited for the fence (None: at once)."""
 
 
 def ignore_layer(layer: int, fence: Fence | None) -> None:
-    """The `OnLayerDone` of a caller who only wants the whole step."""
+    """The `OnLayerDone` of a caller who only wants the whole step. A runner that is given it spares the fences."""
+
+
+class NotedLayers:
+    """Passes on what a step reports of its layers, and notes whether it has begun to.
+
+    Attributes:
+        report: to be given to the step in place of the other. Nothing is noted of a step that reports to nobody.
+        has_begun: whether a layer was reported.
+    """
+
+    def __init__(self, on_layer_done: OnLayerDone) -> None:
+        self._on_layer_done = on_layer_done
+        self.report: OnLayerDone = ignore_layer if on_layer_done is ignore_layer else self._note
+        self.has_begun = False
+
+    def _note(self, layer: int, fence: Fence | None) -> None:
+        self.has_begun = True
+        self._on_layer_done(layer, fence)
 
 
 class StepPart(NamedTuple):
@@ -281,8 +300,12 @@ class Runner(Protocol):
     """The contract of its random numbers: samplers of one name draw the same token from the same logits, seed, choice
     and position."""
 
+    computes: Computes
+    """What it computes with, as far as the runner knows."""
     runs_ahead: bool
     """Whether what `launch` begins goes on by itself, on a device."""
+    token_s: float
+    """Seconds that a token took in the first step, with which the runner was tried; 0: that says nothing of others."""
 
     @property
     def caches(self) -> Sequence[Any]:

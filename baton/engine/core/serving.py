@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from baton.engine.core.kv_spec import KVSpec
 from baton.engine.core.outputs import EngineLoad, OnProgress, Output, Pin
@@ -142,8 +142,12 @@ class ServingEngine(Protocol):
         """Raises `reason` in the `next` of sequences that hold nothing yet and have not begun."""
         ...
 
-    def hypotheses(self, sequence_id: str) -> Hypotheses:
-        """Returns where a sequence's beam search is; empty: it has none."""
+    def hypotheses(self, spec: SequenceSpec) -> Hypotheses:
+        """Returns where a sequence's beam search is; empty: it has none.
+
+        Args:
+            spec: the object that `sequence` was entered with. An equal one may be that of another call.
+        """
         ...
 
     def keys(self) -> list[bytes]:
@@ -155,9 +159,18 @@ class ServingEngine(Protocol):
         ...
 
     async def run(self) -> None:
-        """Steps until cancelled.
+        """Steps until cancelled. A step that hangs is no step: nothing waits for it without a limit.
 
         Raises:
             DeviceLost: the device computes nothing more. All sequences have had it, and those that come get it.
+        """
+        ...
+
+    def lose(self, reason: str) -> NoReturn:
+        """Gives up the device, for a reason that something else than a step has found: every sequence gets it, and has
+        to go on elsewhere. The caller sees to it that `run` ends.
+
+        Raises:
+            DeviceLost: always.
         """
         ...

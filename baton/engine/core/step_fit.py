@@ -54,6 +54,10 @@ class StepSize:
             num_drafts=num_drafts,
         )
 
+    def expected_s(self, costs: StepCosts) -> float:
+        """Returns what a step of this size takes by what steps cost."""
+        return costs.step_s(self.num_new - self.num_decoding, self.num_pairs, self.num_decoding, self.num_kv_tokens)
+
 
 class StepFit:
     """The costs that explain the steps so far. It learns from sizes and times alone, whatever engine took them."""

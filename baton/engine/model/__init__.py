@@ -29,6 +29,7 @@ __all__ = [
     "kv_cache",
     "last_tokens",
     "logits_runner",
+    "pretrained",
     "rank_step",
     "ranks",
     "rows",

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from baton.blocks import num_blocks_for
+from baton.cluster import Computes
 from baton.engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
 from baton.engine.core.runner import ComputedStep, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from baton.engine.model.kv_cache import KVCache
@@ -52,11 +53,8 @@ class ArithmeticRunner:
     """
 
     runs_ahead = False
-    unknown_settings = frozenset(
-        {"kv_cache_gib", "kv_dtype", "attention", "rank_timeout_s", "draft_model", "draft_kv_cache_gib"}
-    )
-    """Settings that its engine does not know: its pool is counted in blocks, its one rank waits for no other, and no
-    model is smaller."""
+    unknown_settings = frozenset({"kv_cache_gib", "kv_dtype", "attention", "draft_model", "draft_kv_cache_gib"})
+    """Settings that its engine does not know: its pool is counted in blocks, and no model is smaller."""
 
     def __init__(
         self,
@@ -88,6 +86,7 @@ class ArithmeticRunner:
         self.caches = (self.cache,)
         self.num_blocks = self.cache.table_sizes
         self.name = "arithmetic"
+        self.computes = Computes(dtype="int64", kv_dtype="int64")
         self.sampler = SAMPLER
         self._structures = Structures(tokenizer, vocab_size, eos_token_ids)
         self._sampler = Sampler(eos_token_ids, self._structures)

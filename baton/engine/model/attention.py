@@ -307,8 +307,7 @@ def blocks_of(part: StepPart, group: int, layers: LayerGroup) -> tuple[int, ...]
 def begun_blocks(cache: KVCache, parts: Sequence[StepPart]) -> tuple[list[int], ...]:
     """Returns, for each layer group, the blocks whose first token this step writes and whose last it does not.
 
-    They must be zeroed first: attention masks the places behind the last token, but a masked NaN or infinity that
-    another request left there would still spoil the sum.
+    They are zeroed first where an attention `needs_numbers`.
     """
     begun = tuple[list[int], ...]([] for _ in cache.spec.groups)
     for group, layers in enumerate(cache.spec.groups):
@@ -317,6 +316,15 @@ def begun_blocks(cache: KVCache, parts: Sequence[StepPart]) -> tuple[list[int], 
             if offset and place * layers.block_size >= part.num_computed_tokens:
                 begun[group].append(part.block_ids[group][place])
     return begun
+
+
+def entered_blocks(cache: KVCache, parts: Sequence[StepPart]) -> Iterator[tuple[int, int, int]]:
+    """Yields the layer group, the number and the first free place of each block within which a part begins."""
+    for group, layers in enumerate(cache.spec.groups):
+        for part in parts:
+            place, offset = divmod(part.num_computed_tokens, layers.block_size)
+            if offset:
+                yield group, part.block_ids[group][place], offset
 
 
 def paged_attention(

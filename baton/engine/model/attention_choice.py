@@ -37,6 +37,7 @@ OLDEST = (8, 0)
 OLDEST_FP8 = (8, 9)
 """Compute capability from which on Triton reads and writes floats of 8 bits."""
 OWN = "the project's own kernels"
+SEVERAL_RANKS = "the model is divided among several ranks"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Difference between two attentions that may come of adding up in another order, of values of about 1."""
 
@@ -47,6 +48,10 @@ class TorchAttention:
 
     cache: KVCache
     num_sharing: int
+    reason: str = ""
+    """Why it is not the kernels'."""
+    name = "torch"
+    needs_numbers = True
 
     def step(self, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers) -> AttentionStep:
         """See `Attention.step`."""
@@ -102,7 +107,7 @@ def attention_of(
     if wish.by_flashinfer:
         raise ModelLoadError(f"engine.attention flashinfer cannot be had: {reason}; set it to auto")
     logger.log(level, "attention is torch's own: %s", reason)
-    return TorchAttention(cache, num_sharing)
+    return TorchAttention(cache, num_sharing, reason)
 
 
 def _by_kernels(
@@ -117,16 +122,18 @@ def _by_kernels(
     return KernelAttention(cache, num_sharing, dtype, room, is_invariant=wish.is_invariant)
 
 
-def decode_graphs(model: Any, attention: Attention, engine: EngineConfig) -> DecodeGraphs | None:
-    """Returns the graphs of a rank's decode steps; None: it launches each by itself.
+def decode_graphs(model: Any, attention: Attention, engine: EngineConfig) -> DecodeGraphs | str:
+    """Returns the graphs of a rank's decode steps, or why it launches each by itself.
 
     Args:
         model: transformers' model.
         attention: the rank's.
         engine: the settings. Ranks of one model launch each step: what they add up over is no part of a graph.
     """
-    if isinstance(attention, TorchAttention) or engine.tensor_parallel > 1:
-        return None
+    if isinstance(attention, TorchAttention):
+        return "attention is torch's own"
+    if engine.tensor_parallel > 1:
+        return SEVERAL_RANKS
     from baton.engine.model.decode_graphs import graphs_of
 
     return graphs_of(model, attention)

@@ -36,6 +36,13 @@ class AttentionStep(Protocol):
 class Attention(Protocol):
     """A way to compute the attention of steps."""
 
+    name: str
+    """See `baton.cluster.Computes.attention`."""
+    needs_numbers: bool
+    """Whether the places behind a sequence's last token, in its last block, must hold numbers. Others' tokens are
+    masked everywhere; but a masked NaN or infinity, which another request may have left, would spoil a sum of all.
+    """
+
     def step(self, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers) -> AttentionStep:
         """Makes the index tensors of a step. They are there when the numbers have been sent.
 

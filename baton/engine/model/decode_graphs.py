@@ -13,6 +13,7 @@ behind the last layer.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from baton.engine.core.runner import OnLayerDone, StepPart
-from baton.engine.model.attention import begun_blocks, report_written, set_step
+from baton.engine.model.attention import report_written, set_step
 from baton.engine.model.attention_step import Attention
 from baton.engine.model.kernel_attention import KernelAttention, KernelStep
 from baton.engine.model.last_tokens import Filling
@@ -34,9 +35,14 @@ NUM_WARM_UPS = 2
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:
-    """Returns the numbers of sequences there are graphs for, ascending, of which the last holds `most`."""
-    sizes = (1, 2, 4, *range(8, most + 8, 8))
-    return sizes[: 1 + next(place for place, size in enumerate(sizes) if size >= most)]
+    """Returns the numbers of sequences there are graphs for, ascending, of which the last holds `most`.
+
+    At most a quarter of a large one is padding. Each takes time at the start, and keeps its rows of logits.
+    """
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + max(8, 2 ** (sizes[-1].bit_length() - 3)))
+    return tuple(sizes[: 1 + next(place for place, size in enumerate(sizes) if size >= most)])
 
 
 def graph_size(step: RankStep, sizes: Sequence[int]) -> int | None:
@@ -86,7 +92,7 @@ class CudaCapture:
         self._pool: Any = None
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Replayable, torch.Tensor]:
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = _warm_up_stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(NUM_WARM_UPS):
@@ -98,6 +104,14 @@ class CudaCapture:
             found = run()
         self._pool = graph.pool()
         return graph, found
+
+
+@functools.cache
+def _warm_up_stream(device: torch.device) -> Any:
+    """The stream on which all graphs of a process are tried: a library may keep memory for each one that it has seen,
+    and of a device's few streams others need theirs.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class _Graph(NamedTuple):
@@ -139,14 +153,11 @@ class DecodeGraphs:
         graph = self._graphs[size]
         rows = self._attention.rows.of(step.parts, numbers)
         given = numbers.put(padded_numbers(step.parts, rows, size))
-        to_clear = () if step.is_ready else begun_blocks(self._cache, step.parts)
-        begun = [numbers.put(torch.tensor(blocks, dtype=torch.int64)) for blocks in to_clear]
         filling = None if filling is None else filling.put_by(numbers)
         numbers.send()
         graph.numbers.copy_(given)
         if filling is not None:
             filling.fill(graph.numbers[0])
-        self._cache.clear_blocks(begun)
         if graph.step.decoded is not None:
             graph.step.decoded.prepare(step.parts, rows)
         graph.captured.replay()
@@ -170,16 +181,18 @@ class DecodeGraphs:
         return _Graph(numbers, logits, captured, step)
 
 
-def graphs_of(model: Any, attention: Attention, capture: Capture | None = None) -> DecodeGraphs | None:
-    """Returns a rank's graphs, and logs why there are none; arguments are those of `DecodeGraphs`."""
+def graphs_of(model: Any, attention: Attention, capture: Capture | None = None) -> DecodeGraphs | str:
+    """Returns a rank's graphs, or why there are none, and logs it; arguments are those of `DecodeGraphs`."""
     assert isinstance(attention, KernelAttention)
     if (kind := model.config.rope_parameters["rope_type"]) in ("dynamic", "longrope"):
-        logger.info("decode steps are no CUDA graphs: with RoPE of type %s the host looks at the positions", kind)
-        return None
+        reason = f"with RoPE of type {kind} the host looks at the positions"
+        logger.info("decode steps are no CUDA graphs: %s", reason)
+        return reason
     try:
         graphs = DecodeGraphs(model, attention, capture or CudaCapture(attention.cache.device))
     except Exception as error:  # the model's own code, which may look at what it computes
-        logger.warning("decode steps are no CUDA graphs: one cannot be captured: %s", in_one_line(error))
-        return None
+        reason = f"one cannot be captured: {in_one_line(error)}"
+        logger.warning("decode steps are no CUDA graphs: %s", reason)
+        return reason
     logger.info("decode steps of up to %d sequences are CUDA graphs", graphs.sizes[-1])
     return graphs

@@ -74,6 +74,8 @@ class FlashInferAttention(KernelAttention):
         room: for the block tables of its steps.
     """
 
+    name = "flashinfer"
+
     def __init__(self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom) -> None:
         super().__init__(cache, num_sharing, dtype, room)
         self.dtype = dtype

@@ -13,11 +13,12 @@ import importlib.util
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from baton.engine.model.attention_choice import FLOATS, OLDEST
+from baton.engine.model.attention_choice import FLOATS, OLDEST, SEVERAL_RANKS
 from baton.engine.model.fused_probe import Draw
 from baton.errors import in_one_line
 
@@ -26,7 +27,15 @@ ALIGNMENT = 256
 """Bytes, of which tensors in the same memory begin at multiples."""
 
 
-def fuse(model: nn.Module, num_ranks: int) -> None:
+class Fused(NamedTuple):
+    """What became of a model's parts."""
+
+    num_fused: int
+    kept: tuple[str, ...]
+    """Which were not replaced, and why, in words."""
+
+
+def fuse(model: nn.Module, num_ranks: int) -> Fused:
     """Replaces what parts of a loaded model can be replaced, and logs which.
 
     Args:
@@ -36,17 +45,22 @@ def fuse(model: nn.Module, num_ranks: int) -> None:
     device, dtype = next((weight.device, weight.dtype) for weight in model.parameters())
     if (reason := why_not_fused(device, dtype, num_ranks)) is not None:
         logger.info("layers are computed by transformers' own modules: %s", reason)
-        return
-    fusing = None
+        return Fused(0, (reason,))
+    fusing, kept = None, list[str]()
     try:
         fusing = _Fusing(model, Draw(device, dtype))
         fusing.run()
     except Exception as error:  # a compiler's, a driver's
-        logger.warning("layers are computed by transformers' own modules: %s", in_one_line(error))
-    if fusing is not None and fusing.fused:
+        kept.append(in_one_line(error))
+        logger.warning("layers are computed by transformers' own modules: %s", kept[0])
+    if fusing is None:
+        return Fused(0, tuple(kept))
+    if fusing.fused:
         logger.info("by fused kernels: %s", ", ".join(f"{count} {name}" for name, count in fusing.fused.items()))
-    for name, reasons in fusing.kept.items() if fusing is not None else ():
-        logger.info("by transformers' own: %d %s, since %s", len(reasons), name, reasons[0])
+    for name, reasons in fusing.kept.items():
+        kept.append(f"{len(reasons)} {name}, since {reasons[0]}")
+        logger.info("by transformers' own: %s", kept[-1])
+    return Fused(fusing.fused.total(), tuple(kept))
 
 
 def why_not_fused(device: torch.device, dtype: torch.dtype, num_ranks: int) -> str | None:
@@ -54,7 +68,7 @@ def why_not_fused(device: torch.device, dtype: torch.dtype, num_ranks: int) -> s
     if device.type != "cuda":
         return "the device is no NVIDIA GPU"
     if num_ranks > 1:
-        return "the model is divided among several ranks"
+        return SEVERAL_RANKS
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if str(dtype).removeprefix("torch.") not in FLOATS:

@@ -115,6 +115,9 @@ class KernelAttention:
         rows: the block tables.
     """
 
+    name = "kernels"
+    needs_numbers = False  # what is masked is not loaded
+
     def __init__(
         self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom, *, is_invariant: bool = False
     ) -> None:

@@ -121,6 +121,14 @@ class KVCache:
             if len(blocks):
                 movable(group).index_fill_(1, torch.as_tensor(blocks, device=self.device), 0)
 
+    def clear_places(self, group: int, block: int, begin: int) -> None:
+        """Zeroes the places of a block from `begin` on, in every layer of a group."""
+        spec = self.spec.groups[group]
+        pages = movable(self.groups[group])[:, block].view(-1, spec.num_kv_heads, spec.page_numel)
+        values = spec.block_size * spec.k_dim
+        pages[..., begin * spec.k_dim : values] = 0
+        pages[..., values + begin * spec.v_dim :] = 0
+
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         """Copies whole blocks in every layer of their group, or the states of a sequence, in order."""
         for copy in copies:

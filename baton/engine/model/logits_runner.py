@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from baton.blocks import num_blocks_for
+from baton.cluster import Computes
 from baton.engine.core.kv_spec import FP8
 from baton.engine.core.runner import (
     BlockCopy,
@@ -36,15 +38,15 @@ from baton.engine.sampling.scores import scores_of
 from baton.engine.sampling.structure import Structures
 from baton.errors import ModelLoadError, in_one_line
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
-from baton.model_files import end_of_sequence_ids
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES, Drawn, Sampled, TokenScores
+from baton.tokenizer_file import end_of_sequence_ids
 
 if TYPE_CHECKING:
     from baton.config import EngineConfig, ModelConfig
 
 FULL_LENGTH_SEQUENCES = 64
-"""The pool is not made larger than this many sequences of full length."""
+"""The pool is not made larger than this many sequences of full length, or as many as there may be if that is more."""
 WARM_UP_TOKENS = 64
 NO_SAMPLING = SamplingParams(temperature=0.0)
 """What a step has in place of a request's parameters where nobody samples."""
@@ -66,6 +68,8 @@ class LogitsRunner(ABC):
     name: str
     """See `Runner.name`."""
     runs_ahead = False
+    token_s = 0.0
+    """See `Runner.token_s`."""
     row_by_row: Callable[[], AbstractContextManager[object]] = staticmethod(contextlib.nullcontext)
     """Makes what a step's tokens and scores are found in."""
     _set_aside = 0
@@ -82,9 +86,12 @@ class LogitsRunner(ABC):
         *,
         num_blocks: int = 0,
     ) -> None:
+        self.batch = engine.batch(on_gpu=devices[0].type == "cuda")
         self.dtype = arithmetic_dtype(config, model.dtype, devices[0].type == "cuda")
         kv_dtype = {"auto": self.dtype, "fp8": FP8}.get(engine.kv_dtype, engine.kv_dtype)
         self.spec = cache_spec(config, engine.block_size, kv_dtype, len(devices))
+        pages = self.spec.groups[0].dtype
+        self.computes = Computes(num_ranks=len(devices), dtype=self.dtype, weights=model.weights, kv_dtype=pages)
         self._model_len = longest_sequence(config, engine.max_model_len)
         report_longest(config, engine.max_model_len, self._model_len)
         if not engine.num_blocks:  # refused before minutes are spent on loading
@@ -102,7 +109,8 @@ class LogitsRunner(ABC):
 
     def _num_blocks_of(self, pool_gib: float) -> int:
         """Returns how many blocks a pool of that size has."""
-        most = FULL_LENGTH_SEQUENCES * num_blocks_for(self._model_len, self.spec.block_size)
+        num_sequences = max(FULL_LENGTH_SEQUENCES, self.batch.max_num_seqs)
+        most = num_sequences * num_blocks_for(self._model_len, self.spec.block_size)
         return min(int(pool_gib * GIB // self.spec.block_bytes), most)
 
     def _make_caches(self, engine: EngineConfig, num_blocks: int, devices: Sequence[torch.device]) -> None:
@@ -121,7 +129,7 @@ class LogitsRunner(ABC):
             _require_shared_memory((len(devices) - 1) * num_blocks * spec.block_bytes)
         try:
             self.caches = tuple(
-                KVCache(spec, num_blocks, engine.max_num_seqs, device, shared=rank > 0)
+                KVCache(spec, num_blocks, self.batch.max_num_seqs, device, shared=rank > 0)
                 for rank, device in enumerate(devices)
             )
         except torch.OutOfMemoryError as error:
@@ -219,6 +227,7 @@ class LogitsRunner(ABC):
         token_ids = tuple(place % self.vocab_size for place in range(num_tokens))
         blocks = tuple(range(num_blocks_for(num_tokens, self.spec.block_size)))
         logits = []
+        began_s = time.monotonic()
         try:
             for begin in (0, num_tokens - 1):
                 part = StepPart(
@@ -234,6 +243,8 @@ class LogitsRunner(ABC):
                     num_prompt_tokens=num_tokens,
                 )
                 logits.append(compute(RankStep([part], [0]), ignore_layer).clone())
+                if begin == 0 and self.cache.device.type == "cpu":  # a GPU has loaded its kernels meanwhile
+                    self.token_s = (time.monotonic() - began_s) / num_tokens
             self._wait_for_stream()
         except Exception as error:  # the model's own code
             raise ModelLoadError(f"the model cannot compute a first step: {in_one_line(error)}") from error

@@ -6,9 +6,10 @@
     sees all KV caches      <= shared => each its own: shared memory on CPUs, CUDA IPC on GPUs
                             <- sums ---> within each layer: gloo on CPUs, NCCL on GPUs
 
-Ranks live and die together: a rank that is gone, has failed within a step, or hangs leaves the others waiting in a sum,
-and nobody can say what was computed. Then the worker's process ends at once, its children with it, and its streams go
-on elsewhere, as after any death of a worker.
+Ranks live and die together: a rank that is gone, or has failed within a step, leaves the others waiting in a sum, and
+nobody can say what was computed. Then the worker's process ends at once, its children with it, and its streams go on
+elsewhere, as after any death of a worker. A rank that hangs makes the step hang, which the engine's loop notices
+(`engine.step_timeout_s`); while ranks load, the controller notices it (`cluster.start_timeout_s`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 from collections.abc import Generator, Sequence
 from datetime import timedelta
 from multiprocessing import connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 LOAD_TIMEOUT = timedelta(hours=2)
-"""Timeout of collective operations; it covers the slowest rank's load. Steps have a shorter limit of their own."""
+"""Timeout of collective operations; it covers the slowest rank's load. Steps have a shorter limit: the engine's."""
 WATCH_S = 1.0
 END_S = 5.0
 
@@ -59,10 +60,8 @@ class OtherRanks:
     """
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, caches: Sequence[KVCache]) -> None:
-        self._timeout_s = engine.rank_timeout_s
         self._ending = threading.Event()
         self._ready = False
-        self._step_began_s: float | None = None
         with socket.create_server(("127.0.0.1", 0)) as server:  # by itself it would listen on all addresses
             port = server.getsockname()[1]
             store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=server.detach())
@@ -96,7 +95,6 @@ class OtherRanks:
     @contextlib.contextmanager
     def computing(self, step: RankStep) -> Generator[None]:
         """Has the other ranks compute `step`, as this process must within the block. An error ends the process."""
-        self._step_began_s = time.monotonic()
         try:
             for pipe in self._pipes:
                 pipe.send(step)
@@ -104,8 +102,6 @@ class OtherRanks:
         except Exception:
             logger.exception("rank 0 failed within a step")
             self._die("rank 0 failed within a step")
-        finally:
-            self._step_began_s = None
 
     def close(self) -> None:
         """Ends them; idempotent."""
@@ -123,14 +119,11 @@ class OtherRanks:
             dist.destroy_process_group()  # NCCL's may wait for the ranks that are gone; it ends with the process
 
     def _watch(self) -> None:
-        """Ends this process when another rank has ended, or when a step hangs."""
+        """Ends this process when another rank has ended."""
         sentinels = {process.sentinel: process for process in self._processes}
         while not self._ending.is_set():
             for sentinel in connection.wait(list(sentinels), WATCH_S):
                 self._has_ended(sentinels[sentinel])  # type: ignore[index]
-            began_s = self._step_began_s
-            if began_s is not None and time.monotonic() - began_s > self._timeout_s:
-                self._die(f"a step takes longer than {self._timeout_s:g} s")
 
     def _has_ended(self, process: SpawnProcess) -> None:
         if self._ending.is_set():
@@ -167,13 +160,21 @@ def _join(rank: int, num_ranks: int, device: torch.device, store: Store) -> None
     """Makes the ranks' group this process's default one, where transformers looks for it."""
     os.environ["LOCAL_RANK"] = str(rank)  # transformers takes this GPU
     on_gpu = device.type == "cuda"
+    options: Any = None
     if on_gpu:
         torch.cuda.set_device(device)
+        nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - a CPU build of torch has no such name
+        options = nccl.Options()
+        options._timeout = LOAD_TIMEOUT  # torch warns if it differs from `timeout`
+        # The calls block, whatever the environment says: NCCL's other mode has hung in collectives, and is of use only
+        # to a thread that aborts them, of which ranks have none.
+        options.config.blocking = 1
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=store,
         rank=rank,
         world_size=num_ranks,
         timeout=LOAD_TIMEOUT,
+        pg_options=options,
         device_id=device if on_gpu else None,
     )

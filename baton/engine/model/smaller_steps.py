@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 
 from baton.engine.core.faults import Fault, fault_of
-from baton.engine.core.runner import BlockCopy, Fence, OnLayerDone, StepInput, StepOutput, StepPart
+from baton.engine.core.runner import BlockCopy, NotedLayers, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
 from baton.scores import NO_SCORES, TokenScores
 
 logger = logging.getLogger(__name__)
@@ -49,17 +49,11 @@ class SmallerSteps:
         Raises:
             Exception: the step has failed for another reason than its size.
         """
-        has_begun = False
-
-        def report(layer: int, fence: Fence | None) -> None:
-            nonlocal has_begun
-            has_begun = True
-            on_layer_done(layer, fence)
-
+        layers = NotedLayers(on_layer_done)
         try:
-            return self._execute(step, report, False)
+            return self._execute(step, layers.report, False)
         except Exception as error:
-            return self.divided(step, error, has_begun)
+            return self.divided(step, error, layers.has_begun)
 
     def divided(self, step: StepInput, error: Exception, is_ready: bool) -> StepOutput:
         """Executes a step again that has failed, in halves.
@@ -89,21 +83,15 @@ class SmallerSteps:
             yield from self._smaller(half, is_ready)
 
     def _smaller(self, parts: Sequence[StepPart], is_ready: bool) -> Iterator[StepOutput]:
-        has_begun = is_ready
-
-        def note(layer: int, fence: Fence | None) -> None:
-            nonlocal has_begun
-            has_begun = True
-
         try:
-            output = self._execute(StepInput(tuple(parts)), note, is_ready)
+            output = self._execute(StepInput(tuple(parts)), ignore_layer, is_ready)
         except Exception as error:
             _require_too_large(error)
         else:
             yield output
             return
         self._recover()
-        yield from self._halves(parts, has_begun)
+        yield from self._halves(parts, is_ready)
 
 
 def _require_too_large(error: Exception) -> None:

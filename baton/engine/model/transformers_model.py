@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
+from baton.cluster import Computes, fallback
 from baton.engine.core.faults import Fault, fault_of
 from baton.engine.core.runner import OnLayerDone
-from baton.engine.model.attention import ATTENTION_NAME, begun_blocks, set_step
-from baton.engine.model.attention_choice import AttentionWish, attention_of, decode_graphs
+from baton.engine.model import pretrained
+from baton.engine.model.attention import ATTENTION_NAME, begun_blocks, entered_blocks, set_step
+from baton.engine.model.attention_choice import AttentionWish, TorchAttention, attention_of, decode_graphs
+from baton.engine.model.attention_step import Attention
 from baton.engine.model.batch_invariance import make_invariant
 from baton.engine.model.fp8_linear import quantize
-from baton.engine.model.fused_model import fuse
+from baton.engine.model.fused_model import Fused, fuse
 from baton.engine.model.kv_cache import KVCache, torch_dtype
 from baton.engine.model.last_tokens import Filling
 from baton.engine.model.rank_step import RankStep
@@ -39,14 +41,9 @@ if TYPE_CHECKING:
     from baton.engine.model.decode_graphs import DecodeGraphs
 
 logger = logging.getLogger(__name__)
-LLAMA_FAMILY = (
-    "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "flex_olmo", "gemma", "glm", "glm4", "granite",
-    "helium", "jais2", "llama", "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmoe", "phi3",
-    "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
-)  # fmt: skip
-"""Model types whose attention is what `paged_attention` computes; each is tested on a tiny random model."""
 ROPE_KINDS = ("default", *sorted(ROPE_INIT_FUNCTIONS))
 """Rotary embeddings that transformers computes from a config; `longest_sequence` says how far each holds."""
+LONG = "original_max_position_embeddings"
 NUM_NAMED = 3
 """Tensors that a message names at most."""
 
@@ -74,16 +71,15 @@ class ModelRank:
             placed["device_map"] = {"": cache.device}  # tensor by tensor: the host never holds the whole model
         config = load_config(model.path)
         try:
-            self.model, report = AutoModelForCausalLM.from_pretrained(
-                model.path,
-                config=config,
+            self.model, report = pretrained.load_model(
+                Path(model.path),
+                config,
+                ATTENTION_NAME,
                 dtype=torch_dtype(arithmetic_dtype(config, model.dtype, cache.device.type == "cuda")),
-                attn_implementation=ATTENTION_NAME,
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are in the report, by name
                 **placed,
             )
+        except ModelLoadError:
+            raise
         except Exception as error:  # the library raises no narrower class
             if fault_of(error) is Fault.OUT_OF_MEMORY:
                 raise ModelLoadError(
@@ -93,13 +89,15 @@ class ModelRank:
             raise ModelLoadError(f"cannot load the weights in {model.path}: {in_one_line(error)}") from error
         _require_complete(model.path, type(self.model).__name__, report)
         self.model.to(cache.device).eval()
-        fuse(self.model, engine.tensor_parallel)
+        self._fused = fuse(self.model, engine.tensor_parallel)
         if model.weights == "fp8":
             quantize(self.model)
         if engine.batch_invariant:
             make_invariant(self.model)
         self._engine = engine
         self._numbers = StepNumbers(cache.device)
+        self._last_keys = frozenset[int]()
+        """The sequences of the step before."""
         self.use(cache)
 
     def use(self, cache: KVCache) -> None:
@@ -110,9 +108,18 @@ class ModelRank:
         self._graphs: DecodeGraphs | None = None  # those of the cache before give their memory back first
         num_sharing = config.num_attention_heads // num_kv_heads
         wish = AttentionWish(self._engine.batch_invariant, self._engine.attention == "flashinfer")
-        room = TableRoom(self._engine.max_num_seqs, longest_sequence(config, self._engine.max_model_len))
+        batch = self._engine.batch(on_gpu=cache.device.type == "cuda")
+        room = TableRoom(batch.max_num_seqs, longest_sequence(config, self._engine.max_model_len))
         self._attention = attention_of(cache, num_sharing, self.model.dtype, room, wish)
-        self._graphs = decode_graphs(self.model, self._attention, self._engine)
+        self._found_graphs = decode_graphs(self.model, self._attention, self._engine)
+        self._graphs = None if isinstance(self._found_graphs, str) else self._found_graphs
+
+    @property
+    def computes(self) -> Computes:
+        """What it computes with, of what is chosen by trying."""
+        device = self.cache.device
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        return chosen(gpu, self._attention, self._found_graphs, self._fused)
 
     @torch.inference_mode()
     def compute(self, step: RankStep, on_layer_done: OnLayerDone, filling: Filling | None = None) -> torch.Tensor:
@@ -136,18 +143,54 @@ class ModelRank:
         positions = put(torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts])[None])
         # With no row to sample from, one row of logits is computed for nothing: 0 would mean all of them.
         rows = put(torch.tensor(step.logit_rows)) if step.logit_rows else 1
-        to_clear = () if step.is_ready else begun_blocks(self.cache, parts)
+        to_clear = begun_blocks(self.cache, parts) if self._attention.needs_numbers and not step.is_ready else ()
         begun = [put(torch.tensor(blocks, dtype=torch.int64)) for blocks in to_clear]
         filling = None if filling is None else filling.put_by(self._numbers)
         set_step(self._attention.step(parts, on_layer_done, self._numbers))
         self._numbers.send()
         if filling is not None:
             filling.fill(token_ids[0])
-        self.cache.clear_blocks(begun)
+        if self._attention.needs_numbers:
+            self.cache.clear_blocks(begun)
+            self._clear_entered(step)
         found: torch.Tensor = self.model(
             input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows
         ).logits[0]  # fmt: skip
         return found
+
+    def _clear_entered(self, step: RankStep) -> None:
+        """Zeroes what is behind the tokens of sequences that were in no step just now: another worker may have begun
+        the block, and what is there be anybody's. To do so again is in vain, and no harm.
+        """
+        keys = frozenset(part.sequence_key for part in step.parts)
+        if not step.is_ready:
+            entered = [part for part in step.parts if part.sequence_key not in self._last_keys]
+            for group, block, begin in entered_blocks(self.cache, entered):
+                self.cache.clear_places(group, block, begin)
+        self._last_keys = keys
+
+
+def chosen(gpu: str, attention: Attention, graphs: DecodeGraphs | str, fused: Fused) -> Computes:
+    """Returns what a rank computes with, of what is chosen by trying.
+
+    Args:
+        gpu: name of the GPU; empty: it computes on CPUs, where no choice is slower than it could be.
+        attention: the rank's.
+        graphs: of its decode steps, or why there are none.
+        fused: what became of the parts of its model.
+    """
+    slower = {
+        "attention is by torch": [attention.reason] if isinstance(attention, TorchAttention) else [],
+        "decode steps are no CUDA graphs": [graphs] if isinstance(graphs, str) else [],
+        "layers are by transformers' own modules": fused.kept,
+    }
+    return Computes(
+        gpu=gpu,
+        attention=attention.name,
+        num_graphs=0 if isinstance(graphs, str) else len(graphs.sizes),
+        num_fused=fused.num_fused,
+        fallbacks=tuple(fallback(what, each) for what, reasons in slower.items() for each in reasons) if gpu else (),
+    )
 
 
 def load_config(path: str) -> Any:
@@ -156,18 +199,13 @@ def load_config(path: str) -> Any:
     Raises:
         ModelLoadError: it does not hold a model that runs here.
     """
+    require_runnable(Path(path))
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = pretrained.read_config(path)
     except Exception as error:  # the library raises no narrower class
         raise ModelLoadError(
             f"{path} is not a model folder that transformers can read: {in_one_line(error)}"
         ) from error
-    if config.model_type not in LLAMA_FAMILY:
-        raise ModelLoadError(
-            f"{path} holds a model of type {config.model_type!r}, which this version does not run; "
-            f"it runs {', '.join(LLAMA_FAMILY)}"
-        )
-    require_runnable(Path(path))
     _require_known_rope(config)
     if isinstance(quantization := getattr(config, "quantization_config", None), dict):
         quantization["dequantize"] = True  # on every device: kernels for fp8 are no part of transformers
@@ -183,6 +221,8 @@ def _require_known_rope(config: Any) -> None:
         )
     if (kind := rope["rope_type"]) not in ROPE_KINDS:
         raise ModelLoadError(f"RoPE of type {kind!r} is not known; known are {', '.join(ROPE_KINDS)}")
+    if kind == "longrope" and type(rope.get(LONG)) is not int:
+        raise ModelLoadError(f"config.json has RoPE of type longrope with {rope.get(LONG)!r:.40} as {LONG}")
 
 
 def _require_complete(path: str, name: str, report: dict[str, Any]) -> None:

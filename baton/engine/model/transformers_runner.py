@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from baton.blocks import num_blocks_for
+from baton.cluster import Computes, fallback
 from baton.engine.core.faults import Fault, fault_of
 from baton.engine.core.kv_spec import INT8
-from baton.engine.core.runner import ComputedStep, Fence, LaunchedStep, OnLayerDone, StepInput, StepPart, ignore_layer
+from baton.engine.core.runner import (
+    ComputedStep,
+    Fence,
+    LaunchedStep,
+    NotedLayers,
+    OnLayerDone,
+    StepInput,
+    StepPart,
+    ignore_layer,
+)
+from baton.engine.core.scheduler import MAX_SCORED
 from baton.engine.model import device_memory
+from baton.engine.model.attention_choice import SEVERAL_RANKS
 from baton.engine.model.batch_invariance import RowByRow, refuse_unkept
 from baton.engine.model.fp8_linear import refuse_fp8
 from baton.engine.model.last_tokens import DeviceStep, Filling
@@ -74,26 +87,46 @@ class TransformersRunner(LogitsRunner):
                 self._make_measured_caches(engine, devices)
             self._warm_up(self._compute)
             self._structures.load()
+            self.computes = self._completed(self.rank.computes)
         except (ConfigError, ModelLoadError):
             self.close()
             raise
 
+    def _completed(self, chosen: Computes) -> Computes:
+        """Returns what it computes with, of what its rank has chosen."""
+        own, fallbacks = self.computes, list(chosen.fallbacks)
+        if chosen.gpu and not self.runs_ahead:
+            fallbacks.append(fallback("steps are not launched ahead", SEVERAL_RANKS))
+        return replace(
+            chosen,
+            num_ranks=own.num_ranks,
+            dtype=own.dtype,
+            weights=own.weights,
+            kv_dtype=own.kv_dtype,
+            fallbacks=tuple(fallbacks),
+        )
+
     def _make_measured_caches(self, engine: EngineConfig, devices: Sequence[torch.device]) -> None:
-        """Makes the caches that stay, of what the weights and the largest step leave of the GPU's memory.
+        """Makes the caches that stay, of what the weights and the largest steps leave of the GPU's memory.
 
         Raises:
             ModelLoadError: the largest step does not fit beside the weights, or the pool beside both.
             ConfigError: there is no room for the pool that is asked for.
         """
-        step = largest_step(engine, self._model_len)
+        steps = [largest_step(engine, self._model_len, is_scored=is_scored) for is_scored in (True, False)]
+
+        def compute() -> None:
+            for step in steps:
+                self._executed(step, ignore_layer, False)
+
         try:
-            memory = device_memory.measured(devices[0], lambda: self._executed(step, ignore_layer, False))
+            memory = device_memory.measured(devices[0], compute)
         except Exception as error:  # the model's own code
             if fault_of(error) is not Fault.OUT_OF_MEMORY:
                 raise ModelLoadError(f"the model cannot compute a first step: {in_one_line(error)}") from error
             raise ModelLoadError(
-                f"the largest step, of {step.num_scheduled_tokens} tokens of {len(step.parts)} sequences of which one "
-                f"has {self._model_len}, does not fit into the GPU's memory beside the weights: lower "
+                f"the largest step, of {steps[0].num_scheduled_tokens} tokens of {len(steps[0].parts)} sequences of "
+                f"which one has {self._model_len}, does not fit into the GPU's memory beside the weights: lower "
                 "engine.max_num_batched_tokens, engine.max_num_seqs or engine.max_model_len, or put fewer workers on a "
                 f"GPU ({in_one_line(error)})"
             ) from error
@@ -110,18 +143,12 @@ class TransformersRunner(LogitsRunner):
         if filling is None:
             step = self._last_tokens.filled(step)
         launched: LaunchedStep
-        has_begun = False
-
-        def report(layer: int, fence: Fence | None) -> None:
-            nonlocal has_begun
-            has_begun = True
-            on_layer_done(layer, fence)
-
+        layers = NotedLayers(on_layer_done)
         try:
-            launched = self._launched(step, report, filling)
+            launched = self._launched(step, layers.report, filling)
         except Exception as error:
             step = self._last_tokens.filled(step)
-            launched = ComputedStep(self._steps.divided(step, error, has_begun))
+            launched = ComputedStep(self._steps.divided(step, error, layers.has_begun))
         self._last_tokens.keep(step, launched)
         return launched
 
@@ -150,31 +177,43 @@ class TransformersRunner(LogitsRunner):
         return logits
 
 
-def largest_step(engine: EngineConfig, model_len: int) -> StepInput:
-    """Returns the step for which a worker needs most memory: the end of the longest prompt, with its scores, beside as
-    many other sequences as there may be, all of which sample. Its block tables name the first two blocks alone.
+def largest_step(engine: EngineConfig, model_len: int, *, is_scored: bool = True) -> StepInput:
+    """Returns one of the two steps for which a worker needs most memory. Both have as many tokens and sequences as a
+    step may have, all of which sample, and end the longest prompt. Their block tables name the first two blocks alone.
+
+    Args:
+        is_scored: whether it is the one with most rows of logits: prompts with scores, of each of which a step computes
+            `MAX_SCORED` tokens at most. In the other one the longest prompt has all tokens that the others leave.
     """
-    num_others = min(engine.max_num_seqs, engine.max_num_batched_tokens) - 1
-    num_tokens = min(engine.max_num_batched_tokens - num_others, model_len)
+    num_sequences, num_tokens, _ = engine.batch(on_gpu=True)
+    num_sequences = min(num_sequences, num_tokens)
+    most, num_left = min(MAX_SCORED if is_scored else num_tokens, model_len), num_tokens - num_sequences
+    parts = []
+    for number in range(num_sequences):
+        num_tokens = 1 + min(most - 1, num_left)
+        num_left -= num_tokens - 1
+        end = model_len if num_tokens > 1 else min(engine.block_size, model_len)
+        parts.append(_largest_part(number, num_tokens, end, engine.block_size, is_scored=is_scored and num_tokens > 1))
+        if not is_scored:
+            num_left = 0
+    return StepInput(tuple(parts))
 
-    def part(number: int, num_tokens: int, end: int) -> StepPart:
-        return StepPart(
-            sequence_key=-1 - number,  # the sampler keeps nothing of them
-            token_ids=(0,) * num_tokens,
-            num_computed_tokens=end - num_tokens,
-            block_ids=(tuple(place % PROBE_BLOCKS for place in range(num_blocks_for(end, engine.block_size))),),
-            num_kv_tokens=(end,),
-            sample=True,
-            is_decoding=num_tokens == 1,
-            sampling=LARGEST_SAMPLING,
-            choice_index=0,
-            num_prompt_tokens=end,
-            history=(0,) * end,
-            scores_prompt=num_tokens > 1,
-        )
 
-    short = min(engine.block_size, model_len)
-    return StepInput((part(0, num_tokens, model_len), *(part(1 + number, 1, short) for number in range(num_others))))
+def _largest_part(number: int, num_tokens: int, end: int, block_size: int, *, is_scored: bool) -> StepPart:
+    return StepPart(
+        sequence_key=-1 - number,  # the sampler keeps nothing of them
+        token_ids=(0,) * num_tokens,
+        num_computed_tokens=end - num_tokens,
+        block_ids=(tuple(place % PROBE_BLOCKS for place in range(num_blocks_for(end, block_size))),),
+        num_kv_tokens=(end,),
+        sample=True,
+        is_decoding=num_tokens == 1,
+        sampling=LARGEST_SAMPLING,
+        choice_index=0,
+        num_prompt_tokens=end,
+        history=(0,) * end,
+        scores_prompt=is_scored,
+    )
 
 
 def _samples_on_device(part: StepPart) -> bool:
@@ -185,11 +224,13 @@ def _samples_on_device(part: StepPart) -> bool:
 
 
 def _one_behind(on_layer_done: OnLayerDone) -> OnLayerDone:
-    """Reports each layer when the next one begins.
+    """Reports each layer when the next one begins, if anybody wants it.
 
     By then the ranks have summed what their attention over it gave, and each had written its KV before that. The last
     layer is left to the caller, which waits for the step.
     """
+    if on_layer_done is ignore_layer:
+        return ignore_layer
 
     def next_began(layer: int, fence: Fence | None) -> None:
         if layer > 0:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from baton.engine.native.unused import claim, remove_unused
 from baton.errors import NotNative
+from baton.own_files import ForeignFile, make_own
 
 logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("step.c")
@@ -83,6 +84,7 @@ def library(folder: Path, variant: str) -> Path:
     """Returns the library of a variant: the image's, or the one in `folder`, which is built where it is missing.
 
     Raises:
+        ForeignFile: another user of this machine may have written the folder.
         NotNative: there is no C compiler, it fails, or the folder cannot be written.
     """
     if (prebuilt := BUILT / _name(variant, "")).exists():
@@ -90,17 +92,27 @@ def library(folder: Path, variant: str) -> Path:
     compiler = _compiler()
     path = folder / _name(variant, _identity(compiler))
     try:
-        if claim(path):
+        make_own(folder)
+        if _is_there(path):
             return path
-        folder.mkdir(parents=True, exist_ok=True)
         with (folder / "build.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not claim(path):
+            if not _is_there(path):
                 _compile(compiler, variant, path)
                 remove_unused(folder, NAMES, time.time())
+    except ForeignFile:
+        raise
     except OSError as error:
         raise NotNative(f"the folder of built libraries cannot be written: {error}") from error
     return path
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return claim(path)
+    except ForeignFile as error:
+        logger.warning("the native step is built anew, since %s", error)
+        return False
 
 
 def _compiler() -> str:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from baton.engine.native.weights import EmbeddingRows, Form, PackedLayer, PackedMatrix, PackedWeights
+from baton.own_files import open_own
 
 MAGIC = b"baton-w1"
 DIGEST_BYTES = 32
@@ -81,10 +82,10 @@ def read_about(path: Path) -> Mapping[str, Any]:
     """Returns what a file is of.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read, or another user may have written it.
         ValueError: it is not such a file, or not a whole one.
     """
-    with path.open("rb") as file:
+    with open_own(path) as file:
         about: Mapping[str, Any] = _header(file)[0]["about"]
     return about
 
@@ -95,7 +96,7 @@ def read(path: Path) -> PackedFile:
     Raises:
         OSError, ValueError: see `read_about`.
     """
-    with path.open("rb") as file:
+    with open_own(path) as file:
         header, base = _header(file)
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if len(mapping) != base + header["bytes"]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import tempfile
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from baton.engine.native.spec import describe
 from baton.engine.native.weights import PackedWeights
 from baton.engine.native.weights_cache import KeptModel, StoredConfig, WeightsCache, logits_digest
 from baton.errors import NotNative
+from baton.own_files import ForeignFile
 
 logger = logging.getLogger(__name__)
 TOLERANCE = 1e-3
@@ -69,6 +72,7 @@ class NativeRunner(LogitsRunner):
             self._description = describe(config)
             self._library = _load_library(folder, variant)
             super().__init__(model, engine, config, [torch.device("cpu")])
+            self.computes = replace(self.computes, attention="native")
             self._first_cache = self._make_first_cache(config)
             if kept is None or not self._opens(kept):
                 self._pack(model, config, cache)
@@ -139,10 +143,10 @@ class NativeRunner(LogitsRunner):
         self.close()
         self._weights = weights
         self._model = PackedModel(self._description, weights, self._first_cache, self.max_model_len)
-        self._memory = torch.empty(self._engine.max_num_seqs, self._model.num_logits)
+        self._memory = torch.empty(self.batch.max_num_seqs, self._model.num_logits)
         # By the number of rows. Torch takes 0.1 ms to make such a view when a step has emptied the CPU's caches.
         self._logits = [self._memory[:count, : self.vocab_size] for count in range(len(self._memory) + 1)]
-        max_tokens = max(self._engine.max_num_batched_tokens, WARM_UP_TOKENS)
+        max_tokens = max(self.batch.max_num_batched_tokens, WARM_UP_TOKENS)
         self._struct = self._model.struct(max_tokens, self._engine.num_threads)
         self._step = self._library.baton_open(ctypes.byref(self._struct))
 
@@ -237,7 +241,12 @@ def _require_settings(model: ModelConfig, engine: EngineConfig) -> None:
 
 def _load_library(folder: Path, variant: str) -> ctypes.CDLL:
     try:
-        return layout.load(build.library(folder, variant))
+        try:
+            return layout.load(build.library(folder, variant))
+        except ForeignFile as error:
+            logger.warning("the native step is built for this process alone, since %s", error)
+            with tempfile.TemporaryDirectory(prefix="baton-native-") as own:
+                return layout.load(build.library(Path(own), variant))
     except OSError as error:
         raise NotNative(f"the library of the native step cannot be loaded: {error}") from error
 

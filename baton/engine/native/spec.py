@@ -17,9 +17,9 @@ WITHOUT_MEANING = frozenset({
     "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout", "bos_token_id",
     "chunk_size_feed_forward", "dtype", "embd_pdrop", "embedding_dropout", "eos_token_id", "hidden_dropout",
     "id2label", "initializer_range", "is_encoder_decoder", "is_llama_config", "label2id", "max_window_layers",
-    "model_type", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type",
-    "resid_pdrop", "residual_dropout", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "torch_dtype",
-    "transformers.js_config", "transformers_version", "use_cache",
+    "model_type", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp",
+    "problem_type", "resid_pdrop", "residual_dropout", "return_dict", "router_aux_loss_coef", "router_jitter_noise",
+    "torch_dtype", "transformers.js_config", "transformers_version", "use_cache",
 })  # fmt: skip
 """Keys that change nothing in a step."""
 SEEN_BY_WEIGHTS = frozenset({
@@ -33,6 +33,13 @@ SIZES = frozenset({
     "head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
     "vocab_size",
 })  # fmt: skip
+READ_OF_ALL_TYPES = frozenset({
+    "attention_chunk_size", "fusion_config", "is_causal", "kv_sharing_modes", "mtp_layer_types",
+    "partial_rotary_factor", "rope_scaling", "rope_theta", "use_bidirectional_attention",
+})  # fmt: skip
+"""Keys that transformers' shared functions read, whether or not a type declares them (masking_utils.py, 5.23)."""
+KNOWN = WITHOUT_MEANING | SEEN_BY_WEIGHTS | SEEN_BY_TRANSFORMERS | SIZES | {"hidden_act"}
+"""Keys that all types may have."""
 WINDOWS = frozenset({"layer_types", "sliding_window", "use_sliding_window"})
 EXPERTS = frozenset({"num_experts", "num_experts_per_tok", "num_local_experts"})
 MULTIPLE = 16
@@ -46,7 +53,8 @@ class Activation(IntEnum):
 
 
 ACTIVATIONS = {
-    "silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH, "relu2": Activation.RELU_SQUARED,
+    "silu": Activation.SILU, "swish": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH, "relu2": Activation.RELU_SQUARED,
 }  # fmt: skip
 
 
@@ -119,7 +127,7 @@ FAMILIES = {
         keys=WINDOWS | {"logit_scale"}, norms={"before_attention": "input_layernorm"}, norm_kind=BY_VARIANCE,
         eps="layer_norm_eps", rotates_neighbours=True, rotates_in_windows=True, is_parallel=True,
     ),
-    "cwm": ModelFamily(keys=WINDOWS, fixed={"pretraining_tp": (1,)}),
+    "cwm": ModelFamily(keys=WINDOWS),
     "ernie4_5": ModelFamily(rotates_neighbours=True),
     "exaone4": ModelFamily(
         keys=WINDOWS | {"sliding_window_pattern"}, norms=POST_NORMS, qk_norm=QKNorm.BY_HEAD, rotates_in_windows=True,
@@ -137,7 +145,7 @@ FAMILIES = {
     "jais2": ModelFamily(
         norm_kind=BY_VARIANCE, norm_parts=BOTH, eps="layer_norm_eps", perceptron=("up_proj", "down_proj"),
     ),
-    "llama": ModelFamily(fixed={"pretraining_tp": (1,), "rope_interleaved": (False,)}),
+    "llama": ModelFamily(fixed={"rope_interleaved": (False,)}),
     "ministral": ModelFamily(keys=WINDOWS),
     "mistral": ModelFamily(keys=WINDOWS),
     "mixtral": ModelFamily(keys=WINDOWS | EXPERTS, has_experts=True),
@@ -154,9 +162,9 @@ FAMILIES = {
         keys=WINDOWS | EXPERTS | {"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob"},
         qk_norm=QKNorm.BY_HEAD, has_experts=True,
     ),
-    "seed_oss": ModelFamily(fixed={"pretraining_tp": (1,)}),
+    "seed_oss": ModelFamily(),
     "smollm3": ModelFamily(
-        keys=WINDOWS | {"no_rope_layer_interval", "no_rope_layers"}, fixed={"pretraining_tp": (1, 2)},
+        keys=WINDOWS | {"no_rope_layer_interval", "no_rope_layers"},
     ),
     "stablelm": ModelFamily(
         fixed={"qk_layernorm": (False,), "use_parallel_residual": (False,)},
@@ -251,11 +259,23 @@ def describe(config: Any) -> ModelDescription:
     return description
 
 
+def read_keys(config: Any) -> set[str]:
+    """Returns the keys of a configuration that transformers may read. Others, such as those that a training program has
+    left, change nothing.
+    """
+    keys = set(config.to_dict())
+    if not hasattr(config, "from_dict"):  # it was kept, with these keys alone
+        return keys
+    named = (each.keys | set(each.fixed) | {str(each.eps)} for each in FAMILIES.values())
+    return keys & KNOWN.union(READ_OF_ALL_TYPES, type(config)().to_dict(), *named)
+
+
 def _require_known(config: Any, family: ModelFamily) -> None:
-    """Raises NotNative unless every key is known, and those that are fixed have a value that is."""
+    """Raises NotNative unless every key that transformers may read is known, and those that are fixed have a value that
+    is.
+    """
     values = config.to_dict()
-    known = WITHOUT_MEANING | SEEN_BY_WEIGHTS | SEEN_BY_TRANSFORMERS | SIZES | family.keys | {"hidden_act", family.eps}
-    if unknown := sorted(set(values) - known - set(family.fixed)):
+    if unknown := sorted(map(str, read_keys(config) - KNOWN - family.keys - {family.eps} - set(family.fixed))):
         raise NotNative(f"config.json has {', '.join(unknown[:3])}, which the native step does not know")
     for key, allowed in family.fixed.items():
         if key in values and values[key] not in allowed:

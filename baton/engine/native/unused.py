@@ -13,6 +13,8 @@ import os
 import re
 from pathlib import Path
 
+from baton.own_files import open_own
+
 logger = logging.getLogger(__name__)
 UNUSED_S = 30 * 24 * 3600
 """Seconds after which a file that nobody has used is removed: a month."""
@@ -21,13 +23,14 @@ UNUSED_S = 30 * 24 * 3600
 def claim(path: Path) -> bool:
     """Marks a file as used now, so that it stays for a month, and returns whether it is there.
 
-    Where it cannot be marked, since the folder is read-only or the file is another user's, it is as old as before.
+    Where it cannot be marked, since the folder is read-only or the file is root's, it is as old as before.
 
     Raises:
+        ForeignFile: another user may have written it.
         OSError: it may not be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_own(path) as file:
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_SH)
                 os.utime(file.fileno())

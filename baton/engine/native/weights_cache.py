@@ -31,8 +31,10 @@ from typing import Any
 import torch
 
 from baton.engine.native import packed_file
+from baton.engine.native.spec import read_keys
 from baton.engine.native.unused import claim, remove_unused
 from baton.engine.native.weights import PackedWeights
+from baton.own_files import make_own
 
 logger = logging.getLogger(__name__)
 CODE = ("weights_cache.py", "packed_file.py", "weights.py", "quantized.py", "model.py", "spec.py")
@@ -57,12 +59,14 @@ class StoredConfig:
 
     @classmethod
     def of(cls, config: Any) -> StoredConfig:
-        """Returns what comes out of JSON of a configuration, whose fields are all there; its methods are not.
+        """Returns what comes out of JSON of a configuration, whose fields are all there; its methods are not, nor are
+        fields that transformers does not read.
 
         Raises:
             TypeError: JSON has no place for a field.
         """
-        return cls(json.loads(json.dumps(config.to_dict())))
+        read = read_keys(config)
+        return cls(json.loads(json.dumps({key: value for key, value in config.to_dict().items() if key in read})))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +103,7 @@ class WeightsCache:
         with contextlib.ExitStack() as stack:
             if kept is None:
                 with contextlib.suppress(OSError):  # where nothing can be written, nobody waits for anybody
-                    self._folder.mkdir(parents=True, exist_ok=True)
+                    make_own(self._folder)
                     lock = stack.enter_context((self._folder / "weights.lock").open("w"))
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 if (kept := self.find()) is not None:
@@ -132,7 +136,7 @@ class WeightsCache:
             return None
         about = {"folder": str(self._model), "config": kept.config.to_dict(), "logits": kept.logits}
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_own(self._folder)
             packed_file.write(path, about, kept.weights)
         except OSError as error:
             logger.warning("the packed weights are not kept, each worker has its own: %s", error)
@@ -170,7 +174,7 @@ def _is_of_nothing(path: Path) -> bool:
     """Returns whether a file is of a folder that is gone, or broken."""
     try:
         return not Path(packed_file.read_about(path)["folder"]).exists()
-    except FileNotFoundError:
+    except OSError:  # it has gone, or is another user's
         return False
     except ValueError:
         return True

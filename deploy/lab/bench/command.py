@@ -19,6 +19,8 @@ from deploy.lab.bench.replay import Load, check, replay
 from deploy.lab.bench.report import measured, notes_of, table_of
 from deploy.lab.simulate.costs import Bench
 from deploy.lab.traces.fit_to_model import plan_for
+from deploy.say import say
+from deploy.terminal import Terminal
 from router.placement import Objective
 
 if TYPE_CHECKING:
@@ -51,12 +53,12 @@ def run(options: BenchOptions, as_json: bool, log: Console) -> bool:
     trace = options.trace.trace()
     result = uvloop.run(bench(trace, options, log))
     if as_json:
-        print(json.dumps(_document(options, trace, result), indent=2))  # noqa: T201
+        say(json.dumps(_document(options, trace, result), indent=2))
     else:
-        out = Console(soft_wrap=True, highlight=False)
+        out = Terminal(soft_wrap=True, highlight=False)
         out.print(table_of(_title(trace, options), result.figures))
         for note in notes_of(result.figures):
-            out.print(note, markup=False)
+            out.print(note)
     return result.figures.num_served > 0
 
 
@@ -109,7 +111,7 @@ async def bench(trace: Trace, options: BenchOptions, log: Console) -> Benched:
 
 @contextlib.contextmanager
 def _progress(log: Console, num_requests: int) -> Iterator[_RequestBar]:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=log, transient=True, refresh_per_second=4) as progress:
         yield _RequestBar(progress, num_requests)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from baton.config import DEFAULT_ADDRESS
+from baton.addresses import DEFAULT_ADDRESS
 from baton.errors import ConfigError
 from deploy.lab.traces.shape import TraceOptions
 from deploy.operator.trust import TrustOptions

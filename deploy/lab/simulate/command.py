@@ -20,6 +20,8 @@ from deploy.lab.simulate.run import POLICIES, Scenario
 from deploy.lab.simulate.scaler import Scaling
 from deploy.lab.simulate.worker import WorkerShape
 from deploy.lab.traces.fit_to_model import plan_for
+from deploy.say import say
+from deploy.terminal import Terminal
 from router.placement import Objective
 
 if TYPE_CHECKING:
@@ -36,8 +38,8 @@ def run(options: SimulateOptions, as_json: bool, log: Console) -> None:
         ConfigError: an option does not fit, or the trace cannot be read.
     """
     if options.profile == "list" or "list" in options.policies:
-        print("profiles:", *PROFILES)  # noqa: T201
-        print("policies:", *POLICIES)  # noqa: T201
+        say(f"profiles: {' '.join(PROFILES)}")
+        say(f"policies: {' '.join(POLICIES)}")
         return
     settings = settings_of(options)
     scenario = replace(scenario_of(options), tells_all=options.tells_all, error=options.error)
@@ -47,7 +49,7 @@ def run(options: SimulateOptions, as_json: bool, log: Console) -> None:
         f"{scenario.trace.name}: {len(scenario.trace.requests)} requests, prefill:decode workers "
         f"{', '.join(dict.fromkeys(s.pools for s in settings))}, {options.costs or options.profile}"
     )
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=log, transient=True) as progress:
         task = progress.add_task("runs", total=len(policies) * len(settings))
         cells = list(progress.track(run_grid(policies, settings, scenario, options.jobs), task_id=task))
@@ -57,18 +59,18 @@ def run(options: SimulateOptions, as_json: bool, log: Console) -> None:
             log.print(f"wrote {file}")
     ceiling = scenario.trace.ceiling
     if as_json:
-        print(json.dumps(_document(options, scenario, ceiling, cells), indent=2))  # noqa: T201
+        say(json.dumps(_document(options, scenario, ceiling, cells), indent=2))
     elif len(settings) > 1:
-        Console(soft_wrap=True).print(grid_table(title, cells))
+        Terminal(soft_wrap=True).print(grid_table(title, cells))
     else:
-        Console(soft_wrap=True).print(table_of(title, ceiling, [cell.result for cell in cells]))
+        Terminal(soft_wrap=True).print(table_of(title, ceiling, [cell.result for cell in cells]))
     if not as_json and options.autoscale is not None:
         _print_changes(cells)
 
 
 def _print_changes(cells: list[Cell]) -> None:
     """Prints what the autoscaler did, and why."""
-    out = Console(soft_wrap=True, highlight=False)
+    out = Terminal(soft_wrap=True, highlight=False)
     for cell in cells:
         result = cell.result
         out.print(
@@ -149,7 +151,7 @@ def measured_scenario(
     shape = WorkerShape(
         num_blocks=num_blocks or bench.num_blocks,
         block_tokens=bench.block_tokens,
-        max_num_seqs=engine.max_num_seqs,
+        max_num_seqs=engine.batch(on_gpu=False).max_num_seqs,
         max_num_batched_tokens=bench.chunk_tokens,
         output_reservation=engine.output_reservation,
     )

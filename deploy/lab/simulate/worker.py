@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.cluster import WorkerLoad, WorkerState
+from baton.cluster import Computes, WorkerLoad, WorkerState
 from baton.engine.core.engine import Engine
 from baton.engine.core.kv_spec import KVSpec, LayerGroup
 from baton.engine.core.outputs import Generated, Reserved
@@ -47,6 +47,8 @@ class CostlyRunner:
     """A model without tensors: the answer is the sequence's own next number."""
 
     runs_ahead = False
+    token_s = 0.0
+    computes = Computes()
 
     def __init__(self, shape: WorkerShape) -> None:
         group = LayerGroup(

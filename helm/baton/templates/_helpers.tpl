@@ -234,6 +234,14 @@ karpenter.sh/do-not-disrupt: "true"
 {{- if and $values.redis.tls (not (include "baton.tlsSecretName" $)) }}
 {{- fail "redis.tls is true, which needs tls.issuer.name or tls.existingSecret" }}
 {{- end }}
+{{- $isEncrypted := or (include "baton.tlsSecretName" $) (dig "cluster" "tls_certificate" "" $values.config) }}
+{{- if and $isEncrypted (not (has "nccl" (dig "transfer" "plain_links" list $values.config))) }}
+{{- range $role := list "prefill" "decode" }}
+{{- if (include "baton.pool" (list $role $) | fromYaml).rdma.enabled }}
+{{- fail (printf "the %s pool has RDMA devices, but KV would go over TCP: members have certificates, and NCCL cannot encrypt. Where nobody else is on the network between the GPUs, set config.transfer.plain_links=[nccl]; else set worker.rdma.enabled=false" $role) }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- if and $values.monitoring.serviceMonitor.enabled $values.monitoring.podMonitor.enabled }}
 {{- fail "enable monitoring.serviceMonitor or monitoring.podMonitor, not both: every request would be counted twice" }}
 {{- end }}

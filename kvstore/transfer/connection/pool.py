@@ -109,6 +109,9 @@ class ConnectionPool:
         """Connections that end once no transfer is on them."""
         self._alive: set[OutgoingConnection] = set()
         """Connections whose stream, transport or thread has not ended yet."""
+        self._improving = asyncio.Lock()
+        """Held while a better connection is opened: two at once would only wait for each other's GPU, each holding up
+        the transfers of one."""
         self._closing = False
         self._past_fenced = 0
         self._past_resent = 0
@@ -273,7 +276,8 @@ class ConnectionPool:
         """Opens a connection of a missed kind, and lets it take over."""
         kinds, route.missed = route.missed, ()
         try:
-            better = await self._open(rank, peer, kinds, route)
+            async with self._improving:
+                better = await self._open(rank, peer, kinds, route)
         except BatonError as error:
             is_refused = isinstance(error, TransferRefused)
             route.missed = kinds

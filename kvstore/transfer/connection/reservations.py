@@ -173,11 +173,11 @@ class Reservations:
 
     def offer(self, source: SourceConnection, offer: Offer) -> None:
         """Takes in an Offer: grants it, or refuses it if the two sides would not plan the same transfer."""
-        reserved = self._reserved.get(offer.generation)
+        reserved = self._meant(offer)
         phase = self._machine.ask(lambda state: state.state(offer.generation))
         is_open = phase in (ReceivePhase.RESERVED, ReceivePhase.RECEIVING)
         num_sources = 0
-        if reserved is not None and is_open and reserved.ticket.transfer_id == offer.transfer_id:
+        if reserved is not None and is_open:
             try:
                 self._prepare(source, offer, reserved)
             except TransferRefused as error:
@@ -192,7 +192,7 @@ class Reservations:
     def commit(self, source: SourceConnection, commit: Commit) -> None:
         """Takes in a Commit."""
         ids = (source.number, commit.transfer_id, commit.generation)
-        reserved = self._reserved.get(commit.generation)
+        reserved = self._meant(commit)
         if commit.first_token is None and reserved is not None and reserved.expected is Expected.WITH_FIRST_TOKEN:
             self._fail(reserved.ticket, TransferError("the sender committed without the first token"))
         self._machine.apply(lambda state: state.commit(*ids, commit.first_token))
@@ -212,6 +212,12 @@ class Reservations:
         """Fails what was offered on a connection, because it has ended."""
         source.writers.clear()
         self._machine.apply(lambda state: state.lost(source.number, error))
+
+    def _meant(self, message: Offer | Commit) -> _ReservedTransfer | None:
+        """Returns the reservation that a message is about; None: none, or the sender does not know the id."""
+        reserved = self._reserved.get(message.generation)
+        is_known = reserved is not None and reserved.ticket.transfer_id == message.transfer_id
+        return reserved if is_known else None
 
     def _prepare(self, source: SourceConnection, offer: Offer, reserved: _ReservedTransfer) -> None:
         """Lets the transport thread write the chunks, before they are granted. Idempotent.

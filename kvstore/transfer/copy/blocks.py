@@ -23,6 +23,7 @@ converted, and for states.
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -32,9 +33,9 @@ from baton.engine.core.kv_spec import EMPTY_PLACE
 from baton.engine.model.kv_cache import movable, movable_dtype, torch_dtype
 from kvstore.transfer.copy import int8
 from kvstore.transfer.copy.checksum import word_sum
-from kvstore.transfer.copy.kernel_choice import kernels_of
+from kvstore.transfer.copy.kernel_choice import choose_kernels, kernels_of
 from kvstore.transfer.copy.moves import GpuMove, sum_buffers_of
-from kvstore.transfer.copy.run_index import GpuIndex, Runs, runs_of
+from kvstore.transfer.copy.run_index import GpuIndex, Runs, least_run, runs_of
 from kvstore.transfer.device import gpu_of
 from kvstore.transfer.protocol.layout import heads_of
 
@@ -75,6 +76,13 @@ class RankCache(Protocol):
     def table_sizes(self) -> tuple[int, ...]:
         """Blocks for each block table of a sequence."""
         ...
+
+
+def choose_copies(caches: Sequence[RankCache]) -> None:
+    """Chooses what copies chunks of these caches, which takes seconds on a GPU: before a connection waits for it."""
+    for cache in caches:
+        pages = zip(cache.spec.groups, cache.groups, strict=True)
+        choose_kernels(cache.device, math.gcd(*(least_run(ours) * tensor.itemsize for ours, tensor in pages)) // 8)
 
 
 class BlockCopier:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,22 +20,27 @@ OLDEST = (8, 0)
 
 CHOSEN: dict[torch.device, ModuleType | None] = {}
 """`kvstore.transfer.copy.kernels` or None, by device. Tests put theirs here."""
-_LOCK = threading.Lock()
 
 
 def kernels_of(device: torch.device) -> ModuleType | None:
-    """Returns the module with the kernels for a cache's device; None: torch copies.
+    """Returns the module with the kernels that were chosen for a cache's device; None: torch copies."""
+    return CHOSEN.get(device)
 
-    The first call compiles and tries them, which may take seconds, and logs what was chosen and why.
+
+def choose_kernels(device: torch.device, least_run_words: int) -> None:
+    """Chooses what copies chunks of a cache on a device, once, and logs what was chosen and why.
+
+    It compiles and tries the kernels, which may take seconds, and loads them into the GPU, which must not happen while
+    a kernel there waits for another GPU. So it is for the start of a process, before there is any connection.
+
+    Args:
+        least_run_words: words of 8 bytes of which the runs of all chunks are multiples.
     """
     if device not in CHOSEN:
-        with _LOCK:
-            if device not in CHOSEN:
-                CHOSEN[device] = _choose(device)
-    return CHOSEN[device]
+        CHOSEN[device] = _choose(device, least_run_words)
 
 
-def _choose(device: torch.device) -> ModuleType | None:
+def _choose(device: torch.device, least_run_words: int) -> ModuleType | None:
     if device.type == "cpu":
         return None
     if (reason := why_not_kernels(device)) is not None:
@@ -45,7 +49,8 @@ def _choose(device: torch.device) -> ModuleType | None:
     try:
         from kvstore.transfer.copy import kernels
 
-        is_right = are_right(kernels, device)
+        with torch.cuda.device(device):
+            is_right = are_right(kernels, device, least_run_words)
     except Exception as error:  # a compiler's, a driver's
         logger.warning("chunks are copied by torch: the kernels do not run here: %s", in_one_line(error))
         return None
@@ -67,9 +72,21 @@ def why_not_kernels(device: torch.device) -> str | None:
     return None
 
 
-def are_right(kernels: Any, device: torch.device) -> bool:
-    """Returns whether the kernels copy some runs forth and back, and add up what `word_sum` does."""
-    num_layers, num_rows, row_words, num_runs = 3, 6, 2 * kernels.TILE, 4
+def are_right(kernels: Any, device: torch.device, least_run_words: int) -> bool:
+    """Returns whether the kernels copy some runs forth and back, and add up what `word_sum` does.
+
+    They are compiled anew for each power of two that divides a run, up to a tile, and tried with all that there may be.
+    """
+    run_words = min(least_run_words & -least_run_words, kernels.TILE)
+    lengths = []
+    while run_words <= kernels.TILE:
+        lengths.append(run_words)
+        run_words *= 2
+    return all(_is_right(kernels, device, length) for length in lengths)
+
+
+def _is_right(kernels: Any, device: torch.device, run_words: int) -> bool:
+    num_layers, num_rows, row_words, num_runs = 3, 6, 2 * run_words, 4
     is_on_gpu = device.type != "cpu"
     shape = (num_layers, num_rows, row_words)
     pages = torch.randint(-(2**62), 2**62, shape, dtype=torch.int64, device=device)

@@ -13,11 +13,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from baton.blocks import GRANULE
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.engine.core.kv_spec import LayerGroup
     from kvstore.transfer.device import GpuDevice
+
+
+def least_run(group: LayerGroup) -> int:
+    """Returns elements of which the runs of a group are multiples, whatever heads and units a plan has."""
+    return math.gcd(GRANULE, group.block_size) * math.gcd(*group.page_dims)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from baton.errors import TransferError
-from kvstore.transfer.copy.kernel_choice import kernels_of
 from kvstore.transfer.device import LOSSES
 from kvstore.transfer.pipeline.driven import post
 from kvstore.transfer.transport.base import Transport
@@ -101,7 +100,6 @@ class TransportThread(Generic[T]):
     def _run(self) -> None:
         try:
             with own_stream(self._device):
-                kernels_of(self._device)  # before a chunk waits for it
                 error = self._use_transport()
         except Exception as failure:  # of a device
             LOSSES.note(failure)

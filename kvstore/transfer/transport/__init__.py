@@ -13,6 +13,7 @@ __all__ = [
     "gloo",
     "ipc",
     "nccl",
+    "nccl_counts",
     "nccl_env",
     "nccl_id",
     "nccl_log",

@@ -154,6 +154,8 @@ class Nearness:
     """The receiver may be able to read the sender's GPU."""
     must_be_sealed: bool = False
     """What leaves a host must be encrypted."""
+    plain_links: tuple[str, ...] = ()
+    """Kinds that both sides except from that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,10 +187,9 @@ class TransportKind:
     """Chunks should fit the processor's cache: its thread copies each of them into the kernel."""
 
     def fits(self, near: Nearness) -> bool:
-        """Returns whether ranks that are so near to each other can use it."""
+        """Returns whether ranks that are so near to each other can use it, where it need not be encrypted."""
         return (
             (near.is_same_host or not self.needs_one_host)
             and (near.may_read_gpu or not self.needs_readable_gpu)
             and not (near.is_same_gpu and self.needs_two_gpus)
-            and not (self.is_plain and near.must_be_sealed and not near.is_same_host)
         )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import re
 import threading
 import time
-from collections import Counter
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +20,15 @@ from kvstore.transfer.device import gpu_of
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES, payload_bytes
 from kvstore.transfer.transport import tcp
 from kvstore.transfer.transport.base import RECEIVER, SENDER, FarSide, TransportEnd, TransportKind
+from kvstore.transfer.transport.nccl_counts import ABORTS, PAIRS
 from kvstore.transfer.transport.nccl_env import require_environment
 from kvstore.transfer.transport.nccl_id import is_id_of
 from kvstore.transfer.transport.nccl_log import UNKNOWN, carrier_since, length_of, nccl_log
-from kvstore.transfer.transport.nccl_turns import DeviceTurns, OpeningLimits
+from kvstore.transfer.transport.nccl_turns import HELD_SHARE, WORDS, DeviceTurns, OpeningLimits, Words
 from kvstore.transfer.transport.streams import streams_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from kvstore.transfer.device import StreamEvent
     from kvstore.transfer.transport.base import Operation, SignalOperation
@@ -37,11 +38,12 @@ _TAG = 1
 """NCCL ignores tags, but torch asks for one."""
 _WORK_TIMEOUTS = 10
 """torch's own limit for an operation, in limits of the transport."""
-_SLACK_S = 1.0
 _MAX_CTAS = 4
 """NCCL channels a pair: each costs about 6.5 MB of GPU memory, and blocks of the decode kernels."""
 _POSTED = b"baton: posted".ljust(HEADER_BYTES, b"\0")
 """The receiver's signal that its half of a chunk may begin. The sender's is the chunk's header."""
+_LATER = b"baton: later".ljust(HEADER_BYTES, b"\0")
+"""The signal of a side that an opening keeps from giving the one that the other side waits for."""
 _OUT_OF_STEP = "the nccl transport is out of step: another message came than the one announced"
 _TURNS: dict[torch.device, DeviceTurns] = {}
 
@@ -55,8 +57,10 @@ def is_well_formed(peer: FarSide, key: str, value: bytes) -> bool:
     if where == "signals":
         return tcp.is_well_formed(peer, rest, value)
     if where == "nccl":
-        form = {f"device/{peer.rank}": rb"[0-9a-f]{32}", f"turn/{peer.rank}": b"taken"}.get(rest)
-        return form is not None and re.fullmatch(form, value) is not None
+        if rest == f"device/{peer.rank}":
+            return re.fullmatch(rb"[0-9a-f]{32}", value) is not None
+        is_word = re.fullmatch(rf"word/{peer.rank}/\d{{1,3}}", rest, re.ASCII) is not None
+        return is_word and value in [word.encode() for word in WORDS]
     return key != "0" or (peer.rank == SENDER and is_id_of(peer, value))
 
 
@@ -96,6 +100,8 @@ class NcclTransport:
         self.carrier = UNKNOWN
         """What moves the bytes, in NCCL's words."""
         self._group: Any = None
+        self._is_open = False
+        """Whether a message has crossed."""
         beside = dataclasses.replace(end, rendezvous=PrefixStore("signals", end.rendezvous))
         self._signals = tcp.TcpSender(beside) if rank == SENDER else tcp.TcpReceiver(beside)
         self._turns = _TURNS.setdefault(self._device, DeviceTurns()).join()
@@ -106,7 +112,7 @@ class NcclTransport:
         self._lent.callback(self._streams.launches.give_back, self._stream)
         try:
             self._open(end, rank)
-            self._lent.enter_context(_PAIRS.counted(self.carrier))
+            self._lent.enter_context(PAIRS.counted(self.carrier))
         except BaseException:
             self.close()
             raise
@@ -114,17 +120,22 @@ class NcclTransport:
     def _open(self, end: TransportEnd, rank: int) -> None:
         """Makes the communicator and lets one byte cross: only then it is known that the two can reach each other."""
         store, timeout_s = end.rendezvous, end.open_timeout_s
-        id_of, turn_of = "nccl/device/{}".format, "nccl/turn/{}".format
+        id_of, word_of = "nccl/device/{}".format, "nccl/word/{}/{}".format
+        said, number = itertools.count(), 0
         store.set(id_of(rank), self._turns.device.id)
         goes_first = self._turns.device.id < store.get(id_of(self._peer)).decode()
 
-        def signal() -> None:
-            store.set(turn_of(rank), "taken")
+        def say(word: str) -> None:
+            store.set(word_of(rank, next(said)), word)
 
-        def wait(limit_s: float) -> None:
-            store.wait([turn_of(self._peer)], timedelta(seconds=limit_s))
+        def hear(limit_s: float) -> str:
+            nonlocal number
+            store.wait([word_of(self._peer, number)], timedelta(seconds=limit_s))
+            number += 1
+            return store.get(word_of(self._peer, number - 1)).decode()
 
-        with self._turns.opening(goes_first, signal, wait, OpeningLimits(timeout_s, self._op_timeout_s)):
+        limits = OpeningLimits(timeout_s, self._op_timeout_s * HELD_SHARE)
+        with self._turns.opening(goes_first, Words(say, hear), limits):
             self._make_communicator(end, rank)
 
     def _make_communicator(self, end: TransportEnd, rank: int) -> None:
@@ -141,7 +152,7 @@ class NcclTransport:
         self._lent.callback(self._streams.communicators.give_back, stream)
         log = nccl_log()
         log_start = length_of(log)
-        too_long = threading.Timer(self._op_timeout_s + 1, self.abort)
+        too_long = threading.Timer(self._op_timeout_s, self.abort)
         too_long.daemon = True
         too_long.start()
         try:
@@ -151,6 +162,7 @@ class NcclTransport:
                     self._group.eager_connect_single_device(self._device)
                 byte = self._gpu.buffer(1)
                 self._launch("send" if rank == SENDER else "recv", byte).wait()
+            self._is_open = True
             self.carrier = carrier_since(log, log_start)
         finally:
             too_long.cancel()
@@ -161,7 +173,12 @@ class NcclTransport:
     def send_chunk(self, slot: Slot, num_bytes: int) -> Operation:
         posted = self._signals.recv_signal()
         staged = slot.read_header()
-        with self._turns.sending(lambda: self._signal(staged), lambda: _expect(_POSTED, posted), self._op_timeout_s):
+
+        def wait() -> None:
+            if self._awaited(posted) != _POSTED:
+                raise TransferError(_OUT_OF_STEP)
+
+        with self._turns.sending(lambda: self._signal(staged), wait, self._tell_later, self._op_timeout_s):
             operation = self._launch("send", slot.payload(num_bytes))
             operation.settle()
         return operation
@@ -178,16 +195,20 @@ class NcclTransport:
     def settle(self) -> None:
         """Has nothing to wait for: a receive has ended when its `wait` returns."""
 
-    def receive(self, payload: torch.Tensor, staged: SignalOperation) -> None:
+    def receive(self, slot: Slot, num_bytes: int, staged: SignalOperation) -> None:
         """Receives a chunk whose staging the peer announces in `staged`; called by `_NcclReceive.wait`."""
+        payload = slot.payload(num_bytes)
+        header = b""
 
         def wait() -> None:
-            staged.wait()
-            if payload_bytes(staged.header) != len(payload):  # NCCL would wait for the rest, or write beyond the end
+            nonlocal header
+            header = self._awaited(staged)
+            if payload_bytes(header) != num_bytes:  # NCCL would wait for the rest, or write beyond the end
                 raise TransferError(_OUT_OF_STEP)
 
-        with self._turns.receiving(wait, lambda: self._signal(_POSTED), self._op_timeout_s):
+        with self._turns.receiving(wait, lambda: self._signal(_POSTED), self._tell_later, self._op_timeout_s):
             self._launch("recv", payload).wait()
+        slot.write_header(header)
 
     def close(self) -> None:
         """Waits for the end of the communicator no longer than for a message."""
@@ -220,17 +241,31 @@ class NcclTransport:
             return self._ender
 
     def _end_group(self) -> None:
-        with _ABORTS.under_way(self._op_timeout_s):
-            # A call that does not return keeps the communicator: to abort beside it may end the process.
-            if not self._launching.acquire(timeout=self._op_timeout_s):
-                _ABORTS.abandon()
+        with ABORTS.under_way(self._op_timeout_s):
+            # A call that does not return keeps the communicator: to abort beside it may end the process. One that
+            # still makes it, as the first of a lazy one does, may be aborted, and ends by nothing else.
+            is_free = self._launching.acquire(timeout=self._op_timeout_s)
+            if not is_free and self._is_open:
+                ABORTS.abandon()
                 return
             group, self._group = self._group, None
-            self._launching.release()
+            if is_free:
+                self._launching.release()
             if group is not None:
                 group.abort()
                 del group
             self._lent.close()
+
+    def _awaited(self, signal: SignalOperation) -> bytes:
+        """Waits for the signal that the peer owes, as long as it is held up."""
+        signal.wait()
+        while signal.header == _LATER:
+            signal = self._signals.recv_signal()
+            signal.wait()
+        return signal.header
+
+    def _tell_later(self) -> None:
+        self._signal(_LATER)
 
     def _signal(self, word: bytes) -> None:
         self._signals.send_signal(word).wait()
@@ -253,91 +288,9 @@ class NcclTransport:
         return _NcclOperation(self, done, self._op_timeout_s)
 
 
-class _Aborts:
-    """The ends of communicators in this process, and how many are stuck: each may keep a thread and memory for good."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._deadlines: dict[int, float] = {}
-        self._num_begun = 0
-        self._num_late = 0
-        """Number of those that took too long and have ended, or were given up."""
-
-    @property
-    def num_stuck(self) -> int:
-        """Number of those that did not end in time, since the start."""
-        now = time.monotonic()
-        with self._lock:
-            return self._num_late + sum(deadline < now for deadline in self._deadlines.values())
-
-    @contextlib.contextmanager
-    def under_way(self, timeout_s: float) -> Iterator[None]:
-        """Counts an end that takes place within the block, if it takes too long."""
-        with self._lock:
-            self._num_begun += 1
-            number = self._num_begun
-            self._deadlines[number] = time.monotonic() + timeout_s + _SLACK_S
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_late += self._deadlines.pop(number) < time.monotonic()
-
-    def abandon(self) -> None:
-        """Counts an end that was given up."""
-        with self._lock:
-            self._num_late += 1
-
-
-_ABORTS = _Aborts()
-
-
-class _OpenPairs:
-    """The communicators of this process, by what moves their bytes."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num: Counter[str] = Counter()
-
-    @contextlib.contextmanager
-    def counted(self, carrier: str) -> Iterator[None]:
-        """Counts a communicator while the block is entered."""
-        with self._lock:
-            self._num[carrier] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num[carrier] -= 1
-
-    def by_carrier(self) -> dict[str, int]:
-        """Returns the number of communicators now."""
-        with self._lock:
-            return {carrier: number for carrier, number in self._num.items() if number}
-
-
-_PAIRS = _OpenPairs()
-
-
-def nccl_pairs_by_carrier() -> dict[str, int]:
-    """Counts the NCCL transports of this process that are open, by what moves their bytes."""
-    return _PAIRS.by_carrier()
-
-
-def num_stuck_aborts() -> int:
-    """Counts the communicators of this process that could not be ended in time, since the start."""
-    return _ABORTS.num_stuck
-
-
 def num_nccl_stalls() -> int:
     """Counts the NCCL operations of this process that did not end in time, since the start."""
     return sum(turns.num_stalled for turns in _TURNS.values())
-
-
-def _expect(word: bytes, operation: SignalOperation) -> None:
-    operation.wait()
-    if operation.header != word:
-        raise TransferError(_OUT_OF_STEP)
 
 
 class _NcclReceive:
@@ -348,8 +301,7 @@ class _NcclReceive:
         self._staged = staged
 
     def wait(self) -> None:
-        self._transport.receive(self._slot.payload(self._num_bytes), self._staged)
-        self._slot.write_header(self._staged.header)
+        self._transport.receive(self._slot, self._num_bytes, self._staged)
 
 
 class _NcclOperation:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from baton.errors import TransferError
-
-if TYPE_CHECKING:
-    from baton.config import TransferConfig
 
 PINNED: Final = {
     # By default torch tears the process down when a communicator fails or stalls; here only the transport ends.
@@ -30,21 +26,11 @@ PINNED: Final = {
     # The first launch of a kernel that is loaded lazily may wait for a receive that spins.
     "CUDA_MODULE_LOADING": "EAGER",
 }
-"""Values that a transport cannot do without, whatever the settings."""
+"""The environment of a CUDA worker, which the process that starts the worker sets: what a transport cannot do without.
 
-
-def nccl_environment(config: TransferConfig) -> dict[str, str]:
-    """Returns the environment of a CUDA worker, which the process that starts the worker sets.
-
-    A communicator whose peer hangs while it is made keeps the turns of its GPU, for which the other transports wait no
-    longer than for a message; torch's own limit is half an hour.
-    """
-    is_nonblocking = config.nccl_mode.startswith("nonblocking")
-    return {
-        **PINNED,
-        "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(config.op_timeout_s)),
-        "TORCH_NCCL_USE_COMM_NONBLOCKING": str(int(is_nonblocking)),
-    }
+It holds for every communicator of the process, also for those of a tensor-parallel model. So a property that a
+communicator can have for itself, as whether its calls block, is not here but in the options of its group.
+"""
 
 
 def require_environment() -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from baton.own_folder import own_folder
 
 UNKNOWN = "unknown"
 _CARRIER = re.compile(r"\bvia (P2P|SHM|NET/\w+)")
@@ -26,8 +27,8 @@ def private_log() -> Iterator[dict[str, str]]:
     if "NCCL_DEBUG" in os.environ or "NCCL_DEBUG_FILE" in os.environ:
         yield {}
         return
-    with tempfile.TemporaryDirectory(prefix="baton-nccl-", ignore_cleanup_errors=True) as folder:
-        file = Path(folder) / "%p.log"
+    with own_folder() as folder:  # one that a killed worker has left goes when the next one starts
+        file = folder / "nccl-%p.log"
         yield {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,P2P,SHM,NET", "NCCL_DEBUG_FILE": str(file)}
 
 

@@ -18,7 +18,6 @@ from baton.errors import TransferCorrupted
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SECRET_BYTES = 32
 RECORD_BYTES = 2**18
 """The most of a message in one record. It and its ciphertext fit a core's second-level cache."""
 TAG_BYTES, NONCE_BYTES = 16, 12
@@ -30,7 +29,7 @@ class RecordSeal:
     """One direction of a connection, at one of its ends. Not for several threads.
 
     Args:
-        secret: SECRET_BYTES that only the two ends know, and use for nothing else.
+        secret: random bytes, 64 at most, that only the two ends know, and use for nothing else.
         direction: a number below 256, the same at both ends and another one for the way back.
     """
 

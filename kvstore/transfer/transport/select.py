@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from baton.config import TransferConfig
+    from baton.messages import Hello
     from baton.trust import KeyFile
     from kvstore.transfer.device import GpuDevice
 
@@ -63,19 +64,37 @@ def usable_transports(devices: Sequence[torch.device], wanted: tuple[str, ...]) 
 
 def choose_transport(offered: Sequence[str], usable: Sequence[str], near: Nearness) -> str | None:
     """Returns the first of the sender's kinds that the receiver can use too, or None."""
-    return next((kind for kind in offered if kind in usable and KINDS[kind].fits(near)), None)
+    plain = must_not_be_plain(offered, usable, near)
+    return next((k for k in offered if k in usable and KINDS[k].fits(near) and k not in plain), None)
 
 
-def nearness(
-    peer_host_id: str, peer_gpu_id: str, peer_gpu_uuid: str, device: torch.device, *, must_be_sealed: bool = False
-) -> Nearness:
-    """Compares what a sender says of itself with this process and the device of a cache in it."""
+def must_not_be_plain(offered: Sequence[str], usable: Sequence[str], near: Nearness) -> tuple[str, ...]:
+    """Returns the kinds that fit and cannot be used for one reason alone: what leaves a host must be encrypted."""
+    if near.is_same_host or not near.must_be_sealed:
+        return ()
+    both = (kind for kind in offered if kind in usable and KINDS[kind].fits(near))
+    return tuple(kind for kind in both if KINDS[kind].is_plain and kind not in near.plain_links)
+
+
+def nearness(hello: Hello, device: torch.device, *, is_sealed: bool, plain_links: Sequence[str]) -> Nearness:
+    """Compares what a sender says of itself with this process and the device of a cache in it.
+
+    Args:
+        is_sealed: whether this side has certificates.
+        plain_links: kinds that this side excepts from their encryption.
+    """
     gpu = gpu_of(device)
+    is_same_gpu = gpu is not None and hello.gpu_id != "" and hello.gpu_id == gpu.id
+    is_of_another_instance = is_same_gpu and gpu is not None and hello.gpu_uuid != gpu.uuid  # of MIG
     return Nearness(
-        is_same_host=peer_host_id == host_id(),
-        must_be_sealed=must_be_sealed,
-        is_same_gpu=gpu is not None and peer_gpu_id != "" and peer_gpu_id == gpu.id,
-        may_read_gpu=gpu is not None and peer_gpu_uuid != "" and gpu.may_read(peer_gpu_uuid),
+        is_same_host=hello.host_id == host_id(),
+        must_be_sealed=is_sealed,
+        plain_links=tuple(kind for kind in plain_links if kind in hello.plain_links),
+        is_same_gpu=is_same_gpu,
+        may_read_gpu=gpu is not None
+        and hello.gpu_uuid != ""
+        and not is_of_another_instance
+        and gpu.may_read(hello.gpu_uuid),
     )
 
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from baton.errors import TransferError
+from kvstore.transfer.device import boot_id
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport.base import TransportEnd, TransportKind
 from kvstore.transfer.transport.packets import PacketSignal, RingReceiver, RingSender, accept, connect, well_formed
@@ -43,8 +44,7 @@ _RING = struct.Struct("<IQ")
 
 def host_id() -> str:
     """Identifies kernel, network namespace and user: processes with the same id can open an shm transport."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot_id}/{Path('/proc/self/ns/net').stat().st_ino}/{os.getuid()}"
+    return f"{boot_id()}/{Path('/proc/self/ns/net').stat().st_ino}/{os.getuid()}"
 
 
 class ShmSender(RingSender):

@@ -31,18 +31,19 @@ from typing import TYPE_CHECKING, Any
 from baton.addresses import MAX_PORT
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport.base import RECEIVER, SENDER, FarSide, TransportEnd, TransportKind
-from kvstore.transfer.transport.seal import SECRET_BYTES, RecordSeal
 from kvstore.transfer.transport.socket_end import SENT, SocketEnd
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from kvstore.transfer.transport.base import Operation, SignalOperation
+    from kvstore.transfer.transport.seal import RecordSeal
     from kvstore.transfer.transport.staging import Slot
 
 _ADDRESS, _JOINED, _SECRET = "tcp", "tcp/joined", "tcp/secret"
 """Keys of the rendezvous: `token address port` of the sender, that the receiver has connected to it, and the sender's
 secret for both."""
+SECRET_BYTES = 32
 _SECRET_FORM = re.compile(rb"[0-9a-f]{%d}" % (2 * SECRET_BYTES))
 _ADDRESS_FORM = re.compile(rb"[0-9a-f]{32} ([0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,15})?) ([1-9][0-9]{0,4})")
 _TIMEVAL = struct.Struct("@ll")
@@ -76,8 +77,12 @@ class _TcpEnd(SocketEnd):
 
     def __init__(self, connection: socket.socket, op_timeout_s: float, rank: int, secret: bytes) -> None:
         super().__init__("tcp", connection, op_timeout_s)
-        self._out = RecordSeal(secret, rank) if secret else None
-        self._in = RecordSeal(secret, 1 - rank) if secret else None
+        self._out: RecordSeal | None = None
+        self._in: RecordSeal | None = None
+        if secret:
+            from kvstore.transfer.transport.seal import RecordSeal  # and cryptography, for sealed connections alone
+
+            self._out, self._in = RecordSeal(secret, rank), RecordSeal(secret, 1 - rank)
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         seconds, rest = divmod(op_timeout_s, 1)

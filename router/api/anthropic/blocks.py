@@ -9,7 +9,7 @@ from pydantic import Field
 
 from baton.chat import MAX_NAME
 from router.api.fields import Refusal, WithoutEffect
-from router.api.strict import StrictBody
+from router.api.strict import Listed, StrictBody
 from router.api.unions import ByType, OrText
 
 CACHED = WithoutEffect("prefixes are found by their tokens, of whatever request")
@@ -44,11 +44,7 @@ REFUSED_BLOCKS: Mapping[str, str] = {
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 
-class CacheControlBody(StrictBody):
-    """The field `cache_control`."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
+CacheControl = Annotated[dict[str, Any] | None, CACHED]
 
 
 class TextBlock(StrictBody):
@@ -56,8 +52,8 @@ class TextBlock(StrictBody):
 
     type: Literal["text"]
     text: str
-    cache_control: Annotated[CacheControlBody | None, CACHED] = None
-    citations: Annotated[Any, Refusal("answers cite nothing", ([],))] = None
+    cache_control: CacheControl = None
+    citations: Annotated[Any, WithoutEffect("a prompt has the text alone")] = None
 
 
 class ThinkingBlock(StrictBody):
@@ -65,7 +61,8 @@ class ThinkingBlock(StrictBody):
 
     type: Literal["thinking"]
     thinking: str
-    signature: Annotated[str, WithoutEffect("a thought is taken as it is")]
+    signature: Annotated[str | None, WithoutEffect("a thought is taken as it is")] = None
+    cache_control: CacheControl = None
 
 
 class RedactedThinkingBlock(StrictBody):
@@ -82,13 +79,13 @@ class ToolUseBlock(StrictBody):
     id: Name
     name: Name
     input: dict[str, Any]
-    cache_control: Annotated[CacheControlBody | None, CACHED] = None
+    cache_control: CacheControl = None
     caller: Annotated[Any, Refusal("calls are the model's own", ({"type": "direct"},))] = None
     toolset_name: Annotated[Any, NO_TOOLSETS] = None
 
 
-OnlyText = Annotated[TextBlock, ByType(REFUSED_BLOCKS)]
-Texts = Annotated[str | list[OnlyText], OrText()]
+OnlyText = Annotated[TextBlock, ByType(refused=REFUSED_BLOCKS)]
+Texts = Annotated[str | Listed[OnlyText], OrText()]
 
 
 class ToolResultBlock(StrictBody):
@@ -98,26 +95,28 @@ class ToolResultBlock(StrictBody):
     tool_use_id: Name
     content: Texts | None = None
     is_error: bool | None = None
-    cache_control: Annotated[CacheControlBody | None, CACHED] = None
+    cache_control: CacheControl = None
     toolset_name: Annotated[Any, NO_TOOLSETS] = None
 
 
-UserBlock = Annotated[TextBlock | ToolResultBlock, ByType(REFUSED_BLOCKS)]
-AssistantBlock = Annotated[TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock, ByType(REFUSED_BLOCKS)]
+UserBlock = Annotated[TextBlock | ToolResultBlock, ByType(refused=REFUSED_BLOCKS)]
+AssistantBlock = Annotated[
+    TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock, ByType(refused=REFUSED_BLOCKS)
+]
 
 
 class UserMessage(StrictBody):
     """A message of the user: texts, and results of calls."""
 
     role: Literal["user"]
-    content: Annotated[str | list[UserBlock], OrText()]
+    content: Annotated[str | Listed[UserBlock], OrText()]
 
 
 class AssistantMessage(StrictBody):
     """A message of the assistant: thoughts, texts and calls."""
 
     role: Literal["assistant"]
-    content: Annotated[str | list[AssistantBlock], OrText()]
+    content: Annotated[str | Listed[AssistantBlock], OrText()]
 
 
 class SystemMessage(StrictBody):

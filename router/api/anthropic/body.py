@@ -15,19 +15,14 @@ from pydantic_core import PydanticCustomError
 
 from baton.errors import InvalidRequest
 from baton.structure import StructuredOutputs
-from router.api.anthropic.blocks import CACHED, CacheControlBody, MessageBlocks, Name, Texts
-from router.api.fields import UNSUPPORTED, Refusal, WithoutEffect
-from router.api.strict import StrictBody
+from router.api.anthropic.blocks import CacheControl, MessageBlocks, Name, Texts
+from router.api.fields import LEFT_OUT, Refusal, WithoutEffect
+from router.api.strict import Listed, StrictBody, Values
 from router.api.unions import ByType
 
 NOT_STORED = "nothing is stored"
 AS_IT_IS = "the model reads the whole prompt"
-
-
-class MetadataBody(StrictBody):
-    """The field `metadata`."""
-
-    user_id: str | None = None
+COUNTED = WithoutEffect("only the tokens of the prompt are counted")
 
 
 class JsonFormatBody(StrictBody):
@@ -72,7 +67,7 @@ class ThinkingDisabledBody(StrictBody):
 
 ThinkingBody = Annotated[
     ThinkingEnabledBody | ThinkingAdaptiveBody | ThinkingDisabledBody,
-    ByType({"between_tools": "an answer thinks before all else"}),
+    ByType(refused={"between_tools": "an answer thinks before all else"}),
 ]
 
 
@@ -116,17 +111,17 @@ class ToolBody(StrictBody):
     input_schema: dict[str, Any]
     strict: bool | None = None
     allowed_callers: Annotated[Any, Refusal("calls are the model's own", (["direct"],))] = None
-    cache_control: Annotated[CacheControlBody | None, CACHED] = None
-    defer_loading: Annotated[Any, Refusal("every tool stands in the prompt", (False,))] = None
+    cache_control: CacheControl = None
+    defer_loading: Annotated[Any, WithoutEffect("every tool stands in the prompt")] = None
     eager_input_streaming: Annotated[bool | None, WithoutEffect("arguments always come as they are written")] = None
-    input_examples: Annotated[Any, Refusal("no template is known to read it", ([],))] = None
+    input_examples: Annotated[Any, WithoutEffect("no template is known to read it")] = None
 
 
 def _refuse_servers_own(value: Any) -> Any:
     found = value.get("type") if isinstance(value, Mapping) else None
     if isinstance(found, str) and found != "custom":
         why = "has type {type}, which is not supported: the cluster has no tools of its own"
-        raise PydanticCustomError(UNSUPPORTED, why, {"type": found[:80].encode("ascii", "backslashreplace").decode()})
+        raise PydanticCustomError(LEFT_OUT, why, {"type": found[:80].encode("ascii", "backslashreplace").decode()})
     return value
 
 
@@ -134,18 +129,27 @@ class CountTokensBody(StrictBody):
     """A prompt whose tokens are to be counted."""
 
     model: str
-    messages: list[MessageBlocks]
+    messages: Listed[MessageBlocks]
     system: Texts | None = None
-    tools: list[Annotated[ToolBody, BeforeValidator(_refuse_servers_own)]] | None = None
+    tools: Listed[Annotated[ToolBody, BeforeValidator(_refuse_servers_own)]] | None = None
     tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingBody | None = None
     output_config: OutputConfigBody | None = None
-    cache_control: Annotated[CacheControlBody | None, CACHED] = None
+    cache_control: CacheControl = None
     billing_policy: Annotated[Any, Refusal("the tenant of the API key is charged")] = None
     compaction: Annotated[Any, Refusal(AS_IT_IS)] = None
-    context_management: Annotated[Any, Refusal(AS_IT_IS)] = None
+    context_management: Annotated[Any, WithoutEffect(AS_IT_IS)] = None
     mcp_servers: Annotated[Any, Refusal("the cluster calls nobody", ([],))] = None
-    speed: Annotated[Any, Refusal("the tenant's SLO class says what comes first", ("standard",))] = None
+    speed: Annotated[Any, WithoutEffect("the tenant's SLO class says what comes first")] = None
+    # Clients leave the fields of a request in one whose tokens are counted.
+    max_tokens: Annotated[Any, COUNTED] = None
+    stream: Annotated[Any, COUNTED] = None
+    stop_sequences: Annotated[Any, COUNTED] = None
+    temperature: Annotated[Any, COUNTED] = None
+    top_p: Annotated[Any, COUNTED] = None
+    top_k: Annotated[Any, COUNTED] = None
+    metadata: Annotated[Any, COUNTED] = None
+    service_tier: Annotated[Any, COUNTED] = None
 
 
 class MessageBody(CountTokensBody):
@@ -153,20 +157,19 @@ class MessageBody(CountTokensBody):
 
     max_tokens: int
     stream: bool | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Values[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    metadata: Annotated[MetadataBody | None, WithoutEffect("names the client's own user")] = None
+    metadata: Annotated[dict[str, Any] | None, WithoutEffect("names the client's own user")] = None
     container: Annotated[Any, Refusal("the cluster runs no code of clients")] = None
-    diagnostics: Annotated[Any, Refusal(NOT_STORED)] = None
+    diagnostics: Annotated[Any, WithoutEffect(NOT_STORED)] = None
     fallback_credit_token: Annotated[Any, Refusal("one model is served")] = None
     fallbacks: Annotated[Any, Refusal("one model is served", ([],))] = None
-    inference_geo: Annotated[Any, Refusal("the cluster computes where it is")] = None
-    output_format: Annotated[Any, Refusal("the older name of output_config.format")] = None
-    service_tier: Annotated[Any, Refusal("the tenant's SLO class says what comes first", ("auto", "standard_only"))] = (
-        None
-    )
+    inference_geo: Annotated[Any, Refusal("the cluster computes where it is", ("global",))] = None
+    output_format: JsonFormatBody | None = None
+    """The older name of `output_config.format`."""
+    service_tier: Annotated[Any, WithoutEffect("the tenant's SLO class says what comes first")] = None
     thread: Annotated[Any, Refusal(NOT_STORED)] = None
 
     def sampling(self) -> dict[str, Any]:
@@ -187,10 +190,17 @@ class MessageBody(CountTokensBody):
                     "thinking.budget_tokens must be less than max_tokens, which is of the whole answer", "thinking"
                 )
             asked["thinking_budget"] = self.thinking.budget_tokens
-        if self.output_config is not None and self.output_config.format is not None:
-            schema = self.output_config.format.of_json
-            asked["structured_outputs"] = StructuredOutputs(json=json.dumps(schema, ensure_ascii=False))
+        if (form := self._format()) is not None:
+            asked["structured_outputs"] = StructuredOutputs(json=json.dumps(form.of_json, ensure_ascii=False))
         return asked
+
+    def _format(self) -> JsonFormatBody | None:
+        newer = self.output_config.format if self.output_config is not None else None
+        if newer is not None and self.output_format is not None:
+            raise InvalidRequest(
+                "output_format is the older name of output_config.format; send one of them", "output_format"
+            )
+        return newer or self.output_format
 
     @property
     def skips_reasoning(self) -> bool:

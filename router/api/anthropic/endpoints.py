@@ -7,11 +7,12 @@ from fastapi.responses import JSONResponse, Response
 
 from baton.api import GenerateRequest
 from router.admission import check_model
-from router.api.answering import answered, chunks_of
+from router.api.answering import Asked, answered, chunks_of
 from router.api.anthropic.body import CountTokensBody, MessageBody
 from router.api.anthropic.events import MessageForm
 from router.api.anthropic.prompt import chat_of
-from router.api.exchange import id_headers, named, read_body
+from router.api.exchange import id_headers, ignored_of, named, read_body
+from router.api.taking import Taking
 from router.service import RouterService
 
 
@@ -19,27 +20,38 @@ def add_endpoints(app: FastAPI, service: RouterService) -> None:
     """Adds Anthropic's endpoints."""
 
     async def messages(request: Request) -> Response:
-        body = await read_body(request, MessageBody)
-        request_id = named(request, None, "msg_")
-        asked = GenerateRequest(
-            prompt=chat_of(body, service.model.tokenizer.chat_template),
-            request_id=request_id,
-            model=body.model,
-            sampling=body.sampling(),
-            skip_reasoning=body.skips_reasoning,
-            continuous_usage=True,
-        )
-        is_streamed = bool(body.stream)
-        chunks = chunks_of(service, request, [asked], is_streamed=is_streamed)
-        form = MessageForm(request_id, service.facts.id, request.state.request_id)
-        return await answered(request, chunks, form, is_streamed=is_streamed)
+        with Taking(service, request, "chat"):
+            asked = _asked(service, request, await read_body(request, MessageBody))
+        return await answered(request, *asked)
 
     async def count_tokens(request: Request) -> Response:
-        body = await read_body(request, CountTokensBody)
-        check_model(body.model, service.facts)
-        prompt = chat_of(body, service.model.tokenizer.chat_template)
+        with Taking(service, request, "count_tokens"):
+            body = await read_body(request, CountTokensBody)
+            check_model(body.model, service.facts)
+            prompt = chat_of(body, service.model.tokenizer.chat_template, ignored_of(request))
         tokens = await service.tokenize(prompt, request.state.tenant)
         return JSONResponse({"input_tokens": len(tokens)}, headers=id_headers(request))
 
     app.add_route("/v1/messages", messages, ["POST"])
     app.add_route("/v1/messages/count_tokens", count_tokens, ["POST"])
+
+
+def _asked(service: RouterService, request: Request, body: MessageBody) -> Asked:
+    request_id, ignored = named(request, None, "msg_"), ignored_of(request)
+    sampling = body.sampling()
+    if "thinking_budget" in sampling and service.model.format.reasoning is None:
+        del sampling["thinking_budget"]
+        ignored.note("thinking")
+    asked = GenerateRequest(
+        prompt=chat_of(body, service.model.tokenizer.chat_template, ignored),
+        request_id=request_id,
+        model=body.model,
+        sampling=sampling,
+        skip_reasoning=body.skips_reasoning,
+        continuous_usage=True,
+        shortens_answer=True,
+    )
+    is_streamed = bool(body.stream)
+    chunks = chunks_of(service, request, [asked], is_streamed=is_streamed)
+    form = MessageForm(request_id, service.facts.id, request.state.request_id, body.max_tokens)
+    return Asked(chunks, form, is_streamed)

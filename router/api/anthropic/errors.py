@@ -29,29 +29,27 @@ ERROR_SCHEMA: dict[str, Any] = {
             "properties": {
                 "type": {"enum": ["invalid_request_error", "api_error", *KINDS.values()]},
                 "message": {"type": "string"},
+                "details": {"type": "object"},
             },
         },
         "request_id": {"type": ["string", "null"]},
     },
 }
-_NAMES = {
-    "chat_template_kwargs": "output_config.effort",
-    "continue_final_message": "messages",
-    "stop": "stop_sequences",
-    "structured_outputs": "output_config.format",
-    "thinking_budget": "thinking.budget_tokens",
-}
-"""What fields are called here that have another name in our other APIs."""
+THREAD = "thread"
+_NO_THREAD = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
+"""What makes Anthropic's loop for tools send the request again without a thread."""
 
 
-def error_body(error: BatonError | HTTPException, request_id: str | None) -> dict[str, Any]:
+def error_body(error: BatonError | HTTPException, request_id: str) -> dict[str, Any]:
     """The body that says what went wrong; the message begins with the field to blame."""
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
     else:
         status, message = error.http, str(error)
     if isinstance(error, (InvalidRequest, Unsupported)) and error.param:
-        field = _NAMES.get(error.param, error.param)
-        message = message if message.startswith(field) else f"{field}: {message}"
+        message = message if message.startswith(error.param) else f"{error.param}: {message}"
     kind = KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    told: dict[str, Any] = {"type": kind, "message": message}
+    if isinstance(error, Unsupported) and error.param == THREAD:
+        told["details"] = _NO_THREAD
+    return {"type": "error", "error": told, "request_id": request_id}

@@ -23,6 +23,8 @@ STOP_REASONS = {
     FinishReason.TOOL_CALLS: "tool_use",
     FinishReason.CONTENT_FILTER: "refusal",
 }
+WINDOW_IS_FULL = "model_context_window_exceeded"
+"""The stop reason of an answer for which the context window had less room than `max_tokens`."""
 SIGNATURE = "unsigned"
 """Stands in the field of a thought for which clients hold another service's proof."""
 INVALID_JSON = "INVALID_JSON"
@@ -49,6 +51,8 @@ class MessageForm:
     model: str
     request_id: str
     """What an error in a stream names."""
+    max_tokens: int
+    """The client's limit. An answer that is cut off with fewer tokens has filled the context window."""
 
     async def whole(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> dict[str, Any]:
         message = WholeMessage()
@@ -84,7 +88,7 @@ class MessageForm:
         for part in parts.end():
             for each in _events_of(part):
                 yield each
-        yield _delta(last, usage)
+        yield _delta(last, usage, self.max_tokens)
         yield {"type": "message_stop"}
 
     def _start(self, usage: Usage) -> MessageEvent:
@@ -156,9 +160,11 @@ def _events_of(part: PartEvent) -> Iterator[MessageEvent]:
             yield {"type": "content_block_stop", "index": index}
 
 
-def _delta(last: GenerateChunk, usage: Usage) -> MessageEvent:
+def _delta(last: GenerateChunk, usage: Usage, max_tokens: int) -> MessageEvent:
     """How the answer has ended, and what it has used in all."""
     reason = STOP_REASONS.get(last.finish_reason) if last.finish_reason else None
+    if reason == "max_tokens" and usage.completion_tokens < max_tokens:
+        reason = WINDOW_IS_FULL
     sequence = last.stop_reason if reason == "end_turn" and isinstance(last.stop_reason, str) else None
     ended = {
         "stop_reason": reason if sequence is None else "stop_sequence",

@@ -27,20 +27,21 @@ from router.api.anthropic.body import (
     ThinkingDisabledBody,
     ToolBody,
 )
+from router.api.efforts import Effort, set_effort, thinking_switch
+from router.api.ignored import Ignored
 from router.prompt import ChatTemplate
 
-THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""Variables of templates that turn the reasoning on and off: Qwen's and most others'; DeepSeek's and Granite's."""
 ERROR = "Error: "
 """Stands before the result of a call that has failed: templates have no other word for it."""
 
 
-def chat_of(body: CountTokensBody, template: ChatTemplate) -> Chat:
+def chat_of(body: CountTokensBody, template: ChatTemplate, ignored: Ignored) -> Chat:
     """The chat that a body has. Messages of one role in a row are one message, and a last one of the assistant is
     continued.
 
     Args:
         template: the model's, which may have a variable that turns the reasoning on and off.
+        ignored: notes what has no effect.
 
     Raises:
         InvalidRequest: a result has no call before it, a call waits for its result, or a call's input is nested too
@@ -65,7 +66,7 @@ def chat_of(body: CountTokensBody, template: ChatTemplate) -> Chat:
         messages=tuple(messages),
         tools=tuple(map(_tool, body.tools or ())),
         tool_choice=_choice(body),
-        template_kwargs=_variables(body, template),
+        template_kwargs=_variables(body, template, ignored),
         add_generation_prompt=not continues,
         continue_final_message=continues,
     )
@@ -151,13 +152,11 @@ def _choice(body: CountTokensBody) -> ToolChoice:
     return ANY_TOOL
 
 
-def _variables(body: CountTokensBody, template: ChatTemplate) -> dict[str, Any]:
+def _variables(body: CountTokensBody, template: ChatTemplate, ignored: Ignored) -> dict[str, Any]:
     variables: dict[str, Any] = {}
-    if body.output_config is not None and body.output_config.effort is not None:
-        variables["reasoning_effort"] = body.output_config.effort
-    if body.thinking is not None:
-        has_tools = bool(body.tools)
-        switch = next((name for name in THINKING_SWITCHES if template.reads(name, has_tools=has_tools)), None)
-        if switch is not None:
-            variables[switch] = not isinstance(body.thinking, ThinkingDisabledBody)
+    has_tools = bool(body.tools)
+    effort = Effort(body.output_config.effort if body.output_config else None, "output_config.effort")
+    set_effort(variables, effort, lambda: template, ignored, has_tools=has_tools)
+    if body.thinking is not None and (switch := thinking_switch(template, has_tools=has_tools)) is not None:
+        variables[switch] = not isinstance(body.thinking, ThinkingDisabledBody)
     return variables

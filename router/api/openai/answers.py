@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from baton.api import GenerateChunk, PromptScores, Timing, Usage
 from baton.chat import tool_call
+from baton.sampling import FinishReason
 from baton.scores import TokenScores
 from baton.tools import ToolCallDelta, joined_calls
 from router.api.openai.logprobs import CompletionLogprobs, joined, of_chat, of_prompt
@@ -34,6 +35,26 @@ class Shape:
     """The texts with which the choices of each prompt begin; empty: they begin with none."""
     has_prompt_logprobs: bool = False
     """Whether whole answers have vLLM's field `prompt_logprobs`."""
+    is_forced: bool = False
+    """Whether answers consist of calls: they have no content, also if they end before the first one."""
+    prompt_ids: tuple[Sequence[int], ...] = ()
+    """The token ids of each prompt, where they come with the answer and its own; empty: neither do."""
+    is_scoring: bool = False
+    """Whether the client gets the prompt's scores alone, and nothing of an answer."""
+
+    def shown(self, chunk: GenerateChunk) -> GenerateChunk:
+        """What the client gets of a chunk."""
+        if not self.is_scoring:
+            return chunk
+        return replace(
+            chunk,
+            text="",
+            token_ids=(),
+            scores=TokenScores(()),
+            finish_reason=FinishReason.LENGTH if chunk.finish_reason else None,
+            stop_reason=None,
+            usage=replace(chunk.usage, completion_tokens=0, reasoning_tokens=0) if chunk.usage else None,
+        )
 
     def whole(
         self,
@@ -54,6 +75,8 @@ class Shape:
             for holder in (body,) if self.is_chat else written:
                 of = prompts[self.prompt_of(holder.get("index", 0))]
                 holder["prompt_logprobs"] = of_prompt(of, self.tokenizer)
+        if self.prompt_ids and self.is_chat:
+            body["prompt_token_ids"] = self.prompt_ids[0]
         return body
 
     def prompt_of(self, index: int) -> int:
@@ -91,6 +114,10 @@ class Shape:
         else:
             choice["text"] = self._echoed(index) + chunk.text if is_first else chunk.text
         body = {**self._head("chat.completion.chunk" if self.is_chat else "text_completion"), "choices": [choice]}
+        if self.prompt_ids:
+            choice["token_ids"] = chunk.token_ids
+            if is_first:
+                (body if self.is_chat else choice)["prompt_token_ids"] = self.prompt_ids[self.prompt_of(index)]
         return {**body, "usage": _usage(chunk.usage)} if self.continuous_usage and chunk.usage else body
 
     def usage_chunk(self, usage: Usage, timing: Timing) -> dict[str, Any]:
@@ -106,17 +133,22 @@ class Shape:
         if self.is_chat:
             calls = [tool_call(call_id=call.call_id, name=call.name, arguments=call.arguments)
                      for call in joined_calls(answer.tool_calls)]  # fmt: skip
-            content = None if calls and not answer.text else answer.text
+            content = None if (calls or self.is_forced) and not answer.text else answer.text
             message = {"role": "assistant", "content": content, "refusal": None, **_reasoning(answer.reasoning)}
             choice["message"] = {**message, **({"tool_calls": calls} if calls else {})}
         else:
             choice["text"] = self._echoed(index) + answer.text
+        if self.prompt_ids:
+            choice["token_ids"] = answer.token_ids
+            if not self.is_chat:
+                choice["prompt_token_ids"] = self.prompt_ids[self.prompt_of(index)]
         return choice
 
     def _logprobs(
         self, token_ids: Sequence[int], scores: TokenScores, completion: CompletionLogprobs, prompt: PromptScores | None
     ) -> dict[str, Any] | None:
-        if not scores:
+        echoes_scores = prompt is not None and bool(self.echo)
+        if not scores and not (self.is_scoring and echoes_scores):
             return None
         if self.is_chat:
             return of_chat(token_ids, scores, self.tokenizer)

@@ -1,8 +1,8 @@
 """What the bodies of OpenAI's completions endpoints have in common.
 
 What is part of OpenAI's or vLLM's API and not built yet is refused by name, unless it asks for what happens anyway.
-null stands for a field that is not set, where the field is known. Unknown fields are refused whatever their value, at
-any depth, and so are values of another type: "0.5" is no number, and 1.0 no count.
+null stands for a field that is not set. `router.api.ignored` says what becomes of fields that are not known. Values of
+another type are refused: "0.5" is no number, and 1.0 no count.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BeforeValidator
 
 from baton.api import Truncation, TruncationSide
-from baton.chat import check_asks_for_nothing, unsupported_field
 from baton.errors import InvalidRequest
 from baton.sampling import EarlyStopping, SamplingParams
-from router.api.fields import check_unserved
-from router.api.openai.fields import REFUSED
+from router.api.fields import WithoutEffect
+from router.api.openai.fields import REFUSED, WITHOUT_EFFECT
 from router.api.openai.structure import ResponseFormatBody, StructuredOutputsBody, structure_of
-from router.api.strict import StrictBody
+from router.api.strict import StreamBody, StrictBody, Values
 
 _SAME_NAME = {field.name for field in fields(SamplingParams)} - {"logprobs", "structured_outputs"}
 
@@ -38,7 +37,7 @@ class StreamOptionsBody(StrictBody):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """vLLM's: with `include_usage`, every event carries the usage so far."""
-    include_obfuscation: bool | None = None
+    include_obfuscation: Annotated[bool | None, WithoutEffect("events are not padded to hide lengths")] = None
 
 
 def _listed(value: Any) -> Any:
@@ -76,13 +75,13 @@ def _side(value: Any) -> Any:
     return None if value is None else TruncationSide(value)
 
 
-class Body(BaseModel):
+class Body(StreamBody):
     """What /v1/chat/completions and /v1/completions have in common."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    refused = REFUSED
+    without_effect = WITHOUT_EFFECT
 
     model: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptionsBody | None = None
     max_tokens: int | None = None
     temperature: float | None = None
@@ -90,42 +89,44 @@ class Body(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_listed)] = None
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[Values[str] | None, BeforeValidator(_listed)] = None
+    stop_token_ids: Values[int] | None = None
     n: int | None = None
     best_of: int | None = None
     ignore_eos: bool | None = None
-    logprob_token_ids: list[int] | None = None
+    logprob_token_ids: Values[int] | None = None
     prompt_logprobs: int | None = None
     min_tokens: int | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
-    bad_word_ids: list[list[int]] | None = None
-    allowed_token_ids: list[int] | None = None
+    bad_words: Values[str] | None = None
+    bad_word_ids: Values[Values[int]] | None = None
+    allowed_token_ids: Values[int] | None = None
     typical_p: float | None = None
     dry_multiplier: float | None = None
     dry_base: float | None = None
     dry_allowed_length: int | None = None
     dry_range: int | None = None
-    dry_sequence_breakers: list[str] | None = None
-    dry_breaker_ids: list[int] | None = None
+    dry_sequence_breakers: Values[str] | None = None
+    dry_breaker_ids: Values[int] | None = None
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
-    xtc_exempt_token_ids: list[int] | None = None
+    xtc_exempt_token_ids: Values[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     response_format: ResponseFormatBody | None = None
     structured_outputs: StructuredOutputsBody | None = None
-    reasoning_end_ids: list[int] | None = None
+    reasoning_end_ids: Values[int] | None = None
     reasoning_begin_id: int | None = None
     thinking_budget: int | None = None
     use_beam_search: bool | None = None
     beam_width: int | None = None
     length_penalty: float | None = None
     early_stopping: Annotated[EarlyStopping | None, BeforeValidator(_rule)] = None
+    return_token_ids: bool | None = None
+    """vLLM's: whether the ids of the prompt and of the answer come with it."""
     request_id: str | None = None
     priority: int | None = None
     """vLLM's name. Higher runs earlier here."""
@@ -135,9 +136,11 @@ class Body(BaseModel):
     """llama.cpp's name: whether what is spelled as a special token is that token."""
     truncate_prompt_tokens: int | None = None
     truncation_side: Annotated[TruncationSide | None, BeforeValidator(_side)] = None
-    store: bool | None = None
-    """Nothing is stored: true is refused."""
     # See `WITHOUT_EFFECT`.
+    store: bool | None = None
+    service_tier: str | None = None
+    prediction: Any = None
+    verbosity: str | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
@@ -145,14 +148,12 @@ class Body(BaseModel):
     safety_identifier: str | None = None
     user: str | None = None
 
+    def written(self) -> dict[str, str]:
+        """Our names -> the fields by which the client asked for the same."""
+        return {"structured_outputs": "response_format"} if self.structured_outputs is None else {}
+
     def sampling(self) -> dict[str, Any]:
         """What the client set, by our names."""
-        check_unserved(self.model_extra or {}, REFUSED)
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options belongs to streams; set stream to true, or unset it", "stream_options")
-        if self.stream_options is not None and self.stream_options.include_obfuscation:
-            raise unsupported_field("stream_options.include_obfuscation")
-        check_asks_for_nothing("store", self.store, (False,))
         named = _SAME_NAME & self.model_fields_set
         asked = {name: _plain(name, value) for name in named if (value := getattr(self, name)) is not None}
         if self.stream and (self.best_of or 0) > (self.n or 1):

@@ -2,41 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from baton.api import Chat, PromptInput, Text
 from baton.chat import ChatMessage, check_num_messages, check_one_end
 from baton.errors import InvalidRequest
 from baton.tools import ANY_TOOL, Tool, ToolChoice
+from router.api.efforts import Template, set_effort, set_switch, variables_of
+from router.api.ignored import Ignored
 from router.api.openai.body import Body
+from router.api.openai.forms import ALLOWED, choice_in_form, messages_in_form, tools_in_form
+from router.api.openai.ignorable import strip_messages, strip_tools
+from router.api.openai.thinking import ThinkingFields
 from router.api.openai.tokens import TokenizeBody
+from router.api.strict import Listed
 
 _CHAT_FIELDS = (
     "tools", "documents", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message",
 )  # fmt: skip
 
 
-class ChatBody(Body):
+class ChatBody(Body, ThinkingFields):
     """A chat to be continued."""
 
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None = None
+    messages: Listed[dict[str, Any]]
+    tools: Listed[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Listed[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    """One of the template's variables."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    include_reasoning: bool | None = None
-    """Whether the reasoning comes with the answer; None: it does. It is computed in any case."""
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    def prompt(self) -> PromptInput:
-        return chat_of(self, ToolChoice.parse(self.tool_choice, self.parallel_tool_calls))
+    def prompt(self, template: Template, ignored: Ignored) -> PromptInput:
+        """The chat. See `chat_of`, and `ToolChoice.parse`."""
+        choice, allowed = _allowed(self.tool_choice if ignored.is_strict else choice_in_form(self.tool_choice))
+        chat = chat_of(self, template, ignored, ToolChoice.parse(choice, self.parallel_tool_calls))
+        return chat if allowed is None else with_allowed(chat, allowed)
+
+    def written(self) -> dict[str, str]:
+        found = super().written() | {"logprobs": "top_logprobs"}
+        return found | ({"max_tokens": "max_completion_tokens"} if self.max_tokens is None else {})
 
     def sampling(self) -> dict[str, Any]:
         asked = super().sampling()
@@ -50,26 +60,36 @@ class ChatBody(Body):
         return asked
 
 
-def chat_of(body: ChatBody | TokenizeBody, tool_choice: ToolChoice = ANY_TOOL) -> Chat:
-    """The chat that a body has.
+def chat_of(
+    body: ChatBody | TokenizeBody, template: Template, ignored: Ignored, tool_choice: ToolChoice = ANY_TOOL
+) -> Chat:
+    """The chat that a body has, whose messages and tools are changed.
+
+    Args:
+        template: the model's.
+        ignored: notes what of it has no effect.
 
     Raises:
         InvalidRequest: two of its fields contradict each other; see `ChatMessage.parse` and `Tool.parse` too.
         Unsupported: see `ChatMessage.parse` and `Tool.parse`.
     """
-    variables = dict(body.chat_template_kwargs or {})
-    effort = body.reasoning_effort
-    if effort is not None and variables.setdefault("reasoning_effort", effort) != effort:
-        raise InvalidRequest("chat_template_kwargs has another reasoning_effort; set one", "reasoning_effort")
+    messages, given = body.messages or [], body.tools or []
+    check_num_messages(len(messages) or 1)
+    if not ignored.is_strict:
+        messages_in_form(messages)
+        given = tools_in_form(given)
+    tools = strip_tools(given, ignored)
+    strip_messages(messages, ignored)
+    variables = variables_of(body.chat_template_kwargs, template, ignored, has_tools=bool(tools))
+    set_effort(variables, body.effort(), template, ignored, has_tools=bool(tools))
+    set_switch(variables, body.switch(), template, ignored, has_tools=bool(tools))
     continues = bool(body.continue_final_message)
     begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     check_one_end(begins=begins, continues=continues)
-    messages = body.messages or ()
-    check_num_messages(len(messages) or 1)
     return Chat(
         messages=tuple(ChatMessage.parse(message, index) for index, message in enumerate(messages)),
         tool_choice=tool_choice,
-        tools=tuple(Tool.parse(tool, index) for index, tool in enumerate(body.tools or ())),
+        tools=tuple(Tool.parse(tool, index) for index, tool in enumerate(tools)),
         documents=tuple(body.documents or ()),
         template_kwargs=variables,
         add_generation_prompt=begins,
@@ -78,8 +98,43 @@ def chat_of(body: ChatBody | TokenizeBody, tool_choice: ToolChoice = ANY_TOOL) -
     )
 
 
-def prompt_of(body: TokenizeBody) -> PromptInput:
-    """The prompt that a body of /tokenize has: a text or a chat.
+def _allowed(choice: Any) -> tuple[Any, frozenset[str] | None]:
+    """Returns a choice of a tool without the names of those that it allows, and these; None: it allows all.
+
+    Raises:
+        InvalidRequest: it has another form than OpenAI's.
+    """
+    if not isinstance(choice, dict) or choice.get("type") != ALLOWED:
+        return choice, None
+    match choice.get(ALLOWED):
+        case {"mode": "auto" | "required" as mode, "tools": list(tools)}:
+            named = [tool["function"].get("name") if _is_function(tool) else None for tool in tools]
+            names = [name for name in named if isinstance(name, str)]
+            if names and all(name is not None or _is_hosted(tool) for name, tool in zip(named, tools, strict=True)):
+                return mode, frozenset(names)
+    raise InvalidRequest(
+        "tool_choice.allowed_tools must have a mode, which is auto or required, and functions as tools, at least one",
+        "tool_choice",
+    )
+
+
+def _is_function(tool: Any) -> bool:
+    return isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("function"), dict)
+
+
+def _is_hosted(tool: Any) -> bool:
+    return isinstance(tool, dict) and isinstance(tool.get("type"), str) and tool["type"] != "function"
+
+
+def with_allowed(chat: Chat, names: frozenset[str]) -> Chat:
+    """Returns the chat with these of its tools. Raises InvalidRequest if there is no tool of a name."""
+    if unknown := sorted(names - {tool.name for tool in chat.tools}):
+        raise InvalidRequest(f"tool_choice allows {unknown[0][:80]!a}, which is none of the tools", "tool_choice")
+    return replace(chat, tools=tuple(tool for tool in chat.tools if tool.name in names))
+
+
+def prompt_of(body: TokenizeBody, template: Template, ignored: Ignored) -> PromptInput:
+    """The prompt that a body of /tokenize has: a text or a chat. See `chat_of`.
 
     Raises:
         InvalidRequest: it has none or both, or fields that belong to the other one; see `chat_of` too.
@@ -91,5 +146,5 @@ def prompt_of(body: TokenizeBody) -> PromptInput:
     if unfit := next((name for name in others if getattr(body, name) is not None), None):
         raise InvalidRequest(f"{unfit} belongs to {'messages' if body.messages is None else 'a prompt'}", unfit)
     if body.messages is not None:
-        return chat_of(body)
+        return chat_of(body, template, ignored)
     return Text(body.prompt or "", bool(body.parse_special), body.add_special_tokens is not False)

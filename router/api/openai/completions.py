@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,14 +52,14 @@ class CompletionBody(Body):
 
     def _ids(self, token_ids: list[Any], max_tokens: int) -> TokenIds:
         kept = TokenIds.of(token_ids, max_tokens, self.truncation)
-        if not all(_is_token_id(item) for item in kept.ids):
+        if not set(map(type, kept.ids)) <= {int}:
             raise InvalidRequest(NO_PROMPT, "prompt")
         return kept
 
     def _text(self, text: str) -> Text:
         return Text(text, bool(self.parse_special), self.add_special_tokens is not False)
 
-    def echoed(self, prompts: Sequence[PromptInput], tokenizer: Tokenizer) -> tuple[str, ...]:
+    async def echoed(self, prompts: Sequence[PromptInput], tokenizer: Tokenizer) -> tuple[str, ...]:
         """Returns the texts with which the answers of each prompt begin; empty: the client does not ask for them.
 
         Raises:
@@ -72,15 +73,18 @@ class CompletionBody(Body):
                 case Text(text=text):
                     texts.append(text)
                 case TokenIds(ids):
-                    texts.append(tokenizer.decode_all(ids))
+                    texts.append(await asyncio.to_thread(tokenizer.decode_all, ids))
         return tuple(texts)
 
+    @property
+    def is_scoring(self) -> bool:
+        """Whether the client wants the prompt's scores, and no answer: OpenAI's and vLLM's way to ask for them."""
+        return bool(self.echo) and self.max_tokens == 0
+
     def sampling(self) -> dict[str, Any]:
-        scores = {} if self.logprobs is None else {"logprobs": self.logprobs}
+        scores: dict[str, Any] = {} if self.logprobs is None else {"logprobs": self.logprobs}
+        if self.is_scoring:
+            scores["max_tokens"] = 1  # the least that is generated; the client does not get it
         if self.echo and self.logprobs is not None:
             scores["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return super().sampling() | scores
-
-
-def _is_token_id(item: object) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool)

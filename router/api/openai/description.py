@@ -20,7 +20,11 @@ OPENAI = Api(
         "/tokenize": Endpoint(body=TokenizeBody),
         "/detokenize": Endpoint(body=DetokenizeBody),
     },
-    read={"/v1/models": "Lists the served model.", "/v1/models/{model}": "Describes a model."},
+    read={
+        "/v1/models": "Lists the served model.",
+        "/v1/models/{model}": "Describes a model.",
+        "/tokenizer_info": "Describes the tokenizer, as its folder does.",
+    },
     error_name=ERROR_NAME,
     error=ERROR_SCHEMA,
 )

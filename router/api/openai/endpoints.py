@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from baton.api import GenerateRequest, PromptInput, check_num_tokens
+from baton.api import Chat, GenerateRequest, PromptInput, TokenIds, check_num_tokens
 from baton.errors import InvalidRequest
+from baton.tools import ToolUse
 from router.admission import check_model
 from router.admission.tenants import Tenant
-from router.api.answering import answered, chunks_of
-from router.api.exchange import JsonAnswer, named, read_body
+from router.api.answering import Asked, answered, chunks_of
+from router.api.exchange import JsonAnswer, ascii_json, id_headers, ignored_of, named, read_body
 from router.api.openai.answers import Shape
 from router.api.openai.body import SloBody
 from router.api.openai.chat import ChatBody, prompt_of
 from router.api.openai.completions import DEFAULT_COMPLETION_TOKENS, CompletionBody
 from router.api.openai.form import CompletionForm
-from router.api.openai.tokens import DetokenizeBody, TokenizeBody
+from router.api.openai.tokens import DetokenizeBody, TokenizeBody, description_of
+from router.api.taking import Taking
 from router.service import RouterService
 
 
@@ -32,12 +38,14 @@ def add_endpoints(app: FastAPI, service: RouterService) -> None:
 
 def _add_openai(app: FastAPI, service: RouterService) -> None:
     async def chat_completions(request: Request) -> Response:
-        body = await read_body(request, ChatBody)
-        return await _answer(service, request, body, [body.prompt()], is_chat=True)
+        with Taking(service, request, "chat"):
+            asked = await _asked(service, request, await read_body(request, ChatBody))
+        return await answered(request, *asked)
 
     async def completions(request: Request) -> Response:
-        body = await read_body(request, CompletionBody)
-        return await _answer(service, request, body, body.prompts(service.facts.max_model_len - 1), is_chat=False)
+        with Taking(service, request, "text_completion"):
+            asked = await _asked(service, request, await read_body(request, CompletionBody))
+        return await answered(request, *asked)
 
     # Not as FastAPI's own routes, whose machinery for dependencies costs half as much as the rest of a request.
     app.add_route("/v1/chat/completions", chat_completions, ["POST"])
@@ -45,7 +53,8 @@ def _add_openai(app: FastAPI, service: RouterService) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_card(service)]}
+        card = _model_card(service)
+        return {"object": "list", "data": [card], "first_id": card["id"], "last_id": card["id"], "has_more": False}
 
     @app.get("/v1/models/{model:path}")
     async def model_card(model: str) -> dict[str, Any]:
@@ -55,35 +64,45 @@ def _add_openai(app: FastAPI, service: RouterService) -> None:
 
 def _add_vllm(app: FastAPI, service: RouterService) -> None:
     async def tokenize(request: Request) -> Response:
-        body = await read_body(request, TokenizeBody)
-        check_model(body.model or "", service.facts)
-        prompt = prompt_of(body)
+        with Taking(service, request, "tokenize"):
+            body = await read_body(request, TokenizeBody)
+            check_model(body.model or "", service.facts)
+            prompt = prompt_of(body, lambda: service.model.tokenizer.chat_template, ignored_of(request))
         tokens = await service.tokenize(prompt, request.state.tenant)
         answer = {"tokens": tokens, "count": len(tokens), "max_model_len": service.facts.max_model_len}
         if body.return_token_strs:
             answer["token_strs"] = [service.model.tokenizer.token(token) for token in tokens]
-        return JsonAnswer(answer)
+        return JsonAnswer(answer, headers=id_headers(request))
 
     async def detokenize(request: Request) -> Response:
-        body = await read_body(request, DetokenizeBody)
-        check_model(body.model or "", service.facts)
-        check_num_tokens(len(body.tokens), service.facts.max_model_len)
-        if any(not 0 <= token < service.facts.vocab_size for token in body.tokens):
-            raise InvalidRequest(f"tokens must be ids from 0 to {service.facts.vocab_size - 1}", "tokens")
-        return JsonAnswer({"prompt": service.model.tokenizer.decode_all(body.tokens)})
+        with Taking(service, request, "detokenize"):
+            body = await read_body(request, DetokenizeBody)
+            check_model(body.model or "", service.facts)
+            check_num_tokens(len(body.tokens), service.facts.max_model_len)
+            if not 0 <= min(body.tokens, default=0) <= max(body.tokens, default=0) < service.facts.vocab_size:
+                raise InvalidRequest(f"tokens must be ids from 0 to {service.facts.vocab_size - 1}", "tokens")
+        text = await asyncio.to_thread(service.model.tokenizer.decode_all, body.tokens)
+        return JsonAnswer({"prompt": text}, headers=id_headers(request))
+
+    @functools.cache
+    def described() -> bytes:
+        return ascii_json(description_of(service.model.tokenizer))
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        return Response(described(), media_type="application/json")
 
     app.add_route("/tokenize", tokenize, ["POST"])
     app.add_route("/detokenize", detokenize, ["POST"])
 
 
-async def _answer(
-    service: RouterService,
-    request: Request,
-    body: ChatBody | CompletionBody,
-    prompts: list[PromptInput],
-    *,
-    is_chat: bool,
-) -> Response:
+async def _asked(service: RouterService, request: Request, body: ChatBody | CompletionBody) -> Asked:
+    is_chat = isinstance(body, ChatBody)
+    request.state.written = body.written()  # not the body itself, which would stay as long as the answer takes
+    if isinstance(body, ChatBody):
+        prompts = [body.prompt(lambda: service.model.tokenizer.chat_template, ignored_of(request))]
+    else:
+        prompts = body.prompts(service.facts.max_model_len - 1)
     request_id = named(request, body.request_id, "chatcmpl-" if is_chat else "cmpl-")
     shape = Shape(
         id=request_id,
@@ -93,47 +112,81 @@ async def _answer(
         continuous_usage=body.continuous_usage,
         tokenizer=service.model.tokenizer,
         num_choices=body.n or 1,
-        echo=body.echoed(prompts, service.model.tokenizer) if isinstance(body, CompletionBody) else (),
+        echo=await body.echoed(prompts, service.model.tokenizer) if isinstance(body, CompletionBody) else (),
         has_prompt_logprobs=body.prompt_logprobs is not None,
+        is_forced=isinstance(prompts[0], Chat) and prompts[0].tool_choice.use is ToolUse.REQUIRED,
+        prompt_ids=await _ids_of(service, request, body, prompts) if body.return_token_ids else (),
+        is_scoring=isinstance(body, CompletionBody) and body.is_scoring,
     )
     slo = body.slo or SloBody()
     generate = GenerateRequest(
         prompt=prompts[0],
         request_id=request_id,
         model=body.model or "",
-        sampling=_sampling(body, request.state.tenant),
+        sampling=_sampling(service, body, request.state.tenant),
         priority=body.priority or 0,
         ttft_ms=slo.ttft_ms,
         itl_ms=slo.itl_ms,
         e2e_ms=slo.e2e_ms,
         continuous_usage=body.continuous_usage,
         truncation=body.truncation,
-        skip_reasoning=isinstance(body, ChatBody) and body.include_reasoning is False,
+        skip_reasoning=isinstance(body, ChatBody) and body.skips_reasoning,
     )
     asked = [generate]
     if len(prompts) > 1:
         asked = [replace(generate, prompt=each, request_id=f"{request_id}-{i}") for i, each in enumerate(prompts)]
     is_streamed = bool(body.stream)
     chunks = chunks_of(service, request, asked, is_streamed=is_streamed, num_choices=shape.num_choices)
-    form = CompletionForm(shape, include_usage=body.include_usage)
-    return await answered(request, chunks, form, is_streamed=is_streamed)
+    return Asked(chunks, CompletionForm(shape, include_usage=body.include_usage), is_streamed)
 
 
-def _sampling(body: ChatBody | CompletionBody, tenant: Tenant) -> dict[str, Any]:
-    """What a request asks of the sampling; OpenAI's default length of a completion gives way to the tenant's bound."""
+async def _ids_of(
+    service: RouterService, request: Request, body: ChatBody | CompletionBody, prompts: Sequence[PromptInput]
+) -> tuple[Sequence[int], ...]:
+    """The token ids of each prompt.
+
+    Raises:
+        InvalidRequest: the prompts are cut to a length that depends on the answer's; see `RouterService.tokenize` too.
+    """
+    truncation = body.truncation
+    if truncation is not None and truncation.num_tokens == -1:
+        raise InvalidRequest(
+            "return_token_ids needs to know how long a prompt is; set truncate_prompt_tokens to a number of tokens",
+            "truncate_prompt_tokens",
+        )
+    return tuple(
+        [
+            each.ids if isinstance(each, TokenIds) else await service.tokenize(each, request.state.tenant, truncation)
+            for each in prompts
+        ]
+    )
+
+
+def _sampling(service: RouterService, body: ChatBody | CompletionBody, tenant: Tenant) -> dict[str, Any]:
+    """What a request asks of the sampling; OpenAI's default length of a completion gives way to the tenant's bound, and
+    what other services call a budget is none for a model without reasoning.
+    """
     asked = body.sampling()
+    if isinstance(body, ChatBody) and body.budget is not None and service.model.format.reasoning is not None:
+        asked.setdefault("thinking_budget", body.budget)
     if isinstance(body, CompletionBody) and "max_tokens" not in asked:
         asked["max_tokens"] = min(DEFAULT_COMPLETION_TOKENS, tenant.max_answer_tokens or DEFAULT_COMPLETION_TOKENS)
     return asked
 
 
 def _model_card(service: RouterService) -> dict[str, Any]:
+    """The model in OpenAI's form, and in Anthropic's: each client reads its own fields."""
     card = service.model.card
     return {
         "id": card.id,
         "object": "model",
         "created": card.created,
         "owned_by": "baton",
+        "type": "model",
+        "display_name": card.id,
+        "lifecycle": "active",
+        "max_input_tokens": card.max_model_len,
+        "created_at": datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z"),
         "max_model_len": card.max_model_len,
         "weights": card.weights,
         "kv_dtype": card.kv_dtype,

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from baton.errors import BatonError, InvalidRequest, Overloaded, QuotaExceeded, Unauthenticated, Unsupported
+from baton.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    QuotaExceeded,
+    Unauthenticated,
+    UnknownField,
+    Unsupported,
+)
 
 ERROR_NAME = "Error"
+MINUTE_S = 60.0
+_CAPITAL = re.compile("[A-Z]")
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
@@ -36,14 +49,31 @@ def error_body(error: BatonError | HTTPException) -> dict[str, Any]:
     if isinstance(error, Overloaded):
         kind = "rate_limit_error"
     param = error.param if isinstance(error, (InvalidRequest, Unsupported)) else None
-    code = type(error).__name__
-    if isinstance(error, Unauthenticated):
-        code = "invalid_api_key"
-    if isinstance(error, Unsupported):
-        code = "unsupported_parameter"
-    if isinstance(error, QuotaExceeded):
-        code = "rate_limit_exceeded"
-    return _body(str(error), kind, param, code)
+    return _body(str(error), kind, param, code_of(error))
+
+
+def code_of(error: BatonError) -> str:
+    """The code of an error: OpenAI's where it has one, else the error's name."""
+    match error:
+        case ModelNotFound():
+            return "model_not_found"
+        case Unauthenticated():
+            return "invalid_api_key"
+        case Unsupported():
+            return "unsupported_parameter"
+        case QuotaExceeded(retry_after_s=retry_s) if retry_s > MINUTE_S:  # the day's limit is used up
+            return "insufficient_quota"
+        case Overloaded():
+            return "rate_limit_exceeded"
+        case ContextLengthExceeded():
+            return "context_length_exceeded"
+        case UnknownField():
+            return "unknown_parameter"
+        case InvalidRequest(param=None):
+            return "invalid_request"
+        case InvalidRequest() if type(error) is InvalidRequest:
+            return "invalid_value"
+    return _CAPITAL.sub(lambda found: f"_{found[0].lower()}", type(error).__name__).strip("_")
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class CompletionForm:
         async with contextlib.aclosing(chunks):
             chunk: GenerateChunk | None = first
             while chunk is not None:
+                chunk = shape.shown(chunk)
                 answer = answers.setdefault(chunk.choice_index, ChoiceAnswer())
                 answer.text += chunk.text
                 answer.reasoning += chunk.reasoning
@@ -54,10 +55,14 @@ class CompletionForm:
             try:
                 chunk: GenerateChunk | None = first
                 while chunk is not None:
+                    chunk = shape.shown(chunk)
                     if chunk.prompt_scores is not None:
                         prompts[shape.prompt_of(chunk.choice_index)] = chunk.prompt_scores
                     index, is_first = chunk.choice_index, chunk.choice_index not in begun
-                    is_new = chunk.text or chunk.reasoning or chunk.tool_calls or chunk.finish_reason or chunk.scores
+                    is_new = bool(
+                        chunk.text or chunk.reasoning or chunk.tool_calls or chunk.finish_reason or chunk.scores
+                    )
+                    is_new = is_new or (bool(shape.prompt_ids) and bool(chunk.token_ids))
                     if is_new or is_first:
                         logprobs = begun.get(index) or begun.setdefault(index, CompletionLogprobs(shape.tokenizer))
                         scores = prompts.get(shape.prompt_of(index))

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from baton.errors import InvalidRequest
 from baton.structure import StructuredOutputs
-from router.api.strict import StrictBody
+from router.api.strict import StrictBody, Values
 
 
 class JsonSchemaBody(StrictBody):
@@ -27,6 +27,8 @@ class ResponseFormatBody(StrictBody):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaBody | None = None
+    of_json: dict[str, Any] | None = Field(default=None, alias="schema")
+    """The schema of a json_object: an older spelling, which llama.cpp and Together have."""
 
 
 class StructuredOutputsBody(StrictBody):
@@ -35,7 +37,7 @@ class StructuredOutputsBody(StrictBody):
     of_json: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Values[str] | None = None
     grammar: str | None = None
 
 
@@ -52,6 +54,8 @@ def structure_of(
         raise InvalidRequest(
             "response_format.json_schema belongs to the type json_schema; set both or none", "response_format"
         )
+    if response_format and response_format.of_json is not None and response_format.type != "json_object":
+        raise InvalidRequest("response_format.schema belongs to the type json_object; unset it", "response_format")
     if asked and structured_outputs is not None:
         raise InvalidRequest(
             "response_format and structured_outputs both ask for a structure; set one of them", "structured_outputs"
@@ -66,6 +70,8 @@ def structure_of(
         )
     if response_format is None or not asked:
         return None
+    if response_format.of_json is not None:
+        return StructuredOutputs(json=_text(response_format.of_json))
     if response_format.json_schema is None:
         return StructuredOutputs(json_object=True)
     return StructuredOutputs(json=_text(response_format.json_schema.of_json))

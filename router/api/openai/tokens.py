@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from router.api.strict import StrictBody
+from pydantic import ConfigDict, Field
+
+from baton.model_files import read_json
+from baton.tokenizer_file import special_tokens
+from router.api.openai.thinking import ThinkingFields
+from router.api.strict import Listed, StrictBody
+from router.prompt import Tokenizer
 
 
-class TokenizeBody(StrictBody):
+class TokenizeBody(ThinkingFields):
     """A prompt to be tokenized."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    messages: Listed[dict[str, Any]] | None = None
+    tools: Listed[Any] | None = None
+    documents: Listed[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -25,8 +32,19 @@ class TokenizeBody(StrictBody):
     return_token_strs: bool | None = None
 
 
+def description_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Describes a tokenizer as vLLM does: by its folder's tokenizer_config.json, with the template that is used.
+
+    Raises:
+        ModelLoadError: the file cannot be read.
+    """
+    config = read_json(tokenizer.folder / "tokenizer_config.json")
+    template = {"chat_template": tokenizer.chat_template.source} if tokenizer.chat_template.source else {}
+    return {**config, **special_tokens(tokenizer.folder), **template}
+
+
 class DetokenizeBody(StrictBody):
     """Tokens to be written as text."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]

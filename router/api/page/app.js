@@ -20,6 +20,7 @@ const state = {
   nowS: 0, // the router's clock at the latest answer
   spanS: 300, // what is shown
   model: null, // of /v1/models
+  loads: new Map(), // router -> its own load, as it answered last
   hasOrders: false, // drain, role and size may be offered
 };
 const views = { overview: new Overview(), requests: new Requests(), workers: new Workers(), playground: new Playground(), api: new Reference() };
@@ -53,7 +54,7 @@ function showHead() {
   byId("model").hidden = !status?.models.length;
   if (status) {
     say(byId("model"), status.models.map((model) => model.id).join(", "));
-    const found = health(parts(status));
+    const found = health(parts(status), status.alerts);
     const pill = byId("health");
     pill.hidden = false;
     if (pill.dataset.text !== found.text + found.level) {
@@ -88,6 +89,7 @@ async function look() {
   const [status, history] = await Promise.all([ask("api/status"), ask(`api/history?since=${since > 0 ? since : 0}`)]);
   state.before = state.status;
   state.status = status;
+  if (status.load) state.loads.set(status.router, status.load);
   state.hasOrders = status.takes_orders && Boolean(key());
   state.nowS = history.now_s;
   state.slotS = history.slot_s;
@@ -108,7 +110,10 @@ async function again() {
   } catch (error) {
     refusedStatus = error instanceof Refused && [401, 403].includes(error.status) ? error.status : 0;
     reason = error.name === "TimeoutError" ? "it takes too long" : error.message;
-    if (refusedStatus) state.status = state.before = null;
+    if (refusedStatus) {
+      state.status = state.before = null;
+      state.loads.clear();
+    }
     if (refusedStatus === 403 && !state.model) state.model = await ask("v1/models").then((answer) => answer.data[0], () => null);
   }
   draw();

@@ -1,6 +1,6 @@
 // Elements, charts, dialogs: what all views draw with.
 
-import { duration, figure, short, tick } from "./figures.js";
+import { duration, figure, lone, short, tick } from "./figures.js";
 
 export const byId = (id) => document.getElementById(id);
 
@@ -87,9 +87,10 @@ export function colour(name) {
 
 const LABEL_FONT = "11px system-ui, sans-serif";
 
-// A chart over time. lines: [{name, colour, fill}]; isLog: seconds on a logarithmic axis; else a number from 0 on.
+// A chart over time. lines: [{name, colour, fill}]; isLog: seconds on a logarithmic axis; else a number a second, from 0 on.
+// control: an element beside the title.
 export class Chart {
-  constructor(title, lines, { isLog = false } = {}) {
+  constructor(title, lines, { isLog = false, control = null } = {}) {
     this.lines = lines;
     this.isLog = isLog;
     this.marks = [];
@@ -102,7 +103,7 @@ export class Chart {
       line.shown = h("b", {}, "–");
       return h("span", {}, mark, line.name, line.shown);
     }), this.objectives = h("span", { hidden: true }));
-    this.element = h("section", { class: "card w6" }, h("div", { class: "head" }, h("h2", {}, title), this.legend), this.place);
+    this.element = h("section", { class: "card charted w6" }, h("div", { class: "head" }, h("div", { class: "row" }, h("h2", {}, title), control), this.legend), this.place);
     this.title = title;
     this.data = [[], ...lines.map(() => [])];
     new ResizeObserver(() => this.fit()).observe(this.place);
@@ -134,7 +135,8 @@ export class Chart {
       width: this.place.clientWidth, height: this.place.clientHeight, padding: [8, 18, 0, 0],
       legend: { show: false }, cursor: { y: false, points: { size: 6 }, drag: { setScale: false } },
       series: [{}, ...this.lines.map((line, i) => ({
-        stroke: colours[i], width: 1.75, fill: line.fill ? faded(colours[i]) : undefined, points: { show: false }, spanGaps: false,
+        stroke: colours[i], width: 1.75, fill: line.fill ? faded(colours[i]) : undefined, spanGaps: false,
+        points: { show: true, size: 5, fill: colours[i], filter: (plot, series) => lone(plot.data[series]) },
       }))],
       scales: { x: { time: true }, y: this.isLog ? { distr: 3, range: (_, low, high) => this.logRange(low, high) } : { range: (_, low, high) => [0, niceTop(high)] } },
       axes: [
@@ -182,7 +184,7 @@ export class Chart {
   }
 
   text(value) {
-    return this.isLog ? duration(value) : figure(value ?? null, 2);
+    return this.isLog ? duration(value) : `${figure(value ?? null, 2)}/s`;
   }
 
   fit() {

@@ -50,7 +50,7 @@ export function quantile(q, counts, prefix, bounds) {
   const buckets = below(counts, prefix + "/").map(([bound, count]) => [number(bound), count]).sort((a, b) => a[0] - b[0]);
   const all = buckets.reduce((sum, [, count]) => sum + count, 0);
   if (!(all > 0)) return null;
-  const rank = q * all, ends = bounds[prefix] || [];
+  const rank = q * all, ends = bounds[prefix.startsWith("ttft_of/") ? "ttft" : prefix] || [];
   let seen = 0;
   for (const [end, count] of buckets) {
     if (end === Infinity) break;
@@ -62,6 +62,13 @@ export function quantile(q, counts, prefix, bounds) {
     seen += count;
   }
   return { value: Math.max(0, ...ends), isAbove: true, isBelow: false };
+}
+
+// The classes of prompts by the tokens that no cache had: [{id, name}], the shortest first.
+export function promptClasses(bounds) {
+  const ends = bounds.ttft_of || [], number = (value) => figure(value, 0);
+  const between = ends.map((end, i) => ({ id: String(end), name: i ? `${number(ends[i - 1] + 1)} to ${number(end)}` : `up to ${number(end)}` }));
+  return ends.length ? [...between, { id: "+Inf", name: `above ${number(ends.at(-1))}` }] : [];
 }
 
 // What the slots from `nowS - spanS` to now say, in stretches of `stepS`: [{at, forS, counts} or {at, counts: null}].
@@ -83,8 +90,9 @@ export function stretches(slots, { nowS, slotS, spanS, stepS }) {
 const STEPS_S = { 300: 10, 900: 30, 3600: 60 };
 const share = (part, whole) => (whole > 0 ? part / whole : null);
 
-// Everything that the overview shows of requests; null where it is not known.
-export function overview(slots, { nowS, slotS, spanS, bounds }) {
+// Everything that the overview shows of requests; null where it is not known. prompts: the class of prompts whose first tokens the
+// lines are of; empty: all.
+export function overview(slots, { nowS, slotS, spanS, bounds, prompts = "" }) {
   const parts = stretches(slots, { nowS, slotS, spanS, stepS: STEPS_S[spanS] || 60 });
   const known = parts.filter((part) => part.counts);
   const counts = added(known), seconds = known.reduce((sum, part) => sum + part.forS, 0);
@@ -95,6 +103,7 @@ export function overview(slots, { nowS, slotS, spanS, bounds }) {
   const recent = stretches(slots, { nowS, slotS, spanS: 3 * slotS, stepS: 3 * slotS }).filter((part) => part.counts).at(-1);
   const recentOf = (name) => (recent ? rate(recent.counts[name] || 0, recent.forS) : null);
   const quantiles = (prefix) => ({ p50: quantile(0.5, counts, prefix, bounds), p99: quantile(0.99, counts, prefix, bounds) });
+  const first = prompts ? `ttft_of/${prompts}` : "ttft";
   const total = requests(counts), prompt = counts.prompt_tokens || 0;
   const misses = below(counts, "misses/").sort((a, b) => b[1] - a[1]);
   const blamed = misses.reduce((sum, [, count]) => sum + count, 0);
@@ -103,6 +112,8 @@ export function overview(slots, { nowS, slotS, spanS, bounds }) {
     attainment: share(total.met, total.ended),
     goodput: rate(total.met, seconds), offered: rate(total.offered, seconds),
     ttft: quantiles("ttft"),
+    first: quantiles(first),
+    lengths: promptClasses(bounds).map((each) => ({ ...each, count: sumBelow(counts, `ttft_of/${each.id}/`), ...quantiles(`ttft_of/${each.id}`) })),
     itl: quantiles("itl"),
     duration: quantiles("duration"),
     hits: share(counts.cached_tokens || 0, prompt), ceiling: share(counts.seen_tokens || 0, prompt),
@@ -119,7 +130,7 @@ export function overview(slots, { nowS, slotS, spanS, bounds }) {
       at: parts.map((part) => part.at),
       offered: perS((each) => requests(each).offered), met: perS((each) => requests(each).met),
       refused: perS((each) => requests(each).refused),
-      ttftP50: latency("ttft", 0.5), ttftP99: latency("ttft", 0.99), itlP50: latency("itl", 0.5), itlP99: latency("itl", 0.99),
+      ttftP50: latency(first, 0.5), ttftP99: latency(first, 0.99), itlP50: latency("itl", 0.5), itlP99: latency("itl", 0.99),
       prompt: perS((each) => each.prompt_tokens || 0), generated: perS((each) => each.generated_tokens || 0),
     },
   };
@@ -148,11 +159,41 @@ export function parts(status) {
   return found;
 }
 
-export function health(found) {
-  const bad = found.filter((part) => part.level === "bad"), warn = found.filter((part) => part.level === "warn");
-  if (!bad.length && !warn.length) return { level: "good", text: "all parts well" };
-  const named = (list) => list.map((part) => `${part.name.toLowerCase()} ${part.value}`).join(", ");
-  return { level: bad.length ? "bad" : "warn", text: named(bad.length ? bad : warn) };
+// The cluster's health on one line: the parts and the firing alerts of the worst level.
+export function health(found, alerts = []) {
+  const firing = alerts.filter((each) => each.is_firing).map((each) => ({ level: levelOf(each), text: each.name }));
+  const named = (part) => ({ level: part.level, text: `${part.name.toLowerCase()} ${part.value}` });
+  const all = [...found.map(named), ...firing], worst = ["bad", "warn"].find((level) => all.some((each) => each.level === level));
+  if (!worst) return { level: "good", text: "all parts well" };
+  return { level: worst, text: all.filter((each) => each.level === worst).map((each) => each.text).join(", ") };
+}
+
+const levelOf = (alert) => (alert.severity === "critical" ? "bad" : "warn");
+
+// What is said of each alert: [{key, level, word, summary, lasts, page}]. One that does not fire yet says when it will.
+export function alertLines(alerts, nowS) {
+  return alerts.map((each) => {
+    const forS = Math.max(0, nowS - each.since_s), waits = each.is_firing ? "" : `, fires after ${age(each.for_s)}`;
+    return {
+      key: `${each.name}/${each.about}`, name: each.name, level: each.is_firing ? levelOf(each) : "soft", word: each.is_firing ? each.severity : "pending",
+      summary: each.summary, lasts: `for ${age(forS)}${waits}`, page: `docs/runbook/${each.name}.md`,
+    };
+  });
+}
+
+const NEARLY_FULL = 0.8; // of what a router may have
+
+// The load of a router as it is shown: [{name, value, level}].
+export function loadFigures(load) {
+  const of = (name, used, limit) => ({ name, value: limit ? `${figure(used, 0)} of ${figure(limit, 0)}` : figure(used, 0), level: limit && used / limit > NEARLY_FULL ? "warn" : "" });
+  return [
+    { name: "processor", value: percent(load.cpu_share), level: load.cpu_share > NEARLY_FULL ? "warn" : "" },
+    { name: "event loop lag", value: duration(load.loop_lag_s), level: load.loop_lag_s > 0.1 ? "warn" : "" },
+    { name: "memory", value: bytes(load.memory_bytes), level: "" },
+    of("answers in flight", load.in_flight, load.max_in_flight),
+    of("connections", load.connections, load.max_connections),
+    of("files", load.open_files, load.max_files),
+  ];
 }
 
 // Growth a second of what workers and routers count, between two answers of /api/status: {id: value}.
@@ -179,6 +220,7 @@ export const duration = (s) =>
 export const tick = (s) => (s < 1 ? `${+(1000 * s).toPrecision(2)} ms` : s < 120 ? `${+s.toPrecision(3)} s` : `${+(s / 60).toPrecision(3)} min`);
 export const rateOfBytes = (perS) => (perS === null ? "–" : perS >= 2 ** 30 ? figure(perS / 2 ** 30, 2) + " GiB/s"
   : perS >= 2 ** 20 ? figure(perS / 2 ** 20, 1) + " MiB/s" : figure(perS / 2 ** 10, perS < 10240 && perS > 0 ? 1 : 0) + " KiB/s");
+export const bytes = (value) => (value >= 2 ** 30 ? figure(value / 2 ** 30, 2) + " GiB" : figure(value / 2 ** 20, 0) + " MiB");
 export function age(s) {
   if (!(s >= 0)) return "–";
   const steps = [[86400, "d"], [3600, "h"], [60, "min"]];
@@ -194,4 +236,10 @@ export function latencyText(found) {
   if (!found) return "–";
   if (found.isAbove) return `> ${tick(found.value)}`;
   return found.isBelow ? `< ${duration(found.value)}` : duration(found.value);
+}
+
+// The places of values without a neighbour: a line needs two of them, so these are drawn as points.
+export function lone(values) {
+  const lacks = (value) => value === null || value === undefined;
+  return values.flatMap((value, i) => (!lacks(value) && lacks(values[i - 1]) && lacks(values[i + 1]) ? [i] : []));
 }

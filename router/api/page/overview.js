@@ -1,7 +1,7 @@
 // Is it well, is it quick, what does it do: the whole cluster at a glance.
 
 import { Chart, h, heading, keyed, outcomeName, say, stageClass, stageName, stateClass, width } from "./draw.js";
-import { figure, latencyText, overview, parts, percent, rateOfBytes, rates, short, tick, title } from "./figures.js";
+import { alertLines, figure, latencyText, loadFigures, overview, parts, percent, promptClasses, rateOfBytes, rates, short, tick, title } from "./figures.js";
 
 export class Overview {
   constructor() {
@@ -10,30 +10,40 @@ export class Overview {
       const value = h("span", {}, "–"), more = h("small");
       return { value, more, element: h("section", { class: "card w3" }, heading(name), h("div", { class: "big" }, value, more)) };
     });
+    this.lengths = h("ul", { class: "lengths", "aria-label": "First tokens by the prompt tokens that no cache had" });
+    this.tiles[2].element.append(this.lengths);
+    for (const tile of this.tiles.slice(2)) tile.element.classList.add("split"); // no half of a narrow page
+    this.alerts = h("ul", { class: "alerts" });
+    this.alertCard = h("section", { class: "card w12", "aria-label": "Alerts" }, heading("Alerts"), this.alerts);
+    this.loads = h("tbody");
+    this.loadHead = h("tr", {}, h("th", { scope: "col" }, "router"));
+    this.prompts = h("select", { "aria-label": "Prompt tokens to compute", onchange: () => this.update(this.state) }, h("option", { value: "" }, "all prompts"));
     this.requests = new Chart("Requests a second", [
       { name: "offered", colour: "soft" }, { name: "in time", colour: "good", fill: true }, { name: "refused", colour: "bad" },
     ]);
-    this.ttft = new Chart("Time to first token", [{ name: "p50", colour: "prefill" }, { name: "p99", colour: "decode" }], { isLog: true });
+    this.ttft = new Chart("Time to first token", [{ name: "p50", colour: "prefill" }, { name: "p99", colour: "decode" }], { isLog: true, control: this.prompts });
     this.itl = new Chart("Time between tokens", [{ name: "p50", colour: "prefill" }, { name: "p99", colour: "decode" }], { isLog: true });
     this.tokens = new Chart("Tokens a second", [{ name: "prompt", colour: "prefill" }, { name: "generated", colour: "decode", fill: true }]);
     this.charts = [this.requests, this.ttft, this.itl, this.tokens];
     this.routers = h("ul", { class: "routers", "aria-label": "Routers" });
     this.prefill = h("ul", { class: "prefill", "aria-label": "Prefill workers" });
     this.decode = h("ul", { class: "decode", "aria-label": "Decode workers" });
-    this.prompts = wire();
+    this.computed = wire();
     this.kv = wire();
     this.flow = h("section", { class: "card w12" }, heading("Where work is now"),
-      h("div", { class: "flow" }, this.routers, this.prompts.element, this.prefill, this.kv.element, this.decode));
+      h("div", { class: "flow" }, this.routers, this.computed.element, this.prefill, this.kv.element, this.decode));
     this.misses = h("div", { class: "stack" });
     this.classes = h("tbody");
     const columns = [["class"], ["in time", "number"], ["in time a second", "number"], ["objectives"], ["the others"]];
     this.element = h("div", { class: "grid" },
-      h("section", { class: "card w12", "aria-label": "Health" }, this.parts),
+      h("section", { class: "card w12", "aria-label": "Health" }, this.parts), this.alertCard,
       this.tiles.map((tile) => tile.element), this.requests.element, this.ttft.element, this.flow, this.itl.element, this.tokens.element,
       h("section", { class: "card w5" }, heading("Objectives missed, by the stage to blame"), this.misses),
       h("section", { class: "card w7" }, heading("Service classes"),
-        h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Service classes" }, h("table", {},
-          h("thead", {}, h("tr", {}, columns.map(([name, kind = ""]) => h("th", { scope: "col", class: kind }, name)))), this.classes))));
+        h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Service classes" }, h("table", { class: "cards" },
+          h("thead", {}, h("tr", {}, columns.map(([name, kind = ""]) => h("th", { scope: "col", class: kind }, name)))), this.classes))),
+      h("section", { class: "card w12" }, heading("Routers' own load"), h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Routers' own load" },
+        h("table", { class: "cards" }, h("thead", {}, this.loadHead), this.loads))));
   }
 
   redraw() {
@@ -42,14 +52,20 @@ export class Overview {
 
   update(state) {
     const { status } = state;
+    this.state = state;
     if (!status) {
       this.element.hidden = true;
       return;
     }
     this.element.hidden = false;
     this.showParts(status, state.model);
-    const seen = overview(state.slots, state);
+    this.showAlerts(status);
+    keyed(this.prompts, [{ id: "", name: "all prompts" }, ...promptClasses(state.bounds)], (each) => each.id,
+      ({ id, name }) => h("option", { value: id }, id ? `${name} tokens` : name), () => {});
+    const seen = overview(state.slots, { ...state, prompts: this.prompts.value });
     this.showTiles(seen);
+    this.showLengths(seen.lengths);
+    this.showLoads(state);
     this.showCharts(seen, status.slo_classes);
     this.showFlow(state, seen.now);
     this.showMisses(seen);
@@ -72,6 +88,37 @@ export class Overview {
       });
   }
 
+  showAlerts(status) {
+    const lines = alertLines(status.alerts || [], status.now_s);
+    this.alertCard.hidden = !lines.length;
+    keyed(this.alerts, lines, (line) => line.key,
+      () => h("li", {}, h("span", { class: "chip" }), h("div", {}, h("div", { class: "strong wrap" }), h("div", { class: "soft small wrap" }, h("span"), " · ", h("code")))),
+      (element, { level, word, summary, lasts, page }) => {
+        const [chip, text] = element.children, [said, more] = text.children;
+        say(chip, word, `chip ${level}`);
+        say(said, summary);
+        say(more.firstElementChild, lasts);
+        say(more.lastElementChild, page);
+      });
+  }
+
+  showLengths(lengths) {
+    keyed(this.lengths, lengths.filter((each) => each.count), (each) => each.id, () => h("li", {}, h("span"), h("b")),
+      (element, { name, count, p50, p99 }) => {
+        say(element.firstElementChild, `${name} tokens`);
+        say(element.lastElementChild, `${latencyText(p50)} · ${latencyText(p99)}`);
+        element.title = `${figure(count, 0)} prompts of which ${name} tokens had to be computed`;
+      });
+  }
+
+  showLoads({ status, loads }) {
+    const blank = [...loads.values()].map(loadFigures)[0] || [];
+    keyed(this.loadHead, [{ name: "router" }, ...blank], (each) => each.name, ({ name }) => h("th", { scope: "col", class: name === "router" ? "" : "number" }, name), () => {});
+    keyed(this.loads, status.routers, (router) => router.id,
+      ({ id }) => h("tr", {}, h("th", { scope: "row", class: "strong whole" }, id), blank.map(({ name }) => h("td", { class: "number", "data-label": name }, "–"))),
+      (row, { id }) => loads.has(id) && loadFigures(loads.get(id)).forEach(({ value, level }, i) => say(row.children[i + 1], value, `number ${level}`)));
+  }
+
   showTiles(seen) {
     const [goodput, inTime, first, cache] = this.tiles;
     const { total } = seen;
@@ -86,17 +133,17 @@ export class Overview {
     say(cache.more, seen.ceiling === null ? "" : `of ${percent(seen.ceiling)} seen before`);
   }
 
-  showCharts({ lines, total, ttft, itl, now, tokens, seconds }, classes) {
+  showCharts({ lines, total, first, itl, tokens, seconds }, classes) {
     const marks = (name) => {
       const byValue = {};
       for (const [of, objectives] of Object.entries(classes)) if (objectives[name] !== null) (byValue[objectives[name]] ||= []).push(of);
       return Object.entries(byValue).map(([value, names]) => ({ value: Number(value), name: `objective of ${names.join(", ")}` }));
     };
-    const counts = [total.offered, total.met, total.refused].map((count) => figure(count, 0));
+    const counts = [total.offered, total.met, total.refused].map((count) => `${figure(count, 0)} in all`);
     this.requests.show([lines.at, lines.offered, lines.met, lines.refused], [], counts);
-    this.ttft.show([lines.at, lines.ttftP50, lines.ttftP99], marks("ttft_s"), [ttft.p50, ttft.p99].map(latencyText));
+    this.ttft.show([lines.at, lines.ttftP50, lines.ttftP99], marks("ttft_s"), [first.p50, first.p99].map(latencyText));
     this.itl.show([lines.at, lines.itlP50, lines.itlP99], marks("itl_s"), [itl.p50, itl.p99].map(latencyText));
-    const mean = (count) => (seconds > 0 ? short(count / seconds) : "–");
+    const mean = (count) => (seconds > 0 ? `${short(count / seconds)}/s on average` : "–");
     this.tokens.show([lines.at, lines.prompt, lines.generated], [], [mean(tokens.prompt), mean(tokens.generated)]);
   }
 
@@ -115,7 +162,7 @@ export class Overview {
       keyed(list, workers.length ? workers : [{ id: `no ${role} worker`, isNone: true }], (worker) => worker.id, workerNode,
         (element, worker) => showWorker(element, worker, computed[worker.id]));
     }
-    this.prompts.show(now.promptPerS, `${short(now.promptPerS)} prompt tokens/s`);
+    this.computed.show(now.promptPerS, `${short(now.promptPerS)} prompt tokens/s`);
     this.kv.show(now.kvPerS, `${rateOfBytes(now.kvPerS)} of KV`);
   }
 
@@ -137,7 +184,8 @@ export class Overview {
   showClasses({ classes }, objectives) {
     const items = classes.length ? classes : Object.keys(objectives).map((name) => ({ name, ended: 0, attainment: null, perS: null, others: {} }));
     keyed(this.classes, items, (each) => each.name,
-      () => h("tr", {}, h("th", { scope: "row", class: "strong" }), h("td", { class: "number" }), h("td", { class: "number" }), h("td"), h("td", { class: "break" })),
+      () => h("tr", {}, h("th", { scope: "row", class: "strong" }), h("td", { class: "number", "data-label": "in time" }), h("td", { class: "number whole", "data-label": "in time a second" }),
+        h("td", { class: "whole", "data-label": "objectives" }), h("td", { class: "break whole", "data-label": "the others" })),
       (row, each) => {
         const [name, inTime, perS, wanted, others] = row.children, of = objectives[each.name];
         say(name, each.name);

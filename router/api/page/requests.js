@@ -9,7 +9,7 @@ const FILTERS = {
   "": [], missed: ["ttft_missed", "itl_missed", "e2e_missed"], failed: ["error", "rejected", "limited", "invalid"], running: ["running"],
   met: ["met"], cancelled: ["cancelled"],
 };
-const COLUMNS = ["", "request", "outcome", "went", "first token", "total", "tokens in · out", "where the time went"];
+const COLUMNS = ["", "request", "outcome", "workers, or error", "first token", "total", "tokens in · out", "where the time went"];
 
 export class Requests {
   constructor() {
@@ -93,7 +93,7 @@ export class Requests {
 
   row(each) {
     const link = h("a", { href: `#requests/${encodeURIComponent(each.request_id)}`, class: "mono", title: each.request_id }, brief(each.request_id));
-    return h("tr", {}, h("td", { class: "soft" }), h("th", { scope: "row" }, link), h("td"), h("td", { class: "soft" }), h("td", { class: "number", "data-label": "first" }),
+    return h("tr", {}, h("td", { class: "soft" }), h("th", { scope: "row" }, link), h("td"), h("td", { class: "soft break" }), h("td", { class: "number", "data-label": "first" }),
       h("td", { class: "number", "data-label": "total" }), h("td", { class: "number" }), h("td", { class: "whole" }));
   }
 
@@ -106,7 +106,7 @@ export class Requests {
     say(total, duration(each.total_s));
     say(tokens, `${figure(each.num_prompt_tokens, 0)} · ${figure(each.num_tokens, 0)}`);
     tokens.title = `${each.num_cached_tokens} of ${each.num_prompt_tokens} prompt tokens from cache`;
-    say(went, way(each));
+    say(went, each.error ? `${isPlaced(each) ? `${way(each)}: ` : ""}${each.error}` : way(each)); // of a refused body it names the field
     const version = `${each.outcome}/${each.total_s}`;
     if (row.dataset.version === version) return;
     row.dataset.version = version;
@@ -131,6 +131,7 @@ export class Requests {
 }
 
 const brief = (id) => (id.length > 22 ? `${id.slice(0, 12)}…${id.slice(-6)}` : id);
+const isPlaced = (each) => Boolean(each.prefill_worker || each.decode_worker);
 const way = (each) => ([["prefill", each.prefill_worker === each.decode_worker ? "" : each.prefill_worker], ["decode", each.decode_worker]]
   .flatMap(([role, id]) => (id ? [`${id} (${role})`] : [])).join(" → ") || "–") + (each.retries ? ` (again ${each.retries}×)` : "");
 

@@ -78,6 +78,7 @@ export class Workers {
       "work": `${worker.running} running, ${worker.waiting} waiting`, "tokens/s": short(perS),
       "age": bornS > 1e9 && bornS <= state.nowS + 60 ? age(Math.max(0, state.nowS - bornS)) : "–",
       "node": `${worker.node}, process ${worker.pid}`, "engine": worker.engine || "–", "version": worker.version || "–",
+      "computes on": computes(worker.computes), ...(worker.computes.fallbacks.length ? { "slower than it could be": worker.computes.fallbacks.join("; ") } : {}),
       "preemptions": figure(worker.preemptions, 0), "KV moved": `${figure(worker.transfers.committed, 0)} done, ${figure(worker.transfers.failed, 0)} failed`,
     };
     const version = JSON.stringify(list);
@@ -131,6 +132,13 @@ export class Workers {
     }
     delete size.dataset.touched;
   }
+}
+
+function computes(by) {
+  if (!by.dtype) return "–";
+  const words = [`${by.num_ranks > 1 ? `${by.num_ranks} x ` : ""}${by.gpu || "CPU"}`, by.dtype, by.attention && `attention ${by.attention}`];
+  if (by.gpu) words.push(`${by.num_graphs} CUDA graphs`, `${by.num_fused} fused parts`);
+  return words.concat(by.kv_copies && `KV copied by ${by.kv_copies}`).filter(Boolean).join(", ");
 }
 
 async function readLog(id) {

@@ -6,5 +6,6 @@ is what they add up to. Nothing is stored.
 
 from router.api.responses.description import RESPONSES
 from router.api.responses.endpoints import add_endpoints
+from router.api.responses.tools import REFUSED_TOOLS
 
-__all__ = ["RESPONSES", "add_endpoints"]
+__all__ = ["REFUSED_TOOLS", "RESPONSES", "add_endpoints"]

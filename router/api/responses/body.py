@@ -1,33 +1,35 @@
 """The bodies of /v1/responses and /v1/responses/input_tokens.
 
 What is part of OpenAI's API and not served is refused by name, unless it asks for what happens anyway; null stands for
-a field that is not set. Unknown fields are refused at any depth.
+a field that is not set. `router.api.ignored` says what becomes of fields that are not known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from baton.chat import unsupported_field
-from baton.errors import InvalidRequest
-from router.api.fields import Refusal, check_unserved
+from router.api.fields import Refusal, WithoutEffect
 from router.api.openai import SloBody
-from router.api.responses.fields import REFUSED, REFUSED_OF_INPUT
+from router.api.responses.fields import REFUSED, REFUSED_OF_INPUT, WITHOUT_EFFECT
 from router.api.responses.items import AnyInputItem
 from router.api.responses.text import TextBody
 from router.api.responses.tools import AnyChoice, AnyTool
-from router.api.strict import StrictBody
+from router.api.strict import DeclaredBody, Listed, StreamBody, StrictBody, Values
 from router.api.unions import OrText
 
-_NO_SUMMARY = Refusal("nothing sums a reasoning up; it comes as it is", ("auto",))
+_NO_SUMMARY = WithoutEffect("nothing sums a reasoning up; it comes as it is")
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "thinking_budget",
 )  # fmt: skip
 """Fields that are sampling parameters of the same name."""
+
+
+ShortText = Annotated[str, Field(max_length=1024)]
+"""A text that every event of an answer has again, and several times as much as OpenAI takes."""
 
 
 class ReasoningBody(StrictBody):
@@ -44,21 +46,27 @@ class ReasoningBody(StrictBody):
 class EventOptionsBody(StrictBody):
     """The field `stream_options`."""
 
-    include_obfuscation: bool | None = None
+    include_obfuscation: Annotated[bool | None, WithoutEffect("events are not padded to hide lengths")] = None
 
 
-class InputBody(BaseModel):
+OF_ANSWERS = (
+    "max_output_tokens", "temperature", "top_p", "stream", "stream_options", "include", "metadata", "service_tier",
+    "store",
+)  # fmt: skip
+"""Fields of a response that a client leaves in a request whose input is counted."""
+
+
+class InputBody(DeclaredBody):
     """Items whose tokens are counted."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-    refused: ClassVar[Mapping[str, Refusal]] = REFUSED_OF_INPUT
-    """Other fields of the client's -> why they are refused."""
+    refused = REFUSED_OF_INPUT
+    without_effect: ClassVar[Mapping[str, str]] = dict.fromkeys(OF_ANSWERS, "only the tokens of the input are counted")
 
-    input: Annotated[str | list[AnyInputItem], OrText()]
+    input: Annotated[str | Listed[AnyInputItem], OrText()]
     model: str | None = None
     instructions: str | None = None
     """The first message, of the system."""
-    tools: list[AnyTool] | None = None
+    tools: Listed[AnyTool] | None = None
     tool_choice: AnyChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextBody | None = None
@@ -66,30 +74,25 @@ class InputBody(BaseModel):
     # Not OpenAI's: the names are those of /v1/chat/completions.
     chat_template_kwargs: dict[str, Any] | None = None
     parse_special: bool | None = None
-
-    def check(self) -> None:
-        """Raises InvalidRequest for a field that is unknown, and Unsupported for one that is refused."""
-        check_unserved(self.model_extra or {}, self.refused)
-
-    def template_variables(self) -> dict[str, Any]:
-        """The variables that the model's template gets.
-
-        Raises:
-            InvalidRequest: two fields set the same one differently.
-        """
-        variables = dict(self.chat_template_kwargs or {})
-        effort = self.reasoning.effort if self.reasoning else None
-        if effort is not None and variables.setdefault("reasoning_effort", effort) != effort:
-            raise InvalidRequest("chat_template_kwargs has another reasoning_effort; set one", "reasoning.effort")
-        return variables
+    skip_special_tokens: Literal[True] | None = None
+    # See `OF_ANSWERS`.
+    max_output_tokens: Any = None
+    temperature: Any = None
+    top_p: Any = None
+    stream: Any = None
+    stream_options: Any = None
+    include: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    store: Any = None
 
 
-class ResponsesBody(InputBody):
+class ResponsesBody(InputBody, StreamBody):
     """Items to be continued by a response."""
 
     refused = REFUSED
+    without_effect = WITHOUT_EFFECT
 
-    stream: bool | None = None
     stream_options: EventOptionsBody | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
@@ -98,7 +101,7 @@ class ResponsesBody(InputBody):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: list[str] | None = None
+    stop: Values[str] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     repetition_penalty: float | None = None
@@ -110,26 +113,20 @@ class ResponsesBody(InputBody):
     priority: int | None = None
     slo: SloBody | None = None
     # See `WITHOUT_EFFECT`.
+    context_management: Listed[Any] | None = None
+    include: Values[str] | None = None
     max_tool_calls: int | None = None
-    metadata: dict[str, str] | None = None
-    prompt_cache_key: str | None = None
+    metadata: Annotated[dict[ShortText, ShortText | float | bool | None] | None, Field(max_length=64)] = None
+    prompt_cache_key: ShortText | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    user: str | None = None
+    safety_identifier: ShortText | None = None
+    service_tier: ShortText | None = None
+    store: bool | None = None
+    user: ShortText | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """What the client set, by our names.
-
-        Raises:
-            InvalidRequest: two fields contradict each other; see `check` too.
-            Unsupported: see `check`.
-        """
-        self.check()
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options belongs to streams; set stream to true, or unset it", "stream_options")
-        if self.stream_options is not None and self.stream_options.include_obfuscation:
-            raise unsupported_field("stream_options.include_obfuscation")
+        """What the client set, by our names."""
         asked = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if self.max_output_tokens is not None:
             asked["max_tokens"] = self.max_output_tokens

@@ -11,7 +11,7 @@ from router.api.responses.fields import REFUSED, REFUSED_OF_INPUT, WITHOUT_EFFEC
 RESPONSES = Api(
     endpoints={
         PATH: Endpoint(body=ResponsesBody, is_streamed=True, refused=REFUSED, without_effect=WITHOUT_EFFECT),
-        COUNT_PATH: Endpoint(body=InputBody, refused=REFUSED_OF_INPUT),
+        COUNT_PATH: Endpoint(body=InputBody, refused=REFUSED_OF_INPUT, without_effect=InputBody.without_effect),
     },
     error_name=ERROR_NAME,
     error=ERROR_SCHEMA,

@@ -2,53 +2,55 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from baton.api import GenerateRequest
-from baton.errors import InvalidRequest
 from router.admission import check_model
-from router.api.answering import answered, chunks_of
-from router.api.exchange import id_headers, named, read_body
+from router.api.answering import Asked, answered, chunks_of
+from router.api.exchange import id_headers, ignored_of, named, read_body
 from router.api.openai import SloBody
 from router.api.responses.body import InputBody, ResponsesBody
 from router.api.responses.form import ResponseForm
 from router.api.responses.head import head_of
 from router.api.responses.prompt import chat_of
+from router.api.responses.tools import Functions
+from router.api.taking import Taking
 from router.service import RouterService
 
 PATH = "/v1/responses"
 COUNT_PATH = "/v1/responses/input_tokens"
-_PARAMS = {
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "structured_outputs": "text.format",
-}
-"""Names in the service's refusals -> the fields of this API."""
 
 
 def add_endpoints(app: FastAPI, service: RouterService) -> None:
     """Adds the endpoints."""
 
     async def responses(request: Request) -> Response:
-        return await _answer(service, request, await read_body(request, ResponsesBody))
+        with Taking(service, request, "chat"):
+            asked = _asked(service, request, await read_body(request, ResponsesBody))
+        return await answered(request, *asked)
 
     async def input_tokens(request: Request) -> Response:
-        return await _count(service, request, await read_body(request, InputBody))
+        with Taking(service, request, "count_tokens"):
+            body = await read_body(request, InputBody)
+            check_model(body.model or "", service.facts)
+            functions = Functions.of(body.tools or ())
+            chat = chat_of(body, functions, lambda: service.model.tokenizer.chat_template, ignored_of(request))
+        tokens = await service.tokenize(chat, request.state.tenant)
+        counted = {"object": "response.input_tokens", "input_tokens": len(tokens)}
+        return JSONResponse(counted, headers=id_headers(request))
 
     app.add_route(PATH, responses, ["POST"])
     app.add_route(COUNT_PATH, input_tokens, ["POST"])
 
 
-async def _answer(service: RouterService, request: Request, body: ResponsesBody) -> Response:
+def _asked(service: RouterService, request: Request, body: ResponsesBody) -> Asked:
     response_id = named(request, body.request_id, "resp_")
-    slo = body.slo or SloBody()
+    slo, functions = body.slo or SloBody(), Functions.of(body.tools or ())
     generate = GenerateRequest(
-        prompt=chat_of(body),
+        prompt=chat_of(body, functions, lambda: service.model.tokenizer.chat_template, ignored_of(request)),
         request_id=response_id,
         model=body.model or "",
         sampling=body.sampling(),
@@ -61,23 +63,4 @@ async def _answer(service: RouterService, request: Request, body: ResponsesBody)
     is_streamed = bool(body.stream)
     chunks = chunks_of(service, request, [generate], is_streamed=is_streamed)
     head = head_of(body, response_id=response_id, created_at=int(time.time()), model=service.facts.id)
-    with _in_our_words():
-        return await answered(request, chunks, ResponseForm(head), is_streamed=is_streamed)
-
-
-async def _count(service: RouterService, request: Request, body: InputBody) -> Response:
-    check_model(body.model or "", service.facts)
-    body.check()
-    with _in_our_words():
-        tokens = await service.tokenize(chat_of(body), request.state.tenant)
-    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(tokens)}, headers=id_headers(request))
-
-
-@contextlib.contextmanager
-def _in_our_words() -> Iterator[None]:
-    """Lets refusals name fields of this API."""
-    try:
-        yield
-    except InvalidRequest as error:
-        error.param = _PARAMS.get(error.param or "", error.param)
-        raise
+    return Asked(chunks, ResponseForm(head, functions.places), is_streamed)

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.api import GenerateChunk
@@ -21,9 +21,11 @@ class ResponseForm:
 
     head: Mapping[str, Any]
     """See `ResponseWriter`."""
+    places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """See `Functions`."""
 
     async def whole(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> dict[str, Any]:
-        writer = ResponseWriter(self.head)
+        writer = ResponseWriter(self.head, self.places)
         async with contextlib.aclosing(chunks):
             chunk: GenerateChunk | None = first
             while chunk is not None:
@@ -34,7 +36,7 @@ class ResponseForm:
         return response
 
     async def events(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[bytes]:
-        writer = ResponseWriter(self.head)
+        writer = ResponseWriter(self.head, self.places)
         async with contextlib.aclosing(chunks):
             try:
                 for each in _sent(writer.begin()):

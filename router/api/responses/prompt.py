@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 from baton.api import Chat
 from baton.chat import ChatMessage, tool_call
 from baton.errors import InvalidRequest
+from router.api.efforts import Effort, Template, set_effort, variables_of
+from router.api.ignored import Ignored
 from router.api.responses.body import InputBody
 from router.api.responses.items import (
+    CustomCallItem,
     FunctionCallItem,
     FunctionCallOutputItem,
     InputItem,
@@ -18,12 +22,18 @@ from router.api.responses.items import (
     MessageItem,
     OutputTextPart,
     ReasoningItem,
+    RefusalPart,
 )
-from router.api.responses.tools import tools_of
+from router.api.responses.tools import Functions, tools_of
 
 
-def chat_of(body: InputBody) -> Chat:
+def chat_of(body: InputBody, functions: Functions, template: Template, ignored: Ignored) -> Chat:
     """Returns the chat.
+
+    Args:
+        functions: the body's.
+        template: the model's.
+        ignored: notes what has no effect.
 
     Raises:
         InvalidRequest: the input is empty, or two fields contradict each other.
@@ -35,18 +45,21 @@ def chat_of(body: InputBody) -> Chat:
         case []:
             raise InvalidRequest("input holds no item; send at least one", "input")
         case list(items):
-            messages += messages_of(items)
-    tools, choice = tools_of(body.tools or (), body.tool_choice, body.parallel_tool_calls)
+            messages += messages_of(items, functions)
+    tools, choice = tools_of(functions, body.tool_choice, body.parallel_tool_calls)
+    variables = variables_of(body.chat_template_kwargs, template, ignored, has_tools=bool(tools))
+    effort = Effort(body.reasoning.effort if body.reasoning else None, "reasoning.effort")
+    set_effort(variables, effort, template, ignored, has_tools=bool(tools))
     return Chat(
         messages=tuple(messages),
         tools=tools,
         tool_choice=choice,
-        template_kwargs=body.template_variables(),
+        template_kwargs=variables,
         parse_special=bool(body.parse_special),
     )
 
 
-def messages_of(items: Sequence[InputItem]) -> list[ChatMessage]:
+def messages_of(items: Sequence[InputItem], functions: Functions) -> list[ChatMessage]:
     """Returns the messages of a chat in which these items stand.
 
     A reasoning, a text and calls that follow each other are one message of the assistant, as they were one answer. What
@@ -63,8 +76,12 @@ def messages_of(items: Sequence[InputItem]) -> list[ChatMessage]:
                 turn.texts.append(_text(content))
             case ReasoningItem():
                 turn.reasonings += [part.text for part in item.content or item.summary or ()]
-            case FunctionCallItem(call_id=call_id, name=name, arguments=arguments):
+            case FunctionCallItem(call_id=call_id, name=own, arguments=arguments):
+                name = functions.name_of(item.namespace, own)
                 turn.calls.append(tool_call(call_id=call_id, name=name, arguments=arguments))
+            case CustomCallItem(call_id=call_id, name=name, input=text):
+                written = json.dumps({"input": text}, ensure_ascii=False)
+                turn.calls.append(tool_call(call_id=call_id, name=name, arguments=written))
             case FunctionCallOutputItem(call_id=call_id, output=output):
                 messages.append(ChatMessage(role="tool", content=_text(output), tool_call_id=call_id))
             case MessageItem(role=role, content=content):
@@ -87,7 +104,7 @@ class _AssistantTurn:
                 return not (self.texts or self.calls)
             case MessageItem(role="assistant"):
                 return bool(self.calls) or not self.texts
-            case FunctionCallItem():
+            case FunctionCallItem() | CustomCallItem():
                 return True
         return False
 
@@ -105,6 +122,8 @@ class _AssistantTurn:
         ]
 
 
-def _text(content: str | Sequence[InputTextPart | OutputTextPart]) -> str:
+def _text(content: str | Sequence[InputTextPart | OutputTextPart | RefusalPart]) -> str:
     """Returns the text of parts; several are joined by newlines, as those of chats are."""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)

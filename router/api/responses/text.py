@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from baton.structure import StructuredOutputs
-from router.api.fields import Refusal
+from router.api.fields import WithoutEffect
 from router.api.strict import StrictBody
 from router.api.unions import ByType
 
@@ -43,9 +43,7 @@ class TextBody(StrictBody):
     """The field `text`."""
 
     format: Annotated[TextFormat, ByType()] | None = None
-    verbosity: Annotated[
-        Any, Refusal("no template is known to read it; chat_template_kwargs can set it", ("medium",))
-    ] = None
+    verbosity: Annotated[str | None, WithoutEffect("no template is known to read it")] = None
 
     def structure(self) -> StructuredOutputs | None:
         """Returns what the answer must be; None: any text.

@@ -21,6 +21,7 @@ _PREFIXES = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"
 """What the ids of items begin with."""
 _TEXT_EVENTS = {PartKind.REASONING: "response.reasoning_text", PartKind.TEXT: "response.output_text"}
 _NO_SCORES: Mapping[PartKind, dict[str, Any]] = {PartKind.REASONING: {}, PartKind.TEXT: {"logprobs": []}}
+NO_PLACES: Mapping[str, tuple[str, str]] = {}
 _ARGUMENTS = "response.function_call_arguments"
 
 ResponseEvent = dict[str, Any]
@@ -33,10 +34,11 @@ class ResponseWriter:
 
     Args:
         head: the response without its output, status and usage.
+        places: see `router.api.responses.tools.Functions`.
     """
 
-    def __init__(self, head: Mapping[str, Any]) -> None:
-        self._head = head
+    def __init__(self, head: Mapping[str, Any], places: Mapping[str, tuple[str, str]] = NO_PLACES) -> None:
+        self._head, self._places = head, places
         self._parts = Parts()
         self._output: list[dict[str, Any]] = []
         """The items that are complete."""
@@ -89,7 +91,8 @@ class ResponseWriter:
         match part:
             case PartBegin():
                 item_id = f"{_PREFIXES[part.kind]}_{self._head['id'].removeprefix('resp_')}_{part.index}"
-                self._open = _OpenItem(part, item_id, [])
+                namespace, name = self._places.get(part.name, ("", part.name))
+                self._open = _OpenItem(begin=part, id=item_id, texts=[], namespace=namespace, name=name)
                 yield from self._item_begins(self._open)
             case PartMore(text=text):
                 assert self._open is not None
@@ -113,7 +116,7 @@ class ResponseWriter:
 
     def _item_ends(self, item: _OpenItem, status: str) -> Iterator[ResponseEvent]:
         if item.kind is PartKind.CALL:
-            yield self._of_item(f"{_ARGUMENTS}.done", item, name=item.begin.name, arguments=item.text)
+            yield self._of_item(f"{_ARGUMENTS}.done", item, name=item.name, arguments=item.text)
         else:
             yield self._of_content(f"{_TEXT_EVENTS[item.kind]}.done", item, text=item.text, **_NO_SCORES[item.kind])
             yield self._of_content("response.content_part.done", item, part=item.part())
@@ -144,13 +147,16 @@ class ResponseWriter:
         }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _OpenItem:
     """An item of the output that has begun."""
 
     begin: PartBegin
     id: str
     texts: list[str]
+    namespace: str
+    name: str
+    """The tool's, if the item is a call."""
 
     @property
     def index(self) -> int:
@@ -179,7 +185,8 @@ class _OpenItem:
             case PartKind.TEXT:
                 own = {"type": "message", "role": "assistant", "content": content}
             case PartKind.CALL:
-                own = {"type": "function_call", "call_id": self.begin.call_id, "name": self.begin.name}
+                own = {"type": "function_call", "call_id": self.begin.call_id, "name": self.name}
+                own |= {"namespace": self.namespace} if self.namespace else {}
                 own["arguments"] = self.text
         return {"id": self.id, **own, "status": status}
 

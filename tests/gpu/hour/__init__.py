@@ -1,1 +1,1 @@
-"""The checks of `tests/gpu/first_hour.py`; they need torch, transformers, numpy, xxhash and pyyaml, and no more."""
+"""The checks of `tests/gpu/first_hour.py`; they need the six packages that `tests/gpu/README.md` names, and no more."""

@@ -1,4 +1,4 @@
-"""Slot 6: pairs that come, break and go for minutes; and what an answer depends on beside its prompt."""
+"""Pairs that come, break and go for minutes; and what an answer depends on beside its prompt."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from baton.errors import TransferError
 from kvstore.transfer.transport import nccl
+from kvstore.transfer.transport.nccl_counts import num_stuck_aborts
 from kvstore.transfer.transport.streams import num_shared_streams, own_stream
 from tests.gpu.hour.checks import Found, is_rehearsal, judged
 from tests.gpu.hour.ends import Side, two
@@ -59,7 +60,7 @@ def _churn(side: Side) -> dict[str, Any]:
         "pairs": num_pairs,
         "broken": num_broken,
         "stalls": nccl.num_nccl_stalls(),
-        "stuck_aborts": nccl.num_stuck_aborts(),
+        "stuck_aborts": num_stuck_aborts(),
         "shared_streams": num_shared_streams(),
     }
 

@@ -1,4 +1,4 @@
-"""Slot 2: a peer that is killed or stopped, many pairs, and what is left behind."""
+"""A peer that is killed or stopped, many pairs, and what is left behind."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from baton.errors import TransferError
 from kvstore.transfer.transport import nccl
 from kvstore.transfer.transport.base import RECEIVER, SENDER
+from kvstore.transfer.transport.nccl_counts import num_stuck_aborts
 from kvstore.transfer.transport.streams import num_shared_streams, own_stream
 from tests.gpu.hour.checks import Found, is_rehearsal, judged
 from tests.gpu.hour.ends import SLOT_BYTES, Side, free_bytes, header_of, taken, two
@@ -84,7 +85,7 @@ def _survivor(phase: str, side: Side) -> dict[str, Any]:
             "gave_up_s": round(max(0.0, gave_up - noticed), 3),
             "closed_s": round(closed - max(noticed, gave_up), 3),
             "error": text,
-            "ok": computes and bool(text) and nccl.num_stuck_aborts() == 0,
+            "ok": computes and bool(text) and num_stuck_aborts() == 0,
         }
 
 
@@ -152,7 +153,7 @@ def _many(side: Side) -> dict[str, Any]:
         side.meet("moved")
         for link in links:
             link.close()
-    return {"sums": sums, "shared": num_shared_streams(), "stuck": nccl.num_stuck_aborts()}
+    return {"sums": sums, "shared": num_shared_streams(), "stuck": num_stuck_aborts()}
 
 
 def many_pairs() -> Found:

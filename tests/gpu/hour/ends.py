@@ -10,17 +10,19 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
+from kvstore.transfer.copy.kernel_choice import CHOSEN, why_not_kernels
 from kvstore.transfer.protocol.chunk_header import Header
 from kvstore.transfer.transport.base import RECEIVER, SENDER
 from kvstore.transfer.transport.rendezvous import RendezvousStore
 from kvstore.transfer.transport.select import KINDS, LocalRank, StagingPools, open_receiver, open_sender
 from kvstore.transfer.transport.staging import Slot
-from tests.gpu.hour.checks import NotRun, is_rehearsal
+from tests.gpu.hour.checks import FALLBACKS, NotRun, is_rehearsal
 from tests.gpu.hour.settings import transfer_config
 
 HOST = "127.0.0.1"
@@ -110,7 +112,8 @@ def two(job: Job, patience_s: float = 60.0, environment: dict[str, str] | None =
                 assert reader.poll(max(0.0, deadline - time.monotonic())), (
                     f"side {rank} said nothing in {patience_s:g} s"
                 )
-                ok, reports[rank] = _received(reader)
+                ok, reports[rank], fallbacks = _received(reader)
+                FALLBACKS.note(fallbacks)
                 assert ok, f"side {rank}: {reports[rank]}"
         return reports
     finally:
@@ -120,11 +123,11 @@ def two(job: Job, patience_s: float = 60.0, environment: dict[str, str] | None =
             side.join(10)
 
 
-def _received(reader: Connection) -> tuple[bool, Any]:
+def _received(reader: Connection) -> tuple[bool, Any, list[str]]:
     try:
-        found: tuple[bool, Any] = reader.recv()
+        found: tuple[bool, Any, list[str]] = reader.recv()
     except EOFError:
-        return False, "it ended without a word"
+        return False, "it ended without a word", []
     return found
 
 
@@ -149,19 +152,27 @@ def _side(job: Job, rank: int, pipe: Connection, results: Connection, environmen
             report = (True, job(Side(rank, store, device)))
         except BaseException as error:
             report = (False, f"{type(error).__name__}: {error}")
-        results.send(report)
+        FALLBACKS.note(_copied_by_torch())
+        results.send((*report, FALLBACKS.taken))
         time.sleep(0.2)
     os._exit(0)
 
 
-def _rehearse(stack: contextlib.ExitStack) -> None:
-    """A GPU and NCCL that are none. Only here, since these need pytest."""
-    import pytest
+def _copied_by_torch() -> list[str]:
+    by_torch = [device for device, kernels in CHOSEN.items() if device.type == "cuda" and kernels is None]
+    return [] if is_rehearsal() else [f"KV is copied by torch: {why_not_kernels(each)}" for each in by_torch]
 
+
+def _rehearse(stack: contextlib.ExitStack) -> None:
+    """A GPU and NCCL that are none; what is patched stays so until this process ends."""
     from tests.fakes.gpu import fake_gpus
     from tests.fakes.nccl import fake_nccl
 
-    stack.enter_context(fake_nccl(stack.enter_context(pytest.MonkeyPatch.context())))
+    def patched(owner: Any, name: str, value: Any, raising: bool = True) -> None:
+        setattr(owner, name, value)
+
+    patch: Any = SimpleNamespace(setenv=os.environ.__setitem__, setattr=patched)
+    stack.enter_context(fake_nccl(patch))
     stack.enter_context(fake_gpus(1))
 
 

@@ -1,4 +1,4 @@
-"""Slot 3: attention and tokens against the CPU, memory, and what errors of the device leave behind."""
+"""Attention and tokens against the CPU, memory, and what errors of the device leave behind."""
 
 from __future__ import annotations
 

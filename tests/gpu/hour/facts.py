@@ -1,4 +1,4 @@
-"""Slot 1, the first half: what is here, and whether torch still has the names that Baton uses."""
+"""What is here, and whether torch still has the names that Baton uses."""
 
 from __future__ import annotations
 

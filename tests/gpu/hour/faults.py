@@ -1,4 +1,4 @@
-"""Slot 0: the harness itself. Checks that hang, crash, raise and say nothing, and one after them that is well."""
+"""The harness itself. Checks that hang, crash, raise and say nothing, and one after them that is well."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from tests.gpu.hour.checks import Found, NotRun, judged
+from tests.gpu.hour.checks import FALLBACKS, Found, NotRun, judged, report_part
 
 
 def hang() -> Found:
@@ -36,4 +36,16 @@ def absent() -> Found:
 
 
 def well() -> Found:
+    return judged(True, answer=42)
+
+
+def half() -> Found:
+    """Reports a part, and ends before the other."""
+    report_part("half-first", lambda: judged(True, answer=21))
+    os._exit(4)
+
+
+def slower() -> Found:
+    """Finds what it should, with a runner that was given a slower way."""
+    FALLBACKS.note(["attention is by torch: Triton is not installed"])
     return judged(True, answer=42)

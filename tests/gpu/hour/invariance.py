@@ -1,4 +1,4 @@
-"""Slots 5 and 6: `engine.batch_invariant`, and what it costs."""
+"""`engine.batch_invariant`, and what it costs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from baton.engine.core.sequence import Purpose
 from baton.errors import ConfigError
 from tests.gpu.hour.checks import Found, is_rehearsal, judged
 from tests.gpu.hour.churn import variants
-from tests.gpu.hour.models import engine_of, make_folder, prompts_of, runner_of, spec_of, synchronize
-from tests.gpu.hour.speed import model_8b
+from tests.gpu.hour.models import engine_of, few_graphs, make_folder, prompts_of, runner_of, spec_of, synchronize
+from tests.gpu.hour.speed import model_8b, step
 
 CASES = {"1": (1, 512), "64": (64, 512)}
 NUM_STEPS = 16
@@ -45,6 +45,7 @@ def batch_invariant() -> Found:
 
 def cost() -> Found:
     """Medians of decode steps of 1 and 64 streams, and of a prompt of 2,048 tokens, of 8B parameters."""
+    few_graphs(1, 64)
     settings = {"without": False} if is_rehearsal() else {"without": False, "with": True}
     figures: dict[str, Any] = {name: _times(batch_invariant) for name, batch_invariant in settings.items()}
     if not is_rehearsal():
@@ -83,8 +84,7 @@ def _times(batch_invariant: bool) -> dict[str, float]:
 def _step_s(engine: Any) -> float:
     synchronize()
     began = time.perf_counter()
-    batch, _ = engine.schedule(0.0)
-    engine.commit(batch, engine.runner.execute(batch), 0.0)
+    step(engine)
     return time.perf_counter() - began
 
 

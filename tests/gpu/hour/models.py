@@ -15,10 +15,11 @@ from baton.engine.core.engine import Engine
 from baton.engine.core.outputs import Generated
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose
+from baton.engine.model import decode_graphs
 from baton.engine.model.transformers_runner import TransformersRunner
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
-from tests.gpu.hour.checks import is_rehearsal
+from tests.gpu.hour.checks import FALLBACKS, is_rehearsal
 from tests.gpu.hour.settings import engine_config, model_config
 
 VOCABULARY = 2048
@@ -30,7 +31,7 @@ LLAMA_8B = {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "vocab_size": 128_256,
-    "max_position_embeddings": 16_384,
+    "max_position_embeddings": 40_960,
 }
 SMALL = {
     "hidden_size": 256,
@@ -82,9 +83,21 @@ def make_folder(fields: dict[str, Any] | None = None, window: int = 0, dtype: st
     return folder
 
 
-def runner_of(folder: Path, *, device: str = "", dtype: str = "float32", **engine: Any) -> TransformersRunner:
-    settings = engine_config(**{"num_blocks": 1024, "speculation": "off"} | engine)
-    return TransformersRunner(model_config(str(folder), dtype=dtype, device=device or device_name()), settings)
+def runner_of(
+    folder: Path, *, device: str = "", dtype: str = "float32", weights: str = "exact", **engine: Any
+) -> TransformersRunner:
+    """A runner, whose silent fallbacks fail the check."""
+    defaults: dict[str, Any] = {"num_blocks": 1024, "max_num_seqs": 64, "speculation": "off"}
+    settings = engine_config(**defaults | engine)
+    model = model_config(str(folder), dtype=dtype, device=device or device_name(), weights=weights)
+    runner = TransformersRunner(model, settings)
+    FALLBACKS.note(runner.computes.fallbacks)
+    return runner
+
+
+def few_graphs(*sizes: int) -> None:
+    """Has runners of this process capture graphs for these numbers of sequences alone: each takes the card's time."""
+    vars(decode_graphs)["graph_sizes"] = lambda most: sizes
 
 
 def engine_of(
@@ -100,10 +113,15 @@ def engine_of(
 
 
 def spec_of(
-    name: str, prompt: Sequence[int], num_tokens: int, logprobs: int | None = None, temperature: float = 0.0
+    name: str,
+    prompt: Sequence[int],
+    num_tokens: int,
+    logprobs: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
 ) -> SequenceSpec:
     sampling = SamplingParams(
-        max_tokens=num_tokens, temperature=temperature, seed=0, ignore_eos=True, logprobs=logprobs
+        max_tokens=num_tokens, temperature=temperature, top_p=top_p, seed=0, ignore_eos=True, logprobs=logprobs
     )
     return SequenceSpec(
         request_id=name,

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvstore.transfer.transport.nccl_env import nccl_environment
+from kvstore.transfer.transport.nccl_env import PINNED
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -41,13 +41,26 @@ def model_config(path: str, **changes: Any) -> Any:
     return SimpleNamespace(**defaults_of("engine", "ModelConfig") | {"path": path} | changes)
 
 
-def engine_config(**changes: Any) -> Any:
+class _EngineConfig(SimpleNamespace):
+    """Settings of an engine, of which how many sequences and tokens it takes are numbers, not auto."""
+
+    def batch(self, *, on_gpu: bool) -> Any:
+        return SimpleNamespace(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            plans_ahead=on_gpu,
+        )
+
+
+def engine_config(*, max_num_seqs: int, max_num_batched_tokens: int = 2048, **changes: Any) -> Any:
     every, own = (defaults_of("engine", section) for section in ("EveryEngineConfig", "EngineConfig"))
-    return SimpleNamespace(**every | own | changes)
+    batch = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    return _EngineConfig(**every | own | batch | changes)
 
 
 def child_environment() -> dict[str, str]:
     """What a check's process begins with: that of a CUDA worker, so torch ends no process for a transport."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     here = {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    return nccl_environment(transfer_config(op_timeout_s=5.0)) | here
+    here["PYTHONDONTWRITEBYTECODE"] = ""  # if it is set, as in some images, each process may compile all of torch anew
+    return PINNED | here

@@ -1,18 +1,12 @@
-"""Slot 5: the machine's rates, a transport's by slot size, and an 8B Llama of random weights against both."""
+"""What is timed: the machine's rates, a transport's by slot size, and an 8B Llama of random weights against both."""
 
 from __future__ import annotations
 
-import heapq
 import importlib.util
-import shutil
 import statistics
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from functools import partial
-from itertools import pairwise
-from operator import itemgetter
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +14,15 @@ import torch
 
 from baton.engine.core.sequence import Purpose
 from kvstore.transfer.transport.streams import own_stream
-from tests.gpu.hour.checks import Found, NotRun, is_rehearsal, judged
+from tests.gpu.hour.checks import Found, NotRun, is_rehearsal, judged, report_part
 from tests.gpu.hour.ends import Side, header_of, require_kind, taken, two
+from tests.gpu.hour.kernels import StepsAhead, figures_of, mark, profiled
 from tests.gpu.hour.models import (
     LLAMA_8B,
     SMALL,
     device_name,
     engine_of,
+    few_graphs,
     make_folder,
     prompts_of,
     runner_of,
@@ -34,13 +30,12 @@ from tests.gpu.hour.models import (
     synchronize,
 )
 
-MODEL = Path(tempfile.gettempdir()) / "baton-first-hour-8b"
-NUM_WARM, NUM_STEPS = 4, 24
-STEP_TOKENS = 2048
-ATTENTION = ("attend", "combine", "flash", "fmha", "attention", "cutlassF")
-"""Parts of the names of kernels that attend."""
-MARK = "spin_kernel"
-"""The kernel that `torch.cuda._sleep` launches."""
+NUM_WARM, NUM_STEPS, NUM_PROFILED = (2, 4, 2) if is_rehearsal() else (4, 24, 12)
+STEP_TOKENS, PROMPT_TOKENS = 2048, 8192
+"""Tokens of a step in which prompts of decodes are computed, and of one of a prompt that is timed."""
+MAX_SEQS = 256
+GRAPH_SIZES = (1, 64, 256)
+"""Of the graphs that a worker captures for so many sequences, those that are used: a capture takes the card's time."""
 
 
 def _median_s(job: Any, times: int = 10) -> float:
@@ -55,6 +50,7 @@ def _median_s(job: Any, times: int = 10) -> float:
     return statistics.median(found)
 
 
+@cache
 def bandwidth() -> float:
     """Bytes a second that the device reads and writes in a large copy."""
     size = 2**24 if is_rehearsal() else 2**31
@@ -62,6 +58,7 @@ def bandwidth() -> float:
     return 2 * size / _median_s(lambda: target.copy_(source))
 
 
+@cache
 def matmul_rate() -> float:
     """Operations a second of a large product in bfloat16."""
     size = 256 if is_rehearsal() else 8192
@@ -122,18 +119,41 @@ def slots(kind: str) -> Found:
 # -- a model of 8B parameters ----------------------------------------------------------------------------------------
 
 
+class Decode(NamedTuple):
+    """Decode steps of a batch.
+
+    Attributes:
+        products, attention: least shares of the device's rate that these kernels should have; 0: figures alone.
+        rest_ms: the most that a step should take beyond these kernels; 0: a figure alone.
+    """
+
+    batch: int
+    length: int
+    top_p: float = 1.0
+    products: float = 0.0
+    attention: float = 0.0
+    rest_ms: float = 0.0
+
+
+DECODES = {
+    "1": Decode(1, 512, products=0.92, rest_ms=0.5),
+    "64": Decode(64, 512, products=0.92, rest_ms=0.6),
+    "sampled-64": Decode(64, 512, top_p=0.9),
+    "64-4k": Decode(64, 4096, products=0.92, attention=0.85),
+    "256": Decode(256, 512),
+}
+SAMPLED_TIMES = 1.05
+"""What a step that samples by top-p may take, in times of a greedy one."""
+PREFILL_SHARE = 0.65
+
+
 def model_8b() -> Path:
-    """The folder, made once for all checks; `remove-8b` removes it."""
-    if not (MODEL / "config.json").exists():
+    """The folder, made once for all checks of a run, whose temporary folder it is in."""
+    folder = Path(tempfile.gettempdir()) / "baton-hour-8b"
+    if not (folder / "config.json").exists():
         made = make_folder(SMALL if is_rehearsal() else LLAMA_8B, dtype="float32" if is_rehearsal() else "bfloat16")
-        shutil.rmtree(MODEL, ignore_errors=True)
-        made.rename(MODEL)
-    return MODEL
-
-
-def remove_8b() -> Found:
-    shutil.rmtree(MODEL, ignore_errors=True)
-    return judged(True)
+        made.rename(folder)
+    return folder
 
 
 def _fields() -> dict[str, Any]:
@@ -153,174 +173,178 @@ def _kv_bytes(num_tokens: int) -> int:
     return int(2 * 2 * f["num_hidden_layers"] * f["num_key_value_heads"] * f["head_dim"] * num_tokens)
 
 
-def _engine(num_tokens: int, step_tokens: int, attention: str = "auto") -> Any:
-    dtype = "float32" if is_rehearsal() else "bfloat16"
-    runner = runner_of(model_8b(), dtype=dtype, num_blocks=num_tokens // 16 + 64, attention=attention)
-    return engine_of(runner, step_tokens=step_tokens)
+class Speed:
+    """Everything that one model, loaded once, is timed with; each part is reported as soon as it is known.
+
+    Args:
+        attention: `engine.attention`.
+    """
+
+    def __init__(self, attention: str) -> None:
+        self._prefix = "" if attention == "auto" else f"{attention}-"
+        self._lengths = (256, 512) if is_rehearsal() else (8192, 32_768)
+        self._decodes = {name: self._in_small(each) for name, each in DECODES.items()}
+        self._step_s: dict[str, float] = {}
+        few_graphs(*GRAPH_SIZES)
+        most = max(each.batch * (each.length + self._num_tokens(each) + 16) for each in self._decodes.values())
+        began = time.perf_counter()
+        self._runner = runner_of(
+            model_8b(),
+            dtype="float32" if is_rehearsal() else "bfloat16",
+            num_blocks=max(most, 2 * self._lengths[-1]) // 16 + MAX_SEQS,
+            max_num_seqs=MAX_SEQS,
+            attention=attention,
+        )
+        self.loaded_s = round(time.perf_counter() - began, 1)
+
+    def decode(self, name: str) -> list[Found]:
+        """Times steps of a batch; then a profile says which kernels take the time."""
+        case = self._decodes[name]
+        steps = self._prepared(case)
+        whole = report_part(f"{self._prefix}decode-{name}", lambda: self._timed(name, case, steps))
+        parts = report_part(f"{self._prefix}kernels-{name}", lambda: self._by_kind(name, case, steps))
+        steps.end()
+        return [whole, parts]
+
+    def prefill(self, name: str, length: int) -> list[Found]:
+        """Times prompts, in steps of 8,192 tokens, against the rate of a matrix product."""
+        return [report_part(f"{self._prefix}prefill-{name}", lambda: self._prompts(length))]
+
+    def prefill_8k(self) -> list[Found]:
+        return self.prefill("8k", self._lengths[0])
+
+    def prefill_32k(self) -> list[Found]:
+        return self.prefill("32k", self._lengths[1])
+
+    @staticmethod
+    def _in_small(case: Decode) -> Decode:
+        return case._replace(batch=min(case.batch, 4), length=32) if is_rehearsal() else case
+
+    @staticmethod
+    def _num_tokens(case: Decode) -> int:
+        """Tokens of an answer: none ends before the last step that is timed."""
+        num_prompt_steps = 2 + case.batch * case.length // (STEP_TOKENS - case.batch)
+        return num_prompt_steps + NUM_WARM + NUM_STEPS + NUM_PROFILED + 4
+
+    def _prepared(self, case: Decode) -> StepsAhead:
+        engine = engine_of(self._runner, max_num_seqs=MAX_SEQS, step_tokens=STEP_TOKENS)
+        for number, prompt in enumerate(prompts_of([case.length] * case.batch)):
+            drawn: dict[str, Any] = {} if case.top_p == 1.0 else {"temperature": 1.0, "top_p": case.top_p}
+            engine.add(spec_of(f"s{number}", prompt, self._num_tokens(case), **drawn), Purpose.GENERATE, now=0.0)
+        while any(sequence.num_computed_tokens < case.length for sequence in engine.sequences.values()):
+            step(engine)
+        return StepsAhead(engine)
+
+    def _timed(self, name: str, case: Decode, steps: StepsAhead) -> Found:
+        for _ in range(NUM_WARM):
+            steps.next()
+        steps.host.clear()
+        began = time.perf_counter()
+        for _ in range(NUM_STEPS):
+            steps.next()
+        step_s = self._step_s[name] = (time.perf_counter() - began) / NUM_STEPS
+        floor_s = (2 * _num_weights() + _kv_bytes(case.batch * (case.length + NUM_STEPS))) / bandwidth()
+        figures: dict[str, Any] = {
+            "step_ms": round(step_s * 1e3, 3),
+            "tokens_s": round(case.batch / step_s),
+            "roofline_share": round(floor_s / step_s, 3),
+            "ahead": f"{steps.num_ahead} of {NUM_WARM + NUM_STEPS}",
+            "host_us": {what: round(us / NUM_STEPS) for what, us in steps.host.items()},
+            "loaded_s": self.loaded_s,
+        }
+        reasons = [] if steps.num_ahead == NUM_WARM + NUM_STEPS else ["steps were not planned ahead"]
+        if case.top_p < 1.0 and (greedy_s := self._step_s.get("64")):
+            figures["times_greedy"] = round(step_s / greedy_s, 3)
+            if step_s > SAMPLED_TIMES * greedy_s and not is_rehearsal():
+                reasons.append(f"sampling takes more than {SAMPLED_TIMES:g} times a greedy step")
+        return judged(not reasons, "; ".join(reasons), **figures)
+
+    def _by_kind(self, name: str, case: Decode, steps: StepsAhead) -> Found:
+        def run() -> None:
+            for _ in range(NUM_PROFILED):
+                steps.next(is_marked=True)
+
+        figures = figures_of(profiled(run))
+        if (step_s := self._step_s.get(name)) is None:
+            return judged(False, "steps were not timed", **figures)
+        products_s = max(2 * _num_weights() / bandwidth(), 2 * _num_weights() * case.batch / matmul_rate())
+        attention_s = _kv_bytes(case.batch * (case.length + NUM_WARM + NUM_STEPS)) / bandwidth()
+        figures |= {
+            "products_share": share_of(products_s, figures["products_ms"]),
+            "attention_share": share_of(attention_s, figures["attention_ms"]),
+            "beyond_ms": round(step_s * 1e3 - figures["products_ms"] - figures["attention_ms"], 3),
+        }
+        if is_rehearsal():
+            return judged(figures["kernels_a_step"] > 0, "no kernel was seen", **figures)
+        reasons = gates_missed(case, figures)
+        return judged(not reasons, "; ".join(reasons), **figures)
+
+    def _prompts(self, length: int) -> Found:
+        engine = engine_of(self._runner, max_num_seqs=MAX_SEQS, step_tokens=min(length, PROMPT_TOKENS))
+        times = []
+
+        def run(number: int, prompt: list[int]) -> None:
+            engine.add(spec_of(f"p{number}", prompt, 1), Purpose.GENERATE, now=0.0)
+            synchronize()
+            began = time.perf_counter()
+            mark()
+            while (batch := engine.schedule(0.0)[0]).parts:
+                engine.commit(batch, engine.runner.execute(batch), 0.0)
+            times.append(time.perf_counter() - began)
+
+        first, second, third = prompts_of([length] * 3)
+        run(0, first)
+        run(1, second)
+        spans = profiled(lambda: run(2, third))
+        f = _fields()
+        attention = 2 * f["num_hidden_layers"] * f["num_attention_heads"] * f["head_dim"] * length**2
+        layers = 2 * (_num_weights() - f["hidden_size"] * f["vocab_size"]) * length
+        share = (layers + attention) / times[1] / matmul_rate()
+        found = figures_of(spans)
+        figures = {
+            "first_s": round(times[0], 3),
+            "s": round(times[1], 4),
+            "tokens_s": round(length / times[1]),
+            "share": round(share, 3),
+            "products_share": share_of(layers / matmul_rate(), found["products_ms"]),
+            "attention_share": share_of(attention / matmul_rate(), found["attention_ms"]),
+            **{name: found[name] for name in ("products_ms", "attention_ms", "rest_ms", "longest_ms")},
+        }
+        is_right = is_rehearsal() or share >= PREFILL_SHARE or length > PROMPT_TOKENS
+        return judged(is_right, f"less than {PREFILL_SHARE:g} of the rate of products", **figures)
 
 
-def _step(engine: Any) -> None:
+def share_of(least_s: float, took_ms: float) -> float:
+    """Returns the part of the device's rate that kernels have had: what they cannot be faster than, over their time."""
+    return round(least_s / max(took_ms / 1e3, 1e-6), 3)
+
+
+def gates_missed(case: Decode, figures: dict[str, Any]) -> list[str]:
+    """Returns what of the figures is worse than it should be, in words."""
+    reasons = [
+        f"{kind} reach {figures[f'{kind}_share']:g} of the device's rate, not {least:g}"
+        for kind, least in (("products", case.products), ("attention", case.attention))
+        if figures[f"{kind}_share"] < least
+    ]
+    if case.rest_ms and figures["beyond_ms"] > case.rest_ms:
+        reasons.append(f"a step takes {figures['beyond_ms']:g} ms beyond products and attention, not {case.rest_ms:g}")
+    return reasons
+
+
+def step(engine: Any) -> None:
     batch, _ = engine.schedule(0.0)
     engine.commit(batch, engine.runner.execute(batch), 0.0)
 
 
-def decode(case: str) -> Found:
-    """Steps of a batch, after its prompts: their time against the bytes that they read, and what the host adds."""
-    size, _, attention = case.partition(" ")
+def everything(attention: str) -> Found:
+    """Everything of one model that is loaded once, what proves most first; of FlashInfer, decodes alone."""
     if attention == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
         raise NotRun("flashinfer-python is not installed")
-    batch, length = (int(part) for part in size.split("x"))
-    if is_rehearsal():
-        batch, length = min(batch, 4), 32
-    num_prompt_steps = 2 + batch * length // (STEP_TOKENS - batch)  # in which those that have begun go on
-    num_tokens = num_prompt_steps + NUM_WARM + 2 * NUM_STEPS + 2
-    engine = _engine(batch * (length + num_tokens + 16), STEP_TOKENS, attention or "auto")
-    for number, prompt in enumerate(prompts_of([length] * batch)):
-        engine.add(spec_of(f"s{number}", prompt, num_tokens), Purpose.GENERATE, now=0.0)
-    while any(sequence.num_computed_tokens < length for sequence in engine.sequences.values()):
-        _step(engine)
-    steps = StepsAhead(engine)
-    for _ in range(NUM_WARM):
-        steps.next()
-    steps.host.clear()
-    began = time.perf_counter()
-    for _ in range(NUM_STEPS):
-        steps.next()
-    step_s = (time.perf_counter() - began) / NUM_STEPS
-    kv_bytes = _kv_bytes(batch * (length + NUM_STEPS))
-    share = (2 * _num_weights() + kv_bytes) / bandwidth() / step_s
-    figures: dict[str, Any] = {"step_ms": round(step_s * 1e3, 3), "tokens_s": round(batch / step_s)}
-    figures |= {"roofline_share": round(share, 3), "ahead": f"{steps.num_ahead} of {NUM_WARM + NUM_STEPS}"}
-    figures["host_us"] = {name: round(us / NUM_STEPS) for name, us in steps.host.items()}
-    if len(engine.sequences) < batch:
-        return judged(False, f"{len(engine.sequences)} of {batch} sequences were left when steps were measured")
-    if is_rehearsal():
-        return judged(steps.num_ahead == NUM_WARM + NUM_STEPS, "steps were not planned ahead", **figures)
-    figures |= _breakdown(steps, kv_bytes)
-    is_right = share >= 0.8 and figures["gap_us"] < 100 and (length < 4096 or figures["attention_share"] >= 0.6)
-    return judged(is_right, "below the roofline, or the host holds steps up", **figures)
-
-
-class StepsAhead:
-    """Steps of an engine, each launched before what came of the one before it is read: as a worker's that plans ahead.
-
-    Attributes:
-        num_ahead: steps that were.
-        host: microseconds that each thing the host does has taken, `wait` being for the device.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self.num_ahead = 0
-        self.host: Counter[str] = Counter()
-        self._step = engine.schedule(0.0)[0]
-        self._launched = engine.runner.launch(self._step)
-
-    def next(self, *, is_marked: bool = False) -> None:
-        """Launches the next step, and reads the one before it.
-
-        Args:
-            is_marked: whether the device is given a kernel between the two that does nothing.
-        """
-        engine = self._engine
-        scheduled = self._timed("schedule", engine.schedule_ahead, self._step, 0.0)
-        if scheduled is not None:
-            self.num_ahead += 1
-            following = scheduled[0], self._launch(scheduled[0], is_marked)
-        output = self._timed("wait", self._launched.collect)
-        self._timed("commit", engine.commit, self._step, output, 1.0)
-        if scheduled is None:
-            step = engine.schedule(0.0)[0]
-            following = step, self._launch(step, is_marked)
-        self._step, self._launched = following
-
-    def _launch(self, step: Any, is_marked: bool) -> Any:
-        if is_marked:
-            torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
-        return self._timed("launch", self._engine.runner.launch, step)
-
-    def _timed(self, name: str, job: Any, *args: Any) -> Any:
-        began = time.perf_counter()
-        found = job(*args)
-        self.host[name] += round((time.perf_counter() - began) * 1e6)
-        return found
-
-
-class Span(NamedTuple):
-    """A kernel or a copy, in microseconds."""
-
-    start: float
-    end: float
-    name: str
-
-
-def _breakdown(steps: StepsAhead, kv_bytes: int) -> dict[str, Any]:
-    """Kernels of some steps, and the time in which none ran."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-        for _ in range(NUM_STEPS // 2):
-            steps.next(is_marked=True)
-        synchronize()
-    spans = sorted(
-        Span(event.time_range.start, event.time_range.end, event.name)
-        for event in profile.events()
-        if event.device_type.name == "CUDA"
-    )
-    return figures_of(spans, kv_bytes / bandwidth())
-
-
-def figures_of(spans: Sequence[Span], reading_s: float) -> dict[str, Any]:
-    """What spans of several steps, with a mark before each, say of one of them.
-
-    Args:
-        spans: in the order in which they start.
-        reading_s: what the device takes to read the KV of a step.
-    """
-    marks = [place for place, span in enumerate(spans) if MARK in span.name]
-    by_step = [spans[begin + 1 : end] for begin, end in pairwise([*marks, len(spans)])]
-    gaps = [
-        spans[mark + 1].start - spans[mark - 1].end - (spans[mark].end - spans[mark].start)
-        for mark in marks
-        if 0 < mark < len(spans) - 1
-    ]
-    busy_us, idle_us, attending_us = 0.0, 0.0, 0.0
-    by_name: defaultdict[str, float] = defaultdict(float)
-    for step in by_step:
-        last = step[0].start
-        for start, end, name in step:
-            by_name[name[:70]] += end - start
-            idle_us += max(0.0, start - last)
-            busy_us += max(0.0, end - max(start, last))
-            attending_us += (end - start) if any(part in name for part in ATTENTION) else 0.0
-            last = max(last, end)
-    number = len(by_step)
-    attention_s = max(attending_us, 1e-3) / number / 1e6
-    longest = heapq.nlargest(8, by_name.items(), key=itemgetter(1))
-    return {
-        "kernels_a_step": sum(map(len, by_step)) // number,
-        "kernels_ms": round(busy_us / number / 1e3, 3),
-        "gap_us": round(statistics.median(gaps), 1),
-        "longest_gap_us": round(max(gaps), 1),
-        "idle_in_step_us": round(idle_us / number, 1),
-        "attention_ms": round(attention_s * 1e3, 3),
-        "attention_share": round(reading_s / attention_s, 3),
-        "longest_ms": {name: round(us / number / 1e3, 3) for name, us in longest},
-    }
-
-
-def prefill() -> Found:
-    """A prompt of 8,192 tokens in one step, against the rate of a matrix product."""
-    length = 256 if is_rehearsal() else 8192
-    engine = _engine(4 * length, length)
-    times = []
-    for number, prompt in enumerate(prompts_of([length] * 3)):
-        engine.add(spec_of(f"p{number}", prompt, 1), Purpose.GENERATE, now=0.0)
-        synchronize()
-        began = time.perf_counter()
-        _step(engine)
-        times.append(time.perf_counter() - began)
-    f = _fields()
-    attention = 2 * f["num_hidden_layers"] * f["num_attention_heads"] * f["head_dim"] * length**2
-    layers = _num_weights() - f["hidden_size"] * f["vocab_size"]
-    share = (2 * layers * length + attention) / min(times[1:]) / matmul_rate()
-    figures = {"first_s": round(times[0], 3), "s": round(min(times[1:]), 4), "tokens_s": round(length / min(times[1:]))}
-    return judged(is_rehearsal() or share >= 0.65, "far below the rate of products", share=round(share, 3), **figures)
+    found = [report_part("rates", rates)] if attention == "auto" else []
+    each = Speed(attention)
+    found += each.decode("1") + each.decode("64")
+    if attention == "auto":
+        found += each.decode("sampled-64") + each.prefill_8k() + each.decode("64-4k")
+        found += each.prefill_32k() + each.decode("256")
+    failed = sum(part.status == "fail" for part in found)
+    return judged(not failed, f"{failed} of {len(found)} parts failed", parts=len(found), loaded_s=each.loaded_s)

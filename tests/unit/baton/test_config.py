@@ -41,6 +41,9 @@ def another(name: str, value: Any) -> Any:
         case float() if name in ("target_utilisation", "goodput_target"):  # shares
             return value / 2
         case str() if name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "plan_ahead",
             "nccl_mode",
             "wire_dtype",
             "dtype",
@@ -59,6 +62,9 @@ def another(name: str, value: Any) -> Any:
                 "kv_dtype": "bfloat16",
                 "device": "cuda",
                 "kv_cache_gib": 3.5,
+                "max_num_seqs": 80,
+                "max_num_batched_tokens": 528,
+                "plan_ahead": True,
             }
             return (other | {"runner": "arithmetic", "speculation": "off"})[name]
         case float() if name == "memory_share":
@@ -69,7 +75,7 @@ def another(name: str, value: Any) -> Any:
             other = {"full": "off", "auto": "split", "info": "debug", "text": "json", "end": "pass", "exact": "int8g"}
             return (other | {"off": "optional"}).get(value, value + "x")
         case tuple():
-            return ("gloo",)
+            return ("nccl",) if name == "plain_links" else ("gloo",)
         case dict():
             return {key: dataclasses.replace(item, ttft_ms=item.ttft_ms + 16) for key, item in value.items()}
         case _:
@@ -102,6 +108,27 @@ def test_transfers_take_of_a_gpu_what_their_links_need() -> None:
 def test_transfer_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         TransferConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_gpu", "on_cpu"),
+    [
+        ({}, (256, 2048, True), (64, 512, False)),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 512, "plan_ahead": False}, (64, 512, False), (64, 512, False)),
+        ({"max_num_seqs": 64}, (64, 2048, True), (64, 512, False)),
+        ({"max_num_seqs": 4096}, (4096, 4096, True), (4096, 4096, False)),
+        ({"max_num_batched_tokens": 100}, (100, 100, True), (64, 100, False)),
+        ({"max_num_batched_tokens": 32}, (32, 32, True), (32, 32, False)),
+        ({"plan_ahead": True}, (256, 2048, True), (64, 512, True)),
+    ],
+)
+def test_what_is_auto_depends_on_the_device_and_what_is_set_does_not(
+    settings: dict[str, Any], on_gpu: tuple[int, int, bool], on_cpu: tuple[int, int, bool]
+) -> None:
+    """Also where it is set to what it would be elsewhere."""
+    config = Config.from_json(Config(engine=EngineConfig(**settings)).to_json())
+    assert config.engine.batch(on_gpu=True) == on_gpu
+    assert config.engine.batch(on_gpu=False) == on_cpu
 
 
 def test_items_of_a_list_may_have_spaces_around_them() -> None:
@@ -214,7 +241,14 @@ def test_of_an_unknown_variable_the_nearest_name_is_given(name: str, advice: str
         ("engine: {runner: vllm}", "engine.runner must be one of auto, native, transformers, arithmetic; got 'vllm'"),
         ("engine: {block_size: 20}", "engine.block_size must be a multiple of 16, got 20"),
         ("engine: {block_size: 0}", "engine.block_size must be a multiple of 16, got 0"),
-        ("engine: {max_num_seqs: 0}", "engine.max_num_seqs must be at least 1, got 0"),
+        ("engine: {max_num_seqs: 0}", "engine.max_num_seqs must be auto or at least 1, got 0"),
+        ("engine: {max_num_batched_tokens: 1.5}", "engine.max_num_batched_tokens must be auto or of type int, got 1.5"),
+        ("engine: {plan_ahead: perhaps}", "engine.plan_ahead must be auto or true or false, got 'perhaps'"),
+        (
+            "engine: {max_num_seqs: 100, max_num_batched_tokens: 99}",
+            r"engine.max_num_batched_tokens \(99\) must be at least engine.max_num_seqs \(100\), or some sequences "
+            "would never get a turn",
+        ),
         ("router: {max_attempts: 0}", "router.max_attempts must be at least 1, got 0"),
         ("router: {pull_above_tokens: 0}", "router.pull_above_tokens must be at least 1, got 0"),
         ("router: {expected_output_floor: 0}", "router.expected_output_floor must be at least 1, got 0"),
@@ -272,7 +306,7 @@ def test_of_an_unknown_variable_the_nearest_name_is_given(name: str, advice: str
             "engine.batch_invariant cannot be kept with engine.attention flashinfer",
         ),
         ("engine: {tensor_parallel: 0}", "engine.tensor_parallel must be at least 1, got 0"),
-        ("engine: {rank_timeout_s: 0}", "engine.rank_timeout_s must be more than 0 seconds, got 0"),
+        ("engine: {step_timeout_s: 0}", "engine.step_timeout_s must be more than 0 seconds, and at most 604800, got 0"),
         ("transfer: {window: 0}", "transfer.window must be at least 1, got 0"),
         ("engine: {", "cannot read the configuration"),
     ],

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from baton import errors
-from baton.errors import BatonError, InvalidRequest, NotAMember, Overloaded, WorkerFailed
+from baton.errors import BatonError, InvalidRequest, NotAMember, NotWhole, Overloaded, WorkerFailed
 from baton.rpc import RpcServer, channel, from_rpc_error
 from baton.rpc.errors import is_lost
 from baton.v1 import inference_pb2, inference_pb2_grpc
@@ -45,9 +45,11 @@ def test_statuses_exist(cls: type[BatonError]) -> None:
         grpc.StatusCode.UNAUTHENTICATED,
         grpc.StatusCode.PERMISSION_DENIED,
         grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.NOT_FOUND,
     )
+    # A message that is not whole in time is the client's fault, too, whatever gRPC calls it otherwise.
     # The caller that is refused as no member is a part of ours to the client whose request it carries.
-    assert is_clients_fault == (cls.http < 500 or cls is NotAMember)
+    assert (is_clients_fault or cls is NotWhole) == (cls.http < 500 or cls is NotAMember)
 
 
 class Raising(inference_pb2_grpc.InferenceServicer):

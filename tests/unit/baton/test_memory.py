@@ -53,11 +53,11 @@ def test_a_model_that_leaves_no_room_is_refused(asked: float) -> None:
         Room(free=8 * GIB, num_pools=3, needed=5 * GIB, others=GIB).pool_gib(asked)
 
 
-def test_one_file_is_loaded_whatever_an_index_beside_it_says(tmp_path: Path) -> None:
+def test_an_index_says_which_files_are_loaded(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
     (tmp_path / "part.safetensors").write_bytes(b"x" * 300)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "part.safetensors"}}')
-    assert weights_bytes(tmp_path) == 100
+    assert weights_bytes(tmp_path) == 300
 
 
 def test_weights_count_as_they_are_loaded(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 import tokenizers
 
 from baton.errors import ModelLoadError
-from baton.model_files import end_of_sequence_ids, require_runnable, unapplied_recommendations
+from baton.model_files import require_runnable, unapplied_recommendations
+from baton.tokenizer_file import end_of_sequence_ids
 from deploy.models.folder import check_folder
 from router.prompt import Tokenizer
 
@@ -38,14 +39,17 @@ END = {"eos_token": "<end>"}
     ("generation", "config", "tokenizer", "expected"),
     [
         ({"eos_token_id": [2, 5]}, {"eos_token_id": 7}, END, (2, 5)),
-        ({"eos_token_id": 5}, {}, END, (5,)),
-        ({"temperature": 1.0}, {"eos_token_id": 7}, END, (7,)),
-        (None, {"eos_token_id": 0}, END, (0,)),
-        (None, {"text_config": {"eos_token_id": 6}, "eos_token_id": 7}, END, (6,)),
+        ({"eos_token_id": 5}, {}, END, (5, 2)),
+        ({"eos_token_id": 5}, {}, None, (5,)),
+        ({"temperature": 1.0}, {"eos_token_id": 7}, END, (7, 2)),
+        (None, {"eos_token_id": 0}, END, (0, 2)),
+        (None, {"text_config": {"eos_token_id": 6}, "eos_token_id": 7}, END, (6, 2)),
         (None, {"eos_token_id": None}, END, (2,)),
         (None, {}, {"eos_token": {"content": "<end>"}}, (2,)),
         ({"eos_token_id": []}, {}, END, (2,)),
-        (None, {}, {"eos_token": "<unknown>"}, ()),
+        ({"eos_token_id": [5.0, 2]}, {}, None, (5, 2)),
+        ({"eos_token_id": -1}, {"eos_token_id": 7}, END, (2,)),
+        (None, {}, {"eos_token": "<new>"}, (4,)),
         (None, {}, None, ()),
     ],
 )
@@ -68,7 +72,7 @@ def test_a_folder_without_a_tokenizer_may_name_the_end_all_the_same(tmp_path: Pa
     assert end_of_sequence_ids(tmp_path) == ()
 
 
-@pytest.mark.parametrize("said", ["</s>", 2.0, True, [2, "</s>"], {"id": 2}])
+@pytest.mark.parametrize("said", ["</s>", 2.5, True, [2, "</s>"], {"id": 2}])
 def test_an_end_that_is_no_token_id_is_refused(said: object, folder: Path) -> None:
     write(folder, generation_config={"eos_token_id": said})
     with pytest.raises(
@@ -163,6 +167,15 @@ def test_each_recommendation_that_changes_an_answer_is_named(name: str, value: o
         ),
         ({"architectures": ["Qwen3Model"]}, "holds a Qwen3Model, which does not generate text"),
         (
+            {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
+            "holds a model of type 'gpt_oss', which this version does not run; it runs models of type arcee",
+        ),
+        (
+            {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]},
+            "holds a model of type 'qwen3_5', which this version does not run",
+        ),
+        ({"model_type": None}, "has no model_type"),
+        (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
             r"are quantized \(gptq\), which this version does",
         ),
@@ -179,7 +192,7 @@ def test_what_cannot_run_is_refused_before_anything_is_loaded(
     config: dict[str, Any], sentence: str, folder: Path
 ) -> None:
     """Also by whoever starts a cluster: there are not even weights in this folder."""
-    write(folder, config=config)
+    write(folder, config={"model_type": "qwen3"} | config)
     for refuse in (require_runnable, check_folder):
         with pytest.raises(ModelLoadError, match=sentence) as refusal:
             refuse(folder)
@@ -196,4 +209,4 @@ def test_what_cannot_run_is_refused_before_anything_is_loaded(
     ],
 )
 def test_what_can_run_is_not_refused(config: dict[str, Any], folder: Path) -> None:
-    require_runnable(write(folder, config=config))
+    require_runnable(write(folder, config={"model_type": "qwen3"} | config))

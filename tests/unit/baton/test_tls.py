@@ -119,6 +119,12 @@ async def test_a_certificate_of_the_same_authority_makes_no_member(tmp_path: Pat
                     with pytest.raises(grpc.aio.AioRpcError) as refused:
                         await call()
                     assert type(from_rpc_error(refused.value, "member")) is NotAMember
+        for method in ("Who", "Whole", "Session"):
+            async with channel(f"127.0.0.1:{port}", tenant) as connection:
+                begun: Any = connection.stream_stream(f"/baton.v1.Test/{method}")(timeout=WAIT_S)
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await begun.read()
+                assert type(from_rpc_error(refused.value, "member")) is NotAMember, "no message has been sent"
     assert members_only(None) == []
 
 

@@ -14,7 +14,7 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from baton.blocks import num_blocks_for
 from baton.cluster import BlockCounts
@@ -35,7 +35,7 @@ from baton.engine.core.outputs import (
 from baton.engine.core.runner import StepInput, StepPart
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner
-from baton.errors import BatonError
+from baton.errors import BatonError, DeviceLost
 from baton.hypotheses import NO_HYPOTHESES, Hypotheses
 from baton.messages import PrefillReport, SequenceSpec
 from baton.sampling import FinishReason
@@ -166,7 +166,7 @@ class ScriptedEngine:
             free[:0] = blocks
             blocks.clear()
 
-    def hypotheses(self, sequence_id: str) -> Hypotheses:
+    def hypotheses(self, spec: SequenceSpec) -> Hypotheses:
         return NO_HYPOTHESES
 
     def hand_back(self, reason: BatonError) -> None:
@@ -186,6 +186,9 @@ class ScriptedEngine:
             busy_s=0.0,
             computed_tokens=0,
         )
+
+    def lose(self, reason: str) -> NoReturn:
+        raise DeviceLost(reason)
 
     async def run(self) -> None:
         await asyncio.Event().wait()

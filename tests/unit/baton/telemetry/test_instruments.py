@@ -12,6 +12,7 @@ from pathlib import Path
 from baton.cluster import (
     BlockCounts,
     CertificateTerm,
+    Computes,
     ControllerInfo,
     OpenLinks,
     PoolScaling,
@@ -248,6 +249,23 @@ def test_what_a_worker_and_the_autoscaler_say() -> None:
     assert not samples(Instruments(lambda: NOBODY), *names), "nobody is there"
     (build,) = samples(Instruments(lambda: NOBODY), "baton_build_info")
     assert re.fullmatch(r'baton_build_info\{version="\d[^"]*"\} 1\.0', build)
+
+
+def test_what_a_worker_computes_with_is_shown() -> None:
+    slow = Computes(
+        gpu="Tesla T4",
+        dtype="float16",
+        weights="exact",
+        kv_dtype="float16",
+        attention="torch",
+        fallbacks=("a: b", "c: d"),
+    )
+    names = ("baton_worker_computes", "baton_worker_fallbacks")
+    assert samples(Instruments(lambda: cluster_status(worker("d0", computes=slow))), *names) == {
+        'baton_worker_computes{attention="torch",dtype="float16",fused="0",gpu="Tesla T4",graphs="0",kv_copies="",'
+        'kv_dtype="float16",plans_ahead="false",ranks="1",role="decode",weights="exact",worker="d0"} 1.0',
+        'baton_worker_fallbacks{role="decode",worker="d0"} 2.0',
+    }
 
 
 def test_what_will_end_a_cluster_is_shown() -> None:

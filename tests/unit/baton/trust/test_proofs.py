@@ -75,12 +75,12 @@ def test_a_proof_is_good_for_a_minute(
             book.check(proof, METHOD, ROUTERS)
 
 
-def test_a_nonce_is_remembered_until_its_proof_is_too_old(
-    secret: Path, book: ProofBook, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nonce_is_remembered_until_its_proof_is_too_old(secret: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1e9
     monkeypatch.setattr(time, "time", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(time, "time_ns", lambda: int((now + 59) * 1e9))  # from a clock that is early
+    book = ProofBook(KeyFile(secret, Principal.WORKER), CALLEE)
     taken = []
     for _ in range(40):
         proof = made(secret)
@@ -91,3 +91,17 @@ def test_a_nonce_is_remembered_until_its_proof_is_too_old(
             with pytest.raises(NotAMember, match="used before" if now - made_s <= 119 else "clocks"):
                 book.check(old, METHOD, ROUTERS)
     assert len(book._young) + len(book._old) <= 50, "what is too old is forgotten"
+
+
+def test_a_clock_that_is_set_and_set_back_makes_no_proof_good_again(
+    secret: Path, book: ProofBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: what was taken was forgotten with each jump of the clock, and two of them were enough."""
+    first, now = made(secret), time.time()
+    book.check(first, METHOD, ROUTERS)
+    for ahead_s in (3600.0, -3600.0, 7200.0, 0.0):
+        monkeypatch.setattr(time, "time", lambda ahead_s=ahead_s: now + ahead_s)
+        monkeypatch.setattr(time, "time_ns", lambda ahead_s=ahead_s: int((now + ahead_s) * 1e9))
+        book.check(made(secret), METHOD, ROUTERS)
+    with pytest.raises(NotAMember, match="used before"):
+        book.check(first, METHOD, ROUTERS)

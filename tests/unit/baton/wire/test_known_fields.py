@@ -211,7 +211,7 @@ async def test_a_client_that_leaves_before_a_write_is_no_defect(caplog: pytest.L
         raise grpc.aio.InternalError('Failed "execute_batch"')
 
     with pytest.raises(asyncio.CancelledError):
-        await _guard_unary(writes, None)(inference_pb2.GenerateRequest(), None)
+        await _guard_unary(writes)(inference_pb2.GenerateRequest(), None)
     assert not caplog.records
 
 
@@ -325,7 +325,7 @@ async def test_no_field_reaches_a_worker_that_does_not_know_it() -> None:
 
 @contextlib.asynccontextmanager
 async def dispatching(
-    workers: Workers, known: Mapping[str, str], mode: str = "aggregated"
+    workers: Workers, known: Mapping[str, str], mode: str = "aggregated", worker_wait_s: float = 0.3
 ) -> AsyncIterator[tuple[PoolView, Callable[[SequenceSpec, Choice], Any]]]:
     """The pools, and how a choice is served. A worker whose name begins with p prefills.
 
@@ -337,7 +337,7 @@ async def dispatching(
         roles = {name: Role.PREFILL if name.startswith("p") else Role.DECODE for name in known}
         await pools.update([leased(name, address, fields, roles[name]) for name, fields in known.items()])
         instruments = Instruments(builders.cluster_status)
-        hints, config = HintTracker(Mirror(), instruments), RouterConfig(mode=mode, worker_wait_s=0.3)
+        hints, config = HintTracker(Mirror(), instruments), RouterConfig(mode=mode, worker_wait_s=worker_wait_s)
         dispatcher = Dispatcher(
             pools=pools, client=calls, hints=hints, decisions=DecisionLog(), config=config, instruments=instruments
         )
@@ -370,7 +370,8 @@ async def test_a_request_goes_only_to_workers_that_know_all_of_it(mode: str) -> 
 
 async def test_where_nobody_knows_all_of_a_request_it_is_refused_by_name_and_at_once() -> None:
     workers = Workers()
-    async with dispatching(workers, {"old": OLDER, "p-old": OLDER}, "auto") as (_, serve), asyncio.timeout(0.2):
+    known = {"old": OLDER, "p-old": OLDER}
+    async with dispatching(workers, known, "auto", worker_wait_s=600.0) as (_, serve), asyncio.timeout(60):
         with pytest.raises(Unsupported, match=r"no worker is ready that knows SamplingParams\.min_p \(5\)"):
             await serve(WITH_MIN_P, new_choice())
         assert workers.asked == []

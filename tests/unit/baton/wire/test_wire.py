@@ -17,7 +17,9 @@ from baton.chat import ChatMessage, tool_call
 from baton.cluster import (
     BlockCounts,
     ClusterStatus,
+    Computes,
     ControllerInfo,
+    OpenLinks,
     PoolScaling,
     PoolStatus,
     Role,
@@ -638,6 +640,7 @@ def status(num_workers: int) -> ClusterStatus:
         version="1.4",
         engine="transformers",
         sampler="inverse-transform-blake2b/1",
+        computes=Computes(gpu="NVIDIA H200", dtype="bfloat16", attention="torch", fallbacks=("slow: since",)),
     )
     transfers = TransferCounts(
         sent_committed=2, received_committed=3, received_failed=1, pulled_tokens=2**40, open_pairs=4, slots_in_use=5,
@@ -658,6 +661,7 @@ def status(num_workers: int) -> ClusterStatus:
         costs=costs,
         busy_s=0.5,
         computed_tokens=2**33,
+        links=(OpenLinks("nccl", "P2P", 2),),
     )
     return ClusterStatus(
         pools={"decode": PoolStatus(2, 1), "prefill": PoolStatus(0, 0)},
@@ -730,6 +734,20 @@ def test_status_as_json_has_every_field_even_when_zero() -> None:
                 "max_model_len": 8192,
                 "engine": "transformers",
                 "sampler": "inverse-transform-blake2b/1",
+                "computes": {
+                    "gpu": "NVIDIA H200",
+                    "num_ranks": 1,
+                    "dtype": "bfloat16",
+                    "weights": "",
+                    "kv_dtype": "",
+                    "attention": "torch",
+                    "num_graphs": 0,
+                    "num_fused": 0,
+                    "plans_ahead": False,
+                    "kv_copies": "",
+                    "fallbacks": ["slow: since"],
+                },
+                "links": [{"link": "nccl", "transport": "P2P", "open_pairs": 2}],
             }
         ],
         "routers": [

@@ -53,7 +53,7 @@ MISTAKES = {
     ),
     "a folder that is not there": Mistake(words="up --model ./none", sentence="none does not exist"),
     "a model that writes nothing": Mistake(
-        words="up --model {models}/bert", sentence="runs checkpoints of architectures that end in ForCausalLM"
+        words="up --model {models}/bert", sentence="holds a model of type 'bert', which this version does not run"
     ),
     "weights of another format": Mistake(
         words="up --model {models}/bin", sentence="Convert them with transformers' save_pretrained"
@@ -133,7 +133,11 @@ def write_files(folder: Path) -> None:
 def broken_models(folder: Path) -> None:
     """Makes folders of models that cannot be served, each for one reason."""
     whole: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    for name, config in (("bert", {"architectures": ["BertModel"]}), ("bin", whole), ("short", whole)):
+    for name, config in (
+        ("bert", {"model_type": "bert", "architectures": ["BertModel"]}),
+        ("bin", whole),
+        ("short", whole),
+    ):
         (folder / name).mkdir(parents=True)
         (folder / name / "config.json").write_text(json.dumps(config))
     (folder / "bin" / "pytorch_model.bin").write_bytes(b"x")

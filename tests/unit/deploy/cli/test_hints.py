@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +40,15 @@ def test_with_certificates_the_command_shows_and_believes_them() -> None:
     assert try_command(asking) == "baton generate Hello --ca /ca.pem --certificate /m.pem --key /m.key"
 
 
-def test_where_there_is_no_baton_on_the_path_it_is_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    assert try_command(Config()) == f"{shlex.join([sys.executable, '-P', '-m', 'deploy.cli'])} generate Hello"
+def test_a_program_that_is_not_on_the_path_is_named_by_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    assert try_command(Config()) == f"{programs / 'python'} -P -m deploy.cli generate Hello"
+    (programs / "baton").write_text("")
+    assert try_command(Config()) == f"{programs / 'baton'} generate Hello"
+    monkeypatch.chdir(tmp_path)
+    assert try_command(Config()) == ".venv/bin/baton generate Hello"

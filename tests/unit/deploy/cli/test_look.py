@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from baton.chat import ChatMessage
 from baton.errors import BatonError, Forbidden, InvalidRequest, NoWorker
 from deploy.cli.app import app
-from deploy.cli.chat import talk
+from deploy.cli.conversation import talk
 from deploy.local.log_files import follow, last_lines, log_files
 from deploy.operator.client import Access
 from deploy.operator.http_door import HttpDoor, is_url
@@ -64,6 +65,16 @@ def test_the_log_files_are_those_of_the_latest_start(tmp_path: Path) -> None:
         for name in names:
             (tmp_path / "logs" / folder / f"{name}.log").write_text("")
     assert list(log_files(tmp_path)) == ["controller", "router-0"]
+
+
+def test_of_several_clusters_the_logs_are_those_of_the_one_that_is_asked(tmp_path: Path) -> None:
+    """A router is a child of the `baton up` that has started it."""
+    for folder in (f"20260101-000000-{os.getppid()}", "20260102-000000-5"):
+        (tmp_path / "logs" / folder).mkdir(parents=True)
+        (tmp_path / "logs" / folder / f"{folder[:8]}.log").write_text("")
+    assert list(log_files(tmp_path, [os.getpid()])) == ["20260101"]
+    assert log_files(tmp_path, [2**22 + 1]) == {}, "a router of another machine"
+    assert list(log_files(tmp_path)) == ["20260102"]
 
 
 def test_a_file_is_followed_from_its_last_lines_on_and_lines_come_whole(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from deploy.ray_pools.gpus import NodeGpus
 def a_config(folder: Path, **engine: object) -> Config:
     """The configuration of a model with a GiB of weights in float32."""
     header = json.dumps({"w": {"dtype": "BF16", "shape": [2**28], "data_offsets": [0, 2**29]}}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2**29)  # a hole
     return Config(model=ModelConfig(path=str(folder)), engine=EngineConfig(**engine))  # type: ignore[arg-type]
 
 

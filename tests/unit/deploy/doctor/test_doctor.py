@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.cluster import Role, Worker, WorkerLoad
+from baton.cluster import Computes, Role, Worker, WorkerLoad
 from baton.config import (
     ClusterConfig,
     Config,
@@ -74,6 +74,14 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over(wanted: str, state: str)
     assert ("model.device to cpu" in check.mend) == (wanted == "auto")
 
 
+def test_an_instance_of_a_gpu_is_named_as_such() -> None:
+    mig = machine.Gpus(num=1, names="NVIDIA H200 MIG 1g.18gb", cuda="12.9", driver="550.1")
+    check = machine.gpu("auto", 0, mig)
+    assert check.state == "warn"
+    assert "give every worker of this machine the first instance" in check.found
+    assert "worker.gpu.resource" in check.mend
+
+
 def test_every_rank_of_a_worker_needs_a_gpu() -> None:
     two = machine.Gpus(num=2, names="H200", cuda="12.9", driver="550.1")
     assert machine.gpu("auto", 2, two).state == "ok"
@@ -103,6 +111,22 @@ def test_nccl_finds_a_network_by_its_own_rules(setting: str, up: list[str], stat
     check = transports.nccl_interfaces(setting, up)
     assert check.state == state
     assert words in check.found
+
+
+def test_nccl_between_machines_needs_a_trusted_network_beside_certificates() -> None:
+    def look(certificate: str, *plain: str, links: tuple[str, ...] = ("nccl", "tcp")) -> list[Check]:
+        transfer = TransferConfig(links=links, plain_links=plain)
+        return list(
+            transports.nccl_beside_tls(Config(cluster=ClusterConfig(tls_certificate=certificate), transfer=transfer))
+        )
+
+    assert look("") == look("tls.crt", links=("tcp",)) == []
+    (check,) = look("tls.crt")
+    assert check.state == "warn"
+    assert "KV goes over tcp: nccl cannot encrypt, and cluster.tls_certificate is set" in check.found
+    assert "transfer.plain_links" in check.mend
+    (check,) = look("tls.crt", "nccl")
+    assert (check.state, check.mend) == ("ok", "")
 
 
 def rdma_device(folder: Path, name: str, state: str) -> None:
@@ -242,7 +266,7 @@ def test_a_model_has_to_be_there_before_a_container_starts(tmp_path: Path) -> No
     assert (check.state, check.found.endswith("is damaged: tokenizer.json is missing")) == ("fail", True)
     assert "has no config.json" in look(is_needed=True, path=str(folder)).found
     assert "does not exist" in look(is_needed=True, id="/nowhere/model").found
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
     (folder / "tokenizer.json").touch()
     assert look(is_needed=True, path=str(folder)).state == "ok"
     assert look(is_needed=False, id="org/name") == Check("model", "ok", "org/name comes from the Hugging Face hub")
@@ -485,6 +509,30 @@ def test_pools_controllers_mirrors_and_self_checks() -> None:
         "prefix index": "warn",
     }
     assert checks["prefix index"].found == "behind: r1 by 7.0 s"
+
+
+def test_what_a_gpu_worker_has_fallen_back_to_is_told_with_the_reason() -> None:
+    """Each is a factor of two to ten, and nothing else shows it."""
+    slow = "attention is by torch: no compiler"
+    kinds = {"d0": ("kernels", []), "d1": ("torch", [slow, "KV is copied by torch: too old"]), "d2": ("torch", [slow])}
+    workers = [
+        {"id": name, "role": "decode", "computes": asdict(Computes(gpu="L4", dtype="bfloat16", attention=attention))}
+        for name, (attention, _) in kinds.items()
+    ]
+    for each, (_, fallbacks) in zip(workers, kinds.values(), strict=True):
+        each["computes"]["fallbacks"] = fallbacks  # type: ignore[index]
+    checks = list(cluster.computing(status(*workers)))
+    assert [(each.state, each.found) for each in checks] == [
+        ("warn", "attention is by torch: no compiler (d1 (decode), d2 (decode))"),
+        ("warn", "KV is copied by torch: too old (d1 (decode))"),
+    ]
+    assert all("docs/gpu.md" in each.mend for each in checks)
+    (well,) = cluster.computing(status(workers[0]))
+    assert well.state == "ok"
+    assert "L4, bfloat16, attention kernels" in well.found
+    older = {"id": "d3", "role": "decode"}
+    assert [each.state for each in cluster.computing(status(older))] == ["ok"]
+    assert not list(cluster.computing(status()))
 
 
 def test_a_key_that_is_needed_or_wrong_is_told() -> None:

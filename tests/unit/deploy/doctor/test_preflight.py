@@ -74,7 +74,9 @@ def machine_with(
 def a_config(folder: Path, engine: dict[str, Any] | None = None, cluster: dict[str, Any] | None = None) -> Config:
     """Of a model with a GiB of weights in float32."""
     header = json.dumps({"w": {"dtype": "BF16", "shape": [2**28], "data_offsets": [0, 2**29]}}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(file.tell() + 2**29)
     return Config(
         model=ModelConfig(path=str(folder), served_name="tiny"),
         engine=EngineConfig(**(engine or {})),

@@ -110,7 +110,7 @@ def test_a_draft_model_is_found_as_the_model_is(
         assert drafting(name) == str(model_dir)
     assert drafting("") == ""
     assert drafting("org/other", speculation="off") == "org/other"
-    with pytest.raises(ModelLoadError, match=f"engine.draft_model {tmp_path}: The model folder .* has no config.json"):
+    with pytest.raises(ModelLoadError, match=f"engine.draft_model {tmp_path}: The model folder .* is empty"):
         drafting(str(tmp_path))
     with pytest.raises(ModelLoadError, match=r"engine.draft_model nothing: There is no model 'nothing'"):
         drafting("nothing")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +18,14 @@ from rich.console import Console
 from baton.cluster import Role, RouterInfo
 from baton.config import ClusterConfig, Config, IndexConfig, RouterConfig, TelemetryConfig
 from baton.errors import ConfigError, WorkerFailed
+from baton.own_folder import own_folder
 from baton.trust import draw_secret, write_private
 from deploy.controller.state import ControllerState, save
 from deploy.local import child as children
 from deploy.local import up
 from deploy.local.child import Child
 from deploy.local.keys import member_files
-from deploy.local.ray_cluster import RayCluster
+from deploy.local.ray_cluster import RayCluster, rays_folder
 from deploy.processes import FENCED, UNJOINED
 from deploy.ray_pools import actor as actors
 from deploy.ray_pools.actors import RayActors
@@ -54,6 +57,24 @@ def test_ray_of_our_own_asks_for_a_token_that_is_new(tmp_path: Path) -> None:
     assert all(len(each["RAY_AUTH_TOKEN"]) == 64 for each in environments)
     assert environments[0]["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0", "it listens on loopback alone"
     assert RayCluster(joining(), tmp_path / "state.json", {})._environment == {}, "another Ray has a token of its own"
+
+
+@pytest.mark.parametrize("depth", [0, 60])
+def test_ray_has_a_folder_that_nobody_else_gets_into(
+    depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as temporary:
+        monkeypatch.setattr(tempfile, "tempdir", temporary + depth * "x")
+        with rays_folder(tmp_path) as rays:
+            ray = RayCluster(Config(), tmp_path / "state.json", member_files("", tmp_path).files, None, rays)
+            assert ray._head._command[-2:] == ["--folder", str(rays)]
+            outer = rays.parent
+            assert stat.S_IMODE(outer.stat().st_mode) == 0o700
+            assert str(outer.parent) == (temporary if depth == 0 else "/tmp"), "names of sockets have to be short"
+            assert (tmp_path / "ray").readlink() == rays / "session_latest" / "logs"
+        assert outer.exists(), "its logs say why it ended"
+        with own_folder(outer.parent):
+            assert not outer.exists()
 
 
 @pytest.mark.parametrize(("was_started", "num_ends"), [(True, 1), (False, 0)])

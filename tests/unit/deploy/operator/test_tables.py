@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from rich.console import Console
 from rich.table import Table
 
-from deploy.operator.tables import engine_lines, garbage_lines, in_order, transfer_table, worker_table
+from baton.cluster import Computes
+from deploy.operator.tables import (
+    computing_lines,
+    engine_lines,
+    garbage_lines,
+    in_order,
+    link_lines,
+    transfer_table,
+    worker_table,
+)
 
 WORKER = {
     "id": "worker-0",
@@ -75,6 +86,35 @@ def test_the_status_shows_a_workers_transfers() -> None:
     assert row.startswith("worker-0 (decode) ")
     for name, value in wanted.items():
         assert row[heading.index(name) :].split()[0] == value, name
+
+
+def test_what_workers_compute_with_is_listed_and_what_is_slow() -> None:
+    types = {"dtype": "bfloat16", "weights": "fp8", "kv_dtype": "bfloat16"}
+    ways = {"attention": "kernels", "num_graphs": 35, "num_fused": 129, "plans_ahead": True, "kv_copies": "kernels"}
+    fast = asdict(Computes()) | {"gpu": "NVIDIA H200", "num_ranks": 2, **types, **ways}
+    slow = fast | {"attention": "torch", "num_graphs": 0, "fallbacks": ["attention is by torch: no [bold]compiler"]}
+    own = asdict(Computes(dtype="float32", weights="int8g", kv_dtype="int8", attention="native"))
+    kinds = {"d0": fast, "d1": slow, "d2": fast, "d3": own, "d4": None}
+    workers = [WORKER | {"id": name, **({"computes": kind} if kind else {})} for name, kind in kinds.items()]
+    assert computing_lines(workers) == [
+        "computes on 2 x NVIDIA H200, bfloat16, weights fp8, attention kernels, 35 CUDA graphs, 129 fused parts, "
+        "planned ahead, KV copied by kernels: d0 (decode), d2 (decode)",
+        "computes on 2 x NVIDIA H200, bfloat16, weights fp8, attention torch, no CUDA graphs, 129 fused parts, planned "
+        "ahead, KV copied by kernels: d1 (decode)",
+        "  slower than it could be: attention is by torch: no [bold]compiler",
+        "computes on CPU, float32, weights int8g, KV int8, attention native: d3 (decode)",
+        "computes on unknown: d4 (decode)",
+    ]
+
+
+def test_links_are_counted_by_kind() -> None:
+    nccl, tcp = (
+        {"link": "nccl", "transport": "NET/IB", "open_pairs": 2},
+        {"link": "tcp", "transport": "", "open_pairs": 1},
+    )
+    workers = [WORKER | {"links": links} for links in ([nccl, tcp], [nccl], [])]
+    assert link_lines(workers) == ["links, by ends: 4 nccl by NET/IB, 1 tcp"]
+    assert link_lines(workers[2:]) == []
 
 
 def test_workers_are_listed_by_engine_and_sampler() -> None:

@@ -15,7 +15,7 @@ from baton import wire
 from baton.cluster import Role, WorkerState
 from baton.errors import InvalidRequest, WorkerDraining
 from baton.hypotheses import NO_HYPOTHESES, Beam, Hypotheses
-from baton.messages import DecodeRequest, Event, Migrate, NewTokens, StartCall
+from baton.messages import DecodeRequest, Event, Migrate, NewTokens, SequenceSpec, StartCall
 from baton.sampling import FinishReason
 from baton.scores import TokenScores
 from baton.tasks import cancel_and_wait
@@ -64,7 +64,7 @@ async def test_a_call_that_comes_as_the_last_one_ends_keeps_nobody_in_its_role(n
     async def write(frame: worker_pb2.ServeResponse) -> None:
         return None
 
-    member = State(loop=SimpleNamespace(hand_back=lambda reason: None, hypotheses=lambda sequence_id: NO_HYPOTHESES))
+    member = State(loop=SimpleNamespace(hand_back=lambda reason: None, hypotheses=lambda spec: NO_HYPOTHESES))
     calls = CallServicer(decode=decode)
     control = WorkerControl(cast(Member, member), calls)
     stream = asyncio.create_task(calls.Serve(commands(), cast(Any, SimpleNamespace(write=write))))
@@ -90,12 +90,12 @@ TWO_BEAMS = Hypotheses(
 async def test_the_state_of_a_search_goes_with_the_order_to_move_unless_it_is_too_large(
     is_small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    asked: list[SequenceSpec] = []
     come: list[Event | None] = []
     serving = asyncio.Event()
 
-    def hypotheses(sequence_id: str) -> Hypotheses:
-        asked.append(sequence_id)
+    def hypotheses(spec: SequenceSpec) -> Hypotheses:
+        asked.append(spec)
         return TWO_BEAMS
 
     async def decode(request: DecodeRequest, trace: Context) -> AsyncGenerator[Event]:
@@ -120,7 +120,7 @@ async def test_the_state_of_a_search_goes_with_the_order_to_move_unless_it_is_to
             await serving.wait()
             await WorkerControl(cast(Member, member), calls).drain(0.1)
         assert come == [Migrate(TWO_BEAMS if is_small else NO_HYPOTHESES)]
-        assert asked == [sequence_spec(request_id="1").sequence_id]
+        assert asked == [sequence_spec(request_id="1")]
     finally:
         await cancel_and_wait((stream,))
 
@@ -192,7 +192,7 @@ def call(call_id: int) -> worker_pb2.ServeRequest:
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, 1e300])
 async def test_a_time_that_no_timer_takes_is_refused_and_the_worker_stays(timeout_s: float) -> None:
     """NaN would leave the event loop's timers without an order."""
-    member = State(loop=SimpleNamespace(hand_back=lambda reason: None, hypotheses=lambda sequence_id: NO_HYPOTHESES))
+    member = State(loop=SimpleNamespace(hand_back=lambda reason: None, hypotheses=lambda spec: NO_HYPOTHESES))
     control = WorkerControl(cast(Member, member), CallServicer())
     context = cast(Any, None)
     with pytest.raises(InvalidRequest, match="timeout_s must be 0 to 604800"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from baton.blocks import content_id
 from baton.cluster import Role, WorkerState
@@ -89,6 +91,41 @@ async def test_a_device_that_is_lost_in_a_transfer_alone_ends_the_worker(monkeyp
         assert [type(error) for error in ended.value.exceptions] == [DeviceLost]
     finally:
         await cancel_and_wait([running])
+        await member.kv.close()
+
+
+async def test_what_copies_kv_is_chosen_before_a_worker_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = dict[torch.device, Any]()
+    monkeypatch.setattr("kvstore.transfer.copy.kernel_choice.CHOSEN", chosen)
+    config = Config(transfer=TransferConfig(links=("tcp",)))
+    member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, ArithmeticRunner(8, 16))
+    try:
+        assert member.state is WorkerState.STARTING
+        assert chosen == {torch.device("cpu"): None}
+    finally:
+        await member.kv.close()
+
+
+async def test_a_worker_says_what_copies_its_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ArithmeticRunner(8, 16)
+    config = Config(transfer=TransferConfig(links=("tcp",)), engine=EngineConfig(plan_ahead=True))
+    member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, runner)
+    member._info = worker_info("decode-0", Role.DECODE)
+    cpu, gpu, chosen = torch.device("cpu"), torch.device("cuda", 0), dict[torch.device, Any]()
+    monkeypatch.setattr("kvstore.transfer.copy.kernel_choice.CHOSEN", chosen)
+    try:
+        chosen[cpu] = None
+        found = member._described().computes
+        assert (found.kv_copies, found.dtype, found.plans_ahead, found.fallbacks) == ("torch", "int64", True, ())
+        monkeypatch.setattr(runner, "caches", (SimpleNamespace(device=gpu),))
+        chosen[gpu] = object()
+        assert (member._described().computes.kv_copies, member._described().computes.fallbacks) == ("kernels", ())
+        chosen[gpu] = None
+        monkeypatch.setattr("deploy.worker.member.why_not_kernels", lambda device: "Triton is not installed")
+        assert member._described().computes.fallbacks == ("KV is copied by torch: Triton is not installed",)
+        monkeypatch.setattr("deploy.worker.member.why_not_kernels", lambda device: None)
+        assert "do not run or move other bytes" in member._described().computes.fallbacks[0]
+    finally:
         await member.kv.close()
 
 

@@ -31,8 +31,8 @@ from tests.unit.baton.engine.scripted import ScriptedEngine
             r"engine\.runner arithmetic does not know engine\.kv_cache_gib; unset it",
         ),
         (
-            {"runner": "arithmetic", "rank_timeout_s": 5.0, "kv_cache_gib": 2.0},
-            r"arithmetic does not know engine\.kv_cache_gib and engine\.rank_timeout_s; unset them",
+            {"runner": "arithmetic", "kv_dtype": "fp8", "kv_cache_gib": 2.0},
+            r"arithmetic does not know engine\.kv_cache_gib and engine\.kv_dtype; unset them",
         ),
         ({"arithmetic_step_ms": 1.0}, r"engine\.runner auto does not know engine\.arithmetic_step_ms; unset it"),
         (

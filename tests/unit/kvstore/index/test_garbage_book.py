@@ -34,3 +34,6 @@ def test_a_million_keys_are_no_million_lines(caplog: pytest.LogCaptureFixture) -
         book.note("record", f"k:{number}", "x")
     assert book.seen()[0].times == 2 * MAX_LOGGED
     assert len(caplog.records) == MAX_LOGGED
+    assert "not logged" in caplog.records[-1].getMessage()
+    book.note("lease", "k:a", "x")
+    assert len(caplog.records) == MAX_LOGGED + 1, "of each kind so many"

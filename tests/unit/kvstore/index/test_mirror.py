@@ -19,6 +19,12 @@ def keys(*numbers: int) -> tuple[bytes, ...]:
     return tuple(number.to_bytes(16, "big") for number in numbers)
 
 
+def replace(mirror: Mirror, worker_id: str, epoch: int, seq: int, owned: Sequence[bytes]) -> None:
+    """Sets a worker's blocks, with nobody else between two parts."""
+    for _ in mirror.replacing(worker_id, epoch, seq, owned):
+        pass
+
+
 class Worker:
     """Numbers the events of one epoch."""
 
@@ -107,7 +113,7 @@ def test_a_gap_stops_only_this_worker_until_it_is_replaced(mirror: Mirror) -> No
     a.event(Op.REMOVED, 1)  # lost
     later = a.event(Op.STORED, 2)
     assert apply(mirror, later, b.event(Op.STORED, 2), later) == [Applied.GAP, Applied.DONE, Applied.GAP]
-    mirror.replace("a", 1, 3, keys(2))
+    replace(mirror, "a", 1, 3, keys(2))
     assert apply(mirror, later, a.event(Op.STORED, 3)) == [Applied.STALE, Applied.DONE]
     assert mirror.lookup(keys(2, 3)) == {"a": 2, "b": 1}
     assert mirror.lookup(keys(1)) == {}
@@ -127,9 +133,9 @@ def test_a_snapshot_replaces_all_at_once_and_heals_a_gap(mirror: Mirror) -> None
 def test_a_snapshot_that_was_joined_in_its_middle_is_a_gap(mirror: Mirror) -> None:
     a = Worker("a", 1)
     _, _, part, end = a.snapshot(1, 2, 3, 4)
-    mirror.replace("a", 1, 2, ())
+    replace(mirror, "a", 1, 2, ())
     assert apply(mirror, part, end) == [Applied.DONE, Applied.GAP]
-    mirror.replace("a", 1, 4, keys(1, 2, 3, 4))
+    replace(mirror, "a", 1, 4, keys(1, 2, 3, 4))
     assert mirror.lookup(keys(1, 2, 3, 4)) == {"a": 4}
 
 
@@ -279,7 +285,7 @@ def test_random_events_give_what_a_naive_model_gives(
         elif len(step) == 2:
             worker_id, owned = step
             epoch, seq = naive.epoch.get(worker_id, 1), naive.seq.get(worker_id, 0) + 1
-            mirror.replace(worker_id, epoch, seq, keys(*owned))
+            replace(mirror, worker_id, epoch, seq, keys(*owned))
             if worker_id not in naive.epoch:
                 naive.start(worker_id, epoch)
             naive.owned[worker_id], naive.parts[worker_id], naive.seq[worker_id] = set(keys(*owned)), None, seq
@@ -331,7 +337,7 @@ def test_late_answers_leave_nothing_wrong(seed: int) -> None:
                     on_the_way = worker.snapshot(*owned)
                 case "rescan":
                     on_the_way = []
-                    mirror.replace("a", 1, worker.seq, keys(*owned))
+                    replace(mirror, "a", 1, worker.seq, keys(*owned))
             mirror.check()
         apply(mirror, *on_the_way)
         assert {n for n in range(3) if mirror.lookup(keys(n))} == owned

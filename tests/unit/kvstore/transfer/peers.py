@@ -20,21 +20,23 @@ import torch
 from baton.config import FaultsConfig, TransferConfig
 from baton.engine.core.engine import Engine
 from baton.engine.core.kv_spec import BlockTables, KVSpec, LayerGroup, StateSpec
-from baton.engine.core.loop import EngineLoop, OnEngineEvent, SequenceHandle
-from baton.engine.core.outputs import Generated
+from baton.engine.core.loop import EngineLoop, SequenceHandle
+from baton.engine.core.outputs import Generated, OnEngineEvent
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose
 from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.engine.model.kv_cache import KVCache
 from baton.kv_layout import KvLayout
 from baton.messages import HandedOver, PrefixSource, SequenceSpec, Ticket
+from baton.rpc.arrivals import Arrivals
 from baton.rpc.doors import WORKERS_RULES, member_doors
 from baton.rpc.errors import ErrorInterceptor, MalformedCount
-from baton.rpc.server import SERVER_OPTIONS
+from baton.rpc.server import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from baton.tasks import cancel_and_wait
 from baton.tls import Tls
 from baton.trust import KeyFile
 from baton.v1 import kv_pb2_grpc
+from kvstore.transfer.copy.blocks import choose_copies
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.local_worker import LocalWorker
 from kvstore.transfer.protocol.layout import heads_of
@@ -215,7 +217,8 @@ async def served(
     tls: Tls | None = None,
 ) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """The address at which it answers, and the server."""
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(MalformedCount()), *doors], options=SERVER_OPTIONS)
+    interceptors = [ErrorInterceptor(MalformedCount()), *doors, Arrivals(MAX_MESSAGE_BYTES)]
+    server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     kv_pb2_grpc.add_KvControlServicer_to_server(servicer, server)
     if tls is None:
         address = f"{HOST}:{server.add_insecure_port(f'{HOST}:0')}"
@@ -238,6 +241,7 @@ def local_worker(
     tls: Tls | None = None,
     keys: KeyFile | None = None,
 ) -> LocalWorker:
+    choose_copies(caches)
     return LocalWorker(
         worker_id=name,
         incarnation=f"{name}.{incarnation}",

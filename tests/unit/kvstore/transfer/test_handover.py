@@ -689,7 +689,8 @@ class WatchedSender(KvSender):
 
         def noted(chunk: Chunk, payload: torch.Tensor, *how: Any) -> None:
             gather(chunk, payload, *how)
-            self.read_s[part.ticket.transfer_id] = time.monotonic()
+            name, _, _ = part.ticket.transfer_id.partition("#")
+            self.read_s[name] = time.monotonic()
 
         copier.gather = noted  # type: ignore[assignment, method-assign]
         return copier

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,7 +11,7 @@ from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError
 from kvstore.transfer.connection.pauses import LONGEST_PAUSE_S
 from tests.fakes.gpu import FakeGpu, fake_gpus
-from tests.fakes.nccl import Knobs, fake_nccl
+from tests.fakes.nccl import Knobs
 from tests.support.waiting import until
 from tests.unit.kvstore.transfer.peers import (
     CONFIG,
@@ -29,12 +28,6 @@ from tests.unit.kvstore.transfer.peers import (
 
 LINKS = dataclasses.replace(CONFIG, links=("nccl", "tcp"))
 SOURCE, TARGET = scattered(10, 1), scattered(10, 2)
-
-
-@pytest.fixture
-def knobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Knobs]:
-    with fake_nccl(monkeypatch, opening_timeout_s=2) as knobs:
-        yield knobs
 
 
 def on_gpu(cache: KVCache, gpu: FakeGpu) -> KVCache:
@@ -83,6 +76,29 @@ async def test_a_pair_that_cannot_be_opened_costs_no_transfer_and_is_tried_again
                     await hand_over(prefill, decode, SOURCE, TARGET, name="again")
                     await asyncio.sleep(0.02)
             await hand_over(prefill, decode, SOURCE, TARGET, name="last")
+
+
+async def test_no_transfer_waits_for_the_choice_of_what_copies_its_chunks(
+    knobs: Knobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles and loads kernels, for seconds; it is made when a worker begins."""
+    asked: list[object] = []
+
+    def why_not(device: object) -> str:
+        asked.append(device)
+        return "it is none"
+
+    monkeypatch.setattr("kvstore.transfer.copy.kernel_choice.why_not_kernels", why_not)
+    with fake_gpus(2) as (here, there):
+        async with (
+            decode_side(LINKS, caches=[on_gpu(KVCache(SPEC, NUM_BLOCKS, 8), there)]) as decode,
+            prefill_side(LINKS, caches=[on_gpu(filled_cache(1), here)]) as prefill,
+        ):
+            assert asked == [there.device, here.device]
+            await hand_over(prefill, decode, SOURCE, TARGET, name="first")
+            await until(lambda: good_kinds(prefill) == ["nccl"], SOON_S)
+            await hand_over(prefill, decode, SOURCE, TARGET, name="second")
+        assert asked == [there.device, here.device]
 
 
 async def test_on_one_gpu_nccl_is_not_tried(knobs: Knobs) -> None:

@@ -38,7 +38,7 @@ SOURCE, TARGET = scattered(10, 1), scattered(10, 2)
 
 @pytest.fixture
 def knobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Knobs]:
-    with tempfile.TemporaryDirectory() as directory, fake_nccl(monkeypatch, opening_timeout_s=2) as knobs:
+    with tempfile.TemporaryDirectory() as directory, fake_nccl(monkeypatch) as knobs:
         monkeypatch.setenv("TMPDIR", directory)
         yield knobs
 

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 
 import pytest
 
 from baton.config import ClusterConfig
+from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError
 from baton.tls import Tls, member_tls
+from tests.fakes.gpu import fake_gpus
+from tests.fakes.nccl import fake_nccl
 from tests.support.certificates import Authority, cluster_settings
-from tests.unit.kvstore.transfer.peers import CONFIG, decode_side, hand_over, prefill_side
+from tests.support.waiting import until
+from tests.unit.kvstore.transfer.peers import (
+    CONFIG,
+    NUM_BLOCKS,
+    SOON_S,
+    SPEC,
+    decode_side,
+    filled_cache,
+    hand_over,
+    prefill_side,
+)
 
 OVER_TCP = dataclasses.replace(CONFIG, links=("tcp",))
 
@@ -33,6 +47,38 @@ async def test_blocks_arrive_and_new_certificates_break_nothing(tmp_path: Path) 
                 authority.sign("decode")
                 await hand_over(prefill, decode, [1, 2, 3], [4, 5, 6], name="after")
                 assert prefill.sender.open_kinds[-1] == "tcp"
+
+
+@pytest.mark.parametrize("allowed", [(), ("prefill",), ("decode",), ("prefill", "decode")])
+async def test_nccl_leaves_a_machine_only_where_both_workers_name_its_network_as_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("kvstore.transfer.sender.host_id", lambda: "another host")
+    authority = Authority.make(tmp_path)
+    configs = [
+        dataclasses.replace(CONFIG, links=("nccl", "tcp"), plain_links=("nccl",) * (side in allowed))
+        for side in ("prefill", "decode")
+    ]
+    with fake_nccl(monkeypatch), fake_gpus(2) as (here, there):
+        source, target = filled_cache(1), KVCache(SPEC, NUM_BLOCKS, 8)
+        source.device, target.device = here.device, there.device
+        async with (
+            prefill_side(configs[0], caches=[source], tls=_member(authority, "prefill")) as prefill,
+            decode_side(configs[1], caches=[target], tls=_member(authority, "decode")) as decode,
+        ):
+            await hand_over(prefill, decode, [1, 2, 3], [6, 5, 4])
+            if len(allowed) == 2:
+                await until(lambda: prefill.sender.open_kinds == ["nccl"], SOON_S)
+                await hand_over(prefill, decode, [1, 2, 3], [4, 5, 6], name="over nccl")
+                return
+            await until(lambda: "no nccl transport" in caplog.text, SOON_S)
+            assert prefill.sender.open_kinds == ["tcp"]
+    silent = " and ".join(side for side in ("prefill-0", "decode-0") if side[:-2] not in allowed)
+    assert (
+        "is on another host, to which KV goes encrypted, since the cluster has certificates (cluster.tls_certificate): "
+        f"nccl cannot encrypt, and transfer.plain_links of worker {silent} does not name it"
+    ) in caplog.text
 
 
 @pytest.mark.parametrize("strangers", ["plain", "another authority's"])

@@ -19,7 +19,7 @@ from kvstore.transfer.sender import OutgoingTransfer
 from kvstore.transfer.transport.streams import own_stream
 from tests.fakes.gpu import FakeEvent, FakeGpu, FakeStream, fake_gpus
 from tests.fakes.late import JUNK
-from tests.fakes.nccl import Knobs, fake_nccl
+from tests.fakes.nccl import Knobs
 from tests.support.waiting import until
 from tests.unit.kvstore.transfer.peers import (
     CONFIG,
@@ -37,12 +37,6 @@ from tests.unit.kvstore.transfer.peers import (
 
 SOURCE, TARGET = scattered(10, 1), scattered(10, 2)
 NUM_TOKENS = 160
-
-
-@pytest.fixture
-def knobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Knobs]:
-    with fake_nccl(monkeypatch, opening_timeout_s=5) as knobs:
-        yield knobs
 
 
 @pytest.fixture

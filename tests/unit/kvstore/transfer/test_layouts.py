@@ -50,7 +50,7 @@ def make_engine(model_dir: Path, block_size: int) -> Engine:
     return Engine(
         runner,
         SchedulerLimits(
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.batch(on_gpu=False).max_num_seqs,
             max_num_batched_tokens=64,
             output_reservation=64,
         ),

@@ -16,21 +16,15 @@ from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.protocol.plan import WireOptions, plan
 from kvstore.transfer.transport.streams import own_stream
 from tests.fakes.gpu import FakeEvent, FakeGpu, fake_gpus
-from tests.fakes.nccl import Knobs, fake_nccl
+from tests.fakes.nccl import Knobs
 from tests.fakes.races import Races, Watching
 from tests.unit.kvstore.transfer.copy.test_blocks import Side, layout, make_side
 from tests.unit.kvstore.transfer.transport.ends import header_of
-from tests.unit.kvstore.transfer.transport.test_nccl import opened, taken
+from tests.unit.kvstore.transfer.transport.nccl_pairs import opened, taken
 
 NUM_TOKENS = 40
 SLOT_BYTES = 8192
 LONG_S = 30.0
-
-
-@pytest.fixture
-def knobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Knobs]:
-    with fake_nccl(monkeypatch, opening_timeout_s=5) as knobs:
-        yield knobs
 
 
 @pytest.fixture

@@ -88,8 +88,8 @@ async def test_a_request_is_two_entries_and_its_headers_say_what_is_left(ledger:
 @pytest.mark.parametrize(
     ("tenant", "limit", "retry_s"),
     [
-        (Tenant(id="acme", requests_per_minute=1), "requests_per_minute of 1", 61.0),
-        (Tenant(id="acme", tokens_per_minute=10), "tokens_per_minute of 10", 61.0),
+        (Tenant(id="acme", requests_per_minute=1), "requests_per_minute of 1", 60.0),
+        (Tenant(id="acme", tokens_per_minute=10), "tokens_per_minute of 10", 60.0),
         (Tenant(id="acme", tokens_per_day=10), "tokens_per_day of 10", 87_840.0),
         (Tenant(id="acme", max_in_flight=1), "max_in_flight of 1", 1.0),
     ],
@@ -227,6 +227,56 @@ async def test_what_a_request_owes_is_booked_once_while_the_ledger_hangs(ledger:
     await asyncio.gather(booking, flushing)
     await books.flush()
     assert await used(ledger, tenant) == (0, 31, 0)
+
+
+async def test_what_an_answer_may_be_is_reserved_until_it_has_ended_and_headers_say_so(ledger: Shared) -> None:
+    books, others = router(ledger), router(ledger)
+    tenant = Tenant(id="acme", tokens_per_minute=300, tokens_per_day=10**6)
+    charge = books.arrive(tenant, 16)
+    await charge.book(2, 960)
+    assert charge.quota is not None
+    assert charge.quota.tokens is not None
+    assert (charge.quota.tokens.limit, charge.quota.tokens.remaining) == (300, 0)
+    for each in (books, others):
+        second = each.arrive(tenant, 1)
+        with pytest.raises(QuotaExceeded, match="tokens_per_minute of 300") as caught:
+            await second.book(1, 1)
+        assert caught.value.retry_after_s == accounts.BUSY_RETRY_S
+        second.settle(0)
+    charge.settle(40)
+    await books.flush()
+    third = others.arrive(tenant, 1)
+    await third.book(1, 100)
+    assert third.quota is not None
+    assert third.quota.tokens is not None
+    assert third.quota.tokens.remaining == 300 - 2 - 40 - 1 - 100
+    fourth = books.arrive(tenant, 1)
+    await fourth.book(100, 50)
+    assert fourth.quota is not None
+    assert fourth.quota.tokens is not None
+    assert fourth.quota.tokens.remaining == 300 - 42 - 101 - 100 - 50
+
+
+async def test_a_tenant_without_a_limit_of_tokens_reserves_none(ledger: Shared) -> None:
+    books = router(ledger)
+    charge = books.arrive(Tenant(id="acme", requests_per_minute=5), 1)
+    await charge.book(10, 10**6)
+    assert ledger.entries[-1].num_reserved == 0
+
+
+async def test_what_is_refused_or_cancelled_reserves_nothing(ledger: Shared) -> None:
+    books, tenant = router(ledger), Tenant(id="acme", requests_per_minute=1, tokens_per_minute=100)
+    first = books.arrive(tenant, 1)
+    await first.book(1, 10)
+    second = books.arrive(tenant, 1)
+    with pytest.raises(QuotaExceeded, match="requests_per_minute"):
+        await second.book(1, 50)
+    second.settle(0)
+    first.settle(3)
+    await books.flush()
+    assert (ledger.entries[-1].num_reserved, ledger.entries[-1].amounts) == (0, (0, 3, 3))
+    entry = LedgerEntry(tenant_id="acme", limits=(None, 100, None))
+    assert (await ledger.book(entry)).num_reserved == 0
 
 
 @pytest.fixture

@@ -178,6 +178,15 @@ def test_prompt_and_answer_must_fit_the_context_window() -> None:
     assert refusal.value.param == "max_tokens"
 
 
+@pytest.mark.parametrize(("num_prompt_tokens", "asked", "expected"), [(20, 79, 79), (20, 81, 80), (99, 5000, 1)])
+def test_an_answer_is_shortened_to_the_window_if_the_request_allows_that(
+    num_prompt_tokens: int, asked: int, expected: int
+) -> None:
+    fields = {"max_tokens": asked}
+    params = with_lengths(sampling_params(fields, FACTS), fields, num_prompt_tokens, FACTS, shortens=True)
+    assert params.max_tokens == expected
+
+
 @pytest.mark.parametrize(
     ("asked", "param"),
     [({"stop_token_ids": (5, 500)}, "stop_token_ids"), ({"top_p": 0.0}, "top_p"), ({"n": 17}, "n")],

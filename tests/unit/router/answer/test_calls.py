@@ -120,7 +120,7 @@ def test_any_split_gives_the_same(form: CallForm, data: st.DataObject) -> None:
         (call_format.HERMES, f" \n{transcripts.hermes(*transcripts.ONE)}", "", [0]),
         (call_format.QWEN_XML, "a<tool_call><function=add>b<parameter=x>1</parameter>c<parameter=y>2</parameter>d"
          f"</function></tool_call>{transcripts.tagged('add')}", "abcd", [1, 4]),
-        (call_format.QWEN_XML, "<tool_call><function=add>a<parameter=x>1</parameter>b<param", "ab<param", [0]),
+        (call_format.QWEN_XML, "<tool_call><function=add>a<parameter=x>1</parameter>b<param", "ab", [0]),
         (call_format.PLAIN_JSON, '{"name": "add", "parameters": {}} x', "x", [0]),
     ],
 )  # fmt: skip
@@ -268,6 +268,22 @@ def test_transformers_parser_reads_the_same(template: Any, form: CallForm, examp
     assert num_read >= 5
 
 
+def test_a_template_with_the_marks_of_a_known_form_is_read_as_loosely() -> None:
+    json_field: Any = QWENS["fields"]["tool_calls"]  # type: ignore[index]
+    tag_field: Any = QWENS_XML["fields"]["tool_calls"]  # type: ignore[index]
+    seeds = {name: text.replace("tool_call>", "seed:tool_call>") if isinstance(text, str) else text
+             for name, text in tag_field.items()}  # fmt: skip
+    for field, known in ((json_field, call_format.HERMES), (tag_field, call_format.QWEN_XML),
+                         (seeds, call_format.SEED_XML)):  # fmt: skip
+        form = form_of(field)
+        assert form is not None
+        assert form.loose is known.loose
+    for field in ({**json_field, "close": "</c>"}, {**tag_field, "open_pattern": "<c>(?P<name>.*?)\\n"}):
+        form = form_of(field)
+        assert form is not None
+        assert form.loose is None
+
+
 def test_templates_of_other_forms(caplog: pytest.LogCaptureFixture) -> None:
     marks = {"open": "<c>", "close": "</c>", "content": "json"}
     renamed = form_of({**marks, "transform": {"function": {"name": "{content.tool}", "arguments": "{content.with}"}}})
@@ -304,6 +320,13 @@ def test_a_chat_template_tells_the_form() -> None:
     for source, form in (
         ("<tool_call>\\n{'name'", call_format.HERMES),
         ("<tool_call>\\n<function=", call_format.QWEN_XML),
+        ("<seed:tool_call>\\n<function=", call_format.SEED_XML),
+        ("<|START_ACTION|>[", call_format.COHERE),
+        ("`directly_answer`", call_format.COHERE_FENCED),
+        ("<TOOLCALL>[", call_format.NEMOTRON),
+        ("functools[{'name'", call_format.PHI),
+        ("<|tool|>' + message['tools'] + '<|/tool|>", call_format.PHI),
+        ("<|observation|>", call_format.GLM),
         ("[TOOL_CALLS]", call_format.MISTRAL),
         ("[TOOL_CALLS]name[ARGS]", call_format.MISTRAL_11),
         ("<｜tool▁call▁begin｜>", call_format.DEEPSEEK),

@@ -33,6 +33,7 @@ from router.answer import (
 )
 from router.answer.marks import MAX_HELD
 from router.prompt import Tokenizer
+from tests.support.chats import encoded
 from tests.support.reasoning import reasoning_model
 
 THINK = Reasoning(Mark.of({"open": "<think>"}, "open"), Mark.of({"close": "</think>"}, "close"))
@@ -152,7 +153,7 @@ def tokenizer_of(folder: Path, template: str = "", special: Sequence[str] = (), 
 
 
 def plan_of(tokenizer: Tokenizer, prompt: PromptInput) -> Any:
-    ids = tokenizer.encode_chat(prompt, scope="") if isinstance(prompt, Chat) else [0]
+    ids = encoded(tokenizer, prompt) if isinstance(prompt, Chat) else [0]
     return AnswerFormat.load(tokenizer).plan(prompt, ids, tokenizer, SamplingParams())
 
 
@@ -170,6 +171,17 @@ def test_a_chat_template_tells_the_marks(tmp_path: Path) -> None:
         assert (found.opens.text, found.closes.text) == (begin, end)
     for number, template in enumerate(("", "{{ messages }} thinking")):
         assert AnswerFormat.load(tokenizer_of(tmp_path / f"none-{number}", template)).reasoning is None
+
+
+def test_calls_in_a_form_that_is_not_known_are_text_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    field = {"open": "<c>", "content": "of a later release"}
+    template = {"start_anchor": "a", "fields": {"tool_calls": field, "content": {"content": "text"}}}
+    tokenizer = tokenizer_of(tmp_path / "own", "{{ tools }}", response_template=template)
+    assert AnswerFormat.load(tokenizer).calls is None
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "router.answer.format"]
+    assert said.startswith(f"{tmp_path / 'own'} writes calls of tools in a way that is not known")
 
 
 def test_a_models_own_response_template_wins(tmp_path: Path) -> None:

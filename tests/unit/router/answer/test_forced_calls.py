@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from baton.chat import ChatMessage
 from baton.errors import InvalidRequest
 from baton.grammar import GrammarCompiler
 from baton.sampling import SamplingParams
-from baton.structure import StructuredOutputs
+from baton.structure import StructuredOutputs, loosened
 from baton.tools import Tool, ToolCallDelta, ToolChoice, ToolUse, joined_calls
 from router.answer import AnswerFormat, CallForm, CallIds, Calls, call_format, with_tool_choice
 from router.prompt import Tokenizer
@@ -39,6 +40,12 @@ BY_NAME = {tool.name: tool for tool in TOOLS}
 FORMS = {
     "hermes": call_format.HERMES,
     "qwen xml": call_format.QWEN_XML,
+    "seed xml": call_format.SEED_XML,
+    "cohere": call_format.COHERE,
+    "cohere fenced": call_format.COHERE_FENCED,
+    "nemotron": call_format.NEMOTRON,
+    "phi": call_format.PHI,
+    "glm": call_format.GLM,
     "mistral": call_format.MISTRAL,
     "mistral 11": call_format.MISTRAL_11,
     "deepseek": call_format.DEEPSEEK,
@@ -47,7 +54,7 @@ FORMS = {
 }
 MARKS = [
     "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
-    "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
+    "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|START_ACTION|>", "<|END_ACTION|>",
 ]  # fmt: skip
 
 
@@ -154,7 +161,7 @@ def test_strict_calls_are_valid_where_the_model_begins_one(
 ) -> None:
     form = FORMS[name]
     assert form.written is not None
-    begin = form.written.first + form.written.begin
+    begin = form.written.first + form.written.begin or f"weather{form.written.middle}{{"
     for before in ("",) if form.only_at_begin else ("", "Well, so: "):
         for seed in range(6):
             params = asked(tokenizer, form)
@@ -201,6 +208,17 @@ def test_json_that_marks_calls_begins_none_behind_white_space(compiler: GrammarC
             compiler.compile(params.structured_outputs).take(tokenizer.encode(space + call))
     assert not read(call_format.PLAIN_JSON, f"x {call}")[1]
     compiler.compile(params.structured_outputs).take(tokenizer.encode(f"x {call}"))
+
+
+def test_a_line_that_marks_calls_begins_none_that_is_not_valid(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    params = asked(tokenizer, call_format.GLM)
+    assert params.structured_outputs is not None
+    for call in ("weather\n{}", " weather \n {}", "\nnow\t\n\n{"):
+        with pytest.raises(InvalidRequest):
+            compiler.compile(params.structured_outputs).take(tokenizer.encode(call))
+    for text in ("the weather\n{}", "weather {}", "weathers\n{}", "weather\n[]", "[1]", "{}", " x", "<b>", "now"):
+        assert not read(call_format.GLM, text)[1]
+        compiler.compile(params.structured_outputs).take(tokenizer.encode(text))
 
 
 TEXT = Tool(name="say", parameters={"properties": {"text": {"type": "string"}, "list": {"type": "array"}}}, strict=True)
@@ -255,6 +273,27 @@ def test_marks_in_content_that_has_a_structure_are_text(tokenizer: Tokenizer) ->
             assert "".join(delta.text for delta in deltas) == (raw if not num_calls else raw.replace(call, "").strip())
 
 
+def test_only_what_no_grammar_enforces_is_read_in_another_form(tokenizer: Tokenizer) -> None:
+    free, strict = (Tool(name="weather", parameters=CITY),), TOOLS
+    bare = '{"name": "weather", "arguments": {"city": "a"}}'
+    content = {"structured_outputs": StructuredOutputs(json_object=True)}
+    for tools, choice, params, is_call in (
+        (free, ToolChoice(), {}, True),
+        (free, ToolChoice(), {"thinking_budget": 3}, True),
+        (strict, ToolChoice(), {}, False),
+        (free, ToolChoice(is_parallel=False), {}, False),
+        (free, ToolChoice(), content, False),
+    ):
+        chat = Chat(messages=(ChatMessage(role="user", content="Hi"),), tools=tools, tool_choice=choice)
+        plan = AnswerFormat(calls=call_format.HERMES).plan(chat, (), tokenizer, SamplingParams(**params))
+        assert plan is not None
+        channels = plan.channels("r", 0)
+        deltas = [*map(channels.push, f"So.\n{bare}"), channels.flush()]
+        calls = joined_calls(call for delta in deltas for call in delta.calls)
+        assert [call.arguments for call in calls] == ['{"city": "a"}'] * is_call
+        assert "".join(delta.text for delta in deltas) == ("So." if is_call else f"So.\n{bare}")
+
+
 def test_content_may_have_a_schema_where_no_call_comes(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     closed = {**CITY, "additionalProperties": False}
     params = asked(
@@ -269,7 +308,7 @@ def test_content_may_have_a_schema_where_no_call_comes(compiler: GrammarCompiler
     params = asked(tokenizer, call_format.HERMES, params={"structured_outputs": StructuredOutputs(json_object=True)})
     assert params.structured_outputs is not None
     compiler.compile(params.structured_outputs).take(tokenizer.encode('{"a": [1]}'))
-    for bad in ("7", "{", "[" * 100_000):
+    for bad in ("7", "{", "[" * 100_000, '{"items":' * 400 + "{}" + "}" * 400):
         with pytest.raises(InvalidRequest):
             asked(tokenizer, call_format.HERMES, params={"structured_outputs": StructuredOutputs(json=bad)})
 
@@ -299,30 +338,37 @@ def test_what_cannot_be_forced_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="no other structure"):
         asked(tokenizer, call_format.HERMES, params={"structured_outputs": StructuredOutputs(regex="a")})
     pattern = (Tool(name="f", parameters={"properties": {"a": {"type": "string", "pattern": "a+"}}}, strict=True),)
-    with pytest.raises(InvalidRequest, match="'pattern' of a string cannot be enforced"):
+    with pytest.raises(InvalidRequest, match=r"^tools\[0\]\.function\.parameters\.properties\.a: pattern cannot"):
         asked(tokenizer, call_format.QWEN_XML, pattern)
     name = (Tool(name="f", parameters={"properties": {"a>b": {"type": "null"}}}, strict=True),)
     with pytest.raises(InvalidRequest, match="whose name cannot be 'a>b'"):
         asked(tokenizer, call_format.QWEN_XML, name)
     union = (Tool(name="f", parameters={"properties": {"a": {"anyOf": [{"type": "string"}]}}}, strict=True),)
-    with pytest.raises(InvalidRequest, match="must have one type"):
+    with pytest.raises(InvalidRequest, match=r"properties\.a: anyOf cannot be enforced"):
         asked(tokenizer, call_format.QWEN_XML, union)
     length = (Tool(name="f", parameters={"properties": {"a": {"type": "string", "maxLength": "9}/"}}}, strict=True),)
-    with pytest.raises(InvalidRequest, match="must be integers that fit"):
+    with pytest.raises(InvalidRequest, match=r"properties\.a: minLength cannot be enforced"):
         asked(tokenizer, call_format.QWEN_XML, length)
     zero = (
         Tool(
             name="f", parameters={"properties": {"a": {"type": "string", "minLength": 1, "maxLength": 0}}}, strict=True
         ),
     )
-    with pytest.raises(InvalidRequest, match="must be integers that fit"):
+    with pytest.raises(InvalidRequest, match=r"properties\.a: minLength cannot be enforced"):
         asked(tokenizer, call_format.QWEN_XML, zero)
     unnamed = (Tool(name="f", parameters={"properties": {"": {"type": "null"}}}, strict=True),)
     with pytest.raises(InvalidRequest, match="whose name cannot be ''"):
         asked(tokenizer, call_format.QWEN_XML, unnamed)
-    odd = (Tool(name="f", parameters={"properties": {"a": {"type": "string", "": 1}}}, strict=True),)
-    with pytest.raises(InvalidRequest, match="'' of a string cannot be enforced"):
-        asked(tokenizer, call_format.QWEN_XML, odd)
+    long = "n" * 65
+    for cut, properties, said in (
+        (long[:64], {long: {"anyOf": [{"type": "string"}]}}, "anyOf cannot be enforced"),
+        (">" + long[:63], {">" + long: {"type": "null"}}, "rename it"),
+    ):
+        tools = (Tool(name="f", parameters={"properties": properties}, strict=True),)
+        with pytest.raises(InvalidRequest, match=said) as refused:
+            asked(tokenizer, call_format.QWEN_XML, tools)
+        assert cut in str(refused.value), "no more of it is repeated"
+        assert cut + "n" not in str(refused.value)
     large = tuple(Tool(name=f"t{i}", parameters={"description": "x" * 2000}) for i in range(100))
     with pytest.raises(InvalidRequest, match="need a grammar of"):
         asked(tokenizer, call_format.HERMES, large, use=ToolUse.REQUIRED)
@@ -339,6 +385,81 @@ def test_what_is_not_required_may_be_left_out(compiler: GrammarCompiler, tokeniz
     for wrong in (f"{tag('unit', 'C')}", f"{tag('city', 'a')}{tag('unit', 'K')}", f"{tag('city', 'a')}</function>"):
         with pytest.raises(InvalidRequest):
             matcher.copy().take(tokenizer.encode(begin + wrong))
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "keyword"),
+    [
+        ({"type": "string", "pattern": "^a", "maxLength": 3}, "b", "pattern"),
+        ({"type": "string", "format": "date"}, "today", "format"),
+        ({"type": "string", "format": "path"}, "/a", ""),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", "anyOf"),
+        ({"$ref": "#/$defs/s"}, "a", "$ref"),
+        ({"enum": [1, "a"]}, "1", "enum"),
+        ({"type": "string", "enum": ["<a>"]}, "<a>", "enum"),
+        ({"type": "string", "enum": ["a", "b"], "maxLength": 1}, "b", "maxLength"),
+        ({"type": "array", "uniqueItems": True, "items": {"type": "integer"}}, "[1]", "uniqueItems"),
+        (True, "a", "a schema without type"),
+    ],
+)
+def test_a_tag_of_a_tool_that_is_not_strict_keeps_what_can_be_kept(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, schema: Any, good: str, keyword: str
+) -> None:
+    parameters = {"properties": {"a": schema}, "required": ["a"], "$defs": {"s": {"type": "string"}}}
+    tools = (Tool(name="f", parameters=parameters),)
+    params = asked(tokenizer, call_format.QWEN_XML, tools, use=ToolUse.REQUIRED)
+    assert params.structured_outputs is not None
+    known = loosened(params.structured_outputs, compiler.check(params.structured_outputs))
+    begin = "<tool_call>\n<function=f>\n"
+    compiler.compile(known).take(
+        tokenizer.encode(f"{begin}<parameter=a>\n{good}\n</parameter>\n</function>\n</tool_call>")
+    )
+    with pytest.raises(InvalidRequest):
+        compiler.compile(known).take(tokenizer.encode(f"{begin}</function>"))
+    if keyword:
+        strict = (Tool(name="f", parameters=parameters, strict=True),)
+        named = rf"parameters\.properties\.a: {re.escape(keyword)} cannot be enforced"
+        with pytest.raises(InvalidRequest, match=named):
+            compiler.check(asked(tokenizer, call_format.QWEN_XML, strict).structured_outputs or known)
+
+
+@pytest.mark.parametrize(
+    ("more", "keyword"),
+    [
+        ({"anyOf": [{"required": ["a"]}]}, "anyOf"),
+        ({"minProperties": 1}, "minProperties"),
+        ({"maxProperties": 0}, "maxProperties"),
+        ({"required": ["b"]}, "required"),
+        ({"patternProperties": {"^b": {}}}, "patternProperties"),
+    ],
+)
+def test_what_tags_do_not_keep_of_strict_arguments_is_refused(
+    tokenizer: Tokenizer, more: dict[str, Any], keyword: str
+) -> None:
+    tools = (Tool(name="f", parameters={"properties": {"a": {"type": "integer"}}, **more}, strict=True),)
+    with pytest.raises(InvalidRequest, match=rf"^tools\[0\]\.function\.parameters: {keyword} cannot be enforced"):
+        asked(tokenizer, call_format.QWEN_XML, tools, use=ToolUse.REQUIRED)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_forced_call_that_is_cut_off_leaves_no_text(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, form: CallForm
+) -> None:
+    chosen = ToolChoice(use=ToolUse.REQUIRED)
+    chat = Chat(messages=(ChatMessage(role="user", content="Hi"),), tools=TOOLS, tool_choice=chosen)
+    params = with_tool_choice(SamplingParams(), chat, form, tokenizer)
+    token_ids = tokenizer.encode(written(compiler, params, tokenizer, 1), parse_special=True)
+    plan = AnswerFormat(calls=form, shown_ids=tokenizer.special_ids).plan(chat, (), tokenizer, params)
+    assert plan is not None
+    num_calls = []
+    for cut in range(len(token_ids) + 1):
+        channels = plan.channels("r", 0)
+        pieces = [channels.push(tokenizer.decode_all([token_id])) for token_id in token_ids[:cut]]
+        pieces.append(channels.flush())
+        assert "".join(piece.text for piece in pieces) == ""
+        num_calls.append(len(joined_calls([call for piece in pieces for call in piece.calls])))
+    assert num_calls == sorted(num_calls)
+    assert num_calls[-1] > 0
 
 
 def test_a_tag_may_refer_to_a_definition_of_its_tool(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:

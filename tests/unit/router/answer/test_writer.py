@@ -289,3 +289,18 @@ def test_what_an_end_flushes_is_no_stop_string_too_early(tokenizer: Tokenizer) -
     for min_tokens, text in ((1, "a"), (2, "a\ufffd")):
         params = SamplingParams(stop=("\ufffd",), min_tokens=min_tokens, max_tokens=2)
         assert AnswerWriter(tokenizer, (), params).push(token_ids, FinishReason.LENGTH).text == text
+
+
+def test_arguments_are_whole_if_the_model_ended_the_answer(tokenizer: Tokenizer) -> None:
+    raw = '<tool_call>{"name": "add", "arguments": {"a": 1'
+    rows: list[tuple[FinishReason, dict[str, Any], str]] = [
+        (FinishReason.STOP, {}, '{"a": 1}'),
+        (FinishReason.LENGTH, {}, '{"a": '),
+        (FinishReason.LENGTH, {"stop": (" 1",)}, '{"a":null}'),
+    ]
+    for end, params, arguments in rows:
+        calls = Calls(call_format.HERMES, {"add": Tool(name="add")}, CallIds("r", 0, 29))
+        writer = AnswerWriter(tokenizer, (), SamplingParams(**params), channels=Channels(None, calls))
+        token_ids = tokenizer.encode(raw) + [0] * (end is FinishReason.STOP)
+        (call,) = joined_calls(writer.push(token_ids, end).tool_calls)
+        assert call.arguments == arguments

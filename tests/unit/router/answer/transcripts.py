@@ -50,6 +50,19 @@ def tagged(name: str, *values: tuple[str, str]) -> str:
     return f"<tool_call>\n<function={name}>\n{tags}</function>\n</tool_call>"
 
 
+def seeds(name: str, *values: tuple[str, str]) -> str:
+    tags = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in values)
+    return f"<seed:tool_call>\n<function={name}>\n{tags}</function>\n</seed:tool_call>"
+
+
+def actions(*calls: tuple[str, str]) -> str:
+    parts = (
+        f'    {{"tool_call_id": "{i}", "tool_name": "{name}", "parameters": {arguments}}}'
+        for i, (name, arguments) in enumerate(calls)
+    )
+    return f"<|START_ACTION|>[\n{', '.join(parts)}\n]<|END_ACTION|>"
+
+
 HERMES = [
     Transcript(hermes(*ONE), calls=ONE),
     Transcript(f"Let me see.\n\n{hermes(*TWO)}", "Let me see.", TWO),
@@ -63,7 +76,7 @@ HERMES = [
     ),
     Transcript('<tool_call>\n{"name": "weather", "arguments": {"city": "Pa', calls=(("weather", '{"city": "Pa'),)),
     Transcript(
-        '<tool_call>\n{"name": "weather", "arguments": {"a": 1\n</tool_call>x', "x", (("weather", '{"a": 1\n'),)
+        '<tool_call>\n{"name": "weather", "arguments": {"a": 1\n</tool_call>x', "x", (("weather", '{"a": 1\n}'),)
     ),
     Transcript(f"\n{hermes(*ONE)}\nDone", "Done", ONE),
     Transcript(
@@ -94,7 +107,7 @@ QWEN_XML = [
                calls=(("typed", '{"n": "seven", "text": "7", "none": null, "x": 1.50, "big": "' + "9" * 5000 + '"}'),)),
     Transcript(tagged("weather", ("city", "a\n  <b> 🐈\n")), calls=(("weather", '{"city": "a\\n  <b> 🐈\\n"}'),)),
     Transcript("<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=x>\nPa",
-               "<parameter=x>\nPa", (("weather", '{"city": "Paris"'),)),
+               calls=(("weather", '{"city": "Paris"'),)),
     Transcript("<tool_call>\n<function=add>\n</function>\n</tool_call> Done", "Done", (("add", "{}"),)),
     Transcript("<tool_call>\n<function=add>\noh\n</function>\n</tool_call>", "oh", (("add", "{}"),)),
     Transcript("<tool_call>\n<function=wea", "<tool_call>\n<function=wea"),
@@ -102,6 +115,36 @@ QWEN_XML = [
                (("typed", f'{{"list": {DEEP}}}'),)),
     Transcript(tagged("unknown"), tagged("unknown")),
     Transcript("<tool_call> only a mark", "<tool_call> only a mark"),
+]  # fmt: skip
+_BARE = "<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>"
+QWEN_XML_BARE = [
+    Transcript(f"I will look it up.\n\n{_BARE}\n</tool_call>", "I will look it up.", ONE),
+    Transcript(f"{_BARE}\n</tool_call>\nSo.", "So.", ONE),
+    Transcript(f"I look.\n{_BARE}", "I look.", ONE),
+    Transcript(f"{_BARE}\n<function=add>\n</function>", "", TWO),
+    Transcript(f"{_BARE}\n</tool_call>\n{tagged('add')}", "", TWO),
+    Transcript(f"<tool_call>\n{_BARE} Done.", "Done.", ONE),
+    Transcript(
+        "<function=weather><parameter=city>a </function> b</parameter></function>",
+        calls=(("weather", '{"city": "a </function> b"}'),),
+    ),
+    Transcript("Write <function=weather> first.", "Write <function=weather> first."),
+    Transcript("Write <function=weather>\n", "Write <function=weather>\n"),
+    Transcript("<function=unknown>\n</function>", "<function=unknown>\n</function>"),
+]
+"""The mark before a call, or the one behind it, is left out."""
+_SEED = "<function=weather>\n<parameter=city>Paris</parameter>\n</function>"
+SEED_XML = [
+    Transcript(seeds("weather", ("city", "Paris")), calls=ONE),
+    Transcript(f"I look.\n{seeds('weather', ('city', 'Paris'))}\n{seeds('add')} So.", "I look.\n\n So.", TWO),
+    Transcript(f"I look.\n{_SEED}\n</seed:tool_call>", "I look.", ONE),
+    Transcript(seeds("typed", ("n", "7"), ("list", DEEP)), calls=(("typed", f'{{"n": 7, "list": {DEEP}}}'),)),
+    Transcript(seeds("weather", ("city", "Köln 🐈")), calls=(("weather", '{"city": "Köln 🐈"}'),)),
+    Transcript("<seed:tool_call>\n<function=weather>\n<parameter=city>Paris</parameter>\n<parameter=x>P",
+               calls=(("weather", '{"city": "Paris"'),)),
+    Transcript(seeds("unknown"), seeds("unknown")),
+    Transcript("<seed:tool_call> only a mark", "<seed:tool_call> only a mark"),
+    Transcript("<seed:tool_call>\n<function=wea", "<seed:tool_call>\n<function=wea"),
 ]  # fmt: skip
 QWEN_XML_MARKS = [
     Transcript(tagged("typed", ("list", '["</parameter>", "</function></tool_call>", "\\"<parameter=n>"]'), ("n", "7")),
@@ -133,6 +176,11 @@ MISTRAL = [
     Transcript('[TOOL_CALLS][{"name": "weather", "arguments": {"city"', calls=(("weather", '{"city"'),)),
     Transcript("[TOOL_CALLS]oh", "[TOOL_CALLS]oh"),
     Transcript("[TOOL_CALLS][]", "[TOOL_CALLS][]"),
+]
+_NAMED = [
+    Transcript(f"[TOOL_CALLS]weather[ARGS]{WEATHER}[TOOL_CALLS]add[ARGS]{{}}", calls=TWO),
+    Transcript(f"[TOOL_CALLS]weather{WEATHER} So.", "So.", ONE),
+    Transcript(f"[TOOL_CALLS]weather {NESTED}", calls=(("weather", NESTED),)),
 ]
 MISTRAL_11 = [
     Transcript(f"[TOOL_CALLS]weather[ARGS]{WEATHER}", calls=ONE),
@@ -170,6 +218,67 @@ GRANITE = [
     Transcript('<|tool_call|>[{"name": "weather", "arguments": {"city": "Pa', calls=(("weather", '{"city": "Pa'),)),
     Transcript("<|tool_call|>none", "<|tool_call|>none"),
 ]
+COHERE = [
+    Transcript(actions(*ONE), calls=ONE),
+    Transcript(actions(*TWO), calls=TWO),
+    Transcript(f"I look.\n{actions(('weather', NESTED))}", "I look.", (("weather", NESTED),)),
+    Transcript(actions(("weather", UNICODE)), calls=(("weather", UNICODE),)),
+    Transcript(f'<|START_ACTION|>[{{"tool_name": "weather", "parameters": {WEATHER}}}]<|END_ACTION|>', calls=ONE),
+    Transcript(f"One. {actions(*ONE)} Done.", "One.  Done.", ONE),
+    Transcript(actions(*ONE).partition("}")[0], calls=(("weather", WEATHER[:-1]),)),
+    Transcript(actions(("unknown", "{}")), actions(("unknown", "{}"))),
+    Transcript("<|START_ACTION|>none", "<|START_ACTION|>none"),
+]
+
+
+def fenced_actions(*calls: tuple[str, str]) -> str:
+    return f"Action: ```json\n{actions(*calls).removeprefix('<|START_ACTION|>').removesuffix('<|END_ACTION|>')}\n```"
+
+
+COHERE_FENCED = [
+    Transcript(fenced_actions(*ONE), calls=ONE),
+    Transcript(fenced_actions(*TWO), calls=TWO),
+    Transcript(f"I look.\n{fenced_actions(('weather', NESTED))}", "I look.", (("weather", NESTED),)),
+    Transcript(fenced_actions(("weather", UNICODE)), calls=(("weather", UNICODE),)),
+    Transcript(f"One. {fenced_actions(*ONE)} Done.", "One.  Done.", ONE),
+    Transcript(fenced_actions(*ONE).partition("}")[0], calls=(("weather", WEATHER[:-1]),)),
+    Transcript("Action: none", "Action: none"),
+    Transcript(fenced_actions(("directly_answer", "{}")), fenced_actions(("directly_answer", "{}"))),
+]
+NEMOTRON = [
+    Transcript(f"<TOOLCALL>{listed(*ONE)}</TOOLCALL>", calls=ONE),
+    Transcript(f"I look. <TOOLCALL>{listed(*TWO)}</TOOLCALL>", "I look.", TWO),
+    Transcript(f"<TOOLCALL>{listed(('weather', NESTED))}</TOOLCALL>", calls=(("weather", NESTED),)),
+    Transcript(f"<TOOLCALL>{listed(('weather', UNICODE))}</TOOLCALL>", calls=(("weather", UNICODE),)),
+    Transcript(f"One. <TOOLCALL>{listed(*ONE)}</TOOLCALL> Done.", "One.  Done.", ONE),
+    Transcript(f"<TOOLCALL>{listed(*ONE)[:-3]}", calls=(("weather", WEATHER[:-1]),)),
+    Transcript("<TOOLCALL>none", "<TOOLCALL>none"),
+]
+PHI = [
+    Transcript(f"functools{listed(*ONE)}", calls=ONE),
+    Transcript(f"functools {listed(*TWO)}", calls=TWO),
+    Transcript(f"<|tool_call|>{listed(*TWO)}<|/tool_call|>", calls=TWO),
+    Transcript(f"I look. functools{listed(('weather', NESTED))}", "I look.", (("weather", NESTED),)),
+    Transcript(f"functools{listed(('weather', UNICODE))}\n", calls=(("weather", UNICODE),)),
+    Transcript(f"One. functools{listed(*ONE)} Done.", "One.  Done.", ONE),
+    Transcript(f"functools{listed(*ONE)[:-3]}", calls=(("weather", WEATHER[:-1]),)),
+    Transcript("functools are Python's", "functools are Python's"),
+    Transcript("functools[0] and functools", "functools[0] and functools"),
+    Transcript('functools[{"name": "unknown", "arguments": {}}]', 'functools[{"name": "unknown", "arguments": {}}]'),
+]
+GLM = [
+    Transcript(f"weather\n{WEATHER}", calls=ONE),
+    Transcript(f"\nweather\n{WEATHER}\nadd\n{{}}", calls=TWO),
+    Transcript(f"weather \n {NESTED}", calls=(("weather", NESTED),)),
+    Transcript(f"weather\n{UNICODE}\n", calls=(("weather", UNICODE),)),
+    Transcript(f"weather\n{WEATHER} So.", "So.", ONE),
+    Transcript('weather\n{"city": "Pa', calls=(("weather", '{"city": "Pa'),)),
+    Transcript("weather\nis bad", "weather\nis bad"),
+    Transcript("weather", "weather"),
+    Transcript("The weather\n{}", "The weather\n{}"),
+    Transcript("unknown\n{}", "unknown\n{}"),
+    Transcript("a\nadd\n{}", "a\nadd\n{}"),
+]
 PLAIN_JSON = [
     Transcript(f'{{"name": "weather", "parameters": {WEATHER}}}', calls=ONE),
     Transcript(f'<|python_tag|>{{"name": "weather", "parameters": {WEATHER}}}', calls=ONE),
@@ -190,9 +299,15 @@ TRANSCRIPTS: list[tuple[CallForm, Transcript]] = [
     (form, transcript)
     for form, transcripts in (
         (call_format.HERMES, HERMES),
-        (call_format.QWEN_XML, [*QWEN_XML, *QWEN_XML_MARKS]),
-        (call_format.MISTRAL, MISTRAL),
-        (call_format.MISTRAL_11, MISTRAL_11),
+        (call_format.QWEN_XML, [*QWEN_XML, *QWEN_XML_BARE, *QWEN_XML_MARKS]),
+        (call_format.SEED_XML, SEED_XML),
+        (call_format.MISTRAL, [*MISTRAL, *_NAMED]),
+        (call_format.MISTRAL_11, [*MISTRAL_11, *_NAMED, *MISTRAL]),
+        (call_format.COHERE, COHERE),
+        (call_format.COHERE_FENCED, COHERE_FENCED),
+        (call_format.NEMOTRON, NEMOTRON),
+        (call_format.PHI, PHI),
+        (call_format.GLM, GLM),
         (call_format.DEEPSEEK, DEEPSEEK),
         (call_format.GRANITE, GRANITE),
         (call_format.PLAIN_JSON, PLAIN_JSON),

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any
 
 import pytest
-import uvicorn
 
 from router.api import connections
-from router.api.connections import BoundedProtocol, ConnectionLimits, OpenConnections
+from router.api.connections import BoundedProtocol
+from tests.support.bounded import PATIENCE_S, REQUEST, Roomy, Server, request, wired
 from tests.support.waiting import until
-
-PATIENCE_S = 30.0
 
 
 @pytest.fixture(autouse=True)
@@ -24,81 +18,10 @@ def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "LINGER_S", 0.25)
 
 
-REQUEST = b"POST /it HTTP/1.1\r\nhost: here\r\ncontent-length: %d\r\n"
-
-
-class Server:
-    """A server that answers with the length of what it was sent."""
-
-    def __init__(self, **limits: Any) -> None:
-        most = {"max_connections": 100, "max_per_client": 100}
-        self.open = OpenConnections(ConnectionLimits(**(most | limits)))
-        self.num_left = 0
-        self.port = 0
-        self.pieces: list[bytes] = []
-        """Of the answer; empty: it is the length of what was sent."""
-        self.num_asked, self.num_ended = 0, 0
-        self.protocol: type[BoundedProtocol] = BoundedProtocol
-
-    async def app(self, scope: Any, receive: Any, send: Any) -> None:
-        length = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                self.num_left += 1
-                return
-            length += len(message["body"])
-            if not message["more_body"]:
-                break
-        self.num_asked += 1
-        pieces = self.pieces or [str(length).encode()]
-        headers = [(b"content-length", str(sum(map(len, pieces))).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for number, piece in enumerate(pieces, 1):
-            await send({"type": "http.response.body", "body": piece, "more_body": number < len(pieces)})
-        self.num_ended += 1
-
-    @asynccontextmanager
-    async def runs(self) -> AsyncIterator[Server]:
-        protocol: Any = partial(self.protocol, self.open)
-        config = uvicorn.Config(self.app, port=0, http=protocol, interface="asgi3", log_config=None, lifespan="off")
-        server = uvicorn.Server(config)
-        server.config.load()
-        task = asyncio.create_task(server.serve())
-        await until(lambda: server.started)
-        self.port = server.servers[0].sockets[0].getsockname()[1]
-        try:
-            yield self
-        finally:
-            server.should_exit = True
-            await task
-
-    @asynccontextmanager
-    async def client(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        try:
-            yield reader, writer
-        finally:
-            writer.close()
-
-    async def says(self, data: bytes) -> bytes:
-        """Sends something on a connection of its own, and returns all that comes until it is closed."""
-        async with self.client() as (reader, writer), asyncio.timeout(PATIENCE_S):
-            writer.write(data)
-            return await reader.read()
-
-    async def until_empty(self) -> None:
-        await until(lambda: not self.open.num_of)
-
-
-def request(body: bytes, head: bytes = b"connection: close\r\n") -> bytes:
-    return REQUEST % len(body) + head + b"\r\n" + body
-
-
 async def test_what_is_within_the_bounds_is_answered() -> None:
     async with Server().runs() as server:
         assert (await server.says(request(b"x" * 1_000_000))).endswith(b"\r\n\r\n1000000")
-        long_head = b"a: " + b"x" * 60_000 + b"\r\nconnection: close\r\n"
+        long_head = b"a: " + b"x" * 30_000 + b"\r\nconnection: close\r\n"
         assert (await server.says(request(b"abc", long_head))).endswith(b"\r\n\r\n3")
         await server.until_empty()
 
@@ -113,7 +36,7 @@ async def test_a_long_head_is_refused(head: bytes, ends: bool) -> None:
     async with Server().runs() as server:
         said = await server.says(REQUEST % 0 + head + b"\r\n" * ends)
         assert said.startswith(b"HTTP/1.1 431 "), said
-        assert b"longer than 65536 bytes" in said
+        assert b"longer than 32768 bytes" in said
         assert server.num_left == 0
         await server.until_empty()
 
@@ -121,6 +44,22 @@ async def test_a_long_head_is_refused(head: bytes, ends: bool) -> None:
 async def test_a_long_address_is_refused() -> None:
     async with Server().runs() as server:
         assert (await server.says(b"GET /" + b"x" * 100_000)).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_many_fields_are_refused() -> None:
+    async with Server().runs() as server:
+        assert (await server.says(request(b"abc", b"connection: close\r\n" + b"a:\r\n" * 253))).endswith(b"\r\n\r\n3")
+        said = await server.says(request(b"abc", b"a:\r\n" * 255))
+        assert said.startswith(b"HTTP/1.1 431 ")
+        assert b"more than 256 fields" in said
+
+
+@pytest.mark.parametrize("begin", [b"GET /", b"GET /?"], ids=["path", "query"])
+async def test_a_url_that_no_client_has_is_refused(begin: bytes) -> None:
+    async with Server().runs() as server:
+        fits = begin + b"x" * (8192 - len(begin) + 4) + b" HTTP/1.1\r\nconnection: close\r\n\r\n"
+        assert (await server.says(fits)).startswith(b"HTTP/1.1 200 ")
+        assert (await server.says(fits.replace(b"x", b"xx", 1))).startswith(b"HTTP/1.1 414 ")
 
 
 async def test_a_head_that_does_not_end_is_not_waited_for() -> None:
@@ -155,6 +94,23 @@ async def test_a_body_that_stands_is_not_waited_for() -> None:
         await server.until_empty()
 
 
+async def test_what_came_at_once_buys_no_time_to_stand() -> None:
+    async with Server(stall_s=0.3).runs() as server:
+        said = await server.says(REQUEST % 4_000_001 + b"\r\n" + b"x" * 4_000_000)
+        assert said.startswith(b"HTTP/1.1 408 "), said
+        await server.until_empty()
+
+
+async def test_a_body_that_comes_byte_by_byte_is_not_waited_for() -> None:
+    async with Server(body_s=0.3).runs() as server, server.client() as (reader, writer), asyncio.timeout(PATIENCE_S):
+        writer.write(REQUEST % 10_000 + b"\r\n")
+        answering = asyncio.create_task(reader.read())
+        while not answering.done():
+            writer.write(b"x")
+            await asyncio.sleep(0.02)
+        assert answering.result().startswith(b"HTTP/1.1 408 ")
+
+
 async def test_a_body_may_be_slow() -> None:
     limits = {"body_s": 0.2, "body_bytes_s": 1}
     async with (
@@ -180,14 +136,6 @@ async def test_more_connections_are_refused_until_some_are_closed(limits: dict[s
             assert b"2 connections" in said
         await until(lambda: server.open.num_of.total() == 1)
         assert (await server.says(request(b"ab"))).endswith(b"\r\n\r\n2")
-
-
-class Roomy(BoundedProtocol):
-    """A connection that takes whole answers, so that nothing waits to be written."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        transport.set_write_buffer_limits(high=10**9)
 
 
 @pytest.mark.parametrize("protocol", [Roomy, BoundedProtocol], ids=["which is written", "while it is written"])
@@ -234,3 +182,13 @@ async def test_a_client_that_reads_slowly_gets_all_of_its_answer() -> None:
             await asyncio.sleep(0.04)
         assert num_read > 40_000_000
         assert time.monotonic() - began_s > server.open.limits.stall_s
+
+
+@pytest.mark.parametrize("close", ["eof_received", "timeout_keep_alive_handler", "shutdown"])
+async def test_a_connection_that_closes_does_not_wait_for_its_client_to_read(close: str) -> None:
+    """Closing sends what is left first, however little that is."""
+    protocol, wire = wired(stall_s=0.2)
+    wire.num_unread = 5
+    getattr(protocol, close)()
+    await until(lambda: wire.is_aborted)
+    protocol.connection_lost(None)

@@ -19,10 +19,11 @@ from baton.rpc import RpcServer, channel
 from baton.tls import Tls
 from baton.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission.tenants import TenantBook
-from router.api.connections import BoundedProtocol, ConnectionLimits, OpenConnections
+from router.api.connections import BoundedProtocol
 from router.api.controller_client import ControllerClient
 from router.api.grpc_api import CALLER, SERVICE_NAMES, AdminServicer, Authentication
 from router.api.http import OPEN_PATHS, create_app, require_certificates
+from router.api.places import ConnectionLimits, OpenConnections
 from router.http_server import HttpServer, bound
 from router.request.request_log import RequestLog
 from tests.support.builders import cluster_status
@@ -99,6 +100,12 @@ async def test_a_certificate_stands_for_a_key_over_grpc(authority: Authority, bo
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await _grpc_caller(address, stranger, key)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        async with channel(address, unknown) as connection:
+            for method in ("Inference/ListModels", "Inference/Generate", "Admin/DrainWorker"):
+                begun: Any = connection.stream_stream(f"/baton.v1.{method}")(timeout=PATIENCE_S)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await begun.read()
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, "no message has been sent"
         for client, code in ((archive, "PERMISSION_DENIED"), (operations, "UNAVAILABLE"), (unknown, "UNAUTHENTICATED")):
             async with channel(address, client) as connection:
                 order = admin_pb2.DrainWorkerRequest(worker_id="decode-0")
@@ -121,7 +128,7 @@ async def _http_door(book: TenantBook, door: Tls) -> AsyncIterator[int]:
     async def whose_is_it(request: Request) -> dict[str, str]:
         return {"tenant": request.state.tenant.id}
 
-    open_connections = OpenConnections(ConnectionLimits(max_connections=100, max_per_client=100))
+    open_connections = OpenConnections(limits=ConnectionLimits(max_connections=100, max_per_client=100))
     protocol: Any = partial(BoundedProtocol, open_connections)
     config = uvicorn.Config(app, http=protocol, log_config=None, lifespan="off")
     sockets = bound("127.0.0.1", 0, shares_port=False)

@@ -62,7 +62,7 @@ async def test_the_stream_of_a_client_that_does_not_read_ends_in_an_error_and_no
 
 def test_an_answer_that_breaks_off_ends_in_the_error_of_its_api() -> None:
     error = NotRead("it has not read")
-    message = json.loads(MessageForm("msg_1", "m", "given").broken(error).decode().split("data: ")[1])
+    message = json.loads(MessageForm("msg_1", "m", "given", 100).broken(error).decode().split("data: ")[1])
     assert (message["type"], message["error"]["message"]) == ("error", "it has not read")
     response = json.loads(ResponseForm({}).broken(error).decode().split("data: ")[1])
     assert (response["type"], response["message"]) == ("error", "it has not read")

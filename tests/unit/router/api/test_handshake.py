@@ -19,7 +19,8 @@ import uvloop
 
 from baton.tls import Tls
 from router.api import handshake
-from router.api.connections import BoundedProtocol, ConnectionLimits, OpenConnections
+from router.api.connections import BoundedProtocol
+from router.api.places import ConnectionLimits, OpenConnections
 from router.http_server import HttpServer, bound
 from tests.support.certificates import Authority
 from tests.support.objects import only_new_objects_are_collected
@@ -65,7 +66,7 @@ def door(tmp_path: Path) -> Callable[..., Any]:
     async def opened(**limits: Any) -> AsyncIterator[Door]:
         authority = Authority.make(tmp_path)
         most = {"max_connections": 100, "max_per_client": 100}
-        open_connections = OpenConnections(ConnectionLimits(**(most | limits)))
+        open_connections = OpenConnections(limits=ConnectionLimits(**(most | limits)))
         protocol: Any = partial(BoundedProtocol, open_connections)
         sockets = bound(HOST, 0, shares_port=False)
         config = uvicorn.Config(_scheme, http=protocol, interface="asgi3", log_config=None, lifespan="off")

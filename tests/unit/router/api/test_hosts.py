@@ -19,7 +19,12 @@ LOOPBACK, NETWORK = "127.0.0.1", "10.0.0.7"
 OURS = ["localhost", "localhost:8000", "LOCALHOST", "baton.localhost:80", "127.0.0.1:8000", "[::1]:8000", "10.0.0.7",
         "baton", "baton:8000", "localhost.", "llm.example.org:8000", ""]  # fmt: skip
 THEIRS = ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example",
-          "evil.localhost.example", "xllm.example.org", "evil.example.", "evil.example:80:80"]  # fmt: skip
+          "evil.localhost.example", "xllm.example.org", "evil.example.", "evil.example:80:80", "[::1].evil.example",
+          "[::1].evil.example:80", "[::1]evil.example", "[::1", "localhost:80@evil.example", "localhost@evil.example",
+          "localhost:80:80", "localhost/evil.example", "localhost:80/evil.example", "localhost:evil.example",
+          "localhost#evil.example", "localhost\\evil.example", "localhost evil.example", "localhost,evil.example",
+          "localhost%2eevil.example", "[evil.example]", "[::1]:80:80", "::1", "fe80::1%25eth0",
+          "http://localhost"]  # fmt: skip
 
 
 def refused(hosts: Hosts, *named: str, reached: str = LOOPBACK) -> bool:

@@ -14,10 +14,15 @@ import pytest
 
 from baton.api import Chat, GenerateChunk, GenerateRequest, Text, Timing, TokenIds, Truncation, TruncationSide, Usage
 from baton.chat import ChatMessage
+from baton.errors import InvalidRequest
 from baton.sampling import FinishReason
 from baton.structure import StructuredOutputs
-from router.admission.tenants import DEFAULT_TENANT
+from baton.telemetry.booked import Booked
+from router.admission.tenants import DEFAULT_TENANT, Tenant
+from router.answer import PLAIN
 from router.api.http import create_app
+from router.prompt import ChatTemplate
+from router.request.bodies import BodyBook
 from router.request.model import Ingress
 from router.request.request_log import RequestLog
 
@@ -28,13 +33,18 @@ class Service:
     """A router's service that answers with one word, once it may."""
 
     facts = SimpleNamespace(id="m", vocab_size=100, max_model_len=10)
-    model = SimpleNamespace(tokenizer=None)
+    model = SimpleNamespace(
+        tokenizer=SimpleNamespace(chat_template=ChatTemplate({"default": "{{ reasoning_effort }}"}, {})), format=PLAIN
+    )
 
     def __init__(self) -> None:
         self.requests = RequestLog()
+        self.booked = Booked()
+        self.bodies = BodyBook(self.requests, self.booked, "m")
         self.asked: list[GenerateRequest] = []
         self.may_answer = asyncio.Event()
         self.cancelled = asyncio.Event()
+        self.refusal: InvalidRequest | None = None
 
     def is_crowded(self) -> bool:
         return False
@@ -43,6 +53,8 @@ class Service:
         self, request: GenerateRequest, trace: Any, tenant: Any, ingress: Ingress
     ) -> AsyncGenerator[GenerateChunk]:
         self.asked.append(request)
+        if self.refusal is not None:
+            raise self.refusal
         try:
             await self.may_answer.wait()
         except asyncio.CancelledError:
@@ -59,10 +71,10 @@ class Service:
         )
 
 
-def app_of(service: Service, unready: str = "") -> Any:
-    tenants: Any = SimpleNamespace(is_open=False, identify=lambda key, certificate: DEFAULT_TENANT)
+def app_of(service: Service, unready: str = "", tenant: Tenant = DEFAULT_TENANT, **settings: Any) -> Any:
+    tenants: Any = SimpleNamespace(is_open=False, identify=lambda key, certificate: tenant)
     stand_in: Any = service
-    return create_app(stand_in, tenants, lambda: unready, lambda: b"")
+    return create_app(stand_in, tenants, lambda: unready, lambda: b"", **settings)
 
 
 async def post(
@@ -80,16 +92,14 @@ async def post(
     ("body", "content_type", "message", "param"),
     [
         (b"", "application/json", "the body: Field required", None),
-        (b"null", "application/json", "the body: Input should be a valid dictionary or object to extract", None),
-        (b"[]", "application/json", "the body: Input should be a valid dictionary or object to extract", None),
-        (b"{", "application/json", "1: JSON decode error", "1"),
-        (b"\xff{", "application/json", "There was an error parsing the body", None),
-        (b"[" * 30_000, "application/json", "There was an error parsing the body", None),
+        (b"null", "application/json", "the body must be a JSON object", None),
+        (b"[]", "application/json", "the body must be a JSON object", None),
+        (b"{", "application/json", "the body is not valid JSON, at character 1: Expecting property name", None),
+        (b"\xff{", "application/json", "the body is not valid JSON in UTF-8, or nested too deeply", None),
+        (b"[" * 10_000, "application/json", "the body is not valid JSON in UTF-8, or nested too deeply", None),
         (b"{}", "application/json", "messages: Field required", "messages"),
         (b'{"messages": [{}], "\\ud800": 1}', "application/json", "the body: Input should be a valid string", None),
         (CHAT % b'"x"', "application/json", "max_tokens: Input should be a valid integer", "max_tokens"),
-        (CHAT % b"4", "text/plain", "the body: Input should be a valid dictionary or object to extract", None),
-        (CHAT % b"4", None, "the body: Input should be a valid dictionary or object to extract", None),
     ],
 )
 async def test_what_is_no_request_is_refused_by_name(
@@ -153,42 +163,37 @@ def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
 
 TEXT = {"type": "text", "text": "hi"}
 UNSUPPORTED = [
-    (chat(tools=[{"type": "web_search"}]), "tools[0]"),
     (completion(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
-    (chat(stream=True, stream_options={"include_obfuscation": True}), "stream_options.include_obfuscation"),
-    (chat(store=True), "store"),
+    (chat(do_sample=False), "do_sample"),
+    (chat(repeat_penalty=1.3), "repeat_penalty"),
     (chat(chat_template="x"), "chat_template"),
-    (said(tool_calls=[{"id": "1", "type": "custom", "custom": {}}]), "messages[0].tool_calls[0].custom"),
+    (said(tool_calls=[{"id": "1", "type": "custom", "custom": {}}]), "messages[0].tool_calls[0].type"),
     (
         said(tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "", "x": 1}}]),
         "messages[0].tool_calls[0].function.x",
     ),
-    (said(weight=0), "messages[0].weight"),
-    (said(weight=None), "messages[0].weight"),
-    (said(TEXT, {**TEXT, "cache_control": {"type": "ephemeral"}}), "messages[0].content[1].cache_control"),
-    (said({**TEXT, "cache_control": None}), "messages[0].content[0].cache_control"),
+    (said(mood=0), "messages[0].mood"),
+    (said(TEXT, {**TEXT, "mood": 1}), "messages[0].content[1].mood"),
     (said(TEXT, {"type": "image_url", "image_url": {"url": "data:,"}}), "messages[0].content[1]"),
-    (said("hi"), "messages[0].content[0]"),
+    (said(7), "messages[0].content[0]"),
 ]
 UNKNOWN: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (chat(temprature=1), "temprature"),
     (chat(temprature=0), "temprature"),
-    (chat(temprature=False), "temprature"),
-    (chat(temprature=""), "temprature"),
-    (chat(temprature=None), "temprature"),
-    (chat(temprature={}), "temprature"),
-    (chat(stream_options={"include_usage": True, "include_cost": False}), "stream_options.include_cost"),
-    (chat(slo={"ttft": None}), "slo.ttft"),
-    (chat(response_format={"type": "text", "strict": False}), "response_format.strict"),
+    (chat(stream_options={"include_usage": True, "include_cost": True}), "stream_options.include_cost"),
+    (chat(slo={"ttft": 5}), "slo.ttft"),
+    (chat(response_format={"type": "text", "strict": True}), "response_format.strict"),
+    (chat(structured_outputs={"structural_tag": "{}"}), "structured_outputs.structural_tag"),
+    (("/tokenize", {"prompt": "a", "add_special": True}), "add_special"),
+]
+CONTRADICTIONS: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (chat(response_format={"type": "grammar"}), "response_format.type"),
     (chat(response_format={"type": "json_schema", "json_schema": {"name": "x"}}), "response_format.json_schema.schema"),
     (chat(response_format={"type": "json_schema"}), "response_format"),
     (chat(response_format={"type": "json_object", "json_schema": {"schema": {}}}), "response_format"),
-    (chat(structured_outputs={"structural_tag": "{}"}), "structured_outputs.structural_tag"),
     (chat(structured_outputs={}), "structured_outputs"),
     (chat(structured_outputs={"json": {}, "regex": "a"}), "structured_outputs"),
     (chat(structured_outputs={"regex": "a"}, response_format={"type": "json_object"}), "structured_outputs"),
-    (("/tokenize", {"prompt": "a", "add_special": None}), "add_special"),
 ]
 OF_ANOTHER_TYPE = [
     (chat(temperature="0.5"), "temperature"),
@@ -231,7 +236,7 @@ OF_ANOTHER_TYPE = [
     (said(tool_calls=["f"]), "messages[0].tool_calls[0]"),
     (said(tool_calls=[{"id": "1"}]), "messages[0].tool_calls[0].function"),
     (said(tool_calls=[{"id": 1, "function": {"name": "f", "arguments": ""}}]), "messages[0].tool_calls[0]"),
-    (said(tool_calls=[{"id": "1", "function": {"name": "f", "arguments": {}}}]), "messages[0].tool_calls[0]"),
+    (said(tool_calls=[{"id": "1", "function": {"name": "f", "arguments": 7}}]), "messages[0].tool_calls[0]"),
     (said(tool_calls=[{"id": "1", "function": {"name": "", "arguments": ""}}]), "messages[0].tool_calls[0]"),
     (said(reasoning=1), "messages[0].reasoning"),
     (said(tool_call_id=1), "messages[0].tool_call_id"),
@@ -253,7 +258,8 @@ OF_ANOTHER_TYPE = [
     ("code", "asked", "param"),
     [
         *(("unsupported_parameter", *case) for case in UNSUPPORTED),
-        *(("InvalidRequest", *case) for case in UNKNOWN + OF_ANOTHER_TYPE),
+        *(("unknown_parameter", *case) for case in UNKNOWN),
+        *(("invalid_value", *case) for case in CONTRADICTIONS + OF_ANOTHER_TYPE),
     ],
     ids=repr,
 )
@@ -339,7 +345,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
         (chat(reasoning_effort="low"), {"template_kwargs": {"reasoning_effort": "low"}}),
         (
             chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "low", "a": [1]}),
-            {"template_kwargs": {"reasoning_effort": "low", "a": [1]}},
+            {"template_kwargs": {"reasoning_effort": "low"}},
         ),
         (chat(documents=[{"text": "x"}], parse_special=True), {"documents": ({"text": "x"},), "parse_special": True}),
         (
@@ -387,8 +393,6 @@ async def test_a_truncation_is_asked_as_the_body_has_it(fields: dict[str, Any], 
         (chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}), "reasoning_effort"),
         (completion(truncation_side="left"), "truncation_side"),
         (completion(truncate_prompt_tokens=5, echo=True), "echo"),
-        (chat(stream_options={"include_usage": True}), "stream_options"),
-        (completion(stream=False, stream_options={}), "stream_options"),
         (chat(max_tokens=4, max_completion_tokens=5), "max_tokens"),
         (completion(prompt=["a"] * 129), "prompt"),
         (said(reasoning="a", reasoning_content="b", role="assistant"), "messages[0].reasoning"),
@@ -475,7 +479,7 @@ async def test_half_a_character_in_a_schema_is_refused() -> None:
         b'{"messages": [], "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "\\ud800"}}}}'
     )
     response = await post(service, body, path=path)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "structured_outputs")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")
 
 
 async def test_the_openai_package_asks_once_for_what_is_not_supported() -> None:
@@ -485,14 +489,14 @@ async def test_the_openai_package_asks_once_for_what_is_not_supported() -> None:
         attempts.append(request)
 
     transport = httpx2.ASGITransport(app_of(Service()))
-    messages: Any = [{"role": "user", "content": "hi"}]
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    messages: Any = [{"role": "user", "content": [image]}]
     async with (
         httpx2.AsyncClient(transport=transport, event_hooks={"request": [count]}) as http_client,
         openai.AsyncOpenAI(base_url="http://baton/v1", api_key="none", http_client=http_client) as client,
     ):
-        tool: Any = {"type": "web_search"}
         with pytest.raises(openai.BadRequestError, match="others are not supported yet") as refusal:
-            await client.chat.completions.create(model="m", messages=messages, tools=[tool])
+            await client.chat.completions.create(model="m", messages=messages)
     assert refusal.value.code == "unsupported_parameter"
     assert len(attempts) == 1
 
@@ -527,6 +531,33 @@ async def test_a_client_that_leaves_before_the_first_token_cancels_its_request(s
         await serving
 
 
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", None])
+async def test_a_body_must_say_that_it_is_json(content_type: str | None) -> None:
+    """A page of another origin can send these to a router on its reader's machine."""
+    response = await post(service := Service(), CHAT % b"4", content_type)
+    assert (response.status_code, service.asked) == (415, [])
+    assert "application/json" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "ours", "theirs"),
+    [
+        ({"max_completion_tokens": 5}, "max_tokens", "max_completion_tokens"),
+        ({"max_tokens": 5}, "max_tokens", "max_tokens"),
+        ({"logprobs": True, "top_logprobs": 5}, "logprobs", "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "structured_outputs", "response_format"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs", "structured_outputs"),
+    ],
+)
+async def test_a_refusal_names_the_field_that_the_client_wrote(asked: dict[str, Any], ours: str, theirs: str) -> None:
+    service = Service()
+    service.refusal = InvalidRequest(f"{ours} is too much", ours)
+    path, body = chat(**asked)
+    response = await post(service, json.dumps(body).encode(), "application/json", path)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["message"]) == (400, theirs, f"{theirs} is too much")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_has_the_requests_id_in_a_header(stream: bool) -> None:
     service = Service()
@@ -546,10 +577,13 @@ async def test_an_answer_has_the_requests_id_in_a_header(stream: bool) -> None:
     assert service.asked[-1].request_id.startswith("chatcmpl-")
     assert (await answered("gateway's", request_id="mine")).headers["x-request-id"] == "gateway's"
     assert service.asked[-1].request_id == "mine", "with which the client resumes"
+    for too_long, echoed in (("x" * 128, "x" * 128), ("x" * 129, "req-")):
+        assert (await answered(too_long)).headers["x-request-id"].startswith(echoed)
+        assert len(service.asked[-1].request_id) < 60
     num_asked = len(service.asked)
-    for given, fields in (("x" * 128, {}), ("abc", {"temperature": "hot"}), ("abc", {"request_id": "a\nb"})):
+    for given, fields in (("abc", {"temperature": "hot"}), ("abc", {"request_id": "a\nb"})):
         refused = await answered(given, **fields)
         assert refused.status_code == 400
         assert refused.headers["x-request-id"] == given
-    assert "x-request-id" not in (await answered(None, request_id="a\nb")).headers
+    assert (await answered(None, request_id="a\nb")).headers["x-request-id"].startswith("req-")
     assert len(service.asked) == num_asked

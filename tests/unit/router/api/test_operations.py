@@ -20,7 +20,7 @@ from baton.errors import Conflict, WorkerFailed
 from baton.rpc import RpcServer
 from baton.rpc.doors import WORKERS_RULES, member_doors
 from baton.telemetry import logs
-from baton.telemetry.booked import Booked
+from baton.telemetry.booked import TO_COMPUTE, Booked, prompt_class
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from baton.v1 import admin_pb2, worker_pb2_grpc
 from deploy.worker.log import WorkerLog
@@ -29,8 +29,12 @@ from router.api.apis import APIS
 from router.api.document import document
 from router.api.http import create_app
 from router.api.operations import Operations
+from router.api.paced import PacedWork
+from router.api.places import ConnectionLimits, OpenConnections
 from router.cluster.history import ClusterHistory
 from router.cluster.history_store import MemoryHistory
+from router.cluster.load import LoadMeter
+from router.cluster.watch import AlertBook, AlertWatch
 from router.dispatch.worker_client import WorkerClient
 from tests.support.builders import cluster_status, worker
 from tests.support.described import check_described
@@ -78,11 +82,19 @@ class Door:
         self.orders, self.booked = Orders(), Booked()
         pools = {"decode": PoolStatus(desired=2, ready=1)}
         status = cluster_status(worker("w0"), worker("old", Role.PREFILL), pools=pools)
+        history = ClusterHistory(MemoryHistory(), "router-0", self.booked, lambda: 1005.0)
+        self.connections = OpenConnections(limits=ConnectionLimits(max_connections=64, max_per_client=8))
+        load = LoadMeter(lambda: self.connections.filled, lambda: (2, 16))
         stand_ins: dict[str, Any] = {"orders": self.orders, "workers": Logs()}
         operations = Operations(
             router_id="router-0",
             status=lambda: status,
-            history=ClusterHistory(MemoryHistory(), "router-0", self.booked, lambda: 1005.0),
+            history=history,
+            load=load,
+            alerts=AlertBook(
+                AlertWatch("router-0", lambda: status, load, history, clock=lambda: 1005.0), lambda: 1005.0
+            ),
+            connections=self.connections,
             classes={"default": SloClassConfig(ttft_ms=500)},
             **stand_ins,
         )
@@ -104,6 +116,25 @@ async def test_the_cluster_is_shown_to_operators_alone(tmp_path: Path, path: str
     assert answers[-1].headers["cache-control"] == "no-store"
 
 
+@pytest.mark.parametrize("path", ["/api/status", "/api/history", "/api/requests"])
+async def test_reports_are_written_one_at_a_time_and_clients_take_turns(tmp_path: Path, path: str) -> None:
+    door = Door(tmp_path)
+    owners: list[str] = []
+    reports: PacedWork = door.app.state.reports
+    plain = reports.turn
+
+    @contextlib.asynccontextmanager
+    async def turn(owner: str, size: int) -> AsyncIterator[None]:
+        async with plain(owner, size):
+            owners.append(owner)
+            yield
+
+    reports.turn = turn
+    with contextlib.suppress(AttributeError):  # there is no service that has requests
+        await door.ask("GET", path)
+    assert owners == ["127.0.0.1"]
+
+
 async def test_the_status_is_that_of_the_terminal_and_says_what_the_page_needs(tmp_path: Path) -> None:
     status = (await Door(tmp_path).ask("GET", "/api/status")).json()
     assert [(each["id"], each["state"]) for each in status["workers"]] == [("w0", "ready"), ("old", "ready")]
@@ -111,6 +142,32 @@ async def test_the_status_is_that_of_the_terminal_and_says_what_the_page_needs(t
     assert status["takes_orders"] is True
     assert status["slo_classes"] == {"default": {"ttft_s": 0.5, "itl_s": 1.0, "e2e_s": None}}
     assert status["pools"] == {"decode": {"desired": 2, "ready": 1}}
+
+
+async def test_the_status_has_alerts_and_the_load_of_the_router(tmp_path: Path) -> None:
+    door = Door(tmp_path)
+    place = door.connections.enter("127.0.0.1")
+    status = (await door.ask("GET", "/api/status")).json()
+    assert [(each["name"], each["about"], each["since_s"], each["is_firing"]) for each in status["alerts"]] == [
+        ("BatonControllerDown", "", 1005.0, False),
+        ("BatonPoolBelowDesired", "decode", 1005.0, False),
+    ]
+    assert (status["load"]["connections"], status["load"]["max_connections"]) == (1, 64)
+    assert (status["load"]["in_flight"], status["load"]["max_in_flight"]) == (2, 16)
+    place.leave()
+    assert (await door.ask("GET", "/api/status")).json()["load"]["connections"] == 0
+
+
+async def test_first_tokens_are_counted_by_the_prompt_tokens_to_compute(tmp_path: Path) -> None:
+    door = Door(tmp_path)
+    for num_to_compute, seconds in ((0, 0.03), (256, 0.03), (257, 0.1), (4097, 30.0)):
+        door.booked.time_to_first_token.record(seconds, {TO_COMPUTE: prompt_class(num_to_compute)})
+    history = (await door.ask("GET", "/api/history")).json()
+    assert history["bounds"]["ttft_of"] == [256, 1024, 4096]
+    assert history["slots"][0]["counts"] == {
+        "ttft/0.032": 2, "ttft/0.1": 1, "ttft/32.0": 1,
+        "ttft_of/256/0.032": 2, "ttft_of/1024/0.1": 1, "ttft_of/+Inf/32.0": 1,
+    }  # fmt: skip
 
 
 async def test_the_history_comes_from_a_slot_on(tmp_path: Path) -> None:
@@ -172,7 +229,8 @@ async def test_an_order_is_json_and_nothing_else(tmp_path: Path) -> None:
             {"json": {"workers": "3", "role": "both"}},
             {"content": ""},
         ):
-            assert (await door.ask("POST", path, **more)).status_code == 400, (path, more)
+            assert (await door.ask("POST", path, **more)).status_code in (400, 415), (path, more)
+        assert (await door.ask("POST", path, **plain)).status_code == 415
     assert door.orders.heard == []
 
 

@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 from baton.errors import Unauthenticated
-from baton.telemetry.booked import Booked
+from baton.telemetry.booked import TO_COMPUTE, Booked, prompt_class
 from deploy.operator.watch import Quantile, quantile
 from router.api.http import create_app
 from router.api.page import FILES
@@ -179,6 +179,13 @@ def test_what_is_not_known_is_null() -> None:
 
 
 @needs_node
+def test_a_value_without_a_neighbour_is_drawn_as_a_point() -> None:
+    """A line needs two: with a request a minute the charts were empty."""
+    values = [0.3, None, 1, 2, None, None, 4, None]
+    assert figures("return [f.lone(given), f.lone([]), f.lone([undefined, 5])];", values) == [[0, 6], [], [1]]
+
+
+@needs_node
 def test_slots_are_replaced_and_an_hour_of_them_is_kept() -> None:
     code = """
         let kept = f.remember(new Map(), given[0]);
@@ -214,6 +221,34 @@ def test_quantiles_are_those_of_prometheus_and_of_the_terminal() -> None:
     assert none is None
 
 
+@needs_node
+def test_first_tokens_of_long_prompts_do_not_hide_those_of_short_ones() -> None:
+    booked = Booked()
+    for num_to_compute, seconds in ((10, 0.03), (10, 0.03), (10, 0.03), (5680, 38.0)):
+        booked.time_to_first_token.record(seconds, {TO_COMPUTE: prompt_class(num_to_compute)})
+    bounds = {"ttft": list(booked.time_to_first_token.bounds), "ttft_of": [256.0, 1024.0, 4096.0]}
+    code = """
+        const slots = f.remember(new Map(), given);
+        const at = { nowS: given.now_s, slotS: given.slot_s, spanS: 300, bounds: given.bounds };
+        return ["", "256", "+Inf"].map((prompts) => f.overview(slots, { ...at, prompts }));
+    """
+    whole, short, long = figures(code, answer((999, counted(booked))) | {"bounds": bounds})
+    assert [(each["id"], each["name"], each["count"]) for each in whole["lengths"]] == [
+        ("256", "up to 256", 3),
+        ("1024", "257 to 1,024", 0),
+        ("4096", "1,025 to 4,096", 0),
+        ("+Inf", "above 4,096", 1),
+    ]
+    p99 = [each["first"]["p99"]["value"] for each in (whole, short, long)]
+    assert p99[0] > 30
+    assert p99[1] < 0.04
+    assert p99[2] > 30
+    assert whole["lengths"][0]["p99"]["value"] == p99[1]
+    assert whole["lengths"][1]["p99"] is None
+    assert [each["lines"]["ttftP99"][-1] for each in (whole, short, long)] == p99, "the chart is of the chosen ones"
+    assert {each["ttft"]["p99"]["value"] for each in (whole, short, long)} == {p99[0]}, "the tile is of all"
+
+
 STATUS: dict[str, Any] = {
     "now_s": 100.0, "version": "1", "not_ready": "", "routers": [{"id": "r0", "pid": 1, "version": "1"}],
     "pools": {"decode": {"desired": 2, "ready": 2}, "prefill": {"desired": 1, "ready": 1}},
@@ -238,6 +273,57 @@ STATUS: dict[str, Any] = {
 )
 def test_health_names_what_is_not_well(changed: dict[str, Any], level: str, text: str) -> None:
     assert figures("return f.health(f.parts(given))", STATUS | changed) == {"level": level, "text": text}
+
+
+def alert(name: str, severity: str = "critical", *, is_firing: bool = True) -> dict[str, Any]:
+    return {
+        "name": name, "severity": severity, "about": "decode", "summary": "Pool decode has no worker that is ready",
+        "since_s": 10.0, "for_s": 60, "is_firing": is_firing,
+    }  # fmt: skip
+
+
+@needs_node
+def test_alerts_say_since_when_and_what_to_read() -> None:
+    pending = alert("BatonPoolBelowDesired", "warning", is_firing=False)
+    firing, waiting = figures("return f.alertLines(given, 100)", [alert("BatonPoolEmpty"), pending])
+    assert firing == {
+        "key": "BatonPoolEmpty/decode", "name": "BatonPoolEmpty", "level": "bad", "word": "critical",
+        "summary": "Pool decode has no worker that is ready", "lasts": "for 1 min",
+        "page": "docs/runbook/BatonPoolEmpty.md",
+    }  # fmt: skip
+    assert (waiting["level"], waiting["word"]) == ("soft", "pending")
+    assert waiting["lasts"] == "for 1 min, fires after 1 min"
+
+
+@needs_node
+@pytest.mark.parametrize(
+    ("alerts", "level", "text"),
+    [
+        ([alert("BatonPoolEmpty"), alert("BatonTokensSlow", "warning")], "bad", "BatonPoolEmpty"),
+        ([alert("BatonTokensSlow", "warning")], "warn", "BatonTokensSlow"),
+        ([alert("BatonPoolEmpty", is_firing=False)], "good", "all parts well"),
+    ],
+)
+def test_health_names_the_alerts_that_fire(alerts: list[dict[str, Any]], level: str, text: str) -> None:
+    code = "return f.health(f.parts(given[0]), given[1])"
+    assert figures(code, [STATUS, alerts]) == {"level": level, "text": text}
+
+
+@needs_node
+def test_the_load_says_how_much_there_may_be_and_what_is_nearly_full() -> None:
+    load = {
+        "cpu_share": 0.97, "long_cpu_share": 0.1, "loop_lag_s": 0.012, "memory_bytes": 150 * 2**20,
+        "open_files": 81, "max_files": 100, "connections": 3, "max_connections": 8192,
+        "in_flight": 7, "max_in_flight": 0,
+    }  # fmt: skip
+    assert [(each["name"], each["value"], each["level"]) for each in figures("return f.loadFigures(given)", load)] == [
+        ("processor", "97 %", "warn"),
+        ("event loop lag", "12 ms", ""),
+        ("memory", "150 MiB", ""),
+        ("answers in flight", "7", ""),
+        ("connections", "3 of 8,192", ""),
+        ("files", "81 of 100", "warn"),
+    ]
 
 
 @needs_node

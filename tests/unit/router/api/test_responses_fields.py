@@ -57,9 +57,13 @@ SERVED: dict[str, type[BaseModel]] = {
     "function_call": items.FunctionCallItem,
     "function_call_output": items.FunctionCallOutputItem,
     "input_text": items.InputTextPart,
+    "custom_tool_call": items.CustomCallItem,
+    "custom_tool_call_output": items.FunctionCallOutputItem,
+    "refusal": items.RefusalPart,
     "json_object": text.JsonObjectFormat,
     "json_schema": text.JsonSchemaFormat,
     "message": items.MessageItem,
+    "namespace": our_tools.NamespaceToolBody,
     "output_text": items.OutputTextPart,
     "reasoning": items.ReasoningItem,
     "text": text.PlainTextFormat,
@@ -69,7 +73,7 @@ SERVED: dict[str, type[BaseModel]] = {
 @pytest.mark.parametrize(
     ("union", "refused", "at_least"),
     [
-        (inputs.ResponseInputItemParam, items.REFUSED_ITEMS, 30),
+        (inputs.ResponseInputItemParam, {**items.REFUSED_ITEMS, **items.LEFT_OUT_ITEMS}, 30),
         (tools.ToolParam, our_tools.REFUSED_TOOLS, 15),
         (contents.ResponseInputContentParam, items.REFUSED_PARTS, 3),
         (outputs.ResponseFunctionCallOutputItemParam, items.REFUSED_PARTS, 3),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from router.api.parts import PartKind
 from tests.support.chunks import CUTS, USAGE, Said, answers, chunks_of
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-FORM = MessageForm("msg_1", "m", "given")
+FORM = MessageForm("msg_1", "m", "given", USAGE.completion_tokens)
 BROKEN = ('{"a": }', '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', "[1]", "[" * 5000)
 TEXT = [(PartKind.TEXT, "hi")]
 
@@ -128,6 +129,12 @@ def test_the_head_and_the_usage_are_anthropics() -> None:
 def test_why_it_ended(finish: FinishReason, stop_reason: str | int | None, ended: tuple[str, str | None]) -> None:
     whole = whole_of(chunks_of(TEXT, [1], finish, stop_reason))
     assert (whole["stop_reason"], whole["stop_sequence"]) == ended
+
+
+def test_an_answer_that_the_window_cuts_says_so() -> None:
+    chunks = chunks_of(TEXT, [1], FinishReason.LENGTH)
+    form = replace(FORM, max_tokens=USAGE.completion_tokens + 1)
+    assert asyncio.run(form.whole(chunks[0], given_out(chunks[1:])))["stop_reason"] == "model_context_window_exceeded"
 
 
 def test_every_finish_reason_has_a_word() -> None:

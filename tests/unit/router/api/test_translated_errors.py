@@ -26,6 +26,7 @@ from baton.errors import (
 )
 from router.admission.tenants import Tenant
 from router.api.anthropic.errors import ERROR_SCHEMA, KINDS
+from router.api.apis import error_body
 from router.api.http import create_app
 from tests.unit.router.api.test_translated_bodies import HI, Asked
 
@@ -97,8 +98,8 @@ async def test_a_defect_is_an_error_of_the_server() -> None:
 @pytest.mark.parametrize(
     ("body", "status", "kind", "message"),
     [
-        (b"{", 400, "invalid_request_error", "1: JSON decode error"),
-        (b"[" * 30_000, 400, "invalid_request_error", "There was an error parsing the body"),
+        (b"{", 400, "invalid_request_error", "the body is not valid JSON, at character 1"),
+        (b"[" * 10_000, 400, "invalid_request_error", "the body is not valid JSON in UTF-8"),
         (b"", 400, "invalid_request_error", "the body: Field required"),
         (b" " * (8 * 2**20 + 1), 413, "request_too_large", "the body is longer than"),
     ],
@@ -108,10 +109,27 @@ async def test_what_is_no_body_is_refused(body: bytes, status: int, kind: str, m
     assert response.status_code == status
     assert response.json()["error"]["type"] == kind
     assert response.json()["error"]["message"].startswith(message)
-    assert response.json()["request_id"] is None
+    assert response.json()["request_id"] == response.headers["request-id"] != ""
 
 
 def test_all_types_are_in_the_document() -> None:
     types = ERROR_SCHEMA["properties"]["error"]["properties"]["type"]["enum"]
     assert {*KINDS.values(), "api_error", "invalid_request_error"} == set(types)
     assert set(types) - {"request_too_large"} <= set(ErrorType.__args__)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/chat/completions", "tools[1].function.parameters"),
+        ("/v1/messages", "tools[1].input_schema"),
+        ("/v1/messages/count_tokens", "tools[1].input_schema"),
+        ("/v1/responses", "tools[1].parameters"),
+    ],
+)
+def test_the_place_of_a_schema_is_that_of_the_api(path: str, field: str) -> None:
+    problem = "tools[1].function.parameters.properties.x: not cannot be enforced"
+    refused = InvalidRequest(problem, "tools[1].function.parameters.properties.x")
+    told = error_body(path, refused, "r")["error"]
+    assert told["message"] == f"{field}.properties.x: not cannot be enforced"
+    assert told.get("param", f"{field}.properties.x") == f"{field}.properties.x"

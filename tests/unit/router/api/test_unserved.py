@@ -55,6 +55,10 @@ CASES = [
     ("POST", "/v1/messages/batches", "as they come"),
     ("GET", "/v1/messages", "answers are not stored"),
     ("POST", "/v1/complete", "superseded by /v1/messages"),
+    ("POST", "/openai/deployments/m/chat/completions", "a base URL that ends in /v1"),
+    ("POST", "/chat/completions", "must end in /v1"),
+    ("POST", "/v1/v1/chat/completions", "leave out one of them"),
+    ("POST", "/api/chat", "Baton has no Ollama API"),
 ]
 
 

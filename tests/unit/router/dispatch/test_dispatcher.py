@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
@@ -44,6 +45,7 @@ from baton.messages import (
     SequenceSpec,
 )
 from baton.sampling import FinishReason
+from baton.tasks import cancel_and_wait
 from kvstore.leases import Noted
 from router.admission.tenants import Tenant
 from router.dispatch import exchange
@@ -594,7 +596,46 @@ async def test_what_was_pulled_neither_makes_nor_hides_a_stale_hint(
     assert (f"baton_index_stale_tokens_total {num_stale:.1f}" in counted) == bool(num_stale)
 
 
+@pytest.mark.parametrize("prefill_s", [0.0, 100.0])
+async def test_how_far_predictions_were_off_is_measured(prefill_s: float) -> None:
+    first = FirstToken(token_id=5, finish_reason=FinishReason.LENGTH, report=PrefillReport(prefill_s=prefill_s))
+    workers = ScriptedWorkers(decode=[[ticket]], prefill=[[first]])
+    async with bench_of(workers, PAIR, "split") as bench:
+        assert await collected(bench.tokens(new_choice())) == [5]
+        counted = bench.instruments.exposition().decode()
+    assert 'baton_placement_prediction_error_count{of="ttft"} 1.0' in counted
+    found = re.search(r'baton_placement_prediction_error_sum\{of="compute"\} (\S+)', counted)
+    if prefill_s:
+        assert found
+        assert 0.99 < float(found[1]) < 1, "as a share of what was measured"
+    else:
+        assert found is None, "nothing was computed"
+
+
+async def test_a_hand_over_is_priced_as_it_was_measured() -> None:
+    """Else placement would go on with the prices that it began with."""
+    first = FirstToken(token_id=5, finish_reason=None, report=PrefillReport())
+    slow = HandedOver(num_bytes=1, num_chunks=1, transfer_s=5.0, exposed_s=4.0)
+    workers = ScriptedWorkers(decode=[[ticket, LAST]], prefill=[[first, slow]])
+    async with bench_of(workers, PAIR, "split") as bench:
+        before = bench.dispatcher._selector.prices.prices
+        assert await collected(bench.tokens(new_choice())) == [5, 5]
+        after = bench.dispatcher._selector.prices.prices
+    assert after.exposed_s + NUM_PROMPT * after.exposed_s_per_token > 0.1
+    assert before.exposed_s + NUM_PROMPT * before.exposed_s_per_token < 0.01
+    assert (after.pull_s, after.pull_s_per_token) == (before.pull_s, before.pull_s_per_token)
+
+
 # -- several choices of one request ------------------------------------------------------------------------------------
+
+
+def test_scores_of_the_prompt_are_asked_of_one_choice_alone() -> None:
+    """And of none that goes on: its client has them."""
+    spec = replace(SPEC, sampling=replace(SPEC.sampling, prompt_logprobs=2))
+    for noted, expected in (({}, [2, None, None]), ({0: Noted((5,))}, [None, None, None])):
+        group = ChoiceGroup.begin(spec, CLAIM, Context(), 3, noted)
+        assert [choice.spec.sampling.prompt_logprobs for choice in group.choices] == expected
+        assert [choice.spec.choice_index for choice in group.choices] == [0, 1, 2]
 
 
 def group_of(num_choices: int) -> ChoiceGroup:
@@ -653,6 +694,50 @@ async def test_a_search_that_has_begun_is_not_given_up_for_its_first_token(monke
         group.choices[0].claim = replace(CLAIM, objective=objective, arrived_s=time.monotonic())
         came = [message.token_ids async for _, message in bench.dispatcher.run(group)]
     assert came == [(7,)]
+
+
+async def test_what_is_computed_for_a_choice_counts_once_however_many_workers_die() -> None:
+    workers = ScriptedWorkers(decode=[[*answers(1, 2), GONE], [*answers(3), LAST]])
+    async with bench_of(workers, {"d": Role.DECODE, "e": Role.DECODE}, "aggregated") as bench:
+        choice = new_choice()
+        assert await collected(bench.tokens(choice)) == [1, 2, 3, 5]
+    assert choice.num_computed == 4
+
+
+async def test_what_was_computed_and_not_read_counts_for_a_choice_that_is_left() -> None:
+    many = NewTokens(token_ids=(2, 3, 4), finish_reason=None)
+    goes_on = asyncio.Event()
+    workers = ScriptedWorkers(decode=[[*answers(1), goes_on, many]])
+    async with bench_of(workers, {"d": Role.DECODE}, "aggregated") as bench:
+        choice = new_choice()
+        tokens = bench.tokens(choice)
+        assert await anext(tokens) == 1
+        goes_on.set()
+        await until(lambda: sum(call.num_unread for call in gc.get_objects() if type(call) is WorkerStream) == 3)
+        await tokens.aclose()
+    assert choice.num_computed == 4
+
+
+async def test_a_search_counts_its_beams_tokens_and_those_of_a_search_that_died_no_more() -> None:
+    begun = NewTokens(token_ids=(), finish_reason=None, report=PrefillReport(), num_searched=1)
+    going_on = NewTokens(token_ids=(), finish_reason=None, num_searched=3)
+    last = replace(found(7, 8, 9), num_searched=3)
+    workers = ScriptedWorkers(decode=[[begun, going_on, going_on, GONE], [begun, going_on, last]])
+    async with bench_of(workers, {"d": Role.DECODE, "e": Role.DECODE}, "aggregated") as bench:
+        group = search_of(1, 3)
+        assert [message.token_ids async for _, message in bench.dispatcher.run(group)] == [(7,)]
+    assert group.num_computed == 7
+
+
+async def test_a_search_that_is_left_counts_what_it_was_until_then() -> None:
+    begun = NewTokens(token_ids=(), finish_reason=None, report=PrefillReport(), num_searched=1)
+    going_on = NewTokens(token_ids=(), finish_reason=None, num_searched=3)
+    workers = ScriptedWorkers(decode=[[begun, going_on]])
+    async with bench_of(workers, {"d": Role.DECODE}, "aggregated") as bench:
+        group = search_of(1, 3)
+        reading = asyncio.ensure_future(anext(aiter(bench.dispatcher.run(group))))
+        await until(lambda: group.num_computed == 4)
+        await cancel_and_wait((reading,))
 
 
 async def test_a_search_goes_on_elsewhere_from_where_it_was() -> None:

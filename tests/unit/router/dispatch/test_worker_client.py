@@ -189,7 +189,7 @@ async def test_every_call_gets_its_own_events_in_order() -> None:
 async def test_tokens_that_wait_are_read_as_one_message_but_no_more_than_the_loop_has_time_for() -> None:
     engine, score = Engine(), TokenScores((-0.5,), (3,), (-0.25,))
     report = PrefillReport(num_cached_tokens=2)
-    scored = [replace(tokens_of("1", index), scores=score) for index in range(MAX_JOINED + 3)]
+    scored = [replace(tokens_of("1", index), scores=score, num_searched=2) for index in range(MAX_JOINED + 3)]
     async with joined(engine) as call, call("1") as stream, call("2") as other:
         engine.say("1", replace(scored[0], report=report), *scored[1:])
         engine.say("1", replace(tokens_of("1", 99), finish_reason=FinishReason.STOP), None)
@@ -201,6 +201,7 @@ async def test_tokens_that_wait_are_read_as_one_message_but_no_more_than_the_loo
             finish_reason=None,
             report=report,
             scores=TokenScores((-0.5,) * MAX_JOINED, (3,) * MAX_JOINED, (-0.25,) * MAX_JOINED),
+            num_searched=2 * MAX_JOINED,
         )
         last = await read(stream)
         assert isinstance(last, NewTokens)

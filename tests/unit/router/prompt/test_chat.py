@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from baton.chat import ChatMessage, tool_call
 from baton.errors import InvalidRequest, ModelLoadError, Unsupported
 from baton.tools import Tool
 from router.prompt import ChatTemplate, Tokenizer
+from router.prompt.chat import MAX_SOURCE
+from tests.support.chats import encoded, rendered
 
 Json = dict[str, Any]
 SYSTEM = {"role": "system", "content": "Answer in one word."}
@@ -75,7 +79,7 @@ def tools_of(tools: list[Json] | None) -> tuple[Tool, ...]:
 
 def written(template: ChatTemplate, tools: list[Json] | None = None) -> str:
     """What a template makes of one message."""
-    return template.render(template.context(Chat(messages=messages_of([HELLO]), tools=tools_of(tools))))
+    return rendered(template, template.context(Chat(messages=messages_of([HELLO]), tools=tools_of(tools))))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +91,7 @@ def tokenizer(model_dir: Path) -> Tokenizer:
 def reference(model_dir: Path) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model_dir)
+    return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +108,9 @@ def reference(model_dir: Path) -> Any:
 )
 def test_ids_are_those_of_transformers(tokenizer: Tokenizer, reference: Any, messages: list[dict[str, Any]]) -> None:
     expected = reference.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert tokenizer.encode_chat(Chat(messages=messages_of(messages), parse_special=True), scope="") == expected
+    assert encoded(tokenizer, Chat(messages=messages_of(messages), parse_special=True)) == expected
     if "special tokens" not in messages[0]["content"]:
-        assert tokenizer.encode_chat(Chat(messages=messages_of(messages)), scope="") == expected
+        assert encoded(tokenizer, Chat(messages=messages_of(messages))) == expected
 
 
 @pytest.mark.parametrize(
@@ -152,7 +156,7 @@ def test_templates_render_as_in_transformers(name: str, tools: list[dict[str, An
         add_generation_prompt=end == "generation prompt",
         continue_final_message=continues,
     )
-    assert template.render(template.context(chat), continues=continues) == expected
+    assert rendered(template, template.context(chat), continues=continues) == expected
     assert str(datetime.now().year) in expected or name != "date"
 
 
@@ -174,17 +178,18 @@ def test_what_a_template_would_ignore_is_refused(chat: Json, param: str, sentenc
     template = ChatTemplate({"default": "{{ messages[0].role }}{{ add_generation_prompt }}"}, {})
     whole = Chat(**{"messages": messages_of([HELLO]), **chat})
     with pytest.raises(InvalidRequest, match=sentence) as raised:
-        template.render(template.context(whole), continues=whole.continue_final_message)
+        rendered(template, template.context(whole), continues=whole.continue_final_message)
     assert raised.value.param == param
 
 
-def test_a_message_without_content_is_not_continued() -> None:
+def test_a_message_without_content_is_not_continued(tokenizer: Tokenizer) -> None:
     template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
     with pytest.raises(InvalidRequest, match="needs a last message with content"):
         template.context(Chat(messages=(ChatMessage(role="user", content=""),), continue_final_message=True))
     # what a client writes is no mark
     said = Chat(messages=(ChatMessage(role="user", content="CONTINUE_FINAL_MESSAGE_TAG "),))
-    assert template.render(template.context(said)) == "CONTINUE_FINAL_MESSAGE_TAG "
+    assert rendered(template, template.context(said)) == "CONTINUE_FINAL_MESSAGE_TAG "
+    assert "CONTINUE_FINAL_MESSAGE_TAG" in tokenizer.decode(encoded(tokenizer, said))
 
 
 def test_messages_of_openai_clients_become_what_templates_expect() -> None:
@@ -193,7 +198,7 @@ def test_messages_of_openai_clients_become_what_templates_expect() -> None:
     call = {"function": {"name": "f", "arguments": '{"x": 7}'}}
     parts = {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     messages = [ChatMessage.parse(parts, 0), ChatMessage(role="assistant", content="", tool_calls=(call,))]
-    assert template.render(template.context(Chat(messages=tuple(messages)))) == "system=a\nb;assistant=;7"
+    assert rendered(template, template.context(Chat(messages=tuple(messages)))) == "system=a\nb;assistant=;7"
     assert call["function"]["arguments"] == '{"x": 7}'  # the caller's messages are left alone
 
 
@@ -212,17 +217,122 @@ def test_messages_of_openai_clients_become_what_templates_expect() -> None:
 def test_bad_messages_are_refused_in_a_sentence(tokenizer: Tokenizer, messages: Any, sentence: str) -> None:
     def encode() -> None:
         parsed = tuple(ChatMessage.parse(message, index) for index, message in enumerate(messages))
-        tokenizer.encode_chat(Chat(messages=parsed), scope="")
+        encoded(tokenizer, Chat(messages=parsed))
 
     with pytest.raises(InvalidRequest, match=sentence):
         encode()
 
 
-def test_arguments_that_no_template_can_read_are_refused(tokenizer: Tokenizer) -> None:
-    call = tool_call(call_id="1", name="f", arguments="{")
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ('{"city": "Par', {"city": "Par"}),
+        ('{"city": "Par\\', {"city": "Par"}),
+        ('{"city": "a\\u00', {}),
+        ('{"city": "a", "days', {"city": "a"}),
+        ('{"city": "a", "days": ', {"city": "a"}),
+        ('{"city": "a", "days": tr', {"city": "a"}),
+        ('{"days": [1, {"a": ",{"}, ', {"days": [1, {"a": ",{"}]}),
+        ('{"a": {"b": 1', {"a": {"b": 1}}),
+        ('{"a": 1}}', {"a": 1}),
+        ("{", {}),
+        ("", {}),
+        ("null", {}),
+        (None, {}),
+        ({"city": "a"}, {"city": "a"}),
+        (["a"], {"arguments": ["a"]}),
+        ("[1]", {"arguments": [1]}),
+        ("7", {"arguments": 7}),
+        ("Paris", {"arguments": "Paris"}),
+    ],
+)
+def test_arguments_that_are_no_object_go_on(tokenizer: Tokenizer, arguments: Any, read: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = ChatMessage.parse({"role": "assistant", "content": None, "tool_calls": [call]}, 0)
+    assert message.parsed_tool_calls()[0]["function"]["arguments"] == read
+    assert encoded(tokenizer, Chat(messages=(message,)))
+
+
+@pytest.mark.parametrize("arguments", ["[" * 20_000, "{" + '"a":{' * 100])
+def test_arguments_that_are_nested_too_deeply_are_refused_or_text(tokenizer: Tokenizer, arguments: str) -> None:
+    call = tool_call(call_id="1", name="f", arguments=arguments)
     chat = Chat(messages=(ChatMessage(role="assistant", content="", tool_calls=(call,)),))
-    with pytest.raises(InvalidRequest, match=r"not valid JSON"):
-        tokenizer.encode_chat(chat, scope="")
+    with contextlib.suppress(InvalidRequest):
+        encoded(tokenizer, chat)
+    with pytest.raises(InvalidRequest, match="nested"):
+        ChatMessage.parse({"role": "assistant", "tool_calls": [nested_call()]}, 0)
+
+
+def nested_call() -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for _ in range(100):
+        arguments = {"a": arguments}
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None},
+        {"role": "assistant"},
+        {"role": "tool", "content": None, "tool_call_id": "1"},
+        {"role": "function", "content": None, "name": "f"},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm."},
+    ],
+)
+def test_messages_of_those_who_said_nothing_are_read(message: dict[str, Any]) -> None:
+    assert ChatMessage.parse(message, 0).content == (message.get("content") or "")
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_a_question_of_nothing_is_refused(role: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.content must be a string"):
+        ChatMessage.parse({"role": role, "content": None}, 0)
+
+
+def test_an_operators_template_stands_in_place_of_the_folders(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    (folder / "chat_template.jinja").write_text("folder")
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("folder's tools")
+    chosen = tmp_path / "chosen.jinja"
+    chosen.write_bytes(b"a\r\n{{ messages[0].content }}")
+    config = {"chat_template": [{"name": "tool_use", "template": "configured"}]}
+    template = ChatTemplate.load(folder, config, {}, str(chosen))
+    chat = Chat(messages=(ChatMessage(role="user", content="x"),), tools=(Tool(name="f"),))
+    assert rendered(template, template.context(chat)).endswith("a\n" + template.context(chat)["messages"][0]["content"])
+    assert ChatTemplate.load(folder, config, {}).source == "folder"
+
+
+@pytest.mark.parametrize("kind", ["nothing", "pipe", "folder", "long", "bytes", "jinja"])
+@pytest.mark.parametrize("is_chosen", [True, False])
+def test_a_template_file_is_read_within_bounds(tmp_path: Path, kind: str, is_chosen: bool) -> None:
+    path = tmp_path / ("additional_chat_templates" if not is_chosen else ".") / "chosen.jinja"
+    path.parent.mkdir(exist_ok=True)
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "long":
+            path.write_text("x" * (MAX_SOURCE + 1))
+        case "bytes":
+            path.write_bytes(b"\xff\xfe")
+        case "jinja":
+            path.write_text("{% if %}")
+    if kind == "nothing" and not is_chosen:
+        assert ChatTemplate.load(tmp_path, {}, {}).source == ""
+        return
+    with pytest.raises(ModelLoadError) as refusal:
+        ChatTemplate.load(tmp_path, {}, {}, str(path) if is_chosen else "")
+    assert kind == "jinja" or ("model.chat_template" in str(refusal.value)) == is_chosen
+
+
+def test_null_in_a_tool_is_nothing(tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": None, "required": None, "title": None}
+    tool = Tool.parse({"type": "function", "function": {"name": "f", "parameters": schema}}, 0)
+    assert tool.in_openai_form()["function"]["parameters"] == {"type": "object", "title": None}
+    assert encoded(tokenizer, Chat(messages=(ChatMessage(role="user", content="a"),), tools=(tool,)))
 
 
 def test_parts_that_are_no_text_are_refused_by_their_place() -> None:

@@ -11,6 +11,7 @@ from baton.api import Chat
 from baton.chat import ChatMessage, tool_call
 from baton.tools import Tool
 from router.prompt.chat import ChatTemplate
+from tests.support.chats import rendered
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
 READS = "{{ tools | tojson }}{% for m in messages %}{{ m.role }}{{ m.tool_calls is defined }}{% endfor %}"
@@ -42,9 +43,9 @@ HISTORY = (
 )
 
 
-def rendered(source: str, *messages: ChatMessage, **fields: Any) -> str:
+def text_of(source: str, *messages: ChatMessage, **fields: Any) -> str:
     template = ChatTemplate({"default": source}, {})
-    return template.render(template.context(Chat(messages=messages, **fields)))
+    return rendered(template, template.context(Chat(messages=messages, **fields)))
 
 
 @pytest.mark.parametrize(
@@ -59,14 +60,14 @@ def rendered(source: str, *messages: ChatMessage, **fields: Any) -> str:
     ],
 )
 def test_the_system_message_has_the_tools(messages: tuple[ChatMessage, ...], expected: str) -> None:
-    assert rendered(PLAIN, *messages, tools=(WEATHER,)) == expected
+    assert text_of(PLAIN, *messages, tools=(WEATHER,)) == expected
 
 
 def test_calls_and_their_results_stand_in_the_history() -> None:
     calls = "\n".join(
         f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "ü{i}"}}}}\n</tool_call>' for i in range(2)
     )
-    assert rendered(PLAIN, *HISTORY) == (
+    assert text_of(PLAIN, *HISTORY) == (
         "<user>Weather?</user>"
         f"<assistant>I ask.\n{calls}</assistant>"
         "<user><tool_response>\nwarm\n</tool_response>\n<tool_response>\ncold\n</tool_response></user>"
@@ -76,6 +77,6 @@ def test_calls_and_their_results_stand_in_the_history() -> None:
 
 
 def test_a_template_that_reads_them_gets_them_as_they_are() -> None:
-    assert rendered(READS, HISTORY[0], HISTORY[1], tools=(WEATHER,)) == (
+    assert text_of(READS, HISTORY[0], HISTORY[1], tools=(WEATHER,)) == (
         f"{json.dumps([WEATHER.in_openai_form()])}userFalseassistantTrue"
     )

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,24 @@ async def test_judges_that_hang_keep_no_more_than_so_many_threads(tokenizer: Tok
     finally:
         is_over.set()
     assert await moderator_of(waits).allows(so_far)
+
+
+async def test_answers_of_one_tenant_at_which_judges_hang_leave_a_thread_for_the_others() -> None:
+    is_over = threading.Event()
+
+    def judge(answer: AnswerSoFar) -> bool:
+        return answer.tenant == "other" or is_over.wait(60)
+
+    moderator = moderator_of(judge, moderation_timeout_s=30.0)
+    so_far = AnswerSoFar(tenant="hangs", request_id="", choice_index=0, text="", num_tokens=1, has_ended=False)
+    hanging = [asyncio.create_task(moderator.allows(so_far)) for _ in range(2 * MAX_THREADS)]
+    try:
+        await asyncio.sleep(0)
+        assert await moderator.allows(replace(so_far, tenant="other"))
+        assert not any(task.done() for task in hanging)
+    finally:
+        is_over.set()
+    assert await asyncio.gather(*hanging) == [True] * len(hanging)
 
 
 async def test_seats_of_judges_that_ended_late_are_free_again(tokenizer: Tokenizer) -> None:

@@ -304,12 +304,12 @@ def test_a_search_goes_on_in_another_engine_from_wherever_it_was(prompt: int, lo
     spec = spec_of("moves", prompt, max_tokens=24, logprobs=logprobs)
     engine = engine_of()
     engine.add(spec, Purpose.GENERATE, 0.0)
-    states, beams = [engine.hypotheses(spec.sequence_id)], list[Beam]()
+    states, beams = [engine.hypotheses(spec)], list[Beam]()
     while not engine.is_idle:
         for output in run_step(engine):
             assert isinstance(output, Generated)
             beams += output.beams
-        states.append(engine.hypotheses(spec.sequence_id))
+        states.append(engine.hypotheses(spec))
     assert states.pop() == NO_HYPOTHESES, "it is over"
     assert len(states) > 4
     for place, state in enumerate(states):
@@ -320,12 +320,33 @@ def test_a_search_goes_on_in_another_engine_from_wherever_it_was(prompt: int, lo
         engine, found, later = engine_of(), list[Beam](), list[Hypotheses]()
         engine.add(moved, Purpose.GENERATE, 0.0)
         while not engine.is_idle:
-            later.append(engine.hypotheses(moved.sequence_id))
+            later.append(engine.hypotheses(moved))
             for output in run_step(engine):
                 assert isinstance(output, Generated)
                 found += output.beams
         assert found == beams
         assert list(dict.fromkeys(later)) == list(dict.fromkeys(states[place:])), "it goes on from there"
+
+
+@pytest.mark.parametrize("of_others", [{"cache_seed": b"another tenant's"}, {}])
+def test_a_search_is_found_by_its_sequence_and_not_by_its_request(of_others: dict[str, Any]) -> None:
+    """Clients choose ids: requests of two tenants may have the same one, and so may those of two routers."""
+    engine = engine_of(max_num_seqs=12)
+    specs = [spec_of("1", 20), replace(spec_of("1", 20), **of_others), replace(spec_of("2", 20), request_id="1")]
+    for number, spec in enumerate(specs):
+        engine.add(spec, Purpose.GENERATE, 0.0)
+        for _ in range(2 + number):
+            run_step(engine)
+    alone = []
+    for spec, num_steps in zip(specs, (9, 7, 4), strict=True):
+        other = engine_of()
+        other.add(spec, Purpose.GENERATE, 0.0)
+        for _ in range(num_steps):
+            run_step(other)
+        alone.append(other.hypotheses(spec))
+    assert [engine.hypotheses(spec) for spec in specs] == alone
+    assert len({len(each.running[0].token_ids) for each in alone}) == 3
+    assert engine.hypotheses(replace(specs[0])) == NO_HYPOTHESES, "an equal one is another call's"
 
 
 @pytest.mark.parametrize("with_state", [False, True])
@@ -334,7 +355,7 @@ def test_a_search_stays_where_its_model_has_a_state(with_state: bool) -> None:
     engine.add(spec, Purpose.GENERATE, 0.0)
     for _ in range(8):
         run_step(engine)
-    assert bool(engine.hypotheses(spec.sequence_id).running) is not with_state
+    assert bool(engine.hypotheses(spec).running) is not with_state
 
 
 @pytest.mark.parametrize("is_running", [True, False])
@@ -423,8 +444,13 @@ def test_the_first_output_comes_with_the_prompt() -> None:
     assert first.report is not None
     assert not first.token_ids
     assert sequence.first_token_s == 2.0
-    rest = [output for now in range(40) for output in run_step(engine, float(now))]
-    assert [output.report for output in rest if isinstance(output, Generated)] == [None]
+    rest = [output for now in range(40) for output in run_step(engine, float(now)) if isinstance(output, Generated)]
+    assert {output.report for output in rest} == {None}
+    assert [output.token_ids for output in rest] == [()] * len(rest)
+    width = sequence.spec.sampling.num_beams
+    *going_on, last = rest
+    assert [first.num_searched, *(output.num_searched for output in going_on)] == [1, *[width] * len(going_on)]
+    assert (last.num_searched, bool(last.beams)) == (0, True)
 
 
 def test_a_step_that_fails_ends_the_search_once() -> None:

@@ -170,7 +170,7 @@ def test_a_state_is_copied_with_the_last_block() -> None:
     prompt = numbers(1, 20)
     parent = engine.add(make_spec(prompt, 10), Purpose.GENERATE, 0.0)
     outputs = step(engine)
-    with pytest.raises(ValueError, match="the state of r/0/0 is ahead of 19 tokens"):
+    with pytest.raises(ValueError, match=r"the state of [0-9a-f]{8}/r/0/0 is ahead of 19 tokens"):
         engine.fork(parent, make_spec(prompt, 10, name="again"), 0.0)
     child = forked(engine, parent, make_spec([*prompt, 5], 10, name="child", num_prompt_tokens=20))
     assert [copy.group for copy in child.copies] == [0, 1]

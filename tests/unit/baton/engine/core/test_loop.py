@@ -16,12 +16,13 @@ from baton.engine.core import loop as loop_module
 from baton.engine.core.block_pool import Removed, Stored
 from baton.engine.core.engine import Engine
 from baton.engine.core.loop import EngineLoop, SequenceHandle
-from baton.engine.core.outputs import Generated, KvProgress, Reserved
+from baton.engine.core.outputs import Admitted, Generated, KvProgress, Reserved
 from baton.engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, ignore_layer
 from baton.engine.core.scheduler import SchedulerLimits
 from baton.engine.core.sequence import Purpose, Sequence
 from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.errors import DeviceLost, InvalidRequest, LostInStep, Overloaded, WorkerFailed
+from baton.messages import SequenceSpec
 from baton.sampling import FinishReason, SamplingParams
 from baton.structure import StructuredOutputs
 from baton.tasks import cancel_and_wait
@@ -265,6 +266,34 @@ async def test_who_begins_to_watch_in_the_middle_of_a_step_misses_nothing(num_st
         assert [statement[:2] for statement in told] == expected
 
 
+class AskedRunner(ArithmeticRunner):
+    """Notes of each step whether anybody wants to know of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+        self.reports: list[bool] = []
+
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        self.reports.append(on_layer_done is not ignore_layer)
+        return super().execute(step, on_layer_done)
+
+
+async def test_a_runner_spares_the_fences_of_layers_that_nobody_watches() -> None:
+    """Prompts for other workers are watched as soon as their blocks are known, while their first step runs."""
+    runner = AskedRunner()
+    async with running(EngineLoop(engine_of(runner), 64)) as loop:
+        async with loop.sequence(make_spec(numbers(1, 20), 4), Purpose.GENERATE) as handle:
+            await read_all(handle)
+        assert runner.reports == [False] * 4
+        runner.reports.clear()
+        async with loop.sequence(make_spec(numbers(2, 20), 4), Purpose.GENERATE) as handle:
+            handle.watch(Told().append)
+            await read_all(handle)
+        async with loop.sequence(make_spec(numbers(3, 20), 4), Purpose.PREFILL) as handle:
+            assert [type(await handle.next()) for _ in range(2)] == [Admitted, Generated]
+        assert runner.reports == [True] * 5
+
+
 async def test_a_draft_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a report says stays true: a draft that a step computes may be overwritten by the next."""
     limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, output_reservation=32, max_draft_tokens=4)
@@ -403,6 +432,23 @@ async def test_leaving_while_a_step_is_in_flight_frees_at_its_end() -> None:
         assert is_empty(loop.engine)
 
 
+async def test_what_has_not_begun_is_handed_back_and_what_runs_goes_on() -> None:
+    """As a worker that leaves does: who waits for it need not wait."""
+    runner = GatedRunner()
+    async with (
+        running(EngineLoop(engine_of(runner), 64)) as loop,
+        loop.sequence(make_spec(numbers(1, 40), 1, name="runs"), Purpose.GENERATE) as runs,
+    ):
+        await runner.wait_started()
+        async with loop.sequence(make_spec(numbers(50, 40), 1, name="waits"), Purpose.GENERATE) as waits:
+            loop.hand_back(Overloaded("it leaves"))
+            async with asyncio.timeout(10):
+                with pytest.raises(Overloaded, match="it leaves"):
+                    await waits.next()
+        runner.allowed.release()
+        assert len(await read_all(runs)) == 1
+
+
 async def test_a_failed_step_ends_its_batch_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     runner = FailingRunner({2})
     async with running(EngineLoop(engine_of(runner), 64)) as loop:
@@ -478,6 +524,41 @@ async def test_a_structured_sequence_is_prepared_before_it_waits() -> None:
         assert len(runner.prepared) == 2, "a plain one needs nothing"
         await rest(loop)
         assert is_empty(loop.engine)
+
+
+class CompilingRunner(ArithmeticRunner):
+    """Compiles for as long as it is asked to, unless the structure is a quick one."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+        self.is_over = threading.Event()
+
+    def prepare(self, params: SamplingParams) -> None:
+        if params.structured_outputs != StructuredOutputs(regex="quick"):
+            assert self.is_over.wait(60)
+
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        return super().execute(replace(step, parts=tuple(part._replace(sampling=GREEDY) for part in step.parts)))
+
+
+async def test_structures_of_one_scope_leave_room_to_compile_those_of_another() -> None:
+    runner = CompilingRunner()
+    async with running(EngineLoop(engine_of(runner), 64)) as loop, contextlib.AsyncExitStack() as stack:
+
+        def spec_of(scope: bytes, regex: str, number: int) -> SequenceSpec:
+            spec = make_spec(numbers(number, 20), 2, name=f"{scope!r}-{number}")
+            params = replace(spec.sampling, structured_outputs=StructuredOutputs(regex=regex), ignore_eos=False)
+            return replace(spec, sampling=params, cache_seed=scope)
+
+        stack.callback(runner.is_over.set)
+        many = [loop.sequence(spec_of(b"a", "costly", i), Purpose.GENERATE) for i in range(40)]
+        entering = [asyncio.create_task(stack.enter_async_context(one)) for one in many]
+        await asyncio.sleep(0)
+        async with loop.sequence(spec_of(b"b", "quick", 50), Purpose.GENERATE) as handle:
+            assert await read_all(handle) == expected_tokens(numbers(50, 20), 2)
+        assert not any(task.done() for task in entering)
+        runner.is_over.set()
+        await asyncio.gather(*entering)
 
 
 class Clock:

@@ -37,6 +37,18 @@ def test_a_guess_that_comes_to_the_end_of_the_text_goes_on_with_itself() -> None
     assert guessed([1, 2, 3, 1, 2, 3], 7) == (1, 2, 3, 1, 2, 3, 1)
 
 
+def test_a_guess_is_the_surer_the_longer_it_has_been_alike() -> None:
+    """Each of its tokens makes the two places alike for one more."""
+    token_ids = [*range(100, 130), 100, 101, 102]
+    found = index_of(token_ids, len(token_ids)).guess(token_ids, 16)
+    assert found.token_ids == tuple(range(103, 119))
+    expected, chance = [], 1.0
+    for number_alike in range(3, 19):
+        chance *= BEGINNING[sum(number_alike >= least for least in (4, 6, 10, 18))]
+        expected.append(chance)
+    assert found.chances == pytest.approx(expected)
+
+
 @given(st.lists(ALPHABET, max_size=60), st.integers(0, 60), st.integers(1, 9), st.integers(1, 9))
 def test_a_guess_is_always_what_stood_somewhere(tokens: list[int], num_prompt: int, step: int, most: int) -> None:
     """And is found however the tokens came, if the last ones have stood before."""

@@ -21,6 +21,7 @@ def test_a_step_has_the_smallest_graph_that_holds_it(interpreter: Executor) -> N
         8: (1, 2, 4, 8),
         9: (1, 2, 4, 8, 16),
         64: (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64),
+        256: (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256),
     }
     assert {name: size for name, size in planned["of"].items() if size} == {"one": 1, "three": 4}
     token_ids, positions, rows, places, *tiles = planned["numbers"]
@@ -39,6 +40,11 @@ def test_replays_compute_what_torch_computes(is_fused: bool, by_flashinfer: bool
     assert difference <= 1e-5
     assert num_replays == [2, 1, 2]
     assert done == [1] * len(graphed.STEPS), "one fence, behind the last layer"
+
+
+def test_all_graphs_are_tried_on_one_stream(interpreter: Executor) -> None:
+    """A GPU has few, and libraries keep memory for each that they have seen."""
+    assert interpreter.submit(graphed.num_streams_of_captures).result() == 1
 
 
 def test_steps_that_are_no_graphs_have_plans_of_their_own(interpreter: Executor) -> None:

@@ -107,7 +107,6 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ({"not": {"type": "string"}}, "not"),
     ({"if": {"type": "string"}, "then": {"minLength": 2}}, "if"),
     ({"type": "array", "contains": {"type": "null"}}, "contains"),
-    ({"type": "string", "format": "of our own"}, "of our own"),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
     ({"type": "object", "x-guidance": {"lenient": True}, "propertyNames": {"maxLength": 2}}, "propertyNames"),
     ({"$ref": "http://localhost/of-another-place"}, "localhost"),

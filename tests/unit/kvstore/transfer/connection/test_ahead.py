@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
 from baton.engine.model.kv_cache import KVCache
 from kvstore.transfer.connection.control_stream import Peer
 from tests.fakes.gpu import FakeGpu, fake_gpus
-from tests.fakes.nccl import Knobs, fake_nccl
+from tests.fakes.nccl import Knobs
 from tests.support.waiting import until
 from tests.unit.kvstore.transfer.peers import (
     CONFIG,
@@ -30,12 +30,6 @@ from tests.unit.kvstore.transfer.peers import (
 
 LINKS = dataclasses.replace(CONFIG, links=("nccl", "tcp"), op_timeout_s=2.0)
 SOURCE, TARGET = scattered(10, 1), scattered(10, 2)
-
-
-@pytest.fixture
-def knobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Knobs]:
-    with fake_nccl(monkeypatch, opening_timeout_s=2) as knobs:
-        yield knobs
 
 
 @contextlib.asynccontextmanager

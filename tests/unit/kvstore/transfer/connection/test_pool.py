@@ -192,6 +192,39 @@ async def test_kv_travels_otherwise_while_a_slow_link_is_opened_which_then_takes
         assert decode.num_pairs_ever == 2
 
 
+async def test_a_sender_opens_one_slow_link_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stops what else its GPU sends, and one GPU opens no two at a time."""
+    let_open, lock = threading.Event(), threading.Lock()
+    under_way, most = 0, 0
+
+    def open_when_let(kind: str, end: TransportEnd) -> object:
+        nonlocal under_way, most
+        if kind != "shm":
+            return open_receiver(kind, end)
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        assert let_open.wait(SOON_S)
+        try:
+            return open_receiver(kind, end)
+        finally:
+            with lock:
+                under_way -= 1
+
+    monkeypatch.setattr("kvstore.transfer.connection.incoming.open_receiver", open_when_let)
+    monkeypatch.setitem(KINDS, "shm", dataclasses.replace(KINDS["shm"], opens_slowly=True))
+    config = dataclasses.replace(TWO_KINDS, open_timeout_s=SOON_S, nccl_open_timeout_s=SOON_S)
+    async with contextlib.AsyncExitStack() as stack:
+        decodes = [await stack.enter_async_context(decode_side(config, f"d{n}")) for n in range(3)]
+        prefill = await stack.enter_async_context(prefill_side(config))
+        assert await asyncio.gather(*(hand_over(prefill, d, "first") for d in decodes)) == [""] * 3
+        await until(lambda: under_way > 0, SOON_S)
+        assert await asyncio.gather(*(hand_over(prefill, d, "second") for d in decodes)) == [""] * 3
+        let_open.set()
+        await until(lambda: good_kinds(prefill).count("shm") == 3, SOON_S)
+        assert most == 1
+
+
 async def test_a_better_link_that_the_receiver_refuses_is_not_asked_for_again_soon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -258,7 +291,7 @@ async def test_a_sender_that_falls_silent_is_left_and_its_blocks_come_back() -> 
         )
         digest = planned.digest(config.checksum)
         offer = Offer(
-            transfer_id="silent",
+            transfer_id=ticket.transfer_id,
             generation=ticket.generation,
             plan_digest=digest,
             num_chunks=len(planned.chunks),

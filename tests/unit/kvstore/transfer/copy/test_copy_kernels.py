@@ -35,5 +35,13 @@ def test_every_bit_and_every_sum_is_torchs(name: str, interpreter: Executor) -> 
     assert (num_launches > 0) == CASES[name].by_kernels
 
 
+@pytest.mark.parametrize("name", ["some heads", "smaller blocks there", "whole numbers"])
+def test_no_transfer_needs_a_kernel_that_was_not_tried_when_the_worker_began(name: str, interpreter: Executor) -> None:
+    """Whatever heads, block sizes and ranks its peer has: it would be compiled while the first chunk waits."""
+    chosen, used = interpreter.submit(copied.constants_of, CASES[name]).result()
+    assert used
+    assert used <= chosen
+
+
 def test_kernels_are_tried_before_their_first_use(interpreter: Executor) -> None:
     assert interpreter.submit(copied.are_right).result()

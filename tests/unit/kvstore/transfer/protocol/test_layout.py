@@ -243,6 +243,9 @@ def test_the_layout_of_groups_that_are_not_alike() -> None:
         (layout(block_size=48), layout(block_size=32), "block sizes 48 (source) and 32 (destination)"),
         (layout(tp_size=4), layout(), "the 6 KV heads of group 'full' cannot be spread over 4 ranks"),
         (layout(), layout(tp_size=9), "the 6 KV heads of group 'full' cannot be spread over 9 ranks"),
+        (layout(), layout(tp_size=64), "the 6 KV heads of group 'full' cannot be spread over 64 ranks"),
+        (layout(), layout(tp_size=65), "a layout has 65 ranks, and must have 1 to 64"),
+        (layout(tp_size=0), layout(), "a layout has 0 ranks, and must have 1 to 64"),
         (with_group(dtype="int64"), layout(), "in group 'full', int64 cannot be converted to float32"),
         (with_group(dtype="int8", k_dim=12), layout(), "in group 'full', int8 cannot be converted to float32"),
         (

@@ -29,7 +29,7 @@ GOOD: dict[str, list[tuple[int, str, bytes]]] = {
         (SENDER, "signals/tcp", TOKEN + b" 10.1.2.3 7"),
         (SENDER, "0", NCCL_ID),
         (RECEIVER, "nccl/device/1", TOKEN),
-        (RECEIVER, "nccl/turn/1", b"taken"),
+        (RECEIVER, "nccl/word/1/7", b"back"),
     ],
 }
 

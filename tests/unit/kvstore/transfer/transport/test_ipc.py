@@ -26,7 +26,7 @@ from tests.fakes.gpu import FakeEvent, FakeGpu, fake_gpus
 from tests.fakes.races import Races
 from tests.support.waiting import wait_until
 from tests.unit.kvstore.transfer.transport.ends import LOADED, header_of, transport_end
-from tests.unit.kvstore.transfer.transport.test_nccl import Pair, cross, opened, send, taken
+from tests.unit.kvstore.transfer.transport.nccl_pairs import Pair, cross, opened, send, taken
 
 SLOT_BYTES = 1000
 WINDOW = 2

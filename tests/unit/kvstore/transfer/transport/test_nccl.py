@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,21 +14,25 @@ from baton.config.transfer import NCCL_MODES
 from baton.errors import TransferError, TransferTimeout
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport import nccl
-from kvstore.transfer.transport.base import RECEIVER, SENDER
+from kvstore.transfer.transport.nccl_counts import nccl_pairs_by_carrier, num_stuck_aborts
 from kvstore.transfer.transport.nccl_turns import Direction
-from kvstore.transfer.transport.rendezvous import RendezvousStore
-from kvstore.transfer.transport.select import open_receiver, open_sender
-from kvstore.transfer.transport.staging import Slot, StagingPool
 from kvstore.transfer.transport.streams import num_shared_streams, own_stream, streams_of
 from tests.fakes.gpu import NUM_STREAMS, FakeGpu, fake_gpus
-from tests.fakes.nccl import Knobs, fake_nccl
-from tests.fakes.races import Watching
+from tests.fakes.nccl import Knobs
 from tests.support.waiting import wait_until
-from tests.unit.kvstore.transfer.transport.ends import header_of, transport_end
+from tests.unit.kvstore.transfer.transport.ends import header_of
+from tests.unit.kvstore.transfer.transport.nccl_pairs import (
+    LONG_S,
+    SLOT_BYTES,
+    cross,
+    in_thread,
+    opened,
+    receive,
+    send,
+    taken,
+    turn_of,
+)
 
-SLOT_BYTES = 1000
-WINDOW = 2
-LONG_S = 20.0
 SOON_S = 1.0
 """A closed pair has no thread after it: torch's watchdog sleeps for a minute."""
 
@@ -45,123 +47,15 @@ def earlier_threads() -> None:
     EARLIER.update(threading.enumerate())
 
 
-@pytest.fixture
-def knobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Knobs]:
-    with fake_nccl(monkeypatch, opening_timeout_s=1) as knobs:
-        yield knobs
-
-
 @pytest.fixture(params=["prompt", "late"])
 def gpus(request: pytest.FixtureRequest, knobs: Knobs) -> Iterator[list[FakeGpu]]:
     with fake_gpus(3, late=request.param == "late") as gpus:
         yield gpus
 
 
-@dataclass
-class Pair:
-    sender: Any
-    receiver: Any
-    stores: list[RendezvousStore]
-    """torch holds only their C++ halves."""
-
-    def close(self) -> None:
-        self.sender.close()
-        self.receiver.close()
-
-
-def opened(
-    source: FakeGpu,
-    target: FakeGpu,
-    *,
-    kind: str = "nccl",
-    window: int = WINDOW,
-    op_timeout_s: float = 5.0,
-    slot_bytes: int = SLOT_BYTES,
-    **more: Any,
-) -> Pair:
-    stores: list[RendezvousStore] = []
-
-    def publish_to(other: int) -> Callable[[str, bytes], None]:
-        return lambda key, value: stores[other].deliver(key, value)
-
-    stores += [RendezvousStore(publish_to(RECEIVER)), RendezvousStore(publish_to(SENDER))]
-
-    def end(side: int, gpu: FakeGpu) -> Any:
-        staging = StagingPool(2 * window, slot_bytes, gpu.device)
-        return transport_end(stores[side], staging, window, op_timeout_s=op_timeout_s, **more)
-
-    def run(make: Callable[[str, Any], Any], side: int, gpu: FakeGpu) -> Any:
-        try:
-            watching = Watching(gpu.races, gpu) if gpu.races is not None else contextlib.nullcontext()
-            with own_stream(gpu.device), watching:
-                return make(kind, end(side, gpu))
-        except TransferError as error:
-            failure = type(error)(str(error))  # without frames, which would keep everything alive
-        for store in stores:  # as the end of the control stream does
-            store.close()
-        raise failure
-
-    with ThreadPoolExecutor(2) as threads:
-        sending = threads.submit(run, open_sender, SENDER, source)
-        receiving = threads.submit(run, open_receiver, RECEIVER, target)
-        for side, other in ((sending, receiving), (receiving, sending)):
-            if side.exception(LONG_S) is not None and other.exception(LONG_S) is None:
-                other.result().close()
-        return Pair(sending.result(LONG_S), receiving.result(LONG_S), stores)
-
-
-def in_thread(gpu: FakeGpu, job: Callable[[], Any]) -> Future[Any]:
-    """A transport's thread, with a stream of its own."""
-    done: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            with own_stream(gpu.device):
-                done.set_result(job())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return done
-
-
-def taken(slot: Slot | None) -> Slot:
-    assert slot is not None
-    return slot
-
-
-def send(pair: Pair, gpu: FakeGpu, value: int) -> Future[Any]:
-    slot = taken(pair.sender.slots.acquire(1.0))
-    slot.write_header(header_of(SLOT_BYTES))
-    slot.payload(SLOT_BYTES).fill_(value)
-    return in_thread(gpu, lambda: (pair.sender.send_chunk(slot, SLOT_BYTES).wait(), pair.sender.slots.release(slot)))
-
-
-def receive(pair: Pair, gpu: FakeGpu) -> Future[Any]:
-    def job() -> set[int]:
-        slot = taken(pair.receiver.slots.acquire(1.0))
-        pair.receiver.recv_chunk(slot, SLOT_BYTES).wait()
-        pair.receiver.slots.release(slot)
-        assert slot.read_header() == header_of(SLOT_BYTES)
-        return set(slot.payload(SLOT_BYTES).tolist())
-
-    return in_thread(gpu, job)
-
-
-def cross(pair: Pair, source: FakeGpu, target: FakeGpu, value: int) -> None:
-    receiving, sending = receive(pair, target), send(pair, source, value)
-    sending.result(LONG_S)
-    assert receiving.result(LONG_S) == {value}
-
-
 def nccl_threads() -> list[str]:
     names = ("kv-nccl-abort", "fake-nccl-watchdog")
     return [thread.name for thread in threading.enumerate() if thread.name in names and thread not in EARLIER]
-
-
-def turn_of(gpu: FakeGpu) -> Any:
-    """Another transport's part in the turns of a GPU."""
-    return nccl._TURNS[gpu.device].join()
 
 
 # -- a pair that is well ---------------------------------------------------------------------------------------------
@@ -188,11 +82,11 @@ def test_signals_and_chunks_arrive_whole_and_in_order(mode: str, gpus: list[Fake
 def test_pairs_are_counted_by_what_moves_their_bytes(
     gpus: list[FakeGpu],
 ) -> None:
-    before = nccl.nccl_pairs_by_carrier().get("unknown", 0)
+    before = nccl_pairs_by_carrier().get("unknown", 0)
     pair = opened(gpus[0], gpus[1])
-    assert nccl.nccl_pairs_by_carrier() == {"unknown": before + 2}
+    assert nccl_pairs_by_carrier() == {"unknown": before + 2}
     pair.close()
-    wait_until(lambda: nccl.nccl_pairs_by_carrier().get("unknown", 0) == before, LONG_S)
+    wait_until(lambda: nccl_pairs_by_carrier().get("unknown", 0) == before, LONG_S)
 
 
 def test_torchs_own_timeout_never_comes_first(gpus: list[FakeGpu], knobs: Knobs) -> None:
@@ -270,18 +164,18 @@ def test_an_abort_waits_for_the_launch_of_its_own_pair(gpus: list[FakeGpu], knob
 
 
 def test_aborts_that_do_not_end_are_counted_and_nobody_waits_for_them(gpus: list[FakeGpu], knobs: Knobs) -> None:
-    before = nccl.num_stuck_aborts()
+    before = num_stuck_aborts()
     pair = opened(gpus[0], gpus[1], op_timeout_s=0.2)
     knobs.let_abort.clear()
     pair.close()
-    wait_until(lambda: nccl.num_stuck_aborts() == before + 2, LONG_S)
+    wait_until(lambda: num_stuck_aborts() == before + 2, LONG_S)
     knobs.let_abort.set()
     wait_until(lambda: not nccl_threads(), LONG_S)
-    assert nccl.num_stuck_aborts() == before + 2, "one that ends late was stuck, too"
+    assert num_stuck_aborts() == before + 2, "one that ends late was stuck, too"
 
 
 def test_a_call_that_does_not_return_keeps_its_communicator_and_counts(gpus: list[FakeGpu], knobs: Knobs) -> None:
-    before = nccl.num_stuck_aborts()
+    before = num_stuck_aborts()
     pair = opened(gpus[0], gpus[1], op_timeout_s=1.5)
     knobs.let_launch.clear()
     knobs.launching.clear()
@@ -289,7 +183,7 @@ def test_a_call_that_does_not_return_keeps_its_communicator_and_counts(gpus: lis
     sending = send(pair, gpus[0], 1)
     wait_until(pair.receiver._launching.locked, LONG_S)
     pair.receiver.abort()
-    wait_until(lambda: nccl.num_stuck_aborts() == before + 1, LONG_S)
+    wait_until(lambda: num_stuck_aborts() == before + 1, LONG_S)
     assert knobs.num_crashes == 0
     knobs.let_launch.set()
     for ending in (receiving, sending):

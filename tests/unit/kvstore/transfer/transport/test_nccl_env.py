@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 import os
 import stat
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from baton.config import Config, TransferConfig
+from baton.config.transfer import NCCL_MODES
 from baton.errors import TransferError
 from deploy.ray_pools.actor import worker_environment
-from kvstore.transfer.transport.nccl_env import PINNED, nccl_environment, require_environment
+from kvstore.transfer.transport.nccl_env import PINNED, require_environment
 from kvstore.transfer.transport.nccl_log import carrier_since, length_of, nccl_log, private_log
 
 
 def test_a_broken_pair_ends_no_process_and_no_watchdog_sleeps() -> None:
-    environment = nccl_environment(TransferConfig())
+    environment = worker_environment(Config())
     switched_off = (
         "ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "DESYNC_DEBUG", "DUMP_ON_TIMEOUT", "ENABLE_MONITORING",
         "WAIT_TIMEOUT_DUMP_MILSEC",
@@ -28,12 +32,11 @@ def test_a_broken_pair_ends_no_process_and_no_watchdog_sleeps() -> None:
     assert environment["CUDA_MODULE_LOADING"] == "EAGER"
 
 
-def test_what_depends_on_the_settings_is_of_the_settings() -> None:
-    config = TransferConfig(op_timeout_s=3.5, nccl_mode="blocking-lazy")
-    environment = nccl_environment(config)
-    assert environment["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "4", "of whole seconds, and never shorter"
-    assert environment["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "0"
-    assert nccl_environment(TransferConfig())["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "1"
+@pytest.mark.parametrize("mode", NCCL_MODES)
+def test_the_mode_of_the_transports_is_not_that_of_the_whole_process(mode: str) -> None:
+    """The collectives of a tensor-parallel model run in the same process and in its children."""
+    environment = worker_environment(dataclasses.replace(Config(), transfer=TransferConfig(nccl_mode=mode)))
+    assert [name for name in environment if "NONBLOCKING" in name] == []
 
 
 def test_nccl_logs_what_moves_the_bytes_unless_its_user_wants_another_log(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +52,31 @@ def test_nccl_logs_what_moves_the_bytes_unless_its_user_wants_another_log(monkey
     monkeypatch.setenv("NCCL_DEBUG", "TRACE")
     with private_log() as asked:
         assert asked == {}
+
+
+KILLED = """
+import os, signal, sys
+from kvstore.transfer.transport.nccl_log import private_log
+with private_log() as asked:
+    print(asked["NCCL_DEBUG_FILE"], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_worker_has_left_goes_when_the_next_one_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, check=False, timeout=120)
+    left = Path(done.stdout.strip()).parent
+    assert left.is_dir()
+    assert left.is_relative_to(tmp_path)
+    with private_log() as asked:
+        assert not left.exists()
+        assert list(tmp_path.iterdir()) == [Path(asked["NCCL_DEBUG_FILE"]).parent]
 
 
 def test_what_moves_the_bytes_is_read_from_what_was_logged_since(
@@ -80,9 +108,7 @@ def _only(line: str, folder: Path) -> str:
 
 def test_workers_run_in_it_whatever_their_surroundings_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    config = dataclasses.replace(Config(), transfer=TransferConfig(op_timeout_s=20.0))
-    environment = worker_environment(config)
-    assert environment.items() >= nccl_environment(config.transfer).items()
+    assert worker_environment(Config()).items() >= PINNED.items()
 
 
 def test_a_process_that_was_started_otherwise_makes_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,15 @@ from dataclasses import dataclass, field
 import pytest
 
 from baton.errors import TransferError, TransferTimeout
-from kvstore.transfer.transport.nccl_turns import DeviceTurns, Direction, OpeningLimits, TransportTurns
+from kvstore.transfer.transport.nccl_turns import DeviceTurns, Direction, OpeningLimits, TransportTurns, Words
 
 LONG_S = 20.0
 """Nothing here takes so long unless somebody waits in a circle."""
 LONG = OpeningLimits(LONG_S, LONG_S)
+
+
+AGREED = Words(lambda _: None, lambda _: "next")
+"""A peer that always has what it needs."""
 
 
 def nothing() -> None:
@@ -31,7 +35,7 @@ class Holder:
         self.got_it = threading.Event()
         self.let_go = threading.Event()
         turn = self.link.sending if direction is Direction.SEND else self.link.receiving
-        self.done = in_thread(self._hold, turn(nothing, nothing, timeout_s))
+        self.done = in_thread(self._hold, turn(nothing, nothing, nothing, timeout_s))
 
     def _hold(self, turn: contextlib.AbstractContextManager[None]) -> None:
         with turn:
@@ -126,7 +130,7 @@ def test_an_aborted_link_waits_no_longer_and_never_goes_again() -> None:
     waiting.link.abort()
     with pytest.raises(TransferError, match="aborted while it waited"):
         waiting.done.result(LONG_S)
-    with pytest.raises(TransferError, match="was aborted"), waiting.link.receiving(nothing, nothing, 1.0):
+    with pytest.raises(TransferError, match="was aborted"), waiting.link.receiving(nothing, nothing, nothing, 1.0):
         pass
     end(first)
 
@@ -153,14 +157,18 @@ def test_nobody_has_a_turn_while_waiting_for_the_other_side_to_be_ready() -> Non
         asked[number].set()
         never.wait(LONG_S)
 
+    def hear_a_word(_: float) -> str:
+        hear(2)
+        return "next"
+
     def enter(turn: contextlib.AbstractContextManager[None]) -> None:
         with turn:
             pass
 
     done = [
-        in_thread(enter, traffic.join().sending(nothing, lambda: hear(0), LONG_S)),
-        in_thread(enter, traffic.join().receiving(lambda: hear(1), nothing, LONG_S)),
-        in_thread(enter, traffic.join().opening(False, nothing, lambda _: hear(2), LONG)),
+        in_thread(enter, traffic.join().sending(nothing, lambda: hear(0), nothing, LONG_S)),
+        in_thread(enter, traffic.join().receiving(lambda: hear(1), nothing, nothing, LONG_S)),
+        in_thread(enter, traffic.join().opening(False, Words(lambda _: None, hear_a_word), LONG)),
     ]
     assert all(event.wait(LONG_S) for event in asked)
     others = [Holder(traffic, direction) for direction in Direction]
@@ -178,20 +186,24 @@ def test_an_opening_waits_for_what_is_on_the_gpu_and_lets_nothing_new_begin() ->
     opened, let_go = threading.Event(), threading.Event()
 
     def open_pair() -> None:
-        with traffic.join().opening(True, nothing, lambda _: None, LONG):
+        with traffic.join().opening(True, AGREED, LONG):
             opened.set()
             assert let_go.wait(LONG_S)
 
     opening = in_thread(open_pair)
     assert not opened.wait(0.05)
-    later = Holder(traffic, Direction.RECEIVE)
-    assert later.waits
+    sending = Holder(traffic, Direction.SEND)
+    assert sending.waits
     end(before[1])
     assert not opened.wait(0.05), "a send is still on the GPU"
-    assert later.waits
+    receiving = Holder(traffic, Direction.RECEIVE)
+    assert receiving.got_it.wait(LONG_S), "nothing is kept for an opening that still waits"
     end(before[0])
+    assert not opened.wait(0.05), "a receive is still on the GPU"
+    later = Holder(traffic, Direction.RECEIVE)
+    assert later.waits
+    end(receiving)
     assert opened.wait(LONG_S)
-    sending = Holder(traffic, Direction.SEND)
     assert later.waits
     assert sending.waits
     let_go.set()
@@ -199,6 +211,85 @@ def test_an_opening_waits_for_what_is_on_the_gpu_and_lets_nothing_new_begin() ->
     assert later.got_it.wait(LONG_S)
     assert sending.got_it.wait(LONG_S)
     end(later, sending)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_transfer_does_not_count_the_time_of_an_opening_and_reports_that_it_is_held_up(direction: Direction) -> None:
+    """Until it has reported so many times, more time has passed than its limit is."""
+    traffic = DeviceTurns()
+    opened, let_go, transfer = threading.Event(), threading.Event(), traffic.join()
+    num_reports = 0
+
+    def open_pair() -> None:
+        with traffic.join().opening(True, AGREED, LONG):
+            opened.set()
+            assert let_go.wait(LONG_S)
+
+    def held_up() -> None:
+        nonlocal num_reports
+        num_reports += 1
+        if num_reports == 20:
+            let_go.set()
+
+    opening = in_thread(open_pair)
+    assert opened.wait(LONG_S)
+    turn = transfer.sending if direction is Direction.SEND else transfer.receiving
+    with turn(nothing, nothing, held_up, 0.1):
+        opening.result(LONG_S)
+    assert num_reports >= 20
+
+
+def test_an_opening_whose_peer_does_not_answer_gives_its_turns_back_and_tries_again() -> None:
+    traffic = DeviceTurns()
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def hear(limit_s: float) -> str:
+        try:
+            return answers.get(timeout=limit_s)
+        except queue.Empty:
+            raise TransferTimeout("nothing was heard") from None
+
+    def open_pair() -> None:
+        with traffic.join().opening(True, Words(said.put, hear), OpeningLimits(LONG_S, 0.2)):
+            pass
+
+    def say(*words: str) -> None:
+        for word in words:
+            assert said.get(timeout=LONG_S) == "next"
+            answers.put(word)
+
+    opening = in_thread(open_pair)
+    say("next")
+    assert said.get(timeout=LONG_S) == "next", "it has both turns, and its peer is silent"
+    transfers = [Holder(traffic, direction) for direction in Direction]
+    assert all(transfer.got_it.wait(LONG_S) for transfer in transfers)
+    answers.put("next")
+    assert said.get(timeout=LONG_S) == "back", "its peer, which has its own by now, must not wait for it"
+    end(*transfers)
+    say("back", "next", "next")
+    assert said.get(timeout=LONG_S) == "next"
+    opening.result(LONG_S)
+
+
+def test_an_opening_that_is_second_waits_for_its_turns_briefly_and_without_one() -> None:
+    traffic = DeviceTurns()
+    sending = Holder(traffic, Direction.SEND)
+    assert sending.got_it.wait(LONG_S)
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    heard = ["next", "next", "next", "next"]
+
+    def open_pair() -> None:
+        words = Words(said.put, lambda _: heard.pop())
+        with traffic.join().opening(False, words, OpeningLimits(LONG_S, 0.2)):
+            pass
+
+    opening = in_thread(open_pair)
+    assert said.get(timeout=LONG_S) == "back", "a send is on the GPU"
+    end(sending)
+    opening.result(LONG_S)
+    assert [said.get(timeout=LONG_S) for _ in range(2)] == ["next", "next"]
+    assert heard == []
 
 
 @dataclass
@@ -227,39 +318,54 @@ class FakeLink:
     def __init__(self, source: Gpu, target: Gpu, timeout_s: float = LONG_S) -> None:
         self.source, self.target = source, target
         self.sender, self.receiver = source.traffic.join(), target.traffic.join()
-        self._to_sender: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._to_receiver: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._to_sender: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._to_receiver: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._bytes = threading.Barrier(2)
         self._timeout_s = timeout_s
 
     def run_sender(self, num_openings: int, num_chunks: int) -> None:
-        tell, hear = lambda: self._to_receiver.put(None), lambda: self._hear(self._to_sender)
+        words = self._words(self._to_receiver, self._to_sender)
         for _ in range(num_openings):
-            self._open(self.sender, self.source, self.source.traffic.id < self.target.traffic.id, tell, hear)
+            self._open(self.sender, self.source, self.source.traffic.id < self.target.traffic.id, words)
             for _ in range(num_chunks):
-                with self.sender.sending(tell, hear, self._timeout_s), self.source.busy(Direction.SEND):
+                with self.sender.sending(*self._signals(words), self._timeout_s), self.source.busy(Direction.SEND):
                     self._bytes.wait(self._timeout_s)
 
     def run_receiver(self, num_openings: int, num_chunks: int) -> None:
-        tell, hear = lambda: self._to_sender.put(None), lambda: self._hear(self._to_receiver)
+        words = self._words(self._to_sender, self._to_receiver)
+        tell, hear, held_up = self._signals(words)
         for _ in range(num_openings):
-            self._open(self.receiver, self.target, self.target.traffic.id < self.source.traffic.id, tell, hear)
+            self._open(self.receiver, self.target, self.target.traffic.id < self.source.traffic.id, words)
             for _ in range(num_chunks):
-                with self.receiver.receiving(hear, tell, self._timeout_s), self.target.busy(Direction.RECEIVE):
+                with (
+                    self.receiver.receiving(hear, tell, held_up, self._timeout_s),
+                    self.target.busy(Direction.RECEIVE),
+                ):
                     self._bytes.wait(self._timeout_s)
 
-    def _open(
-        self, turns: TransportTurns, gpu: Gpu, first: bool, tell: Callable[[], None], hear: Callable[[], None]
-    ) -> None:
+    def _open(self, turns: TransportTurns, gpu: Gpu, first: bool, words: Words) -> None:
         limits = OpeningLimits(self._timeout_s, self._timeout_s)
-        with turns.opening(first, tell, lambda _: hear(), limits), gpu.busy(*Direction):
+        with turns.opening(first, words, limits), gpu.busy(*Direction):
             self._bytes.wait(self._timeout_s)
 
-    def _hear(self, words: queue.SimpleQueue[None]) -> None:
-        try:
-            words.get(timeout=self._timeout_s)
-        except queue.Empty:
-            raise TransferTimeout("nothing was heard") from None
+    def _signals(self, words: Words) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+        """The signal of a transfer, the wait for the peer's, and what an opening that holds it up makes it say."""
+
+        def hear() -> None:
+            while words.hear(self._timeout_s) == "later":
+                pass
+
+        return lambda: words.say("now"), hear, lambda: words.say("later")
+
+    @staticmethod
+    def _words(outgoing: queue.SimpleQueue[str], incoming: queue.SimpleQueue[str]) -> Words:
+        def hear(limit_s: float) -> str:
+            try:
+                return incoming.get(timeout=limit_s)
+            except queue.Empty:
+                raise TransferTimeout("nothing was heard") from None
+
+        return Words(outgoing.put, hear)
 
 
 def run_all(links: list[FakeLink], num_openings: int, num_chunks: int) -> None:

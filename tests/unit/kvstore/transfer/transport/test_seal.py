@@ -21,7 +21,7 @@ from kvstore.transfer.transport.select import choose_transport, open_sender
 from kvstore.transfer.transport.staging import StagingPool
 from tests.unit.kvstore.transfer.transport.ends import transport_end
 
-SECRET = secrets.token_bytes(seal.SECRET_BYTES)
+SECRET = secrets.token_bytes(tcp.SECRET_BYTES)
 SIZES = (0, 1, HEADER_BYTES, RECORD_BYTES, RECORD_BYTES + 1, 3 * RECORD_BYTES - 7)
 
 
@@ -123,3 +123,6 @@ def test_what_cannot_encrypt_stays_on_its_host() -> None:
         near = Nearness(is_same_host=is_same_host, must_be_sealed=True)
         assert choose_transport(kinds, kinds, near) == ("nccl" if is_same_host else "tcp")
     assert choose_transport(kinds, kinds, Nearness()) == "nccl"
+    trusted = Nearness(must_be_sealed=True, plain_links=("nccl",))
+    assert choose_transport(kinds, kinds, trusted) == "nccl"
+    assert choose_transport(("gloo", "tcp"), kinds, trusted) == "tcp"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
+import gc
 import os
 import secrets
 import socket
@@ -17,7 +19,8 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -26,6 +29,9 @@ import torch.distributed as dist
 
 from baton.addresses import addresses_of
 from baton.errors import ConfigError, TransferError, TransferTimeout
+from baton.kv_layout import KvLayout
+from baton.messages import Hello
+from kvstore.transfer.device import CudaGpu, boot_id
 from kvstore.transfer.protocol.chunk_header import HEADER_BYTES
 from kvstore.transfer.transport.base import (
     RECEIVER,
@@ -516,13 +522,13 @@ def test_what_a_peer_says_is_kept_as_far_as_any_link_would_say_it() -> None:
 def test_both_sides_of_a_communicator_say_what_nccl_wants_to_hear() -> None:
     own, address = uuid.uuid4().hex.encode(), uuid.uuid4().hex.encode() + b" 10.0.0.1 65535"
     sender, receiver = (FarSide(rank, addresses_of("10.0.0.1")) for rank in (SENDER, RECEIVER))
-    said = {"0": nccl_id("10.0.0.1"), "nccl/device/0": own, "nccl/turn/0": b"taken", "else": b"1"}
+    said = {"0": nccl_id("10.0.0.1"), "nccl/device/0": own, "nccl/word/0/7": b"next", "else": b"1"}
     for key, value in said.items():
         assert is_of_nccl(sender, key, value)
-        theirs = f"{key[:-2]}/1" if key.endswith("/0") else key
+        theirs = key.replace("/0", "/1")
         assert is_of_nccl(receiver, theirs, value) == (key != "0"), "the sender makes the id"
         assert key == "else" or not any(is_of_nccl(sender, key, bad) for bad in (b"", value + b"1", value[:-1]))
-    assert not is_of_nccl(sender, "nccl/turn/1", b"taken")
+    assert not any(is_of_nccl(sender, f"nccl/word/{place}", b"next") for place in ("1/7", "0/", "0/1000", "0/7/"))
     assert is_of_nccl(sender, "signals/tcp", address)
     assert is_of_nccl(receiver, "signals/tcp/joined", b"")
     assert not is_of_nccl(receiver, "signals/tcp", address)
@@ -588,7 +594,8 @@ def listening() -> set[int]:
 
 def test_strangers_at_gloos_port_leave_with_the_last_pair() -> None:
     """Gloo keeps the connection of everybody who hangs up, so it listens only while a pair is open."""
-    wait_until(lambda: not listening(), 20.0)  # a pair of an earlier test may still be closing
+    gc.collect()  # a pair of an earlier test may be garbage, or still closing
+    wait_until(lambda: not listening(), 60.0)
     before = footprint()
     with opened("gloo"):
         (port,) = listening()
@@ -670,11 +677,63 @@ def test_the_best_kind_is_chosen_that_fits_two_ranks() -> None:
 
 def test_how_near_two_ranks_are_follows_from_what_the_sender_says(gpus: list[FakeGpu]) -> None:
     near, own, other = gpus[0].device, gpus[0].uuid, gpus[1].uuid
-    assert nearness(host_id(), own, own, near) == Nearness(is_same_host=True, is_same_gpu=True, may_read_gpu=True)
-    assert nearness(host_id(), other, other, near) == Nearness(is_same_host=True, may_read_gpu=True)
+
+    def seen(host: str, gpu: str, device: torch.device = near) -> Nearness:
+        return nearness(hello_of(host, gpu, gpu), device, is_sealed=False, plain_links=())
+
+    assert seen(host_id(), own) == Nearness(is_same_host=True, is_same_gpu=True, may_read_gpu=True)
+    assert seen(host_id(), other) == Nearness(is_same_host=True, may_read_gpu=True)
     gpus[0].unreachable.add(other)
-    assert nearness("else", other, other, near) == Nearness()
-    assert nearness(host_id(), "", "", near) == nearness(host_id(), own, own, CPU) == Nearness(is_same_host=True)
+    assert seen("else", other) == Nearness()
+    assert seen(host_id(), "") == seen(host_id(), own, CPU) == Nearness(is_same_host=True)
+
+
+def test_instances_of_one_gpu_are_one_gpu_for_nccl_and_two_for_ipc(gpus: list[FakeGpu]) -> None:
+    here, instance = gpus
+    here.id = instance.id = "one bus id"
+    near = nearness(hello_of(host_id(), instance.id, instance.uuid), here.device, is_sealed=False, plain_links=())
+    assert near == Nearness(is_same_host=True, is_same_gpu=True)
+    kinds = ("ipc", "nccl", "tcp")
+    assert choose_transport(kinds, kinds, near) == "tcp"
+
+
+def test_a_gpu_is_named_by_its_machine_and_place_so_that_its_instances_have_one_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def bus_id_of(buffer: Any, num_bytes: int, index: int) -> int:
+        buffer.value = (b"0000:65:00.0", b"0000:65:00.0", b"0000:b3:00.0")[index][: num_bytes - 1]
+        return 0
+
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    monkeypatch.setattr("kvstore.transfer.device._runtime", lambda: SimpleNamespace(cudaDeviceGetPCIBusId=bus_id_of))
+    ids = [CudaGpu(torch.device("cuda", number)).id for number in range(3)]
+    assert ids == [f"{boot_id()} 0000:65:00.0"] * 2 + [f"{boot_id()} 0000:b3:00.0"]
+    monkeypatch.setenv("NCCL_HOSTID", "a pod")
+    assert CudaGpu(torch.device("cuda", 0)).id == f"{boot_id()} 0000:65:00.0 a pod"
+
+
+def test_a_kind_is_plain_where_both_sides_say_so() -> None:
+    hello = dataclasses.replace(hello_of("else"), plain_links=("nccl",))
+    assert nearness(hello, CPU, is_sealed=True, plain_links=("nccl",)).plain_links == ("nccl",)
+    assert nearness(hello, CPU, is_sealed=True, plain_links=()).plain_links == ()
+    assert nearness(hello_of("else"), CPU, is_sealed=True, plain_links=("nccl",)).plain_links == ()
+
+
+def hello_of(host: str, gpu_id: str = "", gpu_uuid: str = "") -> Hello:
+    return Hello(
+        protocol_version=1,
+        worker_id="prefill-0",
+        incarnation="1",
+        wire_compat="kind-a",
+        links=("nccl", "tcp"),
+        layout=KvLayout(16, 1, ()),
+        rank=0,
+        peer_rank=0,
+        host_id=host,
+        gpu_id=gpu_id,
+        gpu_uuid=gpu_uuid,
+    )
 
 
 def test_chunks_of_a_tcp_link_stay_in_the_cache_and_hold_a_unit_at_least() -> None:

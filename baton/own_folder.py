@@ -1,4 +1,4 @@
-"""The folder in which `baton up` has its sockets and its copy of a password, as long as it runs."""
+"""Temporary folders that belong to one process: for sockets, a copy of a password, logs of libraries."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ LOCK = "in-use"
 
 
 @contextlib.contextmanager
-def own_folder(parent: Path | None = None) -> Generator[Path]:
-    """A folder of this process, gone when the block ends. Folders that killed ones have left are removed first.
+def own_folder(parent: Path | None = None, *, stays: bool = False) -> Generator[Path]:
+    """A folder of this process, which nobody else may look into. Folders that processes have left which have ended are
+    removed first.
 
     Args:
         parent: by default the system's temporary folder.
+        stays: whether it is left when the block ends, until the next one is made; otherwise it is gone then.
     """
     parent = parent or Path(tempfile.gettempdir())
     _remove_left(parent)
@@ -32,7 +34,8 @@ def own_folder(parent: Path | None = None) -> Generator[Path]:
         try:
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if not stays:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_left(parent: Path) -> None:

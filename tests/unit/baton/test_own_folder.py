@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deploy.local.folder import own_folder
+from baton.own_folder import own_folder
 
 HOLD = """
 import pathlib, sys, time
-from deploy.local.folder import own_folder
+from baton.own_folder import own_folder
 with own_folder(pathlib.Path(sys.argv[1])) as folder:
     (folder / "password").touch()
     print(folder, flush=True)

@@ -54,15 +54,20 @@ class Turns:
         Raises:
             Overloaded: too much waits already.
         """
-        await self._wait(owner, size)
+        await self.take(owner, size)
         try:
             yield
         finally:
-            self._end(owner)
+            self.end(owner)
 
-    async def _wait(self, owner: str, size: int) -> None:
+    async def take(self, owner: str, size: int) -> None:
+        """Waits for a turn, which `end` ends; see `turn`."""
+        if not self._queues and self._num_free and self._num_running[owner] < self._most_of_one:
+            self._num_free -= 1
+            self._num_running[owner] += 1
+            return
         if self._waiting.total() + size > self._max_waiting or self._waiting[owner] + size > self._max_waiting / 2:
-            raise Overloaded("many long requests wait to be read; try again later")
+            raise Overloaded("too much waits for its turn; try again later")
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         comes_s = time.monotonic() + PATIENCE_S * size / LARGE
         heapq.heappush(self._queues.setdefault(owner, []), (comes_s, next(self._numbers), size, granted))
@@ -74,7 +79,7 @@ class Turns:
             if granted.cancelled():
                 self._drop_cancelled(owner)
             else:
-                self._end(owner)
+                self.end(owner)  # it was granted
             raise
 
     def _drop_cancelled(self, owner: str) -> None:
@@ -85,7 +90,8 @@ class Turns:
             self._queues[owner] = left
             self._waiting[owner] = sum(size for _, _, size, _ in left)
 
-    def _end(self, owner: str) -> None:
+    def end(self, owner: str) -> None:
+        """Ends a turn."""
         self._num_free += 1
         self._num_running[owner] -= 1
         if not self._num_running[owner]:

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from baton import turns as turns_module
 from baton.errors import Overloaded
-from router.admission import Turns
-from router.admission import turns as turns_module
+from baton.turns import Turns
 
 
 class Jobs:
@@ -131,7 +131,7 @@ async def test_too_much_that_waits_is_refused() -> None:
     await jobs.begin("a2", "a3", "b1", "b2", size=25)
     for name, size in (("a4", 1), ("c1", 1), ("d1", 60)):
         await jobs.begin(name, size=size)
-        with pytest.raises(Overloaded, match="many long requests wait"):
+        with pytest.raises(Overloaded, match="too much waits"):
             await jobs.tasks[name]
     await jobs.leave("a2")
     await jobs.begin("c2", size=25)

@@ -1,0 +1,66 @@
+"""`baton doctor`: carries out the checks, again while one fails if that is asked for, and shows them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+
+from baton import config as baton_config
+from baton.errors import ConfigError, InvalidRequest
+from baton.tls import Tls, own_door_tls
+from deploy.cli.doctor_options import DoctorOptions
+from deploy.cli.options import console
+from deploy.doctor import Check, DoctorPart, diagnose, model_checks, not_configured, show
+from deploy.operator.client import Access
+from deploy.say import say
+from deploy.terminal import Terminal
+
+
+def is_well(options: DoctorOptions, as_json: bool) -> bool:
+    """Carries out the checks, shows what they found, and returns whether none failed.
+
+    Raises:
+        InvalidRequest: there is no such part.
+    """
+    if options.part not in list(DoctorPart):
+        raise InvalidRequest(f"--part must be one of {', '.join(DoctorPart)}; got {options.part!r}")
+    what = f"the model {options.model}" if options.model else f"what the {options.part} needs"
+    console().print(f"==> Checking {what}; this takes some seconds", style="dim", soft_wrap=True)
+    checks = _checks(options)
+    if as_json:
+        say(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
+    else:
+        show(checks, Terminal())
+    return _are_well(checks)
+
+
+def _are_well(checks: list[Check]) -> bool:
+    return all(check.state != "fail" for check in checks)
+
+
+def _checks(options: DoctorOptions) -> list[Check]:
+    """What is found; of the machine and the cluster again while a check fails, for as long as that is asked for."""
+    try:
+        settings = baton_config.load(options.config)
+    except ConfigError as error:
+        return not_configured(error)
+    if options.model:
+        model = dataclasses.replace(settings.model, id=options.model)
+        return model_checks(dataclasses.replace(settings, model=model))
+    address = options.address or f"{settings.cluster.host}:{settings.cluster.grpc_port}"
+    access = Access(options.api_key, _door(settings, options))
+    end_s = time.monotonic() + options.wait_s
+    while True:
+        checks = diagnose(settings, address, DoctorPart(options.part), access)
+        if _are_well(checks) or time.monotonic() >= end_s:
+            return checks
+        time.sleep(1)
+
+
+def _door(settings: baton_config.Config, options: DoctorOptions) -> Tls | None:
+    """How a router is spoken to: as the options say, else, if it is the configured one, as the settings do."""
+    try:
+        return options.read() or (None if options.address else own_door_tls(settings))
+    except ConfigError:
+        return None  # a check of the files says so

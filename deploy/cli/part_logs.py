@@ -1,0 +1,77 @@
+"""`baton logs`: the lines of a worker, through the router, or of another part, from its file on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from baton import config as baton_config
+from baton.errors import BatonError, NoWorker
+from deploy.cli.options import ClientOptions, console
+from deploy.local.log_files import follow, last_lines, log_files
+from deploy.models import cache_dir
+from deploy.operator import worker_log
+from deploy.operator.client import Access, Client
+from deploy.say import say
+
+
+def show(target: ClientOptions, part: str, num_lines: int, *, is_followed: bool, config: Path | None) -> None:
+    """Prints the last lines of a part, or the names of those that have a log.
+
+    Args:
+        target: the cluster, and how to answer.
+        part: a worker's id, or another part's name; empty: the names.
+        num_lines: the maximum number of past lines.
+        is_followed: whether to stay, and print new lines.
+        config: the file of settings, which may name the cache that has the files.
+    """
+    access = Access(target.api_key, target.read())
+    with contextlib.closing(target.client()) as client:
+        routers = _routers(client)
+        files = log_files(cache_dir(baton_config.load(config).cluster), routers)
+        if not part:
+            _list_logs(client.status()["workers"], files, target.as_json)
+            return
+        more: Iterator[str]
+        if part in files:
+            if not routers:
+                found = f"no router answers at {target.address}; these lines are of the latest start: {files[part]}"
+                console().print(found, style="dim", soft_wrap=True)
+            lines, size = last_lines(files[part], num_lines)
+            more = follow(files[part], size)
+        else:
+            doors = worker_log.doors(client, target.address, access)
+            every = worker_log.read(doors, part)
+            lines, more = every[len(every) - min(num_lines, len(every)) :], worker_log.follow(doors, part, every)
+        with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+            _print_lines(itertools.chain(lines, more) if is_followed else lines, part, target.as_json)
+
+
+def _routers(client: Client) -> list[int]:
+    """The process ids of the cluster's routers; none if no router answers: files can be read all the same."""
+    try:
+        return [router["pid"] for router in client.status()["routers"]]
+    except BatonError:
+        return []
+
+
+def _print_lines(lines: Iterable[str], part: str, as_json: bool) -> None:
+    for line in lines:
+        say(json.dumps({"part": part, "line": line}, ensure_ascii=False) if as_json else line)
+
+
+def _list_logs(workers: list[dict[str, Any]], files: dict[str, Path], as_json: bool) -> None:
+    if as_json:
+        found = {"workers": [w["id"] for w in workers], "files": {name: str(path) for name, path in files.items()}}
+        say(json.dumps(found))
+        return
+    if not workers and not files:
+        raise NoWorker("no worker is known, and no `baton up` of this machine has left a log")
+    for worker in workers:
+        say(f"{worker['id']}: a {worker['role']} worker")
+    for name, path in files.items():
+        say(f"{name}: {path}")

@@ -1,0 +1,47 @@
+"""`baton up`: runs `deploy.local.up`, and prints the addresses when the cluster is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from baton.config import Config
+from baton.errors import BatonError
+from baton.tls import own_door_tls
+from deploy.cli.hints import local_address, page_url, try_command
+from deploy.cli.options import console, print_error
+from deploy.local.up import up
+from deploy.operator.answer import print_answer, request_of
+from deploy.operator.client import Client
+from deploy.say import say
+
+
+def serve(settings: Config, ask: str | None, api_key: str) -> None:
+    """Runs a whole cluster until Ctrl-C.
+
+    Args:
+        settings: its settings.
+        ask: a prompt to answer once it is ready.
+        api_key: the key with which to ask.
+    """
+    asyncio.run(up(settings, console(), lambda ready: _on_ready(ready, ask, api_key)))
+
+
+def _on_ready(settings: Config, ask: str | None, api_key: str) -> None:
+    cluster = settings.cluster
+    address = f"{cluster.host}:{cluster.grpc_port}"
+    say(f"BATON READY grpc={address} http={cluster.host}:{cluster.http_port}")
+    if ask is not None:
+        _answer(settings, ask, api_key)
+    console().print(f"==> Page: {page_url(settings)}   Ctrl-C ends it all. In another terminal:", style="dim")
+    console().print(f"    {try_command(settings, api_key)}", style="dim", markup=False)
+
+
+def _answer(settings: Config, ask: str, api_key: str) -> None:
+    console().print("==> A sample request, of 24 tokens:", style="dim")
+    console().print(ask, end="", style="bold", markup=False)
+    try:
+        with contextlib.closing(Client(local_address(settings), api_key, own_door_tls(settings))) as client:
+            print_answer(request_of(ask, max_tokens=24, temperature=0.0), client, as_json=False)
+    except BatonError as error:
+        print_error(error)

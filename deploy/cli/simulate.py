@@ -1,0 +1,38 @@
+"""`baton simulate`: a trace in virtual time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+
+from baton import config as baton_config
+from deploy.cli.options import AsJson, console, options_from_fields
+from deploy.lab.simulate.options import SimulateOptions
+from deploy.lab.traces.shape import TraceOptions
+
+
+@options_from_fields
+def simulate(
+    trace: TraceOptions,
+    options: SimulateOptions,
+    autoscale: Annotated[
+        bool,
+        typer.Option("--autoscale", help="Size the pools, from the given ones on; see BATON_AUTOSCALE_* settings."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Replay a trace in virtual time, under Baton's placement policy and under baseline policies.
+
+    Engines, schedulers and block pools are the production's. Steps cost what the
+    profile's roofline says, or what they have cost on a real cluster:
+
+    baton bench TRACE --scale 64 --json > bench.json
+
+    baton simulate TRACE --scale 64 --costs bench.json --prefill 1 --decode 1
+    """
+    from deploy.lab.simulate.command import run
+
+    scaling = baton_config.load().autoscale if autoscale else None
+    run(dataclasses.replace(options, trace=trace, autoscale=scaling), as_json, console())

@@ -1,0 +1,31 @@
+"""Where models, logs and state are kept on this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from baton.config import ClusterConfig
+from baton.own_files import why_foreign
+
+logger = logging.getLogger(__name__)
+
+
+def cache_dir(cluster: ClusterConfig) -> Path:
+    """The folder of converted models: the configured one, else the user's cache folder."""
+    return Path(cluster.cache_dir).expanduser() if cluster.cache_dir else _default()
+
+
+def own_part(cache: Path, name: str) -> Path:
+    """The cache's folder of that name, or the one in the user's own cache where another user of this machine may have
+    written the former, which is a warning. Nothing is made.
+    """
+    if why := why_foreign(cache / name):
+        logger.warning("%s: %s is used instead", why, _default() / name)
+        return _default() / name
+    return cache / name
+
+
+def _default() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"

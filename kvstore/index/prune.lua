@@ -1,0 +1,12 @@
+-- Takes those ids out of a set of ids whose value is gone. Returns {the others, garbage}.
+--
+-- KEYS  1 ids, then the value of each id
+-- ARGV  the ids
+--
+-- Race: an id's owner comes back between our look and the removal, and nobody would list it until it renews again.
+local living, gone = {}, {}
+for at, id in ipairs(ARGV) do
+  if redis.call('EXISTS', KEYS[at + 1]) == 1 then living[#living + 1] = id else gone[#gone + 1] = id end
+end
+if #gone > 0 and is(KEYS[1], 'set') then redis.call('SREM', KEYS[1], unpack(gone)) end
+return {living, garbage}

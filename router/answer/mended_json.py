@@ -1,0 +1,166 @@
+"""Makes valid JSON of an object that a model wrote with small defects, letter by letter."""
+
+from __future__ import annotations
+
+import json
+import re
+from enum import Enum, auto
+
+SPACE = frozenset(" \t\r\n")
+_WORD = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-._")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_LITERALS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+HEX = frozenset("0123456789abcdefABCDEF")
+
+
+class NotJson(Exception):
+    """A letter cannot come where it does."""
+
+
+class _Expects(Enum):
+    FIRST = auto()
+    """The first member of an object or a list, or its end."""
+    KEY = auto()
+    COLON = auto()
+    VALUE = auto()
+    NEXT = auto()
+    """A comma, or the end of the object or the list."""
+
+
+class MendedJson:
+    """An object that comes letter by letter, and leaves as valid JSON.
+
+    What is valid leaves as it is written. Raw control characters in strings are escaped, wrong escapes are backslashes,
+    strings may have single quotes, Python's True, False and None are JSON's, other bare words are strings, and a comma
+    before an end is dropped. What such a defect may begin with is held back until it is known.
+    """
+
+    def __init__(self) -> None:
+        self._closers: list[str] = []
+        self._expects = _Expects.VALUE
+        self._quote = ""
+        """Ends the string in which the text is; empty: it is in none."""
+        self._is_key = False
+        """Whether that string, or word, is a key."""
+        self._escape = ""
+        self._word = ""
+        self._ready = ""
+        """A word that has ended before a letter that cannot come."""
+        self._comma = ""
+        """A comma, and white space behind it."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the object is whole."""
+        return self._expects is _Expects.NEXT and not self._closers
+
+    @property
+    def is_at_top(self) -> bool:
+        """Whether a letter would be one of the object itself: of no string in it, and of nothing nested."""
+        return len(self._closers) == 1 and not self._quote
+
+    def take(self, letter: str) -> str:
+        """Takes a letter, and returns what leaves.
+
+        Raises:
+            NotJson: it cannot come here; nothing of it is taken.
+        """
+        if self._quote:
+            return self._in_string(letter)
+        if letter in _WORD and self._word:
+            self._word += letter
+            return ""
+        self._ready += self._ended_word()
+        self._ready, shown = "", self._ready + self._outside(letter)
+        return shown
+
+    def close(self) -> str:
+        """Returns what makes the object whole, now that no more of it comes."""
+        closed = self._ready + (self._ended_string() if self._quote else self._ended_word())
+        if self._expects is _Expects.COLON:
+            closed += ": null"
+        elif self._expects is _Expects.VALUE and not self._comma:
+            closed += "null"
+        return closed + "".join(reversed(self._closers))
+
+    def _outside(self, letter: str) -> str:
+        """Takes a letter that is in no string."""
+        if letter in SPACE:
+            self._comma += letter if self._comma else ""
+            return "" if self._comma else letter
+        if letter == "," and self._expects is _Expects.NEXT and self._closers:
+            self._comma, self._expects = ",", _Expects.KEY if self._closers[-1] == "}" else _Expects.VALUE
+            return ""
+        if letter == ":" and self._expects is _Expects.COLON:
+            self._expects = _Expects.VALUE
+            return ":"
+        if letter in "}]":
+            return self._ended(letter)
+        return self._begun(letter)
+
+    def _ended(self, letter: str) -> str:
+        is_last = self._comma or self._expects in (_Expects.FIRST, _Expects.NEXT)
+        if not is_last or not self._closers or self._closers[-1] != letter:
+            raise NotJson
+        self._closers.pop()
+        space, self._comma, self._expects = self._comma[1:], "", _Expects.NEXT
+        return space + letter
+
+    def _begun(self, letter: str) -> str:
+        """Takes the first letter of a key or a value."""
+        if self._expects in (_Expects.COLON, _Expects.NEXT):
+            raise NotJson
+        in_object = bool(self._closers) and self._closers[-1] == "}"
+        self._is_key = in_object and self._expects is not _Expects.VALUE
+        if letter in "\"'":
+            self._quote, shown = letter, '"'
+        elif letter in _WORD:
+            self._word, shown = letter, ""
+        elif letter in "{[" and not self._is_key:
+            self._closers.append("}" if letter == "{" else "]")
+            self._expects, shown = _Expects.FIRST, letter
+        else:
+            raise NotJson
+        comma, self._comma = self._comma, ""
+        return comma + shown
+
+    def _in_string(self, letter: str) -> str:
+        if self._escape:
+            return self._escaped(letter)
+        if letter == "\\":
+            self._escape = letter
+            return ""
+        if letter == self._quote:
+            return self._ended_string()
+        return _in_quotes(letter)
+
+    def _escaped(self, letter: str) -> str:
+        """Takes a letter of an escape."""
+        escape, self._escape = self._escape + letter, ""
+        if escape == "\\u" or (len(escape) < 6 and escape.startswith("\\u") and letter in HEX):
+            self._escape = escape
+            return ""
+        if (letter in '"\\/bfnrt' and len(escape) == 2) or (len(escape) == 6 and letter in HEX):
+            return escape
+        if letter == "'" and len(escape) == 2:
+            return letter
+        return f"\\\\{escape[1:-1]}{self._in_string(letter)}"
+
+    def _ended_string(self) -> str:
+        self._quote, self._escape = "", ""
+        self._expects = _Expects.COLON if self._is_key else _Expects.NEXT
+        return '"'
+
+    def _ended_word(self) -> str:
+        word, self._word = self._word, ""
+        if not word:
+            return ""
+        self._expects = _Expects.COLON if self._is_key else _Expects.NEXT
+        if not self._is_key and (word in _LITERALS or _NUMBER.fullmatch(word)):
+            return _LITERALS.get(word, word)
+        return json.dumps(word)
+
+
+def _in_quotes(letter: str) -> str:
+    """A letter, as it stands in a string."""
+    return letter if letter >= " " and letter != '"' else json.dumps(letter)[1:-1]

@@ -1,0 +1,109 @@
+"""What clients of chat completions ask of a model's reasoning, in the words of several services."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from baton.errors import InvalidRequest
+from router.api.efforts import Effort, ThinkingSwitch
+from router.api.fields import WithoutEffect
+from router.api.strict import DeclaredBody, StrictBody
+
+_AS_IT_COMES = WithoutEffect("a reasoning comes as it is")
+
+
+SAYS_NOTHING = ThinkingSwitch(None, "thinking")
+
+
+class AskedReasoningBody(StrictBody):
+    """The field `reasoning`, which is OpenRouter's and OpenAI's, or Ollama's `think`."""
+
+    effort: str | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    """Whether the reasoning stays here: it is computed, and does not come."""
+    max_tokens: int | None = Field(default=None, ge=0)
+    summary: Annotated[Any, _AS_IT_COMES] = None
+    generate_summary: Annotated[Any, _AS_IT_COMES] = None
+
+
+class AskedThinkingBody(StrictBody):
+    """The field `thinking`, which is Anthropic's, DeepSeek's and GLM's."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: int | None = Field(default=None, ge=0)
+    clear_thinking: Annotated[Any, WithoutEffect("the template says which reasoning a prompt has")] = None
+    display: Annotated[Any, _AS_IT_COMES] = None
+
+
+def _of_switch(value: Any) -> Any:
+    return {"enabled": value} if isinstance(value, bool) else {"effort": value} if isinstance(value, str) else value
+
+
+def _of_kind(value: Any) -> Any:
+    return {"type": "enabled" if value else "disabled"} if isinstance(value, bool) else value
+
+
+AskedReasoning = Annotated[AskedReasoningBody | None, BeforeValidator(_of_switch)]
+AskedThinking = Annotated[AskedThinkingBody | None, BeforeValidator(_of_kind)]
+
+
+class ThinkingFields(DeclaredBody):
+    """The fields of a body by which a client asks for more or less reasoning."""
+
+    reasoning_effort: str | None = None
+    """One of the template's variables."""
+    include_reasoning: bool | None = None
+    """Whether the reasoning comes with the answer; None: it does. It is computed in any case."""
+    reasoning: AskedReasoning = None
+    thinking: AskedThinking = None
+    enable_thinking: bool | None = None
+    """Qwen's."""
+    think: AskedReasoning = None
+    """Ollama's."""
+
+    def effort(self) -> Effort:
+        """How much the model is to think. Raises InvalidRequest: two fields say different things."""
+        if self.reasoning is None and self.think is None:
+            return Effort(self.reasoning_effort, "reasoning_effort")
+        given = {"reasoning_effort": self.reasoning_effort}
+        given |= {
+            f"{name}.effort": body.effort
+            for name, body in (("reasoning", self.reasoning), ("think", self.think))
+            if body is not None
+        }
+        said = {name: value for name, value in given.items() if value is not None}
+        if len(set(said.values())) > 1:
+            raise InvalidRequest(f"{' and '.join(said)} contradict each other; set one of them", next(iter(said)))
+        return Effort(*next(((value, name) for name, value in said.items()), (None, "reasoning_effort")))
+
+    def switch(self) -> ThinkingSwitch:
+        """Whether the model is to think at all. Raises InvalidRequest: two fields say different things."""
+        if (self.thinking, self.reasoning, self.think, self.enable_thinking) == (None,) * 4:
+            return SAYS_NOTHING
+        given = {
+            "enable_thinking": self.enable_thinking,
+            "thinking": None if self.thinking is None else self.thinking.type != "disabled",
+            "reasoning": None if self.reasoning is None else self.reasoning.enabled,
+            "think": None if self.think is None else self.think.enabled,
+        }
+        said = {name: value for name, value in given.items() if value is not None}
+        if len(set(said.values())) > 1:
+            raise InvalidRequest(f"{' and '.join(said)} contradict each other; set one of them", next(iter(said)))
+        return next((ThinkingSwitch(value, name) for name, value in said.items()), SAYS_NOTHING)
+
+    @property
+    def budget(self) -> int | None:
+        """Tokens of reasoning at most; None: the client does not say."""
+        if self.thinking is not None and self.thinking.budget_tokens is not None:
+            return self.thinking.budget_tokens
+        return next((asked.max_tokens for asked in (self.reasoning, self.think) if asked is not None), None)
+
+    @property
+    def skips_reasoning(self) -> bool:
+        """Whether the reasoning stays here: it is counted, and does not come."""
+        return self.include_reasoning is False or any(
+            asked is not None and asked.exclude is True for asked in (self.reasoning, self.think)
+        )

@@ -1,0 +1,81 @@
+"""Books what becomes of bodies before the service knows of a request: which fields are ignored, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Self
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from baton.errors import BatonError, InvalidRequest, UnknownField, Unsupported
+from router.api.exchange import id_of, ignored_of
+from router.api.fields import LEFT_OUT, UNSUPPORTED
+from router.request.bodies import RefusedBody
+from router.service import RouterService
+
+OTHER = "other"
+"""The label of fields whose names no API declares: clients may send any."""
+_PLACE = re.compile(r"\[\d+\]")
+
+
+class Taking:
+    """Entered while a body is read and becomes a request. What is refused in it is booked here, and nowhere else.
+
+    Args:
+        operation: what is asked for, as the request's own books would have it.
+    """
+
+    __slots__ = ("_arrived_s", "_operation", "_request", "_service")
+
+    def __init__(self, service: RouterService, request: Request, operation: str) -> None:
+        self._service = service
+        self._request = request
+        self._operation = operation
+
+    def __enter__(self) -> Self:
+        self._arrived_s = time.monotonic()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        match error:
+            case None:
+                if names := ignored_of(self._request).names:
+                    self._service.bodies.ignored(map(self._label, names))
+            case RequestValidationError():
+                self._refused(refusal_of(error))
+            case BatonError() | HTTPException():
+                self._refused(error)
+
+    def _refused(self, error: BatonError | HTTPException) -> None:
+        param = error.param if isinstance(error, (InvalidRequest, Unsupported)) else None
+        refused = RefusedBody(
+            request_id=id_of(self._request),
+            tenant=self._request.state.tenant.id,
+            operation=self._operation,
+            arrived_s=self._arrived_s,
+            error=error,
+            field=self._label(param) if param else "",
+        )
+        self._service.bodies.refused(refused)
+
+    def _label(self, name: str) -> str:
+        """The name of a field, without the path to it; `other` if no API knows it."""
+        own = _PLACE.sub("", name).rpartition(".")[2]
+        return own if own in self._request.app.state.field_names else OTHER
+
+
+def refusal_of(error: RequestValidationError) -> InvalidRequest | Unsupported:
+    """The refusal of a body that is not what it should be; `param` is the path of its first field that is not."""
+    first = error.errors()[0]
+    where = first["loc"][first["loc"][:1] == ("body",) :]
+    param = ""
+    for part in where:
+        param += f"[{part}]" if param and isinstance(part, int) else f"{'.' if param else ''}{part}"
+    if first.get("type") in (UNSUPPORTED, LEFT_OUT):
+        return Unsupported(f"{param} {first['msg']}", param)
+    if first.get("type") == "extra_forbidden":
+        return UnknownField(f"{param}: unknown field; remove it or correct its name", param)
+    return InvalidRequest(f"{param or 'the body'}: {first['msg']}", param or None)

@@ -1,0 +1,59 @@
+"""The names of fields in errors: the service has gRPC's, and each API of the HTTP port its own."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+
+from baton.errors import BatonError, InvalidRequest, UnknownField, Unsupported
+
+_ANTHROPICS = {
+    "chat_template_kwargs": "output_config.effort",
+    "continue_final_message": "messages",
+    "input": "messages",
+    "stop": "stop_sequences",
+    "structured_outputs": "output_config.format",
+    "thinking_budget": "thinking.budget_tokens",
+}
+_RESPONSES = {"max_tokens": "max_output_tokens", "messages": "input", "structured_outputs": "text.format"}
+NAMES: Mapping[str, Mapping[str, str]] = {
+    "/v1/chat/completions": {"input": "messages"},
+    "/v1/completions": {"input": "prompt", "token_ids": "prompt"},
+    "/v1/messages": _ANTHROPICS,
+    "/v1/messages/count_tokens": _ANTHROPICS,
+    "/v1/responses": _RESPONSES,
+    "/v1/responses/input_tokens": _RESPONSES,
+}
+"""Path -> names of the service's -> the fields there."""
+_OF_TOOL_IN_CHATS = re.compile(r"(?<=\btools\[)(\d+\])\.function\.parameters\b")
+_OF_TOOL: Mapping[str, str] = {"/v1/messages": "input_schema", "/v1/responses": "parameters"}
+"""Path, or the path above it -> the field of a tool that has the schema of its arguments."""
+_OF_STRUCTURE: Mapping[str, str] = {
+    "output_config.format": "output_config.format.schema",
+    "response_format": "response_format.json_schema.schema",
+    "structured_outputs": "structured_outputs.json",
+    "text.format": "text.format.schema",
+}
+"""A field by which a structure is asked for -> the field in it that has the schema."""
+_OF_GRPC = re.compile(r"\bsampling\.(?=[a-z])")
+
+
+def in_words_of(path: str, error: BatonError, written: Mapping[str, str] | None = None) -> BatonError:
+    """Returns the error with the names that fields have at a path.
+
+    Args:
+        written: names of the service's -> the fields by which this request asked for the same.
+    """
+    message, names = _OF_GRPC.sub("", str(error)), {**NAMES.get(path, {}), **(written or {})}
+    found = copy.copy(error)
+    if isinstance(found, (InvalidRequest, Unsupported)) and found.param and not isinstance(found, UnknownField):
+        known, own = found.param, names.get(found.param, found.param)
+        if own != known and ("_" in known or message.startswith(f"{known} ")):
+            message = re.sub(rf"\b{re.escape(known)}\b", own, message)
+        if own in _OF_STRUCTURE and message.startswith("schema"):
+            message = f"{_OF_STRUCTURE[own]}{message.removeprefix('schema')}"
+        schema = next((field for above, field in _OF_TOOL.items() if path.startswith(above)), "function.parameters")
+        message, found.param = (_OF_TOOL_IN_CHATS.sub(rf"\1.{schema}", text) for text in (message, own))
+    found.args = (message,)
+    return found

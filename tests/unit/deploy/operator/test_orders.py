@@ -1,0 +1,45 @@
+"""Orders of an operator that would leave a pool without a worker are asked for twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.errors import Conflict
+from deploy.operator.orders import set_role
+from deploy.terminal import Terminal
+
+
+class Client:
+    """A client of a cluster whose workers have these roles and states."""
+
+    def __init__(self, *workers: tuple[str, str, str]) -> None:
+        self.workers = [dict(zip(("id", "role", "state"), worker, strict=True)) for worker in workers]
+        self.ordered: list[tuple[str, str]] = []
+
+    def status(self) -> dict[str, Any]:
+        return {"workers": self.workers}
+
+    def set_role(self, worker_id: str, role: str) -> None:
+        self.ordered.append((worker_id, role))
+
+
+def order(client: Any, worker_id: str, role: str, *, is_forced: bool = False) -> None:
+    set_role(client, Terminal(), worker_id, role, as_json=True, is_forced=is_forced)
+
+
+def test_the_last_worker_of_a_pool_leaves_it_only_by_force() -> None:
+    client = Client(("w0", "prefill", "ready"), ("w1", "decode", "ready"), ("w2", "prefill", "draining"))
+    with pytest.raises(Conflict, match=r"w0 is the only prefill worker, .*`baton scale prefill 2`\), or give --force"):
+        order(client, "w0", "decode")
+    assert client.ordered == []
+    order(client, "w0", "decode", is_forced=True)
+    order(client, "w1", "decode")
+    assert client.ordered == [("w0", "decode"), ("w1", "decode")]
+
+
+def test_one_of_several_may_leave() -> None:
+    client = Client(("w0", "prefill", "ready"), ("w1", "prefill", "ready"))
+    order(client, "w0", "decode")
+    assert client.ordered == [("w0", "decode")]
