@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field
 
@@ -46,6 +47,21 @@ def _of_kind(value: Any) -> Any:
     return {"type": "enabled" if value else "disabled"} if isinstance(value, bool) else value
 
 
+Said = TypeVar("Said", str, bool)
+
+
+def _only(given: Mapping[str, Said | None]) -> tuple[str, Said] | None:
+    """Return the first field that says something, and what it says; None if no field does.
+
+    Raises:
+        InvalidRequest: two fields say different things.
+    """
+    said = {field: value for field, value in given.items() if value is not None}
+    if len(set(said.values())) > 1:
+        raise InvalidRequest(f"{' and '.join(said)} contradict each other; set one of them", next(iter(said)))
+    return next(iter(said.items()), None)
+
+
 AskedReasoning = Annotated[AskedReasoningBody | None, BeforeValidator(_of_switch)]
 AskedThinking = Annotated[AskedThinkingBody | None, BeforeValidator(_of_kind)]
 
@@ -74,10 +90,8 @@ class ThinkingFields(DeclaredBody):
             for name, body in (("reasoning", self.reasoning), ("think", self.think))
             if body is not None
         }
-        said = {name: value for name, value in given.items() if value is not None}
-        if len(set(said.values())) > 1:
-            raise InvalidRequest(f"{' and '.join(said)} contradict each other; set one of them", next(iter(said)))
-        return Effort(*next(((value, name) for name, value in said.items()), (None, "reasoning_effort")))
+        field, effort = _only(given) or ("reasoning_effort", None)
+        return Effort(effort, field)
 
     def switch(self) -> ThinkingSwitch:
         """Whether the model is to think at all. Raises InvalidRequest: two fields say different things."""
@@ -89,10 +103,8 @@ class ThinkingFields(DeclaredBody):
             "reasoning": None if self.reasoning is None else self.reasoning.enabled,
             "think": None if self.think is None else self.think.enabled,
         }
-        said = {name: value for name, value in given.items() if value is not None}
-        if len(set(said.values())) > 1:
-            raise InvalidRequest(f"{' and '.join(said)} contradict each other; set one of them", next(iter(said)))
-        return next((ThinkingSwitch(value, name) for name, value in said.items()), SAYS_NOTHING)
+        said = _only(given)
+        return SAYS_NOTHING if said is None else ThinkingSwitch(said[1], said[0])
 
     @property
     def budget(self) -> int | None:

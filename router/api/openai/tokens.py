@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field
 
 from baton.model_files import read_json
 from baton.tokenizer_file import special_tokens
+from router.api.fields import WithoutEffect
 from router.api.openai.thinking import ThinkingFields
 from router.api.strict import Listed, StrictBody
 from router.prompt import Tokenizer
@@ -30,6 +31,7 @@ class TokenizeBody(ThinkingFields):
     """Whether what the model wants around a text is added; None: yes."""
     parse_special: bool | None = None
     return_token_strs: bool | None = None
+    include_reasoning: Annotated[bool | None, WithoutEffect("a prompt brings no reasoning")] = None
 
 
 def description_of(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -81,32 +81,29 @@ class MessageItem(StrictBody):
     phase: Annotated[str | None, WithoutEffect("no template is known to read it")] = None
 
 
-class FunctionCallItem(StrictBody):
+class _CallItem(StrictBody):
+    call_id: str = Field(max_length=MAX_NAME)
+    name: str = Field(min_length=1, max_length=MAX_NAME)
+    id: _ID = None
+    status: _ItemStatus = None
+    caller: Annotated[Any, _CALLERS] = None
+    is_async: Annotated[Any, Refusal("a call waits for its result", (False,))] = Field(default=None, alias="async")
+
+
+class FunctionCallItem(_CallItem):
     """A call of a function, of an earlier answer."""
 
     type: Literal["function_call"]
-    call_id: str = Field(max_length=MAX_NAME)
-    name: str = Field(min_length=1, max_length=MAX_NAME)
     arguments: str
-    id: _ID = None
-    status: _ItemStatus = None
-    caller: Annotated[Any, _CALLERS] = None
     namespace: str | None = Field(default=None, max_length=MAX_NAME)
-    is_async: Annotated[Any, Refusal("a call waits for its result", (False,))] = Field(default=None, alias="async")
 
 
-class CustomCallItem(StrictBody):
+class CustomCallItem(_CallItem):
     """A call of a tool that takes a text, of an earlier answer of another service."""
 
     type: Literal["custom_tool_call"]
-    call_id: str = Field(max_length=MAX_NAME)
-    name: str = Field(min_length=1, max_length=MAX_NAME)
     input: str
-    id: _ID = None
-    status: _ItemStatus = None
-    caller: Annotated[Any, _CALLERS] = None
     namespace: Annotated[str | None, WithoutEffect("the name says which tool it was")] = None
-    is_async: Annotated[Any, Refusal("a call waits for its result", (False,))] = Field(default=None, alias="async")
 
 
 class FunctionCallOutputItem(StrictBody):
