@@ -1,13 +1,13 @@
 """What every process shares: the vocabulary of requests, workers and blocks, and the ways in which processes speak.
 
 The vocabulary is in plain modules (`api`, `messages`, `cluster`, `blocks`, `sampling`, `structure`, `scores`,
-`hypotheses`, `chat`, `call_arguments`, `tools`, `quota`, `addresses`, `timelines`, `errors`), settings are in `config`,
-the engine is in `engine`; `grammar` compiles structures for router and engine, `json_schema` and `dead_ends` find what
-of a schema cannot be, `template` renders chats, `sandbox` bounds what both do; protobuf stops at `wire`, `rpc` is gRPC,
-`trust` is who the members of a cluster are, `tls` has the certificates, `plain_files`, `weights_files`,
-`tokenizer_file` and `own_files` read what strangers may have written, `tokenizer_classes` is what transformers has in
-place of a tokenizer's file, `visible` shows what strangers wrote, `telemetry` declares every metric, and `v1` is
-generated from `proto/`. No other package of the product is imported here.
+`hypotheses`, `chat`, `call_arguments`, `tools`, `quota`, `addresses`, `timelines`, `errors`), settings are in `config`;
+`grammar` compiles structures for router and engine, `json_schema` and `dead_ends` find what of a schema cannot be,
+`template` renders chats, `sandbox` bounds what both do; protobuf stops at `wire`, `rpc` is gRPC, `trust` is who the
+members of a cluster are, `tls` has the certificates, `plain_files`, `weights_files`, `tokenizer_file` and `own_files`
+read what strangers may have written, `tokenizer_classes` is what transformers has in place of a tokenizer's file,
+`visible` shows what strangers wrote, `telemetry` declares every metric, and `v1` is generated from `proto/`. No other
+package of the product is imported here.
 """
 
 import os
@@ -25,7 +25,6 @@ __all__ = [
     "config",
     "costs",
     "dead_ends",
-    "engine",
     "errors",
     "fit",
     "garbage",

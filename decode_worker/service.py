@@ -9,9 +9,6 @@ from dataclasses import replace
 
 from opentelemetry.context import Context
 
-from baton.engine.core.outputs import Generated, Reserved
-from baton.engine.core.sequence import Purpose
-from baton.engine.core.serving import ServedSequence
 from baton.errors import TransferCorrupted
 from baton.messages import (
     DecodeRequest,
@@ -24,6 +21,9 @@ from baton.messages import (
 )
 from baton.scores import TokenScores
 from baton.telemetry import tracing
+from engine.core.outputs import Generated, Reserved
+from engine.core.sequence import Purpose
+from engine.core.serving import ServedSequence
 from kvstore.transfer.connection.reservations import Expected
 from kvstore.worker_context import WorkerContext
 

@@ -1,8 +1,7 @@
-"""What starts, places, scales, watches and operates the processes of a cluster. The code that serves is elsewhere.
+"""Starts, places, scales, watches and operates the processes of a cluster. The code that serves is elsewhere.
 
 cli          the `baton` command
 operator     what an operator asks a running cluster, and how the answers are shown
-worker       the process of one worker: engine, KV endpoint, RPC handlers of both roles
 controller   keeps the pools at their sizes; Ray (ray_pools) and Kubernetes (kubernetes) are its hands
 scaling      the autoscaler: which sizes the load asks for
 local        `baton up` and `baton run`: all the parts on one machine, or one of them
@@ -10,7 +9,6 @@ models       from a name to a model folder
 doctor       checks of a machine and of a cluster
 say          how commands write results
 terminal     how commands write tables, progress and errors, which may hold others' words
-lab          the simulator and the benchmark; no code that serves imports it
 """
 
 __all__ = [
@@ -20,7 +18,6 @@ __all__ = [
     "embedded_redis",
     "extras",
     "kubernetes",
-    "lab",
     "local",
     "models",
     "operator",
@@ -29,5 +26,4 @@ __all__ = [
     "say",
     "scaling",
     "terminal",
-    "worker",
 ]

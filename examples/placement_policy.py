@@ -4,7 +4,7 @@
 
 A policy sees every worker as a `WorkerView` and answers with the index of one. This one scores each worker by the share
 of the prompt that it has cached, less the share of its KV cache that is in use. To see a policy beside all others, add
-it to `BASELINES` in deploy/lab/simulate/baselines.py: then `baton simulate --policy prefix_less_load` knows it.
+it to `BASELINES` in lab/simulate/baselines.py: then `baton simulate --policy prefix_less_load` knows it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from deploy.lab.simulate.baselines import BASELINES
-from deploy.lab.simulate.costs import PROFILES
-from deploy.lab.simulate.policy import WorkerView
-from deploy.lab.simulate.run import Scenario, run_policy
-from deploy.lab.simulate.worker import WorkerShape
-from deploy.lab.traces.generator import Conversations, generate
-from deploy.lab.traces.trace import TraceRequest
+from lab.simulate.baselines import BASELINES
+from lab.simulate.costs import PROFILES
+from lab.simulate.policy import WorkerView
+from lab.simulate.run import Scenario, run_policy
+from lab.simulate.worker import WorkerShape
+from lab.traces.generator import Conversations, generate
+from lab.traces.trace import TraceRequest
 from router.placement import Objective
 
 

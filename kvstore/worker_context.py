@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from baton.errors import WorkerDraining
 
 if TYPE_CHECKING:
-    from baton.engine.core.serving import ServingEngine
+    from engine.core.serving import ServingEngine
     from kvstore.transfer.endpoint import KvEndpoint
 
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from opentelemetry.context import Context
 
-from baton.engine.core.outputs import Admitted, Generated
-from baton.engine.core.sequence import Purpose
-from baton.engine.core.serving import ServedSequence
 from baton.errors import TransferError, TransferRefused, WorkerFailed
 from baton.messages import FirstToken, HandedOver, PrefillReport, PrefillRequest, Ticket
 from baton.telemetry import tracing
+from engine.core.outputs import Admitted, Generated
+from engine.core.sequence import Purpose
+from engine.core.serving import ServedSequence
 from kvstore.transfer.sender import OutgoingTransfer
 from kvstore.worker_context import WorkerContext
 

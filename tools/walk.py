@@ -29,13 +29,13 @@ from baton.config import load as load_config
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
-from deploy.worker.process import build_runner, running
 from router.server import serve
+from worker.process import build_runner, running
 
 ROOT = Path(__file__).parents[1]
-PRODUCT = ("baton", "kvstore", "router", "prefill_worker", "decode_worker", "deploy")
+PRODUCT = ("baton", "engine", "kvstore", "router", "prefill_worker", "decode_worker", "worker", "deploy", "lab")
 HAND_OVER = tuple(f"kvstore/transfer/{room}/" for room in ("protocol", "connection", "pipeline", "copy", "transport"))
-OF_A_BLOCK = ("baton/engine/", "kvstore/transfer/", "prefill_worker/", "decode_worker/", "deploy/worker/")
+OF_A_BLOCK = ("engine/", "kvstore/transfer/", "prefill_worker/", "decode_worker/", "worker/")
 IDLE_S = 4.0
 
 Function = tuple[str, str]

@@ -7,9 +7,9 @@ import dataclasses
 import typer
 
 from deploy.cli.options import AsJson, console, options_from_fields
-from deploy.lab.bench.options import BenchOptions
-from deploy.lab.traces.shape import TraceOptions
 from deploy.operator.trust import TrustOptions
+from lab.bench.options import BenchOptions
+from lab.traces.shape import TraceOptions
 
 
 @options_from_fields
@@ -26,7 +26,7 @@ def bench(trace: TraceOptions, trust: TrustOptions, options: BenchOptions, as_js
 
     With --json it also reports the costs of steps, for `baton simulate --costs`.
     """
-    from deploy.lab.bench.command import run
+    from lab.bench.command import run
 
     if not run(dataclasses.replace(options, trace=trace, trust=trust), as_json, console()):
         raise typer.Exit(1)

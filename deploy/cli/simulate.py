@@ -9,8 +9,8 @@ import typer
 
 from baton import config as baton_config
 from deploy.cli.options import AsJson, console, options_from_fields
-from deploy.lab.simulate.options import SimulateOptions
-from deploy.lab.traces.shape import TraceOptions
+from lab.simulate.options import SimulateOptions
+from lab.traces.shape import TraceOptions
 
 
 @options_from_fields
@@ -32,7 +32,7 @@ def simulate(
 
     baton simulate TRACE --scale 64 --costs bench.json --prefill 1 --decode 1
     """
-    from deploy.lab.simulate.command import run
+    from lab.simulate.command import run
 
     scaling = baton_config.load().autoscale if autoscale else None
     run(dataclasses.replace(options, trace=trace, autoscale=scaling), as_json, console())

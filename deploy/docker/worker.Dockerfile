@@ -50,7 +50,7 @@ WORKDIR /
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
-    && python -m baton.engine.native.build
+    && python -m engine.native.build
 
 FROM python:${PYTHON} AS final-cpu
 

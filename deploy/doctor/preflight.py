@@ -22,7 +22,6 @@ import grpc
 
 from baton.cluster import Role
 from baton.config import Config
-from baton.engine.native.spec import FAMILIES
 from baton.errors import ConfigError
 from baton.gpus import sign_of_gpu
 from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
@@ -31,6 +30,7 @@ from deploy.doctor import machine
 from deploy.extras import lacking
 from deploy.operator.client import opened
 from deploy.ray_pools.gpus import NodeGpus, gpus_per_worker, memory_share
+from engine.native.spec import FAMILIES
 
 ANSWER_S = 3.0
 RAY_METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"

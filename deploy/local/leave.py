@@ -92,8 +92,8 @@ def workers_on(hosts: Collection[str]) -> dict[str, psutil.Process]:
         with contextlib.suppress(psutil.Error):
             match process.cmdline():
                 case (
-                    [_, "-P", "-m", "deploy.worker", _, worker_id, host, *_]
-                    | [_, "-m", "deploy.worker", _, worker_id, host, *_]  # as the release before started them
+                    [_, "-P", "-m", "worker", _, worker_id, host, *_]
+                    | [_, "-m", "worker", _, worker_id, host, *_]  # as the release before started them
                 ) if host in hosts:
                     found[worker_id] = process
     return found

@@ -150,7 +150,7 @@ class WorkerActor:
         with (self._node.output() if self._node else None) or contextlib.nullcontext() as link:
             output = STDERR if link is None else link.fileno()
             return subprocess.Popen(
-                tied(module_command("deploy.worker", *arguments)),
+                tied(module_command("worker", *arguments)),
                 env={
                     **child_environment(os.environ, REDIS_URL),
                     **worker_environment(config),

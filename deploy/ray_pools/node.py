@@ -8,7 +8,7 @@ end):
 
 output    all that the worker and its children write, a line at a time
 state     `starting`, `ready`, `away` (it does not answer, or takes no new work), `ended`, with a reason
-latest    is answered with the latest lines that workers of this id have written here (`deploy.worker.log` asks)
+latest    is answered with the latest lines that workers of this id have written here (`worker.log` asks)
 
 Probes find in the folder: `workers`, which says what each worker here does; `ready`, which is there while every worker
 that Ray has placed here, and at least one, takes traffic; and `started`, from the first time on that this is so, or

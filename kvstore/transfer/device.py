@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from baton.engine.core.faults import Fault, fault_of
+from engine.core.faults import Fault, fault_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

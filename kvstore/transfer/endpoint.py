@@ -30,7 +30,7 @@ from kvstore.transfer.transport.streams import num_shared_streams
 
 if TYPE_CHECKING:
     from baton.config import FaultsConfig, TransferConfig
-    from baton.engine.core.serving import ServingEngine
+    from engine.core.serving import ServingEngine
     from kvstore.transfer.local_worker import LocalWorker
 
 logger = logging.getLogger(__name__)

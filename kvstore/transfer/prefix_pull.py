@@ -15,8 +15,6 @@ import grpc
 
 from baton import wire
 from baton.blocks import num_pullable, prefix_keys
-from baton.engine.core.outputs import Reserved
-from baton.engine.core.sequence import Purpose
 from baton.errors import BatonError, TransferTimeout
 from baton.messages import PrefixSource, Pull, SequenceSpec
 from baton.rpc import from_rpc_error
@@ -24,13 +22,15 @@ from baton.rpc.doors import member_metadata
 from baton.tasks import cancel_and_wait
 from baton.telemetry import tracing
 from baton.v1 import kv_pb2_grpc
+from engine.core.outputs import Reserved
+from engine.core.sequence import Purpose
 from kvstore.transfer.connection.control_stream import open_channel
 from kvstore.transfer.connection.reservations import Arrival, Expected
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
-    from baton.engine.core.serving import ServingEngine
+    from engine.core.serving import ServingEngine
     from kvstore.transfer.receiver import KvReceiver
 
 logger = logging.getLogger(__name__)

@@ -26,10 +26,10 @@ import grpc
 
 from baton import wire
 from baton.blocks import num_blocks_for
-from baton.engine.core.kv_spec import EMPTY_PLACE
 from baton.errors import TransferError, TransferRefused, text_of
 from baton.messages import FromSender, Hello, SessionFailed, Ticket
 from baton.tasks import cancel_and_wait
+from engine.core.kv_spec import EMPTY_PLACE
 from kvstore.transfer.connection.control_stream import caller_of
 from kvstore.transfer.connection.incoming import Caller, IncomingConnection
 from kvstore.transfer.connection.reservations import Arrival, Expected, Reservations
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from baton.config import TransferConfig
-    from baton.engine.core.kv_spec import BlockTables
     from baton.trust import KeyFile
+    from engine.core.kv_spec import BlockTables
     from kvstore.transfer.local_worker import LocalWorker
     from kvstore.transfer.pipeline.thread import TransportThread
     from kvstore.transfer.transport.base import Nearness, ReceivingTransport

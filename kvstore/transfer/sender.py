@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from baton.config import TransferConfig
-    from baton.engine.core.kv_spec import BlockTables
-    from baton.engine.core.outputs import KvProgress
-    from baton.engine.core.runner import Fence
+    from engine.core.kv_spec import BlockTables
+    from engine.core.outputs import KvProgress
+    from engine.core.runner import Fence
     from kvstore.transfer.local_worker import LocalWorker
 
 

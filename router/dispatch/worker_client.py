@@ -1,6 +1,6 @@
 """Calls from the router to its workers: one stream a worker carries them all, and their failures name the worker.
 
-`deploy.worker.calls` is the other end, and shows what travels. A stream is opened by the first call that needs one.
+`worker.calls` is the other end, and shows what travels. A stream is opened by the first call that needs one.
 When it breaks, because the worker died, hangs or closed it, all its calls fail at once; the next call opens another.
 """
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from rich.console import Console
 
 from baton.config import AutoscaleConfig
-from deploy.lab.simulate.command import DEFAULT_BLOCKS
-from deploy.lab.simulate.costs import PROFILES
-from deploy.lab.simulate.report import Result
-from deploy.lab.simulate.run import Scenario, run_all
-from deploy.lab.simulate.scaler import Scaling
-from deploy.lab.simulate.worker import WorkerShape
-from deploy.lab.traces.shape import TraceOptions, faster
-from deploy.lab.traces.trace import Trace
+from lab.simulate.command import DEFAULT_BLOCKS
+from lab.simulate.costs import PROFILES
+from lab.simulate.report import Result
+from lab.simulate.run import Scenario, run_all
+from lab.simulate.scaler import Scaling
+from lab.simulate.worker import WorkerShape
+from lab.traces.shape import TraceOptions, faster
+from lab.traces.trace import Trace
 from router.placement import Objective
 from tests.bench.report import Report, Table, show
 

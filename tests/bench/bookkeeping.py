@@ -20,17 +20,17 @@ from unittest.mock import patch
 
 from baton import garbage
 from baton.config import EngineConfig, ModelConfig, load
-from baton.engine.core.engine import Engine
-from baton.engine.core.runner import OnLayerDone, StepInput, StepPart
-from baton.engine.core.scheduler import SchedulerLimits
-from baton.engine.core.sequence import Purpose
-from baton.engine.model.arithmetic import ArithmeticRunner
-from baton.engine.model.rank_step import RankStep, order_for_packing
-from baton.engine.native.runner import NativeRunner
-from baton.engine.sampling.row import Row
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from deploy.models import cache_dir, resolve
+from engine.core.engine import Engine
+from engine.core.runner import OnLayerDone, StepInput, StepPart
+from engine.core.scheduler import SchedulerLimits
+from engine.core.sequence import Purpose
+from engine.model.arithmetic import ArithmeticRunner
+from engine.model.rank_step import RankStep, order_for_packing
+from engine.native.runner import NativeRunner
+from engine.sampling.row import Row
 from router.prompt import Tokenizer
 from tests.bench.engine_sides import GREEDY, PROMPT_TOKENS, TEXT
 from tests.bench.report import Report, Table

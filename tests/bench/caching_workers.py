@@ -21,16 +21,16 @@ from baton import wire
 from baton.blocks import block_keys, content_id
 from baton.cluster import BlockCounts, Role, WorkerInfo, WorkerLoad, WorkerState
 from baton.costs import StepCosts
-from baton.engine.core.block_pool import BlockPool, Stored
 from baton.messages import DecodeRequest, Event, NewTokens, PrefillReport
 from baton.rpc import RpcServer
 from baton.sampling import FinishReason
 from baton.tasks import cancel_and_wait
 from baton.v1 import worker_pb2_grpc
-from deploy.worker.calls import CallServicer
+from engine.core.block_pool import BlockPool, Stored
 from kvstore.index import IndexPublisher, RedisConnection, RedisIndex
 from kvstore.leases import LeaseKeeper, RedisLeases
 from tests.bench.peer import serve
+from worker.calls import CallServicer
 
 HOST = "127.0.0.1"
 BLOCK_SIZE = 64

@@ -13,13 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from baton.config import EngineConfig, ModelConfig, load
-from baton.engine.core.engine import Engine
-from baton.engine.core.scheduler import SchedulerLimits
-from baton.engine.core.sequence import Purpose
-from baton.engine.runners import make_runner
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from deploy.models import cache_dir
+from engine.core.engine import Engine
+from engine.core.scheduler import SchedulerLimits
+from engine.core.sequence import Purpose
+from engine.runners import make_runner
 
 PROMPT_TOKENS = 128
 TEXT = (

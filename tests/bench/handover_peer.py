@@ -23,12 +23,12 @@ import uvloop
 
 from baton import wire
 from baton.config import TransferConfig
-from baton.engine.core.kv_spec import KVSpec, LayerGroup
-from baton.engine.model.kv_cache import KVCache
 from baton.messages import Ticket
 from baton.rpc.server import SERVER_OPTIONS
 from baton.tls import Tls
 from baton.v1 import kv_pb2_grpc, worker_pb2
+from engine.core.kv_spec import KVSpec, LayerGroup
+from engine.model.kv_cache import KVCache
 from kvstore.transfer.copy.blocks import choose_copies
 from kvstore.transfer.local_worker import LocalWorker
 from kvstore.transfer.receiver import KvReceiver

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 from baton.config import EngineConfig, ModelConfig, load
-from baton.engine.core.runner import StepPart, ignore_layer
-from baton.engine.model.fp8_linear import quantize
-from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
-from baton.engine.model.rank_step import RankStep
-from baton.engine.model.transformers_runner import TransformersRunner
-from baton.engine.native.runner import NativeRunner
 from deploy.models import cache_dir, resolve
+from engine.core.runner import StepPart, ignore_layer
+from engine.model.fp8_linear import quantize
+from engine.model.logits_runner import NO_SAMPLING, LogitsRunner
+from engine.model.rank_step import RankStep
+from engine.model.transformers_runner import TransformersRunner
+from engine.native.runner import NativeRunner
 from router.prompt import Tokenizer
 from tests.bench.report import Report, Table
 from tests.bench.stats import interleaved, ratio, spread

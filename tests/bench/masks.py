@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.engine.sampling.row import Row
-from baton.engine.sampling.structure import Structures
 from baton.sampling import SamplingParams
 from baton.structure import StructuredOutputs
+from engine.sampling.row import Row
+from engine.sampling.structure import Structures
 from tests.bench.report import Table
 
 VOCAB_SIZES = (49_152, 150_000)

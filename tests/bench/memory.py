@@ -20,8 +20,8 @@ from tempfile import TemporaryDirectory
 import psutil
 
 from baton.config import ModelConfig, load
-from baton.engine.native import build, layout
 from deploy.models import cache_dir, resolve
+from engine.native import build, layout
 from tests.bench.report import Report, Table
 from tests.bench.stats import OtherWork, describe_load, verdict
 from tests.integration.cluster import running_cluster

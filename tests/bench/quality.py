@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from baton.engine.core.runner import Runner, StepPart, ignore_layer
-from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
-from baton.engine.model.rank_step import RankStep
+from engine.core.runner import Runner, StepPart, ignore_layer
+from engine.model.logits_runner import NO_SAMPLING, LogitsRunner
+from engine.model.rank_step import RankStep
 from tests.bench.report import Table
 from tests.bench.stats import spread
 

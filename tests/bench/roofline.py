@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.engine.core.runner import Runner
-from baton.engine.native.runner import NativeRunner
+from engine.core.runner import Runner
+from engine.native.runner import NativeRunner
 from tests.bench.engine_sides import Measured
 from tests.bench.report import Table
 from tests.bench.stats import Spread, spread

@@ -20,11 +20,11 @@ import uvloop
 
 from baton.blocks import block_keys
 from baton.config import Config, IndexConfig, ModelConfig, RouterConfig, TelemetryConfig, load
-from baton.engine.core.block_pool import BlockPool
 from baton.rpc.server import CHANNEL_OPTIONS
 from baton.v1 import inference_pb2, inference_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
+from engine.core.block_pool import BlockPool
 from tests.bench.caching_workers import BLOCK_SIZE, COSTS, remember
 from tests.bench.peer import Peer
 from tests.bench.report import Report, Table

@@ -21,15 +21,15 @@ import torch
 import uvloop
 from rich.console import Console
 
-from deploy.lab.bench.command import Benched, bench
-from deploy.lab.bench.options import BenchOptions
-from deploy.lab.simulate.command import measured_scenario
-from deploy.lab.simulate.costs import CostModel
-from deploy.lab.simulate.report import Figures, Result
-from deploy.lab.simulate.run import run_policy
-from deploy.lab.traces.generator import Conversations, LogNormal, generate
-from deploy.lab.traces.shape import TraceOptions, faster, first
-from deploy.lab.traces.trace import Trace, TraceRequest
+from lab.bench.command import Benched, bench
+from lab.bench.options import BenchOptions
+from lab.simulate.command import measured_scenario
+from lab.simulate.costs import CostModel
+from lab.simulate.report import Figures, Result
+from lab.simulate.run import run_policy
+from lab.traces.generator import Conversations, LogNormal, generate
+from lab.traces.shape import TraceOptions, faster, first
+from lab.traces.trace import Trace, TraceRequest
 from router.placement import Objective
 from tests.bench.report import Report, Table, show
 from tests.bench.stats import Spread, difference, ratio, spread

@@ -24,17 +24,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.config import EngineConfig, ModelConfig, load
-from baton.engine.core.draft_runner import DraftedRunner
-from baton.engine.core.engine import Engine
-from baton.engine.core.runner import Runner
-from baton.engine.core.scheduler import SchedulerLimits
-from baton.engine.core.sequence import Purpose
-from baton.engine.core.step_fit import StepSize
-from baton.engine.native.runner import NativeRunner
-from baton.engine.runners import make_runner
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
 from deploy.models import cache_dir, resolve
+from engine.core.draft_runner import DraftedRunner
+from engine.core.engine import Engine
+from engine.core.runner import Runner
+from engine.core.scheduler import SchedulerLimits
+from engine.core.sequence import Purpose
+from engine.core.step_fit import StepSize
+from engine.native.runner import NativeRunner
+from engine.runners import make_runner
 from router.prompt import Tokenizer
 from tests.bench.engine_sides import TEXT
 from tests.bench.report import Cell, Report, Table

@@ -37,10 +37,10 @@ from baton.sampling import FinishReason
 from baton.tasks import cancel_and_wait
 from baton.trust import KeyFile, Principal
 from baton.v1 import worker_pb2_grpc
-from deploy.worker.calls import CallServicer
 from kvstore.index import RedisConnection
 from kvstore.leases import LeaseKeeper, RedisLeases
 from tests.bench.peer import serve
+from worker.calls import CallServicer
 
 HOST = "127.0.0.1"
 INSTANT = 0

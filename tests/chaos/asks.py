@@ -19,11 +19,6 @@ from baton import wire
 from baton.api import Chat, GenerateChunk, GenerateRequest, PromptScores, Text, TokenIds
 from baton.chat import ChatMessage
 from baton.config import ModelConfig, load
-from baton.engine.core.beams import BeamSearch
-from baton.engine.model.arithmetic import modulus, sampled_of
-from baton.engine.sampling.pipeline import Sampler
-from baton.engine.sampling.row import Row
-from baton.engine.sampling.structure import Structures
 from baton.messages import SequenceSpec
 from baton.sampling import UNDRAWN, SamplingParams
 from baton.scores import TokenScores
@@ -31,6 +26,11 @@ from baton.structure import StructuredOutputs
 from baton.tools import Tool, ToolCallDelta, ToolChoice, ToolUse, joined_calls
 from baton.v1 import inference_pb2
 from deploy.models import cache_dir, resolve
+from engine.core.beams import BeamSearch
+from engine.model.arithmetic import modulus, sampled_of
+from engine.sampling.pipeline import Sampler
+from engine.sampling.row import Row
+from engine.sampling.structure import Structures
 from router.prompt import Tokenizer, in_tokens
 from tests.support.asking import prompt_of
 

@@ -45,8 +45,6 @@ from baton.config import (
     TransferConfig,
     load,
 )
-from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
-from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import Fenced
 from baton.rpc import RpcServer
 from baton.telemetry import logs
@@ -55,13 +53,15 @@ from baton.v1 import worker_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
 from deploy.processes import FENCED, tied
-from deploy.worker.process import serve
+from engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
+from engine.model.arithmetic import ArithmeticRunner
 from tests.integration.cluster import Served, free_port
 from tests.support.asking import exposition
 from tests.support.members import control, leased, secret_file
 from tests.support.operator import OPERATOR_KEY
 from tests.support.proxy import Proxy
 from tests.support.waiting import wait_until
+from worker.process import serve
 
 START_TIMEOUT_S = 180.0
 NUM_LAYERS = 2

@@ -20,18 +20,18 @@ from baton import wire
 from baton.api import GenerateRequest
 from baton.cluster import Role
 from baton.config import EngineConfig, RouterConfig, TransferConfig
-from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
-from baton.engine.core.sequence import Sequence, Status
-from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.errors import NoWorker
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from deploy.worker.member import Member
-from deploy.worker.process import running
+from engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
+from engine.core.sequence import Sequence, Status
+from engine.model.arithmetic import ArithmeticRunner
 from tests.chaos import asks
 from tests.chaos.fleet import NUM_LAYERS, START_TIMEOUT_S, Fleet, running_fleet
 from tests.support.asking import prompt_of
 from tests.support.members import engine_of
 from tests.support.waiting import until, wait_until
+from worker.member import Member
+from worker.process import running
 
 STEP_S = 0.02
 LINK_DELAY_MS = 20

@@ -17,12 +17,12 @@ import pytest
 from baton import wire
 from baton.cluster import Role
 from baton.config import RouterConfig, TransferConfig
-from deploy.worker.process import LOST_S
 from tests.chaos import asks
 from tests.chaos.asks import listen
 from tests.chaos.fleet import Fleet, Progress, running_fleet
 from tests.support.asking import prompt_of
 from tests.support.waiting import wait_until
+from worker.process import LOST_S
 
 STEP_MS = 8.0
 STEP_TIMEOUT_S = 3.0

@@ -214,7 +214,7 @@ def memory_share(pid: int) -> float:
 
 
 def _is_worker(process: psutil.Process) -> bool:
-    return "deploy.worker" in command_line(process)
+    return "worker" in command_line(process)
 
 
 def test_workers_of_a_lost_node_come_back_on_another(

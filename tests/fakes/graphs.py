@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from baton.engine.model import fused_kernels, invariant_kernels, kernels
+from engine.model import fused_kernels, invariant_kernels, kernels
 from tests.fakes import flashinfer
 
 SEEN_BY_THE_HOST = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "_unique2", "equal"})

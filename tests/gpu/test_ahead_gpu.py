@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.engine import Engine
-from baton.engine.core.runner import LaunchedStep, OnLayerDone, StepInput, ignore_layer
-from baton.engine.core.scheduler import SchedulerLimits
-from baton.engine.core.sequence import Purpose
-from baton.engine.model.last_tokens import DeviceStep
-from baton.engine.model.transformers_runner import TransformersRunner
-from baton.engine.uploads import StepNumbers, uploaded
 from baton.messages import SequenceSpec
 from baton.structure import StructuredOutputs
+from engine.core.engine import Engine
+from engine.core.runner import LaunchedStep, OnLayerDone, StepInput, ignore_layer
+from engine.core.scheduler import SchedulerLimits
+from engine.core.sequence import Purpose
+from engine.model.last_tokens import DeviceStep
+from engine.model.transformers_runner import TransformersRunner
+from engine.uploads import StepNumbers, uploaded
 from tests.integration.test_engine_models import tokens_of
 from tests.integration.test_launches import SAMPLINGS
 from tests.support.builders import sequence_spec

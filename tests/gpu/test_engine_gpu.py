@@ -10,14 +10,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.engine import Engine
-from baton.engine.core.ngrams import Guess, NgramIndex
-from baton.engine.core.outputs import Generated
-from baton.engine.core.runner import Fence, StepOutput
-from baton.engine.core.scheduler import SchedulerLimits
-from baton.engine.core.sequence import Purpose
-from baton.engine.model.transformers_runner import TransformersRunner
 from baton.messages import SequenceSpec
+from engine.core.engine import Engine
+from engine.core.ngrams import Guess, NgramIndex
+from engine.core.outputs import Generated
+from engine.core.runner import Fence, StepOutput
+from engine.core.scheduler import SchedulerLimits
+from engine.core.sequence import Purpose
+from engine.model.transformers_runner import TransformersRunner
 from tests.integration.test_engine_models import load_reference, refer, same_up_to_near_ties
 from tests.support.builders import sequence_spec
 from tests.support.guessing import FREE

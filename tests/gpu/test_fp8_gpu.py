@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.runner import ignore_layer
-from baton.engine.model.attention_choice import TOLERANCE, TorchAttention, why_not_kernels
-from baton.engine.model.attention_probe import PROBE_ROOM, largest_difference, probe_cache
-from baton.engine.model.fp8_linear import Fp8Linear, quantized_rows
-from baton.engine.model.rank_step import RankStep
-from baton.engine.model.transformers_runner import TransformersRunner
+from engine.core.runner import ignore_layer
+from engine.model.attention_choice import TOLERANCE, TorchAttention, why_not_kernels
+from engine.model.attention_probe import PROBE_ROOM, largest_difference, probe_cache
+from engine.model.fp8_linear import Fp8Linear, quantized_rows
+from engine.model.rank_step import RankStep
+from engine.model.transformers_runner import TransformersRunner
 from tests.gpu.test_kernels_gpu import CUDA, spec_of
 from tests.support.graphed import part_of
 
@@ -31,7 +31,7 @@ pytestmark = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("dim", "num_sharing"), [(64, 3), (128, 4), (256, 2)])
 def test_attention_over_8_bit_floats_is_torchs(dim: int, num_sharing: int, dtype: torch.dtype) -> None:
-    from baton.engine.model.kernel_attention import KernelAttention
+    from engine.model.kernel_attention import KernelAttention
 
     spec = spec_of(dim, torch.float8_e4m3fn)
     assert why_not_kernels(spec, num_sharing, dtype, CUDA) is None

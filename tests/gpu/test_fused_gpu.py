@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.core.runner import ignore_layer
-from baton.engine.model import fused_model
-from baton.engine.model.rank_step import RankStep
+from engine.core.runner import ignore_layer
+from engine.model import fused_model
+from engine.model.rank_step import RankStep
 from tests.gpu.hour.models import LLAMA_8B, make_folder, runner_of
 from tests.support import fused
 from tests.support.graphed import part_of

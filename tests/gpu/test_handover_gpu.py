@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.engine import Engine
-from baton.engine.core.runner import Fence
-from baton.engine.core.scheduler import SchedulerLimits
-from baton.engine.core.sequence import Purpose
-from baton.engine.model.kv_cache import KVCache
-from baton.engine.model.transformers_runner import TransformersRunner
+from engine.core.engine import Engine
+from engine.core.runner import Fence
+from engine.core.scheduler import SchedulerLimits
+from engine.core.sequence import Purpose
+from engine.model.kv_cache import KVCache
+from engine.model.transformers_runner import TransformersRunner
 from kvstore.transfer.connection.reservations import Arrival
 from kvstore.transfer.transport.nccl_env import PINNED
 from tests.gpu.nccl_ends import environment

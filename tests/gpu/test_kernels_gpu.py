@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.kv_spec import KVSpec, LayerGroup
-from baton.engine.core.runner import ignore_layer
-from baton.engine.model.attention_choice import (
+from engine.core.kv_spec import KVSpec, LayerGroup
+from engine.core.runner import ignore_layer
+from engine.model.attention_choice import (
     TOLERANCE,
     AttentionWish,
     TorchAttention,
@@ -20,10 +20,10 @@ from baton.engine.model.attention_choice import (
     why_not_flashinfer,
     why_not_kernels,
 )
-from baton.engine.model.attention_probe import PROBE_ROOM, largest_difference, probe_cache
-from baton.engine.model.kv_cache import KVCache
-from baton.engine.model.rank_step import RankStep
-from baton.engine.model.transformers_runner import TransformersRunner
+from engine.model.attention_probe import PROBE_ROOM, largest_difference, probe_cache
+from engine.model.kv_cache import KVCache
+from engine.model.rank_step import RankStep
+from engine.model.transformers_runner import TransformersRunner
 from tests.support.graphed import part_of
 
 CUDA = torch.device("cuda")
@@ -42,7 +42,7 @@ def spec_of(dim: int, dtype: torch.dtype) -> KVSpec:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("dim", "num_sharing"), [(64, 7), (80, 1), (96, 3), (128, 4), (128, 8), (192, 2), (256, 16)])
 def test_attention_is_torchs(dim: int, num_sharing: int, dtype: torch.dtype) -> None:
-    from baton.engine.model.kernel_attention import KernelAttention
+    from engine.model.kernel_attention import KernelAttention
 
     spec = spec_of(dim, dtype)
     assert why_not_kernels(spec, num_sharing, dtype, CUDA) is None
@@ -65,7 +65,7 @@ def test_the_kernels_are_taken(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("dim", "num_sharing"), [(64, 1), (64, 7), (128, 4), (128, 8), (256, 2)])
 def test_decodes_by_flashinfer_are_torchs(dim: int, num_sharing: int, dtype: torch.dtype) -> None:
-    from baton.engine.model.flashinfer_attention import FlashInferAttention
+    from engine.model.flashinfer_attention import FlashInferAttention
 
     spec = spec_of(dim, dtype)
     assert why_not_flashinfer(spec, dtype) is None

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from baton.config import ModelConfig
-from baton.engine.core.engine import Engine
-from baton.engine.core.runner import Fence
-from baton.engine.core.sequence import Purpose
-from baton.engine.model.transformers_runner import TransformersRunner
+from engine.core.engine import Engine
+from engine.core.runner import Fence
+from engine.core.sequence import Purpose
+from engine.model.transformers_runner import TransformersRunner
 from tests.integration.test_engine_models import (
     ENGINE,
     VOCAB_SIZE,

@@ -54,7 +54,7 @@ def split_cluster(model_dir: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-OWN_MODULES = ("baton", "deploy", "json", "kvstore", "ray", "router", "socket")
+OWN_MODULES = ("baton", "deploy", "engine", "json", "kvstore", "ray", "router", "socket", "worker")
 """What a user may have called a file of theirs."""
 
 

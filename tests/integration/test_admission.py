@@ -24,15 +24,15 @@ import uvloop
 
 from baton.cluster import Role
 from baton.config import Config, RouterConfig, SloClassConfig, TransferConfig
-from baton.engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
-from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
-from deploy.worker.process import running
+from engine.core.runner import OnLayerDone, StepInput, StepOutput, ignore_layer
+from engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.test_explain import explain
 from tests.support.asking import prompt_of
 from tests.support.load import Stream
 from tests.support.operator import OPERATOR_ENTRY
 from tests.support.waiting import wait_until
+from worker.process import running
 
 pytestmark = pytest.mark.clock
 

@@ -14,12 +14,12 @@ from transformers import AutoTokenizer
 
 from baton.api import GenerateRequest, TokenIds
 from baton.config import EngineConfig
-from baton.engine.core.beams import BeamSearch
-from baton.engine.core.engine import Engine
-from baton.engine.core.outputs import Generated
-from baton.engine.core.sequence import Purpose
 from baton.hypotheses import Beam
 from baton.messages import SequenceSpec
+from engine.core.beams import BeamSearch
+from engine.core.engine import Engine
+from engine.core.outputs import Generated
+from engine.core.sequence import Purpose
 from tests.chaos import asks
 from tests.integration.cluster import running_cluster
 from tests.integration.test_engine_models import NEAR_TIE, load_reference, make_engine, save_tiny

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from deploy.lab.traces.files import read_trace
-from deploy.lab.traces.shape import faster, scaled
+from lab.traces.files import read_trace
+from lab.traces.shape import faster, scaled
 from tests.integration.cluster import Cluster, free_port, running_cluster
 
 pytestmark = pytest.mark.chaos

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from baton.config import ModelConfig, load
-from baton.engine.core.draft_runner import DraftedRunner
-from baton.engine.core.engine import Engine
-from baton.engine.core.runner import Runner
-from baton.engine.core.sequence import Purpose
-from baton.engine.core.step_fit import StepSize
-from baton.engine.runners import make_runner
 from baton.errors import BatonError, ConfigError, ModelLoadError
 from baton.messages import SequenceSpec
 from deploy.models import cache_dir
+from engine.core.draft_runner import DraftedRunner
+from engine.core.engine import Engine
+from engine.core.runner import Runner
+from engine.core.sequence import Purpose
+from engine.core.step_fit import StepSize
+from engine.runners import make_runner
 from tests.integration.test_engine_models import ENGINE, VOCAB_SIZE, drafted_and_plain, engine_of, save_tiny
 from tests.support.builders import sequence_spec, step_costs
 from tests.support.guessing import FREE, Told, run

@@ -262,7 +262,7 @@ def test_a_worker_that_waits_for_redis_to_join_ends_at_once(tmp_path: Path) -> N
     log = tmp_path / "worker.log"
     with log.open("w") as output:
         worker = subprocess.Popen(
-            tied([sys.executable, "-m", "deploy.worker", "decode", "worker-0", "127.0.0.1"]),
+            tied([sys.executable, "-m", "worker", "decode", "worker-0", "127.0.0.1"]),
             env=os.environ | {"BATON_CONFIG_JSON": config.to_json()},
             stderr=output,
         )

@@ -25,24 +25,23 @@ from safetensors.torch import load_file, save_file
 from baton.api import Chat
 from baton.chat import ChatMessage
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.engine import Engine
-from baton.engine.core.kv_spec import EMPTY_PLACE
-from baton.engine.core.loop import EngineLoop
-from baton.engine.core.outputs import Generated
-from baton.engine.core.runner import UNKNOWN_TOKEN, Fence, OnLayerDone, Runner, StepInput, StepOutput, ignore_layer
-from baton.engine.core.scheduler import SchedulerLimits
-from baton.engine.core.sequence import Purpose, Sequence
-from baton.engine.model import attention
-from baton.engine.model.kv_cache import KVCache
-from baton.engine.model.rank_step import RankStep
-from baton.engine.model.transformers_model import ModelRank, load_config
-from baton.engine.model.transformers_runner import TransformersRunner
 from baton.errors import ConfigError, InvalidRequest, ModelLoadError
 from baton.messages import SequenceSpec
 from baton.model_files import LLAMA_FAMILY
 from baton.tasks import cancel_and_wait
 from decode_worker.service import DecodeService
-from deploy.worker.calls import CallServicer
+from engine.core.engine import Engine
+from engine.core.kv_spec import EMPTY_PLACE
+from engine.core.loop import EngineLoop
+from engine.core.outputs import Generated
+from engine.core.runner import UNKNOWN_TOKEN, Fence, OnLayerDone, Runner, StepInput, StepOutput, ignore_layer
+from engine.core.scheduler import SchedulerLimits
+from engine.core.sequence import Purpose, Sequence
+from engine.model import attention
+from engine.model.kv_cache import KVCache
+from engine.model.rank_step import RankStep
+from engine.model.transformers_model import ModelRank, load_config
+from engine.model.transformers_runner import TransformersRunner
 from kvstore.worker_context import WorkerContext
 from router.dispatch.worker_client import WorkerCallError
 from router.prompt import Tokenizer
@@ -50,6 +49,7 @@ from tests.support.builders import sequence_spec
 from tests.support.chats import encoded
 from tests.support.guessing import Known, run
 from tests.unit.router.dispatch.test_worker_client import router, served, worker_at
+from worker.calls import CallServicer
 
 pytestmark = pytest.mark.integration
 

@@ -17,8 +17,6 @@ from tokenizers import normalizers, pre_tokenizers
 from baton.api import Chat
 from baton.chat import ChatMessage
 from baton.config import Config, ModelConfig
-from baton.engine.model.pretrained import load_model
-from baton.engine.model.transformers_model import load_config
 from baton.errors import ModelLoadError
 from baton.model_files import LLAMA_FAMILY
 from baton.tokenizer_classes import BUILT, CORRECTED, FILE, OF_TYPE, READ
@@ -26,6 +24,8 @@ from baton.tokenizer_classes import REFUSED as REFUSED_CLASSES
 from baton.tokenizer_file import read_tokenizer
 from deploy.doctor import start
 from deploy.models.folder import check_folder
+from engine.model.pretrained import load_model
+from engine.model.transformers_model import load_config
 from router.prompt import Tokenizer
 from tests.support.chats import encoded
 from tests.support.model_folders import (

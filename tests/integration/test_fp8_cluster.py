@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from baton.config import EngineConfig, ModelConfig, load
-from baton.engine.model.transformers_runner import TransformersRunner
-from baton.engine.runners import make_runner
 from deploy.models import cache_dir
+from engine.model.transformers_runner import TransformersRunner
+from engine.runners import make_runner
 from kvstore.transfer.protocol.layout import layout_of, mismatch
 from tests.integration.cluster import Cluster, running_cluster
 from tests.integration.test_engine_models import answers, engine_of

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.engine import Engine
-from baton.engine.core.loop import EngineLoop
-from baton.engine.core.outputs import Admitted, Generated, KvProgress, Refused
-from baton.engine.core.runner import OnLayerDone, StepInput
-from baton.engine.core.sequence import Purpose
-from baton.engine.model.rank_step import RankStep
-from baton.engine.model.transformers_runner import TransformersRunner
 from baton.errors import BatonError, InvalidRequest, TooLarge
 from baton.messages import SequenceSpec
 from baton.tasks import cancel_and_wait
+from engine.core.engine import Engine
+from engine.core.loop import EngineLoop
+from engine.core.outputs import Admitted, Generated, KvProgress, Refused
+from engine.core.runner import OnLayerDone, StepInput
+from engine.core.sequence import Purpose
+from engine.model.rank_step import RankStep
+from engine.model.transformers_runner import TransformersRunner
 from tests.integration.test_engine_models import VOCAB_SIZE, engine_of, make_spec, save_tiny
 
 ENGINE = EngineConfig(runner="transformers", num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64)

@@ -29,9 +29,6 @@ from baton import wire
 from baton.blocks import block_keys
 from baton.cluster import Role, Worker, WorkerLoad, WorkerState
 from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig, TransferConfig
-from baton.engine.core.outputs import Reserved
-from baton.engine.core.sequence import Purpose
-from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.errors import BatonError, TransferCorrupted
 from baton.messages import (
     Abort,
@@ -63,8 +60,9 @@ from baton.rpc.errors import ERROR_KEY
 from baton.trust import PERMIT_S, Party, Permit, Principal, keys_digest
 from baton.v1 import kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
-from deploy.worker.member import Member
-from deploy.worker.process import running
+from engine.core.outputs import Reserved
+from engine.core.sequence import Purpose
+from engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from kvstore.transfer.connection.reservations import Expected
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION
 from kvstore.transfer.transport.shm import host_id
@@ -74,6 +72,8 @@ from tests.support.members import engine_of, keys_of, secret_file
 from tests.support.spoiling import spoiled, varint
 from tests.support.waiting import until
 from tests.unit.kvstore.transfer.peers import served
+from worker.member import Member
+from worker.process import running
 
 T = TypeVar("T")
 HOST = "127.0.0.1"

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from baton.config import ClusterConfig, Config, EngineConfig, IndexConfig, ModelConfig, load
-from baton.engine.runners import make_runner
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
 from deploy.processes import module_command, tied
+from engine.runners import make_runner
 from tests.integration.cluster import STOP_TIMEOUT_S, Answer, Cluster, free_port, running_cluster
 from tests.integration.test_doctor import doctor
 from tests.integration.test_engine_models import answers, engine_of
@@ -75,7 +75,7 @@ def decode_worker_beside(redis_url: str, weights: str, kv_dtype: str) -> Iterato
     )
     ready, tell = os.pipe()
     process = subprocess.Popen(
-        tied(module_command("deploy.worker", "decode", BESIDE, "127.0.0.1", "--ready-fd", str(tell))),
+        tied(module_command("worker", "decode", BESIDE, "127.0.0.1", "--ready-fd", str(tell))),
         env=os.environ | {"BATON_CONFIG_JSON": config.to_json()},
         pass_fds=[tell],
     )

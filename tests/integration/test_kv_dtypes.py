@@ -13,18 +13,17 @@ import pytest
 import torch
 
 from baton.config import EngineConfig, ModelConfig, TransferConfig, load
-from baton.engine.core.engine import Engine
-from baton.engine.core.runner import ignore_layer
-from baton.engine.model.logits_runner import LogitsRunner
-from baton.engine.model.rank_step import RankStep
-from baton.engine.model.transformers_runner import TransformersRunner
-from baton.engine.native import build
-from baton.engine.native.runner import NativeRunner
-from baton.engine.runners import make_runner
 from baton.errors import ConfigError, ModelLoadError
 from baton.memory import GIB
 from deploy.models import cache_dir
-from deploy.worker.member import wire_compat
+from engine.core.engine import Engine
+from engine.core.runner import ignore_layer
+from engine.model.logits_runner import LogitsRunner
+from engine.model.rank_step import RankStep
+from engine.model.transformers_runner import TransformersRunner
+from engine.native import build
+from engine.native.runner import NativeRunner
+from engine.runners import make_runner
 from kvstore.transfer.protocol.layout import layout_of, mismatch
 from tests.integration.test_engine_models import (
     ENGINE,
@@ -36,6 +35,7 @@ from tests.integration.test_engine_models import (
     save_tiny,
 )
 from tests.integration.test_native_models import UNEVEN, all_logits, native_runner, part_of, same_bits, spoil
+from worker.member import wire_compat
 
 pytestmark = pytest.mark.integration
 NARROW = ["bfloat16", "int8"]

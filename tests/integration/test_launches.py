@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from baton.config import ModelConfig
-from baton.engine.core.runner import UNKNOWN_TOKEN, OnLayerDone, StepInput, StepPart, ignore_layer
-from baton.engine.model import attention
-from baton.engine.model.attention_choice import TorchAttention
-from baton.engine.model.kv_cache import KVCache
-from baton.engine.model.last_tokens import DeviceStep
-from baton.engine.model.transformers_runner import TransformersRunner
-from baton.engine.uploads import StepNumbers
 from baton.sampling import SamplingParams
+from engine.core.runner import UNKNOWN_TOKEN, OnLayerDone, StepInput, StepPart, ignore_layer
+from engine.model import attention
+from engine.model.attention_choice import TorchAttention
+from engine.model.kv_cache import KVCache
+from engine.model.last_tokens import DeviceStep
+from engine.model.transformers_runner import TransformersRunner
+from engine.uploads import StepNumbers
 from tests.integration.test_engine_models import ENGINE, WINDOW, save_tiny
 from tests.support.device_waits import DEVICE, Waits
 

@@ -12,15 +12,15 @@ import torch
 from transformers import PreTrainedModel
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.runner import OnLayerDone
-from baton.engine.core.scheduler import MAX_SCORED
-from baton.engine.model import device_memory
-from baton.engine.model.kv_cache import KVCache
-from baton.engine.model.rank_step import RankStep
-from baton.engine.model.transformers_model import ModelRank
-from baton.engine.model.transformers_runner import TransformersRunner, largest_step
 from baton.errors import ConfigError, ModelLoadError
 from baton.memory import CONTEXT_BYTES, GIB, GpuMemory
+from engine.core.runner import OnLayerDone
+from engine.core.scheduler import MAX_SCORED
+from engine.model import device_memory
+from engine.model.kv_cache import KVCache
+from engine.model.rank_step import RankStep
+from engine.model.transformers_model import ModelRank
+from engine.model.transformers_runner import TransformersRunner, largest_step
 from tests.integration.test_engine_models import answers, engine_of, make_engine, make_spec, save_tiny
 
 ENGINE = EngineConfig(runner="transformers", max_num_seqs=6, max_num_batched_tokens=40)

@@ -13,23 +13,23 @@ import pytest
 import torch
 
 from baton.config import EngineConfig, ModelConfig, load
-from baton.engine.core.engine import Engine
-from baton.engine.core.kv_spec import EMPTY_PLACE
-from baton.engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
-from baton.engine.core.sequence import Purpose
-from baton.engine.model.kv_cache import KVCache
-from baton.engine.model.logits_runner import NO_SAMPLING, LogitsRunner
-from baton.engine.model.rank_step import RankStep
-from baton.engine.model.transformers_model import load_config
-from baton.engine.model.transformers_runner import TransformersRunner
-from baton.engine.native import build, quantized
-from baton.engine.native.runner import NativeRunner
-from baton.engine.native.spec import FAMILIES, describe
-from baton.engine.native.weights import Form, PackedWeights
-from baton.engine.runners import make_runner
 from baton.errors import ConfigError, NotNative
 from baton.model_files import LLAMA_FAMILY
 from deploy.models import cache_dir
+from engine.core.engine import Engine
+from engine.core.kv_spec import EMPTY_PLACE
+from engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
+from engine.core.sequence import Purpose
+from engine.model.kv_cache import KVCache
+from engine.model.logits_runner import NO_SAMPLING, LogitsRunner
+from engine.model.rank_step import RankStep
+from engine.model.transformers_model import load_config
+from engine.model.transformers_runner import TransformersRunner
+from engine.native import build, quantized
+from engine.native.runner import NativeRunner
+from engine.native.spec import FAMILIES, describe
+from engine.native.weights import Form, PackedWeights
+from engine.runners import make_runner
 from tests.integration.test_engine_models import (
     ALTERNATING,
     ENGINE,
@@ -55,7 +55,7 @@ from tests.integration.test_engine_models import (
     tokens_of,
 )
 from tests.support.builders import sequence_spec
-from tests.unit.baton.engine.native.test_weights import of_form
+from tests.unit.engine.native.test_weights import of_form
 
 pytestmark = pytest.mark.integration
 CASES = [
@@ -481,7 +481,7 @@ def chosen(folder: Path, caplog: pytest.LogCaptureFixture, cache: Path | None = 
     caplog.set_level("INFO")
     engine = replace(ENGINE, **settings)
     runner = make_runner(ModelConfig(path=str(folder), device="cpu"), engine, cache or cache_dir(load().cluster))
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "baton.engine.runners"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "engine.runners"]
     assert f"runs {'natively' if runner.name == 'native' else 'on transformers'}: " in line
     runner.close()
     return line
@@ -643,7 +643,7 @@ def test_weights_that_compute_something_else_are_not_used(tmp_path: Path, monkey
             matrix.weights.zero_()
         return found
 
-    monkeypatch.setattr("baton.engine.native.runner.quantized", spoiled)
+    monkeypatch.setattr("engine.native.runner.quantized", spoiled)
     model = ModelConfig(path=str(tmp_path), device="cpu", weights="int8g")
     with pytest.raises(NotNative, match="are not near those of the exact weights"):
         NativeRunner(model, ENGINE, tmp_path)

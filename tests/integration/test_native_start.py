@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.config import EngineConfig, ModelConfig, load
-from baton.engine.model.shapes import longest_sequence
-from baton.engine.model.transformers_runner import TransformersRunner
-from baton.engine.native import build
-from baton.engine.native.runner import NativeRunner
-from baton.engine.native.spec import FAMILIES, describe
-from baton.engine.native.weights_cache import StoredConfig
-from baton.engine.runners import make_runner
 from deploy.models import cache_dir
+from engine.model.shapes import longest_sequence
+from engine.model.transformers_runner import TransformersRunner
+from engine.native import build
+from engine.native.runner import NativeRunner
+from engine.native.spec import FAMILIES, describe
+from engine.native.weights_cache import StoredConfig
+from engine.runners import make_runner
 from tests.integration.test_engine_models import (
     ENGINE,
     EXTRAS,
@@ -50,8 +50,8 @@ import json, sys
 from pathlib import Path
 import torch
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.native.weights_cache import logits_digest
-from baton.engine.runners import make_runner
+from engine.native.weights_cache import logits_digest
+from engine.runners import make_runner
 
 print("imported", flush=True)
 sys.stdin.readline()

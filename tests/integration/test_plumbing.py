@@ -26,9 +26,9 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from baton import wire
 from baton.cluster import Role
 from baton.config import FaultsConfig, RouterConfig, TransferConfig
-from baton.engine.model.arithmetic import expected_tokens
 from baton.errors import BatonError
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from engine.model.arithmetic import expected_tokens
 from kvstore.index import RedisConnection
 from kvstore.leases import RedisLeases
 from tests.chaos.fleet import Fleet, running_fleet

@@ -14,7 +14,7 @@ import pytest
 
 from baton.cluster import Role
 from baton.config import RouterConfig, SloClassConfig, TransferConfig
-from baton.engine.model.arithmetic import expected_tokens
+from engine.model.arithmetic import expected_tokens
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import Answer, Cluster, Served, request
 from tests.integration.test_real_model import Reference, greedy, num_excepted

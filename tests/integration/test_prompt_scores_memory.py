@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.engine import Engine
-from baton.engine.core.outputs import Generated
-from baton.engine.core.sequence import Purpose
-from baton.engine.model.transformers_runner import TransformersRunner
+from engine.core.engine import Engine
+from engine.core.outputs import Generated
+from engine.core.sequence import Purpose
+from engine.model.transformers_runner import TransformersRunner
 from tests.integration.test_engine_models import engine_of, save_tiny
 from tests.support.builders import sequence_spec
 

@@ -14,12 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.config import Config
-from baton.engine.model.arithmetic import expected_tokens
 from baton.errors import BatonError, Conflict, InvalidRequest, NoController
 from baton.trust import KeyFile, KeyRing, Principal, draw_secret, load_keys, write_private
 from baton.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 from deploy.cli.app import app
 from deploy.operator.client import Client
+from engine.model.arithmetic import expected_tokens
 from tests.integration.cluster import Cluster, running_cluster
 from tests.support.asking import prompt_of, sampling
 from tests.support.load import Clients, Requests, Stream

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from deploy.lab.simulate.command import scenario_of
-from deploy.lab.simulate.options import SimulateOptions
-from deploy.lab.traces.shape import TraceOptions
+from lab.simulate.command import scenario_of
+from lab.simulate.options import SimulateOptions
+from lab.traces.shape import TraceOptions
 
 ARGUMENTS = ("--decode", "3", "--blocks", "400", "--policy", "baton", "--policy", "greedy_4", "--jobs", "1")
 

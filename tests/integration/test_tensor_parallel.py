@@ -21,14 +21,13 @@ import uvloop
 
 from baton.cluster import Role
 from baton.config import Config, EngineConfig, ModelConfig, RouterConfig, TransferConfig
-from baton.engine.core.engine import Engine
-from baton.engine.core.runner import Fence, StepInput
-from baton.engine.core.sequence import Purpose
-from baton.engine.model.transformers_runner import TransformersRunner
 from baton.errors import ModelLoadError
 from baton.model_files import LLAMA_FAMILY
 from baton.parent import die_with
-from deploy.worker.process import serve
+from engine.core.engine import Engine
+from engine.core.runner import Fence, StepInput
+from engine.core.sequence import Purpose
+from engine.model.transformers_runner import TransformersRunner
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.integration.cluster import request
 from tests.integration.test_engine_models import (
@@ -48,6 +47,7 @@ from tests.integration.test_engine_models import (
     save_tiny,
 )
 from tests.support.processes import command_line
+from worker.process import serve
 
 pytestmark = [pytest.mark.first, pytest.mark.integration]
 

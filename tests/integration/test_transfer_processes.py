@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from baton.config import TransferConfig
-from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError, TransferError, WorkerFailed
+from engine.model.kv_cache import KVCache
 from kvstore.transfer.connection.reservations import Arrival
 from tests.support.waiting import until
 from tests.unit.kvstore.transfer.child import Child, child

@@ -87,7 +87,17 @@ def test_the_wheel_has_the_packages_and_no_more(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {Path(name) for name in archive.namelist()}
     tops = {name.parts[0] for name in names if not name.parts[0].endswith(".dist-info")}
-    assert tops == {"baton", "decode_worker", "deploy", "kvstore", "prefill_worker", "router"}
+    assert tops == {
+        "baton",
+        "decode_worker",
+        "deploy",
+        "engine",
+        "kvstore",
+        "lab",
+        "prefill_worker",
+        "router",
+        "worker",
+    }
     assert not [name for name in names if name.parts[:2] == ("deploy", "docker")]
 
 

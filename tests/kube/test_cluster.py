@@ -151,9 +151,7 @@ def uninstall_leaves_nothing(release: Release) -> None:
     )
     left = json.loads(release.kubectl("get", f"{kinds},poddisruptionbudgets", "-n", NAMESPACE, "-o", "json"))["items"]
     assert [(item["kind"], item["metadata"]["name"]) for item in left if item["metadata"]["name"] != "default"] == []
-    release.wait_for(
-        lambda: not [c for c in psutil.Process().children(recursive=True) if "deploy.worker" in command_line(c)]
-    )
+    release.wait_for(lambda: not [c for c in psutil.Process().children(recursive=True) if "worker" in command_line(c)])
 
 
 def pids(release: Release) -> dict[str, int]:

@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from baton.engine.core.kv_spec import DTYPE_BYTES
+from engine.core.kv_spec import DTYPE_BYTES
 
 NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8e4nv"}
 FLOATS = {"peaks", "sums", "shares", "scales", "numbers"}
@@ -37,7 +37,7 @@ def spills(arch: int, dtype: str, dim: int, sharing: int, pool: str = "") -> dic
     Args:
         pool: the pages' data type; empty: that of the arithmetic.
     """
-    from baton.engine.model import kernels
+    from engine.model import kernels
 
     shape = kernels.HeadShape(
         num_kv_heads=8, num_sharing=sharing, block_size=16, k_dim=dim, v_dim=dim, itemsize=DTYPE_BYTES[dtype],
@@ -66,7 +66,7 @@ def spills(arch: int, dtype: str, dim: int, sharing: int, pool: str = "") -> dic
 
 def fused_spills(arch: int, dtype: str, length: int, dim: int) -> dict[str, Compiled]:
     """What each fused kernel needs, compiled as it is launched: for rows so long, and heads of so many dimensions."""
-    from baton.engine.model import fused_kernels as kernels
+    from engine.model import fused_kernels as kernels
 
     found = {}
     for name, kernel, constants in (
@@ -83,7 +83,7 @@ def fused_spills(arch: int, dtype: str, length: int, dim: int) -> dict[str, Comp
 
 def quantizer(arch: int, dtype: str, columns: int) -> Compiled:
     """What the kernel needs that makes rows 8-bit floats."""
-    from baton.engine.model import fp8_kernels
+    from engine.model import fp8_kernels
 
     constants = {"COLUMNS": columns, "PIECE": fp8_kernels.PIECE}
     return _compiled(fp8_kernels.quantize, arch, (dtype, "float8_e4m3fn"), constants, {"num_warps": 8})
@@ -91,7 +91,7 @@ def quantizer(arch: int, dtype: str, columns: int) -> Compiled:
 
 def invariant_spills(arch: int, dtype: str) -> dict[str, Compiled]:
     """What the kernels of `engine.batch_invariant` need, compiled as they are launched."""
-    from baton.engine.model import invariant_kernels
+    from engine.model import invariant_kernels
 
     widths = {"WIDTH": 4096, "BLOCK": invariant_kernels.SUMMED_NUMBERS}
     found = {"sums": _compiled(invariant_kernels.add_up, arch, (dtype, dtype), widths | {"DIVISOR": 4096}, {})}

@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import torch
 
-from baton.engine.core.kv_spec import EMPTY_PLACE
-from baton.engine.model.kv_cache import KVCache
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
+from engine.core.kv_spec import EMPTY_PLACE
+from engine.model.kv_cache import KVCache
 from kvstore.transfer.copy import blocks, kernel_choice
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.copy.checksum import digest_of, word_sum

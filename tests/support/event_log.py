@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from baton.engine.core.block_pool import BlockChange
-from baton.engine.core.outputs import EngineEvent, Idle
+from engine.core.block_pool import BlockChange
+from engine.core.outputs import EngineEvent, Idle
 
 
 class EventLog:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from baton.engine.core.runner import ignore_layer
-from baton.engine.model.attention import ATTENTION_NAME, set_step
-from baton.engine.model.attention_choice import TorchAttention
-from baton.engine.model.kv_cache import KVCache, torch_dtype
-from baton.engine.model.shapes import cache_spec
-from baton.engine.uploads import StepNumbers
+from engine.core.runner import ignore_layer
+from engine.model.attention import ATTENTION_NAME, set_step
+from engine.model.attention_choice import TorchAttention
+from engine.model.kv_cache import KVCache, torch_dtype
+from engine.model.shapes import cache_spec
+from engine.uploads import StepNumbers
 from tests.support.fusing import fuse_here
 from tests.support.graphed import part_of
 

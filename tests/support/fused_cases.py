@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from baton.engine.model.kv_cache import torch_dtype
+from engine.model.kv_cache import torch_dtype
 from tests.support.fused import logits_of, model_of
 from tests.support.fusing import fuse_here
 from tests.support.graphed import SHAPE
@@ -39,7 +39,7 @@ def _by_torch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(size: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    from baton.engine.model.fused_kernels import normed
+    from engine.model.fused_kernels import normed
 
     x, weight = (torch.randn(*size) + 0.5).to(dtype), torch.randn(size[-1]).to(dtype)
     tiny, apart = 1e-3 * x, x.transpose(0, 1)
@@ -49,7 +49,7 @@ def _norm(size: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor]
 
 def _heads(size: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Some heads of rows, from the second on; the others stay what they are."""
-    from baton.engine.model.fused_kernels import norm_heads
+    from engine.model.fused_kernels import norm_heads
 
     num_tokens, num_heads, dim = size
     rows, weight = torch.randn(1, num_tokens, num_heads * dim).to(dtype), torch.randn(dim).to(dtype)
@@ -60,7 +60,7 @@ def _heads(size: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor
 
 
 def _sum_and_norm(size: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    from baton.engine.model.fused_kernels import sum_and_norm
+    from engine.model.fused_kernels import sum_and_norm
 
     x, more, weight = torch.randn(*size).to(dtype), torch.randn(*size).to(dtype), torch.randn(size[-1]).to(dtype)
     total = x + more
@@ -69,7 +69,7 @@ def _sum_and_norm(size: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch
 
 def _rotate(size: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The last two heads, and what is beyond the turned dimensions, stay what they are."""
-    from baton.engine.model.fused_kernels import rotate_heads
+    from engine.model.fused_kernels import rotate_heads
 
     num_tokens, num_heads, dim, turned = size
     rows = torch.randn(1, num_tokens, num_heads * dim).to(dtype)
@@ -82,7 +82,7 @@ def _rotate(size: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tenso
 
 
 def _gate(size: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    from baton.engine.model.fused_kernels import gated
+    from engine.model.fused_kernels import gated
 
     joined = (3 * torch.randn(*size)).to(dtype)
     gate, up = joined.chunk(2, dim=-1)
@@ -91,7 +91,7 @@ def _gate(size: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor]
 
 def rows_are_their_own() -> bool:
     """Whether rows come out the same to the last bit, whatever is computed beside them."""
-    from baton.engine.model import fused_kernels as kernels
+    from engine.model import fused_kernels as kernels
 
     torch.manual_seed(0)
     x, more, weight = torch.randn(1, 5, 96), torch.randn(1, 5, 96), torch.randn(96)
@@ -107,7 +107,7 @@ def rows_are_their_own() -> bool:
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    from baton.engine.model.fused_kernels import rotate_heads
+    from engine.model.fused_kernels import rotate_heads
 
     rows = x.clone()
     rotate_heads(rows, cos, sin, 12, 8)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.model import fused_model
+from engine.model import fused_model
 
 
 def fuse_here(model: Any) -> list[str]:
@@ -15,7 +15,7 @@ def fuse_here(model: Any) -> list[str]:
     words: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: words.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("baton.engine.model.fused_model")
+    logger = logging.getLogger("engine.model.fused_model")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     with pytest.MonkeyPatch.context() as patch:

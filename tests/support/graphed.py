@@ -10,17 +10,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from baton.engine.core.kv_spec import KVSpec
-from baton.engine.core.runner import OnLayerDone, StepPart, ignore_layer
-from baton.engine.model.attention import ATTENTION_NAME, set_step
-from baton.engine.model.attention_choice import TorchAttention
-from baton.engine.model.kv_cache import KVCache
-from baton.engine.model.last_tokens import Filling
-from baton.engine.model.rank_step import RankStep
-from baton.engine.model.shapes import cache_spec
-from baton.engine.model.table_rows import TableRoom
-from baton.engine.uploads import StepNumbers
 from baton.sampling import SamplingParams
+from engine.core.kv_spec import KVSpec
+from engine.core.runner import OnLayerDone, StepPart, ignore_layer
+from engine.model.attention import ATTENTION_NAME, set_step
+from engine.model.attention_choice import TorchAttention
+from engine.model.kv_cache import KVCache
+from engine.model.last_tokens import Filling
+from engine.model.rank_step import RankStep
+from engine.model.shapes import cache_spec
+from engine.model.table_rows import TableRoom
+from engine.uploads import StepNumbers
 from tests.fakes import flashinfer
 from tests.fakes.graphs import FakeCapture
 from tests.support.fusing import fuse_here
@@ -73,9 +73,9 @@ def replays_differ_by(*, is_fused: bool = False, by_flashinfer: bool = False) ->
     """Returns by how much logits and KV of steps one after the other differ at most; replays of each graph, from the
     largest; and which layers were reported to readers.
     """
-    from baton.engine.model.decode_graphs import DecodeGraphs
-    from baton.engine.model.flashinfer_attention import FlashInferAttention
-    from baton.engine.model.kernel_attention import KernelAttention
+    from engine.model.decode_graphs import DecodeGraphs
+    from engine.model.flashinfer_attention import FlashInferAttention
+    from engine.model.kernel_attention import KernelAttention
 
     attention_type = FlashInferAttention if by_flashinfer else KernelAttention
     model, reference = model_of(), model_of()
@@ -119,7 +119,7 @@ def _noting(done: list[int]) -> OnLayerDone:
 
 def launched_steps_differ_by() -> float:
     """Returns by how much logits of steps one after the other differ at most, where FlashInfer's fake decodes."""
-    from baton.engine.model.flashinfer_attention import FlashInferAttention
+    from engine.model.flashinfer_attention import FlashInferAttention
 
     model = model_of()
     caches = [KVCache(cache_spec(model.config, 16, "float32", 1), NUM_BLOCKS, 8) for _ in range(2)]
@@ -134,7 +134,7 @@ def launched_steps_differ_by() -> float:
 
 @torch.inference_mode()
 def _computed(model: Any, attention: Any, step: RankStep) -> torch.Tensor:
-    from baton.engine.model.attention import begun_blocks
+    from engine.model.attention import begun_blocks
 
     attention.cache.clear_blocks(begun_blocks(attention.cache, step.parts))
     set_step(attention.step(step.parts, ignore_layer, StepNumbers(CPU)))
@@ -146,7 +146,7 @@ def _computed(model: Any, attention: Any, step: RankStep) -> torch.Tensor:
 
 def num_streams_of_captures() -> int:
     """Returns how many streams are taken for the graphs of two caches: the first steps', and the one that stays."""
-    from baton.engine.model.decode_graphs import CudaCapture
+    from engine.model.decode_graphs import CudaCapture
 
     taken: list[Any] = []
 
@@ -167,13 +167,13 @@ def num_streams_of_captures() -> int:
 
 def refusals() -> list[str]:
     """What the log says of models that are no graphs: by their RoPE, and since the host looks at what they compute."""
-    from baton.engine.model.decode_graphs import graphs_of
-    from baton.engine.model.kernel_attention import KernelAttention
+    from engine.model.decode_graphs import graphs_of
+    from engine.model.kernel_attention import KernelAttention
 
     words: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: words.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("baton.engine.model.decode_graphs")
+    logger = logging.getLogger("engine.model.decode_graphs")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     dynamic = model_of(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
@@ -188,7 +188,7 @@ def refusals() -> list[str]:
 
 def plans() -> dict[str, Any]:
     """What is planned of steps of all kinds."""
-    from baton.engine.model.decode_graphs import graph_size, graph_sizes, padded_numbers
+    from engine.model.decode_graphs import graph_size, graph_sizes, padded_numbers
 
     one = part_of(0, 7, 20)
     steps = {

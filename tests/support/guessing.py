@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
-from baton.engine.core.draft_costs import DraftCosts, DraftCurve
-from baton.engine.core.engine import Engine
-from baton.engine.core.ngrams import NO_GUESS, Guess, NgramIndex
-from baton.engine.core.outputs import Generated, Output
-from baton.engine.core.runner import StepInput
-from baton.engine.core.sequence import Purpose
-from baton.engine.core.sequence import Sequence as EngineSequence
 from baton.messages import SequenceSpec
 from baton.sampling import FinishReason
 from baton.scores import TokenScores
+from engine.core.draft_costs import DraftCosts, DraftCurve
+from engine.core.engine import Engine
+from engine.core.ngrams import NO_GUESS, Guess, NgramIndex
+from engine.core.outputs import Generated, Output
+from engine.core.runner import StepInput
+from engine.core.sequence import Purpose
+from engine.core.sequence import Sequence as EngineSequence
 
 FREE = DraftCosts({bits: DraftCurve((), 0.0) for bits in range(10)})
 """Drafts cost nothing: each one that may be right is taken."""

@@ -20,16 +20,16 @@ import pytest
 import torch
 
 from baton.blocks import num_blocks_for
-from baton.engine.core.kv_spec import EMPTY_PLACE, FP8, KVSpec, LayerGroup
-from baton.engine.core.runner import StepPart, ignore_layer
-from baton.engine.model.attention import begun_blocks
-from baton.engine.model.attention_choice import TorchAttention
-from baton.engine.model.attention_step import Attention
-from baton.engine.model.kv_cache import KVCache, movable, torch_dtype
-from baton.engine.model.rank_step import order_for_packing
-from baton.engine.model.table_rows import TableRoom
-from baton.engine.uploads import StepNumbers
 from baton.sampling import SamplingParams
+from engine.core.kv_spec import EMPTY_PLACE, FP8, KVSpec, LayerGroup
+from engine.core.runner import StepPart, ignore_layer
+from engine.model.attention import begun_blocks
+from engine.model.attention_choice import TorchAttention
+from engine.model.attention_step import Attention
+from engine.model.kv_cache import KVCache, movable, torch_dtype
+from engine.model.rank_step import order_for_packing
+from engine.model.table_rows import TableRoom
+from engine.uploads import StepNumbers
 from tests.fakes import flashinfer
 
 ROOM = TableRoom(num_sequences=8, num_tokens=2200)
@@ -110,8 +110,8 @@ def difference(case: Case, *, by_flashinfer: bool = False, as_in_graphs: bool = 
         by_flashinfer: decodes are what the fake of FlashInfer makes of them.
         as_in_graphs: by plans as a graph has them.
     """
-    from baton.engine.model.flashinfer_attention import FlashInferAttention
-    from baton.engine.model.kernel_attention import KernelAttention
+    from engine.model.flashinfer_attention import FlashInferAttention
+    from engine.model.kernel_attention import KernelAttention
 
     draw, generator = random.Random(3), torch.Generator().manual_seed(3)
     num_blocks = 3 + sum(num_blocks_for(sum(each), case.block_size) for each in case.lengths)
@@ -154,7 +154,7 @@ def difference(case: Case, *, by_flashinfer: bool = False, as_in_graphs: bool = 
 
 def difference_by(num_programs: int, case: Case) -> float:
     """Returns the `difference` where so many programs are enough: each computes several shares of a tile."""
-    from baton.engine.model import kernels
+    from engine.model import kernels
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "ENOUGH_PROGRAMS", num_programs)
@@ -186,7 +186,7 @@ def _written(cache: KVCache, parts: list[StepPart]) -> torch.Tensor:
 
 def far_block_is_found() -> bool:
     """Whether a decode reads and writes a block that begins behind 2^31 elements of its layer."""
-    from baton.engine.model.kernel_attention import KernelAttention
+    from engine.model.kernel_attention import KernelAttention
 
     group = LayerGroup(name="all", layers=(0,), block_size=16, num_kv_heads=1, k_dim=128, v_dim=128, dtype="float16")
     near = KVCache(KVSpec((group,)), 2, 1)
@@ -210,8 +210,8 @@ def rows_become_8_bit_floats(num_columns: int) -> bool:
     """Whether the kernel finds torch's scales, and its numbers, where these are neither powers of 2 nor below the least
     of them: to such the interpreter does not round.
     """
-    from baton.engine.model.fp8_kernels import quantized
-    from baton.engine.model.fp8_linear import quantized_rows
+    from engine.model.fp8_kernels import quantized
+    from engine.model.fp8_linear import quantized_rows
 
     rows = torch.randn(5, 2, num_columns, generator=torch.Generator().manual_seed(4))[:, 0]
     rows[1] *= 1e4
@@ -225,8 +225,8 @@ def rows_become_8_bit_floats(num_columns: int) -> bool:
 
 def padding_is_nobodys() -> bool:
     """Whether two tokens that are none, the first and the last of a batch, are neither written nor seen."""
-    from baton.engine.model.kernel_attention import KernelAttention, KernelIndex, KernelStep
-    from baton.engine.model.kernels import Tiles, WrittenTokens
+    from engine.model.kernel_attention import KernelAttention, KernelIndex, KernelStep
+    from engine.model.kernels import Tiles, WrittenTokens
 
     group = LayerGroup(name="all", layers=(0,), block_size=16, num_kv_heads=2, k_dim=64, v_dim=64, dtype="float32")
     cache = KVCache(KVSpec((group,)), 3, 1)

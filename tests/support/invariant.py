@@ -8,21 +8,21 @@ from typing import Any
 
 import torch
 
-from baton.engine.core.kv_spec import KVSpec, LayerGroup
-from baton.engine.core.runner import StepPart, ignore_layer
-from baton.engine.model.attention import ATTENTION_NAME, set_step
-from baton.engine.model.attention_probe import PROBE_ROOM, is_batch_invariant, probe_cache
-from baton.engine.model.batch_invariance import RowByRow, make_invariant
-from baton.engine.model.kv_cache import KVCache, torch_dtype
-from baton.engine.model.rank_step import RankStep, order_for_packing
-from baton.engine.model.shapes import cache_spec
-from baton.engine.sampling.pipeline import Sampler
-from baton.engine.sampling.row import Row
-from baton.engine.sampling.scores import scores_of
-from baton.engine.uploads import StepNumbers
 from baton.errors import ModelLoadError
 from baton.sampling import SamplingParams
 from baton.scores import NO_SCORES
+from engine.core.kv_spec import KVSpec, LayerGroup
+from engine.core.runner import StepPart, ignore_layer
+from engine.model.attention import ATTENTION_NAME, set_step
+from engine.model.attention_probe import PROBE_ROOM, is_batch_invariant, probe_cache
+from engine.model.batch_invariance import RowByRow, make_invariant
+from engine.model.kv_cache import KVCache, torch_dtype
+from engine.model.rank_step import RankStep, order_for_packing
+from engine.model.shapes import cache_spec
+from engine.sampling.pipeline import Sampler
+from engine.sampling.row import Row
+from engine.sampling.scores import scores_of
+from engine.uploads import StepNumbers
 from tests.fakes.graphs import FakeCapture
 from tests.support.graphed import ROOM, SHAPE
 
@@ -36,7 +36,7 @@ def product_differs_by(shape: tuple[int, int, int], dtype: str, has_bias: bool) 
     Args:
         shape: rows, inputs and outputs.
     """
-    from baton.engine.model.invariant_kernels import product
+    from engine.model.invariant_kernels import product
 
     num_rows, num_inputs, num_outputs = shape
     generator = torch.Generator().manual_seed(2)
@@ -102,7 +102,7 @@ def attention_is_invariant(dims: tuple[int, int], *, asked: bool, pages: str = "
         asked: whether the kernels are to see to it.
         pages: the data type of the pages.
     """
-    from baton.engine.model.kernel_attention import KernelAttention
+    from engine.model.kernel_attention import KernelAttention
 
     dim, sharing = dims
     group = LayerGroup(name="all", layers=(0,), block_size=BLOCK, num_kv_heads=1, k_dim=dim, v_dim=dim, dtype=pages)
@@ -150,7 +150,7 @@ CUTS = {
 
 def ways_differ(kind: str) -> list[str]:
     """Returns the ways to the same tokens by which a model's last logits, or the KV of a sequence, have other bits."""
-    from baton.engine.model.kernel_attention import KernelAttention
+    from engine.model.kernel_attention import KernelAttention
 
     model = model_of(kind)
     make_invariant(model)
@@ -172,8 +172,8 @@ def ways_differ(kind: str) -> list[str]:
 
 def graphs_differ(kind: str) -> bool:
     """Returns whether the logits of decodes from a graph, some of whose rows are nobody's, are not a prompt's."""
-    from baton.engine.model.decode_graphs import DecodeGraphs
-    from baton.engine.model.kernel_attention import KernelAttention
+    from engine.model.decode_graphs import DecodeGraphs
+    from engine.model.kernel_attention import KernelAttention
 
     model = model_of(kind)
     make_invariant(model)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Self
 
-from baton.engine.model.arithmetic import expected_tokens
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from engine.model.arithmetic import expected_tokens
 from tests.support.asking import sampling
 
 Requests = Generator[Callable[[], object]]

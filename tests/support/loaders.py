@@ -18,12 +18,12 @@ from unittest import mock
 from rich.console import Console
 
 from baton.config import Config, EngineConfig, ModelConfig
-from baton.engine.runners import make_runner
 from baton.errors import ModelLoadError
 from baton.tokenizer_file import end_of_sequence_ids, read_vocabulary
 from deploy.doctor import machine, preflight
 from deploy.local.parts import with_model
 from deploy.models import resolve, with_models, with_places
+from engine.runners import make_runner
 from router.prompt import Tokenizer
 
 ENGINE = EngineConfig(num_blocks=8, max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64)

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from baton.cluster import WorkerInfo
-from baton.engine.core.engine import Engine
-from baton.engine.core.loop import EngineLoop
 from baton.rpc.doors import member_metadata
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from baton.v1 import worker_pb2_grpc
+from engine.core.engine import Engine
+from engine.core.loop import EngineLoop
 from kvstore.index import RedisConnection
 from kvstore.leases import RedisLeases
 
 if TYPE_CHECKING:
-    from deploy.worker.member import Member
+    from worker.member import Member
 
 
 @functools.cache

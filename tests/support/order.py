@@ -12,8 +12,7 @@ ONE_CLUSTER = {
 ONE_CHART = {f"tests/helm/test_{name}.py" for name in ("config", "policy", "relations", "render")}
 """Which ask for the same charts, each of which a process renders once."""
 ONE_INTERPRETER = {
-    f"tests/unit/baton/engine/model/test_{name}.py"
-    for name in ("batch_invariance", "decode_graphs", "fused", "kernels")
+    f"tests/unit/engine/model/test_{name}.py" for name in ("batch_invariance", "decode_graphs", "fused", "kernels")
 } | {"tests/unit/kvstore/transfer/copy/test_copy_kernels.py"}
 SCOPES = (
     dict.fromkeys(ONE_CLUSTER, "one cluster")

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import pytest
 
-from baton.engine.model.decode_graphs import graph_sizes
+from engine.model.decode_graphs import graph_sizes
 from tests.gpu.hour import running
 from tests.gpu.hour.checks import Check, Fallbacks, Group, judged
 from tests.gpu.hour.kernels import MARK, Span, figures_of

@@ -21,7 +21,7 @@ WATCHED: Mapping[str, tuple[str, ...]] = {
     "baton.api, baton.blocks, baton.cluster, baton.config, baton.errors, baton.messages, baton.sampling": (
         *HEAVY, "grpc", "google.protobuf", "redis",
     ),
-    ", ".join(f"baton.engine.core.{module}" for module in CORE): (*HEAVY, "grpc", "baton.v1"),
+    ", ".join(f"engine.core.{module}" for module in CORE): (*HEAVY, "grpc", "baton.v1"),
     # The router, and what others share with it.
     "kvstore.index": HEAVY,
     "kvstore.leases": HEAVY,
@@ -29,7 +29,7 @@ WATCHED: Mapping[str, tuple[str, ...]] = {
     "router.server": HEAVY,
     "router.process": HEAVY,
     # What is refused before anything starts is refused without imports that take seconds; so is the simulator's.
-    "deploy.lab.simulate.run, deploy.lab.simulate.command": ("torch", "transformers", "ray"),
+    "lab.simulate.run, lab.simulate.command": ("torch", "transformers", "ray"),
     "deploy.cli.app, deploy.local.up": ("torch", "transformers", "ray"),
 }  # fmt: skip
 """Modules, and what must not be there when they are: each after those above it, which may load less."""
@@ -38,7 +38,7 @@ WATCHED: Mapping[str, tuple[str, ...]] = {
 TRANSPORT = ("grpc", "google.protobuf", "redis", "baton.config", "baton.messages")
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "--version": (*HEAVY, *TRANSPORT, "pydantic", "rich", "baton.api"),
-    "--help": (*HEAVY, *TRANSPORT, "pydantic", "baton.api", "deploy.operator.client", "deploy.lab", "deploy.local"),
+    "--help": (*HEAVY, *TRANSPORT, "pydantic", "baton.api", "deploy.operator.client", "lab", "deploy.local"),
     "status --help": (*HEAVY, *TRANSPORT, "deploy.operator.client"),
     "generate --help": (*HEAVY, *TRANSPORT, "deploy.operator.client"),
     "up --help": (*HEAVY, *TRANSPORT, "deploy.local"),

@@ -16,7 +16,7 @@ from tests.unit.test_house import tree_of
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "SECURITY.md").read_text()
 HELD = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
-PRODUCT = ("baton", "kvstore", "router", "prefill_worker", "decode_worker", "deploy")
+PRODUCT = ("baton", "engine", "kvstore", "router", "prefill_worker", "decode_worker", "worker", "deploy", "lab")
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -92,7 +92,7 @@ def test_nothing_that_is_received_is_run() -> None:
     assert seen == ["eval", "torch.load", "pickle.loads", "run"]
 
 
-READS_MODELS = "baton/engine/model/pretrained.py"
+READS_MODELS = "engine/model/pretrained.py"
 
 
 def unsafe_loads(path: str, tree: ast.AST) -> Iterator[str]:

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from baton.cluster import Role
-from baton.engine.model.arithmetic import expected_tokens
 from baton.v1 import inference_pb2
+from engine.model.arithmetic import expected_tokens
 from tests.support import builders
 from tests.support.load import Clients, Requests, Stream
 from tests.support.spoiling import spoiled_json

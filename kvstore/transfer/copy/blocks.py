@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from baton.engine.core.kv_spec import EMPTY_PLACE
-from baton.engine.model.kv_cache import movable, movable_dtype, torch_dtype
+from engine.core.kv_spec import EMPTY_PLACE
+from engine.model.kv_cache import movable, movable_dtype, torch_dtype
 from kvstore.transfer.copy import int8
 from kvstore.transfer.copy.checksum import word_sum
 from kvstore.transfer.copy.kernel_choice import choose_kernels, kernels_of
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.engine.core.kv_spec import BlockTables, KVSpec
-    from baton.engine.core.runner import Fence
     from baton.kv_layout import KvLayout
+    from engine.core.kv_spec import BlockTables, KVSpec
+    from engine.core.runner import Fence
     from kvstore.transfer.copy.checksum import Checksum
     from kvstore.transfer.copy.moves import Move
     from kvstore.transfer.device import GpuDevice

@@ -18,7 +18,7 @@ from baton.blocks import GRANULE
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from baton.engine.core.kv_spec import LayerGroup
+    from engine.core.kv_spec import LayerGroup
     from kvstore.transfer.device import GpuDevice
 
 

@@ -27,9 +27,9 @@ from kvstore.transfer.protocol import chunk_header as h
 from kvstore.transfer.protocol.plan import EVERY_LAYER
 
 if TYPE_CHECKING:
-    from baton.engine.core.kv_spec import BlockTables
-    from baton.engine.core.runner import Fence
     from baton.messages import Ticket
+    from engine.core.kv_spec import BlockTables
+    from engine.core.runner import Fence
     from kvstore.transfer.copy.blocks import BlockCopier
     from kvstore.transfer.copy.moves import Move
     from kvstore.transfer.pipeline.driven import DrivenMachine

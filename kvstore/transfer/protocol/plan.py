@@ -31,8 +31,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from baton.engine.core.kv_spec import DTYPE_BYTES
 from baton.errors import ConfigError
+from engine.core.kv_spec import DTYPE_BYTES
 from kvstore.transfer.protocol.layout import AUTO, block_size_of, heads_of, mismatch, shared_heads, wire_dtype_of
 
 if TYPE_CHECKING:

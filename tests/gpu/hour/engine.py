@@ -31,8 +31,8 @@ SHAPES = (Shape(), Shape(128, 8, 1), Shape(128, 8, 8), Shape(256, 4, 2), Shape(6
 def kernel_module() -> str:
     """The module of Baton's own kernels; empty: this version has none."""
     for name in ("kernel_attention", "kernels"):
-        if importlib.util.find_spec(f"baton.engine.model.{name}") is not None:
-            return f"baton.engine.model.{name}"
+        if importlib.util.find_spec(f"engine.model.{name}") is not None:
+            return f"engine.model.{name}"
     return ""
 
 

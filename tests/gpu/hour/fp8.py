@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from baton.engine.core.sequence import Purpose
-from baton.engine.model.fp8_linear import Fp8Linear, quantized_rows
+from engine.core.sequence import Purpose
+from engine.model.fp8_linear import Fp8Linear, quantized_rows
 from tests.gpu.hour.checks import Found, NotRun, is_rehearsal, judged
 from tests.gpu.hour.models import (
     LLAMA_8B,

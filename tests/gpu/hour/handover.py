@@ -15,13 +15,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from baton.engine.core.engine import Engine
-from baton.engine.core.kv_spec import KVSpec
-from baton.engine.core.outputs import Generated, Reserved
-from baton.engine.core.runner import Fence
-from baton.engine.core.sequence import Purpose
-from baton.engine.model import transformers_model
 from baton.messages import Ticket
+from engine.core.engine import Engine
+from engine.core.kv_spec import KVSpec
+from engine.core.outputs import Generated, Reserved
+from engine.core.runner import Fence
+from engine.core.sequence import Purpose
+from engine.model import transformers_model
 from kvstore.transfer.copy.blocks import BlockCopier, RankCache
 from kvstore.transfer.pipeline.receive_loop import ChunkWriter, ReceiveLoop
 from kvstore.transfer.pipeline.send_loop import ChunkQueue, SendLoop

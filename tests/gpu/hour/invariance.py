@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from baton.engine.core.sequence import Purpose
 from baton.errors import ConfigError
+from engine.core.sequence import Purpose
 from tests.gpu.hour.checks import Found, is_rehearsal, judged
 from tests.gpu.hour.churn import variants
 from tests.gpu.hour.models import engine_of, few_graphs, make_folder, prompts_of, runner_of, spec_of, synchronize

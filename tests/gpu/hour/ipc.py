@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from baton.engine.model.kv_cache import KVCache
-from baton.engine.model.shapes import cache_spec
+from engine.model.kv_cache import KVCache
+from engine.model.shapes import cache_spec
 from kvstore.transfer.copy.blocks import BlockCopier, RankCache
 from kvstore.transfer.pipeline.receive_loop import ChunkWriter, ReceiveLoop
 from kvstore.transfer.pipeline.send_loop import ChunkQueue, SendLoop

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from baton.engine.core.engine import Engine
-from baton.engine.core.outputs import Generated
-from baton.engine.core.scheduler import SchedulerLimits
-from baton.engine.core.sequence import Purpose
-from baton.engine.model import decode_graphs
-from baton.engine.model.transformers_runner import TransformersRunner
 from baton.messages import SequenceSpec
 from baton.sampling import SamplingParams
+from engine.core.engine import Engine
+from engine.core.outputs import Generated
+from engine.core.scheduler import SchedulerLimits
+from engine.core.sequence import Purpose
+from engine.model import decode_graphs
+from engine.model.transformers_runner import TransformersRunner
 from tests.gpu.hour.checks import FALLBACKS, is_rehearsal
 from tests.gpu.hour.settings import engine_config, model_config
 

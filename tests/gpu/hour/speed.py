@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from baton.engine.core.sequence import Purpose
+from engine.core.sequence import Purpose
 from kvstore.transfer.transport.streams import own_stream
 from tests.gpu.hour.checks import Found, NotRun, is_rehearsal, judged, report_part
 from tests.gpu.hour.ends import Side, header_of, require_kind, taken, two

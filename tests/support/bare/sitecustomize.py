@@ -28,7 +28,7 @@ PACKAGES = {
 """What is installed, by name, with the module that it is for."""
 BROUGHT = {"safetensors", "tokenizers"}
 """What else Baton's own code may import: transformers cannot do without, whatever its version."""
-OWN = frozenset({"baton", "kvstore", "tests"})
+OWN = frozenset({"baton", "engine", "kvstore", "tests"})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 

@@ -31,10 +31,10 @@ from baton.rpc.doors import (
 from baton.rpc.errors import CLIENTS_METHODS
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from deploy.controller import process as controller
-from deploy.worker import process as worker
 from router import server as router
 from router.api.grpc_api import SERVICE_NAMES as ROUTERS_SERVICES
 from tests.support.waiting import until
+from worker import process as worker
 
 CONTRACTS = Path(__file__).parents[3] / "proto"
 INCARNATION = "a1"

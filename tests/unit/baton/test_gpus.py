@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine import runners
 from baton.errors import ModelLoadError
 from baton.gpus import refuse_silent_cpu, sign_of_gpu
+from engine import runners
 
 
 def test_device_files_and_the_tool_are_signs_of_a_gpu(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from baton import garbage
-from baton.engine.core.runner import StepInput, StepOutput
+from engine.core.runner import StepInput, StepOutput
 from tests.bench import bookkeeping
 from tests.bench.bookkeeping import Blank, Meter, Spent, Steps
 from tests.bench.engine_sides import GREEDY

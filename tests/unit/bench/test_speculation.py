@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.engine.native.weights import Form, pack
+from engine.native.weights import Form, pack
 from tests.bench import speculation
 
 

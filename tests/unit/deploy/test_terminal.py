@@ -34,10 +34,10 @@ from deploy.operator.watch import View, picture
 from deploy.ray_pools.node import Entry, Lines
 from deploy.say import say
 from deploy.terminal import Terminal
-from deploy.worker.log import written
 from tests.unit.deploy.operator.test_explain import TIMELINE
 from tests.unit.deploy.operator.test_tables import WORKER
 from tests.unit.deploy.operator.test_watch import STATUS
+from worker.log import written
 
 TITLE, CLIPBOARD, CSI = "\x1b]0;evil\x07", "\x1b]52;c;ZXZpbA==\x1b\\", "\x9b2J"
 EVIL = f"[/x][link=http://evil]a{TITLE}{CLIPBOARD}{CSI}\u202eb\u2066c\x08\r\x7f\x00\u2028:smile:"

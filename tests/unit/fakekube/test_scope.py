@@ -8,7 +8,19 @@ from pathlib import Path
 from tests import fakekube
 
 FOLDER = Path(fakekube.__file__).parent
-FOREIGN = ("baton", "kvstore", "router", "prefill_worker", "decode_worker", "deploy", "tools", "tests")
+FOREIGN = (
+    "baton",
+    "engine",
+    "kvstore",
+    "router",
+    "prefill_worker",
+    "decode_worker",
+    "worker",
+    "deploy",
+    "lab",
+    "tools",
+    "tests",
+)
 
 
 def imported(path: Path) -> list[str]:

@@ -12,12 +12,12 @@ from baton.config import RouterConfig
 from baton.messages import SequenceSpec
 from baton.v1 import worker_pb2_grpc
 from decode_worker.service import DecodeService
-from deploy.worker.calls import CallServicer
 from prefill_worker.service import PrefillService
 from router.dispatch.choice import Choice
 from router.dispatch.worker_client import WorkerClient
 from tests.unit.kvstore.transfer.peers import Worker
 from tests.unit.router.dispatch.scripted_workers import Bench, new_choice
+from worker.calls import CallServicer
 
 LIMIT_S = 60.0
 """Longest time that one wait of a test may take before the test counts as hanging."""

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from baton.cluster import Role
-from baton.engine.core.sequence import Purpose
-from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from baton.errors import TransferError, TransferRefused
 from baton.v1 import kv_pb2_grpc
+from engine.core.sequence import Purpose
+from engine.model.arithmetic import ArithmeticRunner, expected_tokens
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.protocol.chunk_header import PROTOCOL_VERSION

@@ -39,7 +39,6 @@ from baton.rpc.errors import _guard_unary, abort
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry.instruments import Instruments
 from baton.v1 import admin_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
-from deploy.worker.calls import CallServicer
 from kvstore.index import Mirror
 from kvstore.leases.codec import decode_worker, encode
 from router.dispatch.choice import Choice, ChoiceGroup
@@ -52,6 +51,7 @@ from tests.support import builders
 from tests.support.waiting import until
 from tests.unit.router.dispatch.scripted_workers import new_choice
 from tests.unit.router.dispatch.test_worker_client import router
+from worker.calls import CallServicer
 
 FIELD_99 = b"\x98\x06\x01"
 ENTRY_WITH_FIELD_9 = b"\x52\x06\x08\x01\x10\x03\x48\x01"

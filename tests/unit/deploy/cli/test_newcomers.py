@@ -60,7 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Where the command is run."""
     if request.param == "router.py":
-        for name in ("router", "kvstore", "json"):
+        for name in ("router", "kvstore", "engine", "json"):
             (tmp_path / f"{name}.py").write_text(f"raise SystemExit('this is my own {name}.py')\n")
     write_files(tmp_path)
     return tmp_path

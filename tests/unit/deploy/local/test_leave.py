@@ -99,7 +99,7 @@ def worker_process(folder: Path, flags: list[str] | None = None) -> Generator[No
         without_packages,
         *(["-P"] if flags is None else flags),
         "-m",
-        "deploy.worker",
+        "worker",
         "decode",
         "decode-0",
         HOST,

@@ -21,9 +21,9 @@ from baton.errors import ConfigError, InvalidRequest, NoWorker
 from baton.timelines import RequestList, RequestTimeline
 from baton.tls import Tls
 from baton.v1 import admin_pb2, inference_pb2
-from deploy.lab.bench.connection import BenchConnection
 from deploy.operator.client import Client
 from deploy.operator.trust import TrustOptions
+from lab.bench.connection import BenchConnection
 from tests.integration.cluster import free_port
 from tests.support.certificates import Authority
 from tests.support.proxy import Proxy

@@ -17,9 +17,9 @@ from baton.trust import KeyFile, Principal, draw_secret, write_private
 from deploy.ray_pools import actor
 from deploy.ray_pools.actor import WorkerActor, own_redis_url, own_secret
 from deploy.ray_pools.node import SOCKET
-from deploy.worker.log import written
 from tests.support.waiting import wait_until
 from tests.unit.deploy.ray_pools.test_node import PATIENT_S, node
+from worker.log import written
 
 
 class Alone(WorkerActor):

@@ -17,8 +17,8 @@ from baton.errors import WorkerFailed
 from baton.rpc import RpcServer, channel
 from deploy.ray_pools.node import IDLE_S, MAX_KEPT_BYTES, MAX_KEPT_IDS, MAX_KEPT_LINES, WorkersHere
 from deploy.ray_pools.node_link import NodeLink, end_in_words, why_away
-from deploy.worker.log import _kept, written
 from tests.support.waiting import wait_until
+from worker.log import _kept, written
 
 PATIENT_S = 60.0
 

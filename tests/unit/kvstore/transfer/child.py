@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from baton.config import TransferConfig
-from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError
 from baton.messages import Ticket
+from engine.model.kv_cache import KVCache
 from tests.unit.kvstore.transfer.peers import (
     NUM_BLOCKS,
     SPEC,

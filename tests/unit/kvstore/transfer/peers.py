@@ -18,14 +18,6 @@ import grpc
 import torch
 
 from baton.config import FaultsConfig, TransferConfig
-from baton.engine.core.engine import Engine
-from baton.engine.core.kv_spec import BlockTables, KVSpec, LayerGroup, StateSpec
-from baton.engine.core.loop import EngineLoop, SequenceHandle
-from baton.engine.core.outputs import Generated, OnEngineEvent
-from baton.engine.core.scheduler import SchedulerLimits
-from baton.engine.core.sequence import Purpose
-from baton.engine.model.arithmetic import ArithmeticRunner
-from baton.engine.model.kv_cache import KVCache
 from baton.kv_layout import KvLayout
 from baton.messages import HandedOver, PrefixSource, SequenceSpec, Ticket
 from baton.rpc.arrivals import Arrivals
@@ -36,6 +28,14 @@ from baton.tasks import cancel_and_wait
 from baton.tls import Tls
 from baton.trust import KeyFile
 from baton.v1 import kv_pb2_grpc
+from engine.core.engine import Engine
+from engine.core.kv_spec import BlockTables, KVSpec, LayerGroup, StateSpec
+from engine.core.loop import EngineLoop, SequenceHandle
+from engine.core.outputs import Generated, OnEngineEvent
+from engine.core.scheduler import SchedulerLimits
+from engine.core.sequence import Purpose
+from engine.model.arithmetic import ArithmeticRunner
+from engine.model.kv_cache import KVCache
 from kvstore.transfer.copy.blocks import choose_copies
 from kvstore.transfer.endpoint import KvEndpoint
 from kvstore.transfer.local_worker import LocalWorker

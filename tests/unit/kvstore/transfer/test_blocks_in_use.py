@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.model.kv_cache import KVCache
 from baton.errors import TransferError
+from engine.model.kv_cache import KVCache
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.protocol.plan import Chunk
 from tests.support.waiting import until

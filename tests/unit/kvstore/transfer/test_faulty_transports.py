@@ -21,10 +21,10 @@ import pytest
 import torch
 
 from baton.config import TransferConfig
-from baton.engine.core.kv_spec import KVSpec, LayerGroup
-from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError, TransferCancelled, TransferCorrupted
 from baton.messages import Ticket
+from engine.core.kv_spec import KVSpec, LayerGroup
+from engine.model.kv_cache import KVCache
 from kvstore.transfer.connection.reservations import Arrival
 from kvstore.transfer.device import GpuDevice
 from kvstore.transfer.protocol.chunk_header import VOID

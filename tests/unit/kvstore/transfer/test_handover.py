@@ -20,11 +20,6 @@ from opentelemetry.context import Context
 
 from baton.cluster import TransferCounts
 from baton.config import TransferConfig
-from baton.engine.core.kv_spec import EMPTY_PLACE, KVSpec, LayerGroup
-from baton.engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, ignore_layer
-from baton.engine.core.sequence import Purpose
-from baton.engine.model.arithmetic import ArithmeticRunner, expected_tokens
-from baton.engine.model.kv_cache import KVCache
 from baton.errors import (
     BatonError,
     Overloaded,
@@ -36,6 +31,11 @@ from baton.errors import (
 )
 from baton.messages import FirstToken, HandedOver, NewTokens, PrefillRequest, Ticket
 from decode_worker.service import DecodeService
+from engine.core.kv_spec import EMPTY_PLACE, KVSpec, LayerGroup
+from engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, ignore_layer
+from engine.core.sequence import Purpose
+from engine.model.arithmetic import ArithmeticRunner, expected_tokens
+from engine.model.kv_cache import KVCache
 from kvstore.transfer.connection.outgoing import TransferPart
 from kvstore.transfer.connection.reservations import Arrival, Expected
 from kvstore.transfer.copy.blocks import BlockCopier

@@ -7,8 +7,8 @@ import dataclasses
 
 import pytest
 
-from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError
+from engine.model.kv_cache import KVCache
 from kvstore.transfer.connection.pauses import LONGEST_PAUSE_S
 from tests.fakes.gpu import FakeGpu, fake_gpus
 from tests.fakes.nccl import Knobs

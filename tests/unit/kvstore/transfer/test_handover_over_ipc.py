@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.engine.model.kv_cache import KVCache
 from baton.errors import TransferError
+from engine.model.kv_cache import KVCache
 from kvstore.transfer.protocol.layout import layout_of, rank_spec
 from tests.fakes.gpu import FakeGpu, fake_gpus
 from tests.fakes.nccl import Knobs, fake_nccl

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from baton.config import ClusterConfig
-from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError
 from baton.tls import Tls, member_tls
+from engine.model.kv_cache import KVCache
 from tests.fakes.gpu import fake_gpus
 from tests.fakes.nccl import fake_nccl
 from tests.support.certificates import Authority, cluster_settings

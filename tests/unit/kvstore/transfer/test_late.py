@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from baton.engine.model.kv_cache import KVCache
 from baton.errors import TransferCorrupted
+from engine.model.kv_cache import KVCache
 from kvstore.transfer.connection.reservations import Arrival
 from kvstore.transfer.sender import OutgoingTransfer
 from kvstore.transfer.transport.streams import own_stream

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from baton.config import EngineConfig, ModelConfig
-from baton.engine.core.engine import Engine
-from baton.engine.core.outputs import Generated, Reserved
-from baton.engine.core.scheduler import SchedulerLimits
-from baton.engine.core.sequence import Purpose
-from baton.engine.core.sequence import Sequence as EngineSequence
-from baton.engine.model.kv_cache import KVCache
-from baton.engine.model.transformers_runner import TransformersRunner
 from baton.kv_layout import KvLayout
 from baton.messages import SequenceSpec
+from engine.core.engine import Engine
+from engine.core.outputs import Generated, Reserved
+from engine.core.scheduler import SchedulerLimits
+from engine.core.sequence import Purpose
+from engine.core.sequence import Sequence as EngineSequence
+from engine.model.kv_cache import KVCache
+from engine.model.transformers_runner import TransformersRunner
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.protocol.layout import layout_of, rank_spec, source_ranks
 from kvstore.transfer.protocol.plan import WireOptions, plan

@@ -20,12 +20,12 @@ from baton import wire
 from baton.blocks import block_keys, prefix_keys
 from baton.cluster import Role
 from baton.config import RouterConfig
-from baton.engine.model.arithmetic import ArithmeticRunner
 from baton.messages import PrefixSource, Pull, SequenceSpec, Ticket
 from baton.rpc.doors import member_metadata
 from baton.telemetry.instruments import Instruments
 from baton.trust import PERMIT_S, KeyFile, Party, Permit, Principal, draw_secret, keys_digest, write_private
 from baton.v1 import kv_pb2_grpc
+from engine.model.arithmetic import ArithmeticRunner
 from kvstore.index import Mirror
 from kvstore.transfer.connection.control_stream import open_channel
 from router.dispatch.selector import WorkerSelector

@@ -23,7 +23,6 @@ from baton.telemetry import logs
 from baton.telemetry.booked import TO_COMPUTE, Booked, prompt_class
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from baton.v1 import admin_pb2, worker_pb2_grpc
-from deploy.worker.log import WorkerLog
 from router.admission.tenants import TenantBook
 from router.api.apis import APIS
 from router.api.document import document
@@ -38,6 +37,7 @@ from router.cluster.watch import AlertBook, AlertWatch
 from router.dispatch.worker_client import WorkerClient
 from tests.support.builders import cluster_status, worker
 from tests.support.described import check_described
+from worker.log import WorkerLog
 
 KEYS = ("acme", "operations")
 

@@ -20,7 +20,6 @@ from baton.rpc import RpcServer
 from baton.sampling import FinishReason
 from baton.telemetry.instruments import Instruments
 from baton.v1 import worker_pb2_grpc
-from deploy.worker.calls import CallServicer
 from kvstore.index import Mirror
 from router.admission import Claim
 from router.dispatch.choice import Choice, ChoiceGroup
@@ -31,6 +30,7 @@ from router.placement.pool_view import PoolView
 from router.placement.stale_hints import HintTracker
 from tests.support import builders
 from tests.support.builders import READY
+from worker.calls import CallServicer
 
 BLOCK = 16
 NUM_PROMPT = 400

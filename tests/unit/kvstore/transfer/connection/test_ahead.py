@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.engine.model.kv_cache import KVCache
+from engine.model.kv_cache import KVCache
 from kvstore.transfer.connection.control_stream import Peer
 from tests.fakes.gpu import FakeGpu, fake_gpus
 from tests.fakes.nccl import Knobs

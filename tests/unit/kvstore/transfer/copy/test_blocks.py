@@ -12,9 +12,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.core.kv_spec import EMPTY_PLACE, BlockTables
-from baton.engine.model.kv_cache import KVCache, rounded, torch_dtype
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
+from engine.core.kv_spec import EMPTY_PLACE, BlockTables
+from engine.model.kv_cache import KVCache, rounded, torch_dtype
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.copy.checksum import Xxh3
 from kvstore.transfer.protocol.layout import heads_of, rank_spec, source_ranks

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.core.kv_spec import BlockTables, KVSpec, LayerGroup, PageOrder
+from engine.core.kv_spec import BlockTables, KVSpec, LayerGroup, PageOrder
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.protocol.layout import layout_of, mismatch, source_ranks
 from kvstore.transfer.protocol.plan import WireOptions, plan
-from tests.unit.baton.engine.grouped import PlainCache
+from tests.unit.engine.grouped import PlainCache
 
 NUM_TOKENS = 150
 POOL_TOKENS = 768

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.core.kv_spec import LayerGroup
+from engine.core.kv_spec import LayerGroup
 from kvstore.transfer.copy.run_index import GpuIndex, runs_of
 from tests.fakes.gpu import FakeGpu
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
-from baton.engine.model.kv_cache import KVCache
 from baton.errors import BatonError, TransferCorrupted, TransferError, TransferTimeout
 from baton.kv_layout import GroupLayout, KvLayout
 from baton.messages import Abort, AbortAck, Commit, CommitAck, FromReceiver, FromSender, Grant, Nack, Offer, Ticket
+from engine.model.kv_cache import KVCache
 from kvstore.transfer.copy.blocks import BlockCopier
 from kvstore.transfer.device import DeviceLosses
 from kvstore.transfer.pipeline.driven import DrivenMachine
@@ -41,7 +41,7 @@ from tests.support.waiting import wait_until
 from tests.unit.kvstore.transfer.transport.ends import transport_end
 
 if TYPE_CHECKING:
-    from baton.engine.core.runner import Fence
+    from engine.core.runner import Fence
     from kvstore.transfer.copy.moves import Move
 
 torch.set_num_threads(1)

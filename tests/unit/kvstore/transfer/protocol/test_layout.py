@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton import wire
-from baton.engine.core.kv_spec import KVSpec, LayerGroup, PageOrder, StateSpec
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
 from baton.messages import Ticket
 from baton.v1 import worker_pb2
+from engine.core.kv_spec import KVSpec, LayerGroup, PageOrder, StateSpec
 from kvstore.transfer.protocol.layout import (
     destination_ranks,
     heads_of,

@@ -1,0 +1,146 @@
+"""A runner before which another one, with a smaller model and a KV cache of its own, proposes drafts.
+
+    step     | known tokens of some sequences, drafts that are wanted as UNKNOWN_TOKEN |
+    draft    | what it lacks of them: draw 1 | draft 1: draw 2 | draft 2: draw 3 |             a round for each draft
+    target   | known tokens and drafts: draw, and keep the drafts that are what was drawn      |
+
+The draft model draws with the request's own parameters and the random numbers of the same positions. So the two draw
+the same token wherever they think about the same, at any temperature, and not only where it is the likeliest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from baton.sampling import SamplingParams
+from engine.core.runner import (
+    ComputedStep,
+    OnLayerDone,
+    Proposal,
+    Proposed,
+    Runner,
+    StepInput,
+    StepOutput,
+    StepPart,
+    ignore_layer,
+)
+
+
+class DraftedRunner:
+    """A `Runner` of the target's model. What it answers is the target's, token for token.
+
+    Its steps are not planned ahead: what is proposed for one follows the tokens of the one before.
+
+    Args:
+        target: computes and draws what is answered.
+        draft: proposes. It has the same tokens, and KV caches that nobody else sees.
+        clock: measures what proposing takes, in seconds.
+    """
+
+    runs_ahead = False
+
+    def __init__(self, target: Runner, draft: Runner, clock: Callable[[], float] = time.monotonic) -> None:
+        self.target = target
+        self.draft = draft
+        self.spec = target.spec
+        self.num_blocks = target.num_blocks
+        self.max_model_len = target.max_model_len
+        self.vocab_size = target.vocab_size
+        self.eos_token_ids = target.eos_token_ids
+        self.name = target.name
+        self.sampler = target.sampler
+        computes, fallbacks = target.computes, [f"draft model, {each}" for each in draft.computes.fallbacks]
+        self.computes = replace(computes, fallbacks=(*computes.fallbacks, *fallbacks))
+        self.token_s = target.token_s + draft.token_s
+        self._clock = clock
+        self._keys = itertools.count()
+
+    @property
+    def caches(self) -> Sequence[Any]:
+        """See `Runner.caches`."""
+        return self.target.caches
+
+    def prepare(self, params: SamplingParams) -> None:
+        """See `Runner.prepare`."""
+        self.target.prepare(params)
+        self.draft.prepare(params)
+
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        """See `Runner.execute`."""
+        if not any(part.proposal for part in step.parts):
+            return self.target.execute(step, on_layer_done)
+        parts, proposed = self._proposed(step.parts)
+        return replace(self.target.execute(replace(step, parts=parts), on_layer_done), proposed=proposed)
+
+    def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> ComputedStep:
+        """See `Runner.launch`."""
+        return ComputedStep(self.execute(step, on_layer_done))
+
+    def recover(self) -> None:
+        """See `Runner.recover`."""
+        self.target.recover()
+        self.draft.recover()
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+        self.target.close()
+        self.draft.close()
+
+    def _proposed(self, parts: Sequence[StepPart]) -> tuple[tuple[StepPart, ...], Proposed]:
+        """Has the draft model compute what the parts ask for. Returns them with its drafts in their places."""
+        wanted = {place: part.proposal for place, part in enumerate(parts) if part.proposal}
+        drafts: dict[int, list[int]] = {place: [] for place, proposal in wanted.items() if proposal.num_drafts}
+        # The history of a key only grows, and a draft may prove wrong: a key lasts for a step.
+        asked = {place: each.part._replace(sequence_key=next(self._keys)) for place, each in wanted.items()}
+        rounds: list[tuple[StepInput, float]] = []
+        while asked:
+            step = StepInput(tuple(asked.values()))
+            began_s = self._clock()
+            output = self.draft.execute(step)
+            rounds.append((step, self._clock() - began_s))
+            failed = {*(output.failures or ()), *output.too_large}
+            drawing = [(place, index) for index, place in enumerate(asked) if place in drafts and index not in failed]
+            following = {}
+            for place, index in drawing:
+                (token_id,) = output.sampled_token_ids[index]
+                if self._ends(parts[place], token_id):
+                    continue
+                drafts[place].append(token_id)
+                if len(drafts[place]) < wanted[place].num_drafts:
+                    following[place] = _after(asked[place], token_id)
+            asked = following
+        filled = list(parts)
+        for place, token_ids in drafts.items():
+            filled[place] = _filled(parts[place], wanted[place], token_ids)
+        return tuple(filled), Proposed({place: len(token_ids) for place, token_ids in drafts.items()}, tuple(rounds))
+
+    def _ends(self, part: StepPart, token_id: int) -> bool:
+        asked = part.sampling
+        return token_id in asked.stop_token_ids or (token_id in self.eos_token_ids and not asked.ignore_eos)
+
+
+def _after(part: StepPart, token_id: int) -> StepPart:
+    """Returns what is computed of a draft that was drawn after a part."""
+    end = part.end
+    return part._replace(
+        token_ids=(token_id,),
+        num_computed_tokens=end,
+        num_kv_tokens=(end + 1,) * len(part.block_ids),
+        is_decoding=True,
+        history=(*part.history, token_id) if part.history else (),
+    )
+
+
+def _filled(part: StepPart, proposal: Proposal, token_ids: Sequence[int]) -> StepPart:
+    """Returns a part with the drafts that were proposed."""
+    known = part.token_ids[: len(part.token_ids) - proposal.num_drafts]
+    return part._replace(
+        token_ids=(*known, *token_ids),
+        num_kv_tokens=(part.known_end + len(token_ids),) * len(part.block_ids),
+        num_drafts=len(token_ids),
+        proposal=None,
+    )

@@ -1,0 +1,400 @@
+"""One worker's engine: token ids in, token ids out.
+
+A step is three calls, straight down: `schedule` (pure decisions) -> `runner.execute` (tensors, in a thread) ->
+`commit` (bookkeeping, outputs, events). Everything but `execute` happens on one thread, so there are no locks. While a
+step executes, sequences may be added, aborted or inserted: what the step uses is only given away at its commit. And
+the next step may be scheduled (`schedule_ahead`) and given to the runner behind it.
+
+The verbs are JetStream's: a PREFILL sequence is admitted with all its blocks and ends HELD with them, a RECEIVE
+sequence is reserved and later `insert`ed (or its KV `adopt`ed by the cache), and generation is what the running batch
+does.
+
+Transfers read blocks beside the engine. They `pin` them: a block table may change while it is read (a block moves to
+the known one of the same content), and its sequence may end first. Pinned blocks keep what was in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+
+from baton.blocks import GRANULE
+from baton.cluster import BlockCounts
+from baton.costs import StepCosts
+from baton.errors import BatonError, InvalidRequest
+from baton.hypotheses import NO_HYPOTHESES, Hypotheses
+from baton.messages import SequenceSpec
+from baton.sampling import FinishReason
+from baton.scores import NO_SCORES, Candidates
+from engine.core import ahead
+from engine.core.beams import BeamSearch
+from engine.core.block_pool import BlockChange
+from engine.core.drafting import drafter_of
+from engine.core.group_pool import GroupPool
+from engine.core.outputs import Admitted, EngineLoad, Generated, Output, Pin, Preempted, Refused, Reserved
+from engine.core.pins import Pins
+from engine.core.plan import Schedule
+from engine.core.requirements import require_computable, require_searchable
+from engine.core.runner import Runner, StepInput, StepOutput
+from engine.core.scheduler import Scheduler, SchedulerLimits
+from engine.core.sequence import Purpose, Sequence, Status
+from engine.core.step_fit import StepFit, StepSize
+
+
+class Engine:
+    """The scheduler, the block pools and the books of one runner. It neither waits nor computes."""
+
+    def __init__(self, runner: Runner, limits: SchedulerLimits) -> None:
+        self.runner = runner
+        self.pool = GroupPool(runner.spec, runner.num_blocks)
+        drafter = drafter_of(runner, limits.max_draft_tokens, limits.max_num_batched_tokens)
+        self.scheduler = Scheduler(self.pool, limits, drafter)
+        self.sequences: dict[int, Sequence] = {}
+        """Sequences that are not finished, by key."""
+        self._fit = StepFit()
+        self._busy_s = 0.0
+        self._num_computed_tokens = self._num_drafted_tokens = self._num_accepted_tokens = 0
+        self._pins = Pins(self.pool)
+        self._read_by_next: list[Pin] = []
+        """Blocks that are kept until the step is committed which was planned ahead of the last commit."""
+
+    def add(self, spec: SequenceSpec, purpose: Purpose, now: float) -> Sequence:
+        """Queues a sequence.
+
+        Raises:
+            InvalidRequest: it cannot fit, or names a token id outside the model's vocabulary.
+            TransferRefused: its beams cannot go on from KV that comes from elsewhere.
+        """
+        require_computable(spec, self.runner)
+        sequence = Sequence(spec=spec, purpose=purpose, arrival_s=now)
+        if spec.sampling.use_beam_search and purpose is not Purpose.PREFILL and spec.max_tokens:
+            require_searchable(spec, purpose, self.runner, self.scheduler.limits.max_num_beams)
+            sequence.search = BeamSearch.of(spec, self.runner.eos_token_ids, self.runner.max_model_len)
+        self.sequences[sequence.key] = sequence
+        self.scheduler.add(sequence)
+        return sequence
+
+    def fork(self, parent: Sequence, spec: SequenceSpec, now: float) -> Sequence | None:
+        """Adds a sequence that goes on from what another one has computed, between two steps.
+
+        It shares the parent's full blocks; the last one is copied by its first step, which computes the last token of
+        `spec` for itself and so draws its own next one.
+
+        Args:
+            spec: its tokens begin with those that the parent has computed, or are a prefix of them.
+
+        Returns:
+            None when there is no room for it now: it can be added like any other then.
+
+        Raises:
+            ValueError: the tokens differ, or a state, which cannot be cropped, is ahead of them.
+        """
+        assert parent.status in (Status.RUNNING, Status.HELD), parent.status
+        assert not parent.in_flight, "a sequence is forked while a step computes it"
+        child = Sequence(spec=spec, purpose=Purpose.GENERATE, arrival_s=now)
+        num_shared = min(parent.num_computed_tokens, child.num_tokens - 1)
+        if child.token_ids[:num_shared] != parent.token_ids[:num_shared]:
+            raise ValueError(f"{child.sequence_id} does not begin with the tokens of {parent.sequence_id}")
+        if self.runner.spec.states and num_shared != parent.num_computed_tokens:
+            raise ValueError(f"the state of {parent.sequence_id} is ahead of {num_shared} tokens")
+        if not self.scheduler.fork(parent, child, now):
+            return None
+        self.sequences[child.key] = child
+        return child
+
+    def insert(
+        self, sequence: Sequence, first_token: int | None, now: float, num_tokens: int | None = None
+    ) -> FinishReason | None:
+        """Lets a RESERVED sequence run whose KV has arrived.
+
+        Args:
+            first_token: the next token, sampled by the worker that computed the KV; None: it is drawn here.
+            num_tokens: leading tokens whose KV arrived, where it is not all of them: the others are computed here.
+
+        Returns:
+            Set if the first token already ends the sequence; then nothing more comes.
+        """
+        if sequence.search is not None:
+            first_token = None  # a search takes several
+        known = sequence.num_tokens
+        num_tokens = known if num_tokens is None else num_tokens
+        if first_token is None:
+            num_tokens = min(num_tokens, known - 1)  # the last one's logits are needed
+        self._book_computed(sequence, num_tokens)
+        finish_reason = None
+        if first_token is not None:
+            sequence.first_token_s = now
+            finish_reason = sequence.append(first_token, self.runner.eos_token_ids, self.runner.max_model_len)
+        if finish_reason is None:
+            self.scheduler.insert(sequence)
+        else:
+            self._finish(sequence)
+        return finish_reason
+
+    def adopt(self, sequence: Sequence, num_tokens: int) -> None:
+        """Makes the full blocks of a RESERVED sequence findable, of whose tokens the first `num_tokens` have arrived.
+
+        The sequence stays RESERVED; ended, it leaves these blocks in the cache. No transfer may write them any more.
+        A sequence that is only to fill the cache has `max_tokens` 0, and so reserves no room for an answer.
+        """
+        assert sequence.status is Status.RESERVED, sequence.status
+        assert num_tokens <= sequence.num_tokens, f"{num_tokens} of {sequence.num_tokens} tokens have arrived"
+        self._book_computed(sequence, max(sequence.num_computed_tokens, num_tokens))
+
+    def pin(self, sequence: Sequence) -> Pin:
+        """Takes a reference on each block of a sequence, for a reader: nobody else gets them until `unpin`."""
+        return self._pins.take(sequence.block_ids)
+
+    def pin_prefix(self, keys: SequenceOf[bytes]) -> Pin:
+        """Pins the longest cached prefix of a chain of keys, one per granule of 16 tokens (see `baton.blocks`).
+
+        A model with per-sequence states has none: its blocks are never cached.
+        """
+        granules = self.pool.key_tokens // GRANULE
+        return self.pin_cached(keys[granules - 1 :: granules])
+
+    def pin_cached(self, keys: SequenceOf[bytes]) -> Pin:
+        """Pins what `num_cached_tokens` counts."""
+        return self._pins.take(tuple(tuple(blocks) for blocks in self.pool.match(keys)))
+
+    def unpin(self, pin: Pin) -> None:
+        """Drops what one `pin` or `pin_prefix` took."""
+        self._pins.give_back(pin)
+
+    def schedule(self, now: float) -> tuple[StepInput, list[Output]]:
+        """Returns the next step to execute (empty: nothing can run now), and which sequences got or lost blocks."""
+        return self._scheduled(self.scheduler.schedule(now))
+
+    def schedule_ahead(self, step: StepInput, begins_s: float) -> tuple[StepInput, list[Output]] | None:
+        """Returns the step after one that executes, as `schedule` does.
+
+        None, and nothing has changed: that one has to be committed first; see `ahead`.
+
+        Args:
+            step: the step that executes, the last one that was scheduled.
+            begins_s: when it is expected to end.
+        """
+        sequences = [self._known(part.sequence_key) for part in step.parts]
+        if not ahead.is_possible(step, sequences, self.scheduler):
+            return None
+        for part, sequence in zip(step.parts, sequences, strict=True):
+            sequence.run_ahead(part, self.runner.max_model_len)
+        return self._scheduled(self.scheduler.schedule(begins_s, may_draft=False))
+
+    def _scheduled(self, schedule: Schedule) -> tuple[StepInput, list[Output]]:
+        for part in schedule.step.parts:
+            (self.sequences.get(part.sequence_key) or self._known(part.sequence_key)).in_flight += 1
+        outputs: list[Output] = [Preempted(sequence.key) for sequence in schedule.preempted]
+        for trunk in schedule.too_large:
+            reason = f"{trunk.num_seats} beams do not fit into the {self.blocks.total} KV blocks of this worker"
+            outputs.append(self._refuse(trunk, InvalidRequest(reason)))
+        for sequence in schedule.admitted:
+            num_cached_tokens = sequence.num_computed_tokens
+            if sequence.status is Status.RESERVED:
+                outputs.append(Reserved(sequence.key, sequence.block_ids, sequence.num_tokens, num_cached_tokens))
+            elif sequence.purpose is Purpose.PREFILL:
+                outputs.append(Admitted(sequence.key, sequence.block_ids, num_cached_tokens))
+        return schedule.step, outputs
+
+    def commit(self, step: StepInput, output: StepOutput, now: float) -> list[Output]:
+        """Books an executed step. It is kept lean: it runs once per sequence and step."""
+        outputs: list[Output] = []
+        read_before, self._read_by_next = self._read_by_next, []
+        eos_token_ids, max_model_len = self.runner.eos_token_ids, self.runner.max_model_len
+        key_tokens, known, prefill = self.pool.key_tokens, self.sequences, Purpose.PREFILL
+        generated = Generated.__new__  # see `Sequence.part`
+        if output.proposed is not None and self.scheduler.drafter is not None:
+            self.scheduler.drafter.commit(step, output, self.scheduler.costs)
+        of_parts = zip(step.parts, output.sampled_token_ids, output.num_computed_tokens, strict=True)
+        for index, (part, token_ids, num_computed_tokens) in enumerate(of_parts):
+            if (sequence := known.get(part.sequence_key) or self._find(part.sequence_key)) is None:
+                continue  # a beam whose search has just ended
+            sequence.in_flight -= 1
+            if sequence.num_ahead_tokens:
+                sequence.catch_up()
+            if sequence.copies:
+                self.scheduler.blocks.copied(sequence)
+            if (sequence.trunk or sequence).aborted:
+                self.end(sequence.owner)
+                continue
+            if (refusal := output.refusal(index)) is not None:
+                outputs.append(self._refuse(sequence.owner, refusal))
+                continue
+            num_known, finish_reason = len(sequence.token_ids), None
+            for token_id in token_ids:
+                finish_reason = sequence.append(token_id, eos_token_ids, max_model_len)
+                if finish_reason is not None or sequence.purpose is prefill:  # the others are drawn elsewhere
+                    token_ids = token_ids[: len(sequence.token_ids) - num_known]
+                    break
+            if output.prompt_scores is not None and output.prompt_scores[index]:
+                if part.num_computed_tokens == 0:
+                    sequence.prompt_scores.clear()  # of a time before it was preempted
+                sequence.prompt_scores.append(output.prompt_scores[index])
+            if part.num_drafts:
+                self._num_drafted_tokens += output.num_drafts(index, part)
+                self._num_accepted_tokens += max(0, len(token_ids) - 1)
+            num_computed_tokens = min(num_computed_tokens, len(sequence.token_ids))
+            sequence.num_kv_tokens = (num_computed_tokens,) * len(part.block_ids)
+            sequence.num_computed_tokens = num_computed_tokens
+            if num_computed_tokens // key_tokens > sequence.num_registered_keys:
+                if sequence.in_flight:  # its table may change, and the step planned ahead reads blocks of the old one
+                    self._read_by_next.append(self._pins.take(self.scheduler.blocks.unregistered(sequence)))
+                self.scheduler.blocks.register_computed(sequence)
+            if not token_ids:
+                continue
+            report = None
+            if not sequence.first_token_s:
+                sequence.first_token_s = now
+                report = sequence.report()
+            if sequence.purpose is prefill:
+                self.scheduler.remove(sequence, Status.HELD)
+            elif finish_reason is not None:
+                self.end(sequence)
+            scores = output.scores[index].part(0, len(token_ids)) if output.scores else NO_SCORES
+            outputs.append(generated(Generated, sequence.key, token_ids, finish_reason, scores, report))
+        self._pins.give_back(*read_before)
+        return outputs + self._search(step, output.candidates, now) if output.candidates else outputs
+
+    def _search(self, step: StepInput, candidates: Mapping[int, Candidates], now: float) -> list[Output]:
+        """Books the next tokens that beams may go on with."""
+        outputs, found = list[Output](), dict[Sequence, list[Candidates]]()
+        for index, of_beam in sorted(candidates.items()):
+            key = step.parts[index].sequence_key
+            if (sequence := self._find(key)) is not None:
+                found.setdefault(sequence.owner, []).append(of_beam)
+        for owner, of_beams in found.items():
+            is_first, owner.first_token_s = not owner.first_token_s, owner.first_token_s or now
+            report = owner.report() if is_first else None
+            if owner.search is None:  # its prompt alone is computed here
+                outputs.append(Generated(owner.key, (), report=report))
+                self.scheduler.remove(owner, Status.HELD)
+                continue
+            search, parents = owner.search.advance(of_beams)
+            outputs.append(Generated(owner.key, (), report=report, num_searched=len(of_beams)))
+            if not search.is_over:
+                self.scheduler.advance(owner, search, parents)
+                continue
+            self._finish(owner)
+            reason = search.finished[0].finish_reason if search.finished else FinishReason.STOP
+            outputs.append(Generated(owner.key, (), reason, beams=search.finished))
+        return outputs
+
+    def _find(self, key: int) -> Sequence | None:
+        return self.sequences.get(key) or self.scheduler.beams.get(key)
+
+    def _known(self, key: int) -> Sequence:
+        sequence = self._find(key)
+        assert sequence is not None, f"a step computes the sequence {key}, which is not known"
+        return sequence
+
+    def _refuse(self, sequence: Sequence, reason: BatonError) -> Refused:
+        self.end(sequence)  # whose blocks a step that was planned ahead may still write to
+        return Refused(sequence.key, reason)
+
+    def learn(self, size: StepSize, took_s: float, proposing_s: float = 0.0) -> None:
+        """Learns from what a step of this size took, and a draft model of it."""
+        self._busy_s += took_s
+        self._num_computed_tokens += size.num_new
+        self._fit.observe(size, took_s - proposing_s)
+        self.scheduler.costs = self.costs
+        if self.scheduler.drafter is not None:
+            self.scheduler.drafter.learn(self._fit.draft_costs, took_s)
+
+    def abandon(self, *steps: StepInput) -> list[Sequence]:
+        """Takes the sequences of steps out that cannot be executed. Returns those that were not aborted already."""
+        found = (self._find(part.sequence_key) for step in steps for part in step.parts)  # None: refused meanwhile
+        sequences = list(dict.fromkeys(sequence.owner for sequence in found if sequence is not None))
+        for sequence in sequences:
+            sequence.in_flight = 0
+            self._finish(sequence)
+        self._pins.give_back(*self._read_by_next)
+        self._read_by_next = []
+        return [sequence for sequence in sequences if not sequence.aborted]
+
+    def end(self, sequence: Sequence) -> None:
+        """Takes a sequence out in whatever status it is, and frees what it holds; idempotent.
+
+        The blocks of a sequence in the executing step are freed at its commit. The caller must make sure that no
+        transfer still writes the blocks of a RESERVED one; a transfer that reads has pinned them.
+        """
+        if sequence.in_flight or any(beam.in_flight for beam in sequence.beams):
+            sequence.aborted = True
+        elif sequence.status is not Status.FINISHED:
+            self._finish(sequence)
+
+    def hypotheses(self, spec: SequenceSpec) -> Hypotheses:
+        """Returns where the beam search of this object's sequence is; empty: it has none, or none that may migrate."""
+        if self.runner.spec.states:
+            return NO_HYPOTHESES  # a state that is handed over is ahead of what its beams begin with
+        searches = (s.search for s in self.sequences.values() if s.search is not None and s.spec is spec)
+        return next((search.hypotheses for search in searches), NO_HYPOTHESES)
+
+    def num_cached_tokens(self, keys: SequenceOf[bytes]) -> int:
+        """Returns the length of the longest cached prefix of a chain of keys, one per `pool.key_tokens`."""
+        return self.pool.num_matching_tokens(keys)
+
+    @property
+    def num_running(self) -> int:
+        """How many sequences take part in steps."""
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many sequences have no blocks yet."""
+        return len(self.scheduler.waiting)
+
+    @property
+    def blocks(self) -> BlockCounts:
+        """The blocks of the fullest group."""
+        return self.pool.counts()
+
+    @property
+    def costs(self) -> StepCosts:
+        """What steps cost, as far as the ones so far have shown."""
+        return self._fit.costs
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequence is known and nothing is pinned: nothing waits, runs, or holds blocks."""
+        return not self.sequences and not self._pins
+
+    def load(self) -> EngineLoad:
+        """Returns what the engine has to do and what it holds."""
+        drafter = self.scheduler.drafter
+        to_compute = (s for s in self.sequences.values() if s.status in (Status.WAITING, Status.RUNNING))
+        return EngineLoad(
+            running=self.num_running,
+            waiting=self.num_waiting + len(self.scheduler.reserved),
+            queued_tokens=sum(s.num_tokens - self.scheduler.blocks.num_present_tokens(s) for s in to_compute),
+            blocks=self.blocks,
+            preemptions=self.scheduler.num_preemptions,
+            costs=self.costs,
+            busy_s=self._busy_s,
+            computed_tokens=self._num_computed_tokens + self._num_accepted_tokens,
+            drafted_tokens=self._num_drafted_tokens,
+            accepted_tokens=self._num_accepted_tokens,
+            model_drafted_tokens=0 if drafter is None else drafter.num_proposed,
+            model_accepted_tokens=0 if drafter is None else drafter.num_accepted,
+        )
+
+    def take_block_events(self) -> list[BlockChange]:
+        """Returns what became cached and what was evicted since the last call, in order."""
+        return self.pool.take_events()
+
+    def check(self) -> None:
+        """Asserts that nothing is leaked: every used block is pinned or held by a sequence that is still known."""
+        held = (s for s in self.sequences.values() if s.status is Status.HELD)
+        self.scheduler.check(held, self._pins.tables)
+        assert all(s.status is not Status.FINISHED for s in self.sequences.values()), "a finished sequence is kept"
+
+    def _book_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        assert num_tokens <= sequence.num_tokens, f"{num_tokens} of {sequence.num_tokens} known tokens are computed"
+        sequence.num_computed_tokens = num_tokens
+        sequence.num_kv_tokens = (num_tokens,) * len(sequence.block_ids)
+        self.scheduler.blocks.register_computed(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.scheduler.drop(sequence.beams)
+        sequence.beams = []
+        self.scheduler.remove(sequence, Status.FINISHED)
+        self.sequences.pop(sequence.key, None)

@@ -1,0 +1,400 @@
+"""Runs an engine inside an asyncio process: steps in one thread, everything else on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as SequenceOf
+from typing import Any, NoReturn
+
+from baton.errors import BatonError, DeviceLost, LostInStep, Overloaded, WorkerFailed
+from baton.hypotheses import Hypotheses
+from baton.messages import SequenceSpec
+from baton.tasks import seen_through
+from baton.turns import Turns
+from engine.core.engine import Engine
+from engine.core.kv_spec import KVSpec
+from engine.core.outputs import (
+    EngineLoad,
+    Generated,
+    Idle,
+    KvProgress,
+    OnEngineEvent,
+    OnProgress,
+    Output,
+    Pin,
+    Refused,
+)
+from engine.core.runner import Fence, OnLayerDone, StepInput, ignore_layer
+from engine.core.sequence import Purpose, Sequence
+from engine.core.step_threads import FORGETTING, RunningStep, StepThreads
+
+logger = logging.getLogger(__name__)
+LEAST_LEAD_S = 0.001
+"""Time before the end of a step at which the next one is planned, at the least: timers are as coarse as that."""
+NUM_PREPARING, MAX_PREPARING = 4, 4096
+"""Structures that are compiled at a time, of one cache scope one less, and those that wait for it at the most."""
+MARGIN = 2.0
+"""How many times what planning and launching have taken lately they are given."""
+
+
+class EngineLoop:
+    """Baton's engine as a `serving.ServingEngine`: owns its thread and the queue of every sequence.
+
+    `on_event` is called between two steps with what became cached and what was evicted, in order: an eviction before a
+    step or a transfer can overwrite the block. No step waits until others know of it: a worker that is asked for what
+    it has evicted finds nothing in its own table.
+
+    With `plans_ahead` a step is planned shortly before the one before it ends, where that is possible (`ahead`). A
+    sequence that comes before that moment takes part as without; one that comes after it waits for one step more. With
+    a step that has not ended in time (`step_threads`) the device counts as lost.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        max_waiting: int,
+        on_event: OnEngineEvent = lambda event: None,
+        *,
+        plans_ahead: bool = False,
+        step_timeout_s: float = 60.0,
+    ) -> None:
+        self.engine = engine
+        self.self_check = "ok"
+        self._max_waiting = max_waiting
+        self._step_timeout_s = step_timeout_s
+        self._on_event = on_event
+        self._plans_ahead = plans_ahead
+        self._plan_s = 0.0
+        """What planning a step ahead has taken lately."""
+        self._outputs: dict[int, asyncio.Queue[Output | BatonError]] = {}
+        """Outputs that nobody has read yet, by sequence key."""
+        self._watchers: dict[int, tuple[OnProgress, ...]] = {}
+        """Changed on the event loop and read by the engine's thread: values are replaced, never changed in place."""
+        self._num_layers = engine.runner.spec.num_layers
+        self._preparing = Turns(NUM_PREPARING, MAX_PREPARING)
+        self._wake = asyncio.Event()
+        self._was_idle = False
+        self._lost: DeviceLost | None = None
+        """Why nothing is computed any more."""
+
+    # -- what is known of the engine -----------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self.engine.runner.name
+
+    @property
+    def sampler(self) -> str:
+        return self.engine.runner.sampler
+
+    @property
+    def spec(self) -> KVSpec:
+        return self.engine.runner.spec
+
+    @property
+    def caches(self) -> SequenceOf[Any]:
+        return self.engine.runner.caches
+
+    @property
+    def vocab_size(self) -> int:
+        return self.engine.runner.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.runner.max_model_len
+
+    def load(self) -> EngineLoad:
+        """See `ServingEngine.load`."""
+        return self.engine.load()
+
+    def keys(self) -> list[bytes]:
+        """See `ServingEngine.keys`."""
+        return self.engine.pool.keys()
+
+    def max_waiting(self, spec: SequenceSpec) -> float:
+        """See `ServingEngine.max_waiting`. An answer that goes on was let in when it began: refusing it would end a
+        stream.
+        """
+        return math.inf if spec.is_continued else self._max_waiting
+
+    # -- sequences -----------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def sequence(
+        self, spec: SequenceSpec, purpose: Purpose, arrived_s: float | None = None
+    ) -> AsyncIterator[SequenceHandle]:
+        """See `ServingEngine.sequence`."""
+        if self._lost is not None:
+            raise self._lost
+        if self.engine.num_waiting >= self.max_waiting(spec):
+            raise Overloaded("the worker's queue is full; try again later")
+        if spec.sampling.is_structured:
+            await self._prepare(spec)
+        sequence = self.engine.add(spec, purpose, time.monotonic() if arrived_s is None else arrived_s)
+        self._was_idle = False
+        queue = self._outputs[sequence.key] = asyncio.Queue()
+        self._wake.set()
+        try:
+            yield SequenceHandle(self, sequence, queue)
+        finally:
+            del self._outputs[sequence.key]
+            self._watchers.pop(sequence.key, None)
+            self.engine.end(sequence)
+            self._wake.set()
+
+    async def _prepare(self, spec: SequenceSpec) -> None:
+        """Compiles a sequence's structure, which may take a second: whose cache is another's need not wait for that."""
+        async with self._preparing.turn(spec.cache_seed.hex(), 1):
+            preparing = asyncio.ensure_future(asyncio.to_thread(self.engine.runner.prepare, spec.sampling))
+            await seen_through(preparing)
+        preparing.result()
+
+    def hand_back(self, reason: BatonError) -> None:
+        """See `ServingEngine.hand_back`."""
+        for sequence in self.engine.scheduler.waiting:
+            if not sequence.was_admitted and sequence.key in self._outputs:
+                self._outputs[sequence.key].put_nowait(reason)
+
+    def hypotheses(self, spec: SequenceSpec) -> Hypotheses:
+        """See `ServingEngine.hypotheses`."""
+        return self.engine.hypotheses(spec)
+
+    async def pin_prefix(self, keys: SequenceOf[bytes]) -> Pin:
+        """See `ServingEngine.pin_prefix`."""
+        pin = self.engine.pin_prefix(keys)
+        self._was_idle = self._was_idle and not any(pin.block_ids)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """See `ServingEngine.unpin`. A sequence that waits for blocks may be admitted now."""
+        self.engine.unpin(pin)
+        self._wake.set()
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """See `ServingEngine.run`. A step in progress is waited for: no thread outlives this call, unless it hangs."""
+        threads = StepThreads(self.engine.runner, self._step_timeout_s, plans_ahead=self._plans_ahead)
+        try:
+            await self._steps(threads)
+        finally:
+            leaving = asyncio.ensure_future(self._leave(threads))
+            await seen_through(leaving)
+            leaving.result()
+
+    async def _steps(self, threads: StepThreads) -> NoReturn:
+        running: RunningStep | None = None
+        while True:
+            running = running or self._begin(threads, self.engine.schedule(time.monotonic()))
+            if running is None:
+                self._note_idleness()
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            following = await self._begin_next(threads, running) if self._plans_ahead else None
+            running = following if await self._end(threads, running, following) else None
+
+    async def _leave(self, threads: StepThreads) -> None:
+        """Ends the threads. Nobody waits for those of a device that is lost.
+
+        Raises:
+            DeviceLost: the last step hangs.
+        """
+        last = threads.last
+        is_over = self._lost is None and (last is None or await last.has_ended())
+        threads.close(waits=is_over)
+        if last is not None and self._lost is None and not is_over:
+            self._lose_hung(last)
+
+    def _begin(
+        self, threads: StepThreads, scheduled: tuple[StepInput, list[Output]], before: RunningStep | None = None
+    ) -> RunningStep | None:
+        """Gives the runner what was scheduled, and says what has come of that. Returns None if there is no step."""
+        step, outputs = scheduled  # evictions are published before those blocks are overwritten
+        for change in self.engine.take_block_events():
+            self._on_event(change)
+        self._deliver(outputs)
+        if not step:
+            return None
+        return threads.execute(step, self._layer_reporter(step), time.monotonic(), self.engine.costs, before)
+
+    async def _begin_next(self, threads: StepThreads, running: RunningStep) -> RunningStep | None:
+        """Begins the next step shortly before the one that runs is expected to end, if it still runs then."""
+        ends_s = running.began_s + running.expected_s
+        lead_s = LEAST_LEAD_S + MARGIN * (self._plan_s + threads.launch_s)
+        if (wait_s := ends_s - lead_s - time.monotonic()) > 0:
+            await asyncio.wait((running.output,), timeout=wait_s)
+        if running.output.done():
+            return None
+        began_s = time.monotonic()
+        scheduled = self.engine.schedule_ahead(running.step, max(began_s, ends_s))
+        if scheduled is None:
+            return None
+        following = self._begin(threads, scheduled, running)
+        self._plan_s = FORGETTING * self._plan_s + (1 - FORGETTING) * (time.monotonic() - began_s)
+        return following
+
+    async def _end(self, threads: StepThreads, running: RunningStep, following: RunningStep | None) -> bool:
+        """Books what came of a step. Returns False when it has failed, and with it the one that was begun behind it.
+
+        Raises:
+            DeviceLost: no other step can be computed.
+        """
+        begun = [running] if following is None else [running, following]
+        if not await running.has_ended():
+            self._lose_hung(*begun)
+        try:
+            output = running.output.result()
+        except Exception as error:  # the model's own code: any failure ends this batch
+            logger.exception("a step failed")
+            if following is not None:
+                if not await following.has_ended():
+                    self._lose_hung(*begun)
+                following.output.exception()  # it is the same one, or comes of it
+            steps = [each.step for each in begun]
+            if await threads.have_lost_device(error):
+                self.lose(error, *steps)
+            failure = WorkerFailed(f"the engine could not compute a step: {error}")
+            for sequence in self.engine.abandon(*steps):
+                self._outputs[sequence.key].put_nowait(failure)
+            return False
+        ended_s = time.monotonic()
+        outputs = self.engine.commit(running.step, output, ended_s)
+        # The promise of one report per step, for runners that report no layers and for watchers that came after them.
+        for part, num_tokens in zip(running.step.parts, output.num_computed_tokens, strict=True):
+            self._report(part.sequence_key, min(num_tokens, part.end), self._num_layers, None)
+        self._deliver(outputs)
+        self.engine.learn(running.size, ended_s - running.began_s, output.proposing_s)
+        if following is not None:
+            following.began_s = max(following.began_s, ended_s)
+        return True
+
+    def _lose_hung(self, *begun: RunningStep) -> NoReturn:
+        limit_s = max(each.limit_s for each in begun)
+        self.lose(f"a step has not ended within {limit_s:g} s (engine.step_timeout_s)", *[each.step for each in begun])
+
+    def lose(self, reason: Exception | str, *steps: StepInput) -> NoReturn:
+        """See `ServingEngine.lose`.
+
+        Args:
+            steps: those in which it was lost: their sequences get LostInStep.
+        """
+        self._lost = DeviceLost(f"the device of the engine has failed: {reason}")
+        in_step = LostInStep(f"the device of the engine has failed in a step of this request: {reason}")
+        logger.critical("%s", self._lost)
+        suspects = {sequence.key for sequence in self.engine.abandon(*steps)}
+        for key, queue in self._outputs.items():
+            queue.put_nowait(in_step if key in suspects else self._lost)
+        raise self._lost from (reason if isinstance(reason, Exception) else None)
+
+    def _layer_reporter(self, step: StepInput) -> OnLayerDone:
+        if not any(self._may_be_watched(part.sequence_key) for part in step.parts):
+            return ignore_layer
+
+        def on_layer_done(layer: int, fence: Fence | None) -> None:
+            for part in step.parts:
+                self._report(part.sequence_key, part.known_end, layer + 1, fence)
+
+        return on_layer_done
+
+    def _may_be_watched(self, sequence_key: int) -> bool:
+        """Whether a step reports the layers of a sequence, which takes an event each on a GPU. It does of prompts for
+        other workers, whose senders come while the first step runs. A watcher that comes to another sequence in a step
+        learns of the step's end.
+        """
+        sequence = self.engine.sequences.get(sequence_key)
+        return sequence_key in self._watchers or (sequence is not None and sequence.purpose is Purpose.PREFILL)
+
+    def _report(self, sequence_key: int, num_tokens: int, num_layers: int, fence: Fence | None) -> None:
+        for on_progress in self._watchers.get(sequence_key, ()):
+            on_progress(KvProgress(num_tokens, num_layers, fence))
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            queue = self._outputs.get(output.sequence_key)
+            if queue is not None:  # else its owner has just left, and `end` frees it
+                queue.put_nowait(output.error if isinstance(output, Refused) else output)
+
+    def _note_idleness(self) -> None:
+        """Has the engine check itself and says that it is idle, once each time nothing is held any more."""
+        if self._was_idle or not self.engine.is_idle:
+            return
+        self._was_idle = True
+        try:
+            self.engine.check()
+        except AssertionError as error:
+            self.self_check = str(error)
+            logger.error("self-check failed: %s", error)
+        self._on_event(Idle())
+
+    # -- what a handle asks --------------------------------------------------------------------------------------------
+
+    def watch(self, sequence: Sequence, on_progress: OnProgress) -> None:
+        """See `ServedSequence.watch`."""
+        on_progress(KvProgress(sequence.num_written_tokens, self._num_layers))
+        self._watchers[sequence.key] = (*self._watchers.get(sequence.key, ()), on_progress)
+
+    def insert(self, sequence: Sequence, first_token: int | None, num_tokens: int | None) -> None:
+        """See `ServedSequence.insert`."""
+        finish_reason = self.engine.insert(sequence, first_token, time.monotonic(), num_tokens)
+        if finish_reason is not None:
+            self._deliver([Generated(sequence.key, (), finish_reason)])
+        self._wake.set()
+
+    def adopt(self, sequence: Sequence, num_tokens: int) -> None:
+        """See `ServedSequence.adopt`."""
+        self.engine.adopt(sequence, num_tokens)
+        self._wake.set()
+
+
+class SequenceHandle:
+    """A sequence of an `EngineLoop` (`serving.ServedSequence`)."""
+
+    def __init__(self, loop: EngineLoop, sequence: Sequence, queue: asyncio.Queue[Output | BatonError]) -> None:
+        self._loop = loop
+        self._sequence = sequence
+        self._queue = queue
+
+    @property
+    def key(self) -> int:
+        """Identifies the sequence in the engine's outputs."""
+        return self._sequence.key
+
+    async def next(self) -> Output:
+        """See `ServedSequence.next`."""
+        output = await self._queue.get()
+        if isinstance(output, BatonError):
+            raise output
+        return output
+
+    def take_ready(self) -> list[Output]:
+        """See `ServedSequence.take_ready`."""
+        ready: list[Output] = []
+        while not self._queue.empty():
+            output = self._queue.get_nowait()
+            if isinstance(output, BatonError):
+                self._queue.put_nowait(output)  # the last one there is; `next` raises it
+                break
+            ready.append(output)
+        return ready
+
+    async def pin(self) -> Pin:
+        """See `ServedSequence.pin`. A PREFILL sequence gets all its blocks when it is admitted."""
+        return self._loop.engine.pin(self._sequence)
+
+    def watch(self, on_progress: OnProgress) -> None:
+        """See `ServedSequence.watch`."""
+        self._loop.watch(self._sequence, on_progress)
+
+    def insert(self, first_token: int | None, num_tokens: int | None = None) -> None:
+        """See `ServedSequence.insert`."""
+        self._loop.insert(self._sequence, first_token, num_tokens)
+
+    def adopt(self, num_tokens: int) -> None:
+        """See `ServedSequence.adopt`."""
+        self._loop.adopt(self._sequence, num_tokens)

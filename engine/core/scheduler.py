@@ -1,0 +1,384 @@
+"""Which tokens the next step computes.
+
+There is no prefill phase and no decode phase: a sequence has known tokens and computed tokens, and every step lets
+computed catch up with known, within a budget of tokens (the idea of vLLM's v1 scheduler). That one rule covers chunked
+prefill, continuous batching, prefix hits, sequences whose KV arrived from elsewhere, and sequences resumed after a
+preemption.
+
+Who decodes comes first, every step. Prompts share what a step has left: as many tokens as keep the sequences that
+decode within their objectives, given to the prompt whose first token is due soonest (earliest deadline first). A
+prompt that cannot make its deadline any more, even alone, gives way to those that can: under overload plain deadlines
+would make everybody late (Buttazzo, Spuri and Sensini, 1995, on what overload does to EDF).
+
+Pure decisions: no tensors, no I/O, and time is an argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from baton.costs import LEAST_SHARE, PRIOR, StepCosts
+from baton.hypotheses import Beam
+from engine.core.beams import BeamSearch
+from engine.core.drafting import Drafter
+from engine.core.group_pool import GroupPool
+from engine.core.kv_spec import BlockTables
+from engine.core.plan import Schedule, StepPlan
+from engine.core.runner import StepInput
+from engine.core.sequence import Purpose, Sequence, Status
+from engine.core.sequence_blocks import SequenceBlocks
+from engine.core.urgency import computing_room_s, urgency
+
+MAX_SCORED = 128
+"""Most tokens of a prompt with scores that a step computes: each has a row of logits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """Bounds of a step, from the worker's settings."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    output_reservation: int
+    """Answer tokens for which blocks are reserved at admission."""
+    max_draft_tokens: int = 0
+    """Tokens of each sequence that are guessed and checked in a step at most, beside its next one."""
+
+    @property
+    def max_num_beams(self) -> int:
+        """Sequences that a step can compute together."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+class Scheduler:
+    """Decides what each step computes, and takes the blocks for it from the pool.
+
+    Args:
+        drafter: guesses what comes next; None: nobody does.
+    """
+
+    def __init__(self, pool: GroupPool, limits: SchedulerLimits, drafter: Drafter | None = None) -> None:
+        self.pool = pool
+        self.drafter = drafter
+        self.blocks = SequenceBlocks(pool, limits.output_reservation)
+        self.limits = limits
+        self.costs: StepCosts = PRIOR
+        """What steps take here, as far as is known."""
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.reserved: list[Sequence] = []
+        self.branched: list[Sequence] = []
+        """Trunks whose beams run."""
+        self.beams: dict[int, Sequence] = {}
+        """The beams of all of them, by key."""
+        self.num_preemptions = 0
+        self._preempted: list[Sequence] = []
+        self._full_since_s: float | None = None
+        """Time since which the head of the queue has lacked room."""
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence."""
+        self.waiting.append(sequence)
+
+    def insert(self, sequence: Sequence) -> None:
+        """A reserved sequence's KV has arrived: it decodes from the next step on."""
+        assert sequence.status is Status.RESERVED, sequence.status
+        self.reserved.remove(sequence)
+        sequence.status = Status.RUNNING
+        self.running.append(sequence)
+
+    def schedule(self, now: float, *, may_draft: bool = True) -> Schedule:
+        """Returns the next step.
+
+        Sequences that decode come first. Prompts, computed in part or waiting, follow in order of `urgency`, as far as
+        blocks, batch size, the token budget and the objectives of the decoding sequences allow.
+
+        Args:
+            may_draft: whether the last tokens of all sequences are known.
+        """
+        plan = StepPlan(budget=self.limits.max_num_batched_tokens)
+        self._preempted = []
+        self._plan(plan, now)
+        if not plan.parts and self._due_trunks():  # admitted with all that it computes in the cache
+            self._plan(plan, now)
+        if self.drafter is not None and may_draft and plan.budget > 0:
+            self._draft(self.drafter, plan)
+        copies = [copy for sequence in plan.sequences if sequence.copies for copy in sequence.copies]
+        step = StepInput(tuple(plan.parts), tuple(copies))
+        return Schedule(step, tuple(plan.admitted), tuple(self._preempted), tuple(plan.too_large))
+
+    def _plan(self, plan: StepPlan, now: float) -> None:
+        for trunk in self._due_trunks():
+            if trunk.is_due:  # not preempted by one before it
+                self._branch(trunk, plan, now)
+        for sequence in [s for s in self.running if len(s.token_ids) - s.num_computed_tokens == 1 and not s.aborted]:
+            if plan.budget <= 0 or (self._preempted and sequence.status is not Status.RUNNING):
+                continue
+            is_alone, num_tokens = sequence.search is None and sequence.trunk is None, len(sequence.token_ids)
+            if is_alone and num_tokens <= sequence.num_block_tokens:
+                plan.add(sequence, sequence.part(1))
+                continue
+            group = [sequence] if is_alone else self._ready_group(sequence)
+            if group and len(group) <= plan.budget and self._grow(group, num_tokens, plan):
+                for each in group:
+                    plan.add(each, each.part(1))
+        self._note_full(now)
+        begun = [s for s in self.running if len(s.token_ids) - s.num_computed_tokens > 1 and not s.aborted]
+        prompts = begun + self.waiting
+        if prompts:
+            if len(prompts) > 1:
+                chunk = self.limits.max_num_batched_tokens
+                prompts.sort(key=lambda sequence: urgency(sequence, now, self.costs, self.blocks, chunk))
+            self._schedule_prompts(plan, prompts, now)
+
+    def _due_trunks(self) -> list[Sequence]:
+        return [s for s in (*self.branched, *self.running) if s.search is not None and s.is_due]
+
+    def _schedule_prompts(self, plan: StepPlan, prompts: list[Sequence], now: float) -> None:
+        """Adds what the step computes of prompts, the most urgent first."""
+        room_s = computing_room_s(plan.sequences, now, self.costs)
+        least = plan.budget // LEAST_SHARE
+        may_admit = True
+        for sequence in prompts:
+            if sequence.status is Status.WAITING:
+                is_tried = may_admit and (plan.budget > 0 or sequence.awaits_kv)
+                if not is_tried or not self._admit(sequence, now):
+                    may_admit = False  # nobody overtakes the first that waits
+                    if is_tried:
+                        self._full_since_s = now
+                    continue
+                plan.admitted.append(sequence)
+            if sequence.status is not Status.RUNNING or plan.budget <= 0:
+                continue
+            num_missing, context = sequence.num_tokens - sequence.num_computed_tokens, sequence.num_computed_tokens
+            num_missing -= sequence.waits_for_others
+            if num_missing < 1:
+                continue
+            if sequence.scores_prompt:
+                num_missing = min(num_missing, MAX_SCORED)
+            num_tokens = min(plan.budget, num_missing)
+            within = self.costs.tokens_within(room_s, context, num_tokens) if room_s < math.inf else num_tokens
+            num_tokens = min(num_tokens, max(within, least))
+            if num_tokens < 1 or not self._grow([sequence], context + num_tokens, plan):
+                plan.budget = 0 if num_tokens < 1 else plan.budget
+                continue
+            plan.add(sequence, sequence.part(num_tokens))
+            least = max(0, least - num_tokens)
+            # Where the time is used up, what is left of the least share goes to the next.
+            plan.budget = plan.budget if within >= num_missing else min(plan.budget, least)
+            room_s -= num_tokens * (self.costs.s_per_token + self.costs.s_per_pair * (context + num_tokens / 2))
+
+    def _note_full(self, now: float) -> None:
+        if self._full_since_s is not None:
+            for sequence in self.waiting:
+                if not sequence.was_admitted:
+                    sequence.blocked_s += now - max(self._full_since_s, sequence.arrival_s)
+            self._full_since_s = None
+
+    def fork(self, parent: Sequence, child: Sequence, now: float, num_blocks: tuple[int, ...] = ()) -> bool:
+        """Lets a new sequence run that goes on from what a running one has computed of the tokens they share.
+
+        Its last known token is computed for itself, so that it draws its own next one. Full blocks are shared, the last
+        one is copied by the child's first step.
+
+        Args:
+            num_blocks: least length of each of its block tables; empty: what the shared tokens need.
+
+        Returns:
+            False, and nothing has changed, when there is no room for it.
+        """
+        return self._num_seats_left() > 0 and self._fork(parent, child, now, num_blocks)
+
+    def _fork(self, parent: Sequence, child: Sequence, now: float, num_blocks: tuple[int, ...] = ()) -> bool:
+        num_shared = min(parent.num_computed_tokens, child.num_tokens - 1)
+        forked = self.pool.fork(parent.block_ids, num_shared, num_blocks)
+        if forked is None:
+            return False
+        tables, child.copies = forked
+        num_keys = min(parent.num_registered_keys, num_shared // self.pool.key_tokens)
+        child.block_keys = parent.block_keys[:num_keys]
+        child.num_registered_keys = num_keys
+        self._let_run(child, tables, num_shared, now)
+        return True
+
+    def remove(self, sequence: Sequence, status: Status) -> None:
+        """Takes a sequence out; its blocks go back unless it is HELD."""
+        for queue in (self.waiting, self.running, self.reserved, self.branched):
+            if sequence in queue:
+                queue.remove(sequence)
+        sequence.status = status
+        if status is not Status.HELD:
+            self.blocks.give_back(sequence)
+
+    def drop(self, beams: Iterable[Sequence]) -> None:
+        """Takes beams out for good."""
+        for beam in beams:
+            self.remove(beam, Status.FINISHED)
+            self.beams.pop(beam.key, None)
+
+    def advance(self, trunk: Sequence, search: BeamSearch, parents: tuple[int, ...]) -> None:
+        """Books what a step has done to a search. Beams that none continues are dropped."""
+        trunk.search, kept = search, sorted(set(parents))
+        if trunk.beams:
+            self.drop([beam for place, beam in enumerate(trunk.beams) if place not in kept])
+            trunk.beams = [trunk.beams[place] for place in kept]
+            parents = tuple(kept.index(parent) for parent in parents)
+        trunk.parents = parents
+
+    def check(self, others: Iterable[Sequence] = (), pinned: Iterable[BlockTables] = ()) -> None:
+        """Asserts that the books are right.
+
+        Args:
+            others: sequences that hold blocks and are not here any more: the HELD ones.
+            pinned: block tables that transfers hold, each as often as it is pinned.
+        """
+        self.blocks.check([*self.running, *self.reserved, *others], pinned)
+        if self.drafter is not None:
+            self.drafter.check()
+
+    def _admit(self, sequence: Sequence, now: float) -> bool:
+        """Gives a waiting sequence its cached prefix and all blocks it is expected to need; all or nothing."""
+        if self._num_seats_left() < sequence.num_seats:
+            return False
+        siblings = self.running if sequence.spec.choice_index else ()
+        sibling = next((each for each in siblings if sequence.may_fork(each, has_state=self.pool.has_states)), None)
+        if sibling is not None and self.fork(sibling, sequence, now, self.blocks.num_expected(sequence)):
+            self.waiting.remove(sequence)
+            return True
+        found = self.pool.match(self.blocks.reusable_keys(sequence))
+        tables = self.pool.reuse(found, self.blocks.num_expected(sequence))
+        if tables is None:
+            return False
+        num_found = len(found[0]) * self.pool.block_sizes[0]
+        sequence.num_registered_keys = num_found // self.pool.key_tokens
+        self.waiting.remove(sequence)
+        self._let_run(sequence, tables, num_found, now)
+        return True
+
+    def _let_run(self, sequence: Sequence, tables: BlockTables, num_computed_tokens: int, now: float) -> None:
+        """Books the blocks of a sequence that is admitted."""
+        receives = sequence.awaits_kv
+        self.blocks.take(sequence, tables)
+        sequence.num_computed_tokens = num_computed_tokens
+        sequence.num_kv_tokens = (num_computed_tokens,) * len(tables)
+        if not sequence.was_admitted:
+            sequence.was_admitted = True
+            sequence.scheduled_s = now
+            sequence.num_cached_tokens = min(num_computed_tokens, sequence.spec.num_prompt_tokens)
+        sequence.status = Status.RESERVED if receives else Status.RUNNING
+        (self.reserved if receives else self.running).append(sequence)
+
+    def _num_seats_left(self) -> int:
+        """Returns how many sequences may still run. A trunk takes the seats of all its beams."""
+        admitted = (*self.running, *self.reserved, *self.branched)
+        return self.limits.max_num_seqs - sum(s.num_seats for s in admitted if s.trunk is None)
+
+    def _ready_group(self, sequence: Sequence) -> list[Sequence]:
+        """Returns the sequences that decode together with this one, once: for the first of them, when all can."""
+        if sequence.is_due:
+            return []
+        group = sequence.group
+        is_ready = group[0] is sequence and not sequence.owner.is_due
+        return group if is_ready and all(each.num_missing_tokens == 1 for each in group) else []
+
+    def _branch(self, trunk: Sequence, plan: StepPlan, now: float) -> None:
+        """Forks a trunk, or its beams, so that there is a sequence for each beam of the search; all or none.
+
+        Of the beams that go on from the same one, the first takes its place.
+        """
+        assert trunk.search is not None
+        begun = trunk.beams or [trunk]
+        parents = trunk.parents or (0,) * len(trunk.search.running)
+        if not trunk.beams:
+            self.blocks.crop(trunk)
+        kept = set(parents)
+        missing = [(len(parents) - len(kept)) * each for each in self.pool.num_copied(begun[0].num_computed_tokens)]
+        while not self.pool.has_room(missing):
+            if not self._make_room(begun, plan):
+                return
+        beams = []
+        for beam, parent in zip(trunk.search.running, parents, strict=True):
+            if parent in kept:
+                kept.remove(parent)
+                begun[parent] = sequence = self._continued(begun[parent], beam)
+            else:
+                sequence = trunk.beam(beam.token_ids)
+                forked = self._fork(begun[parent], sequence, now)
+                assert forked, "there was room for all beams"
+            self.beams[sequence.key] = sequence
+            beams.append(sequence)
+        trunk.beams, trunk.parents = beams, None
+
+    def _continued(self, begun: Sequence, beam: Beam) -> Sequence:
+        """Returns the sequence of a beam that goes on from one: the same, or that which takes a trunk's KV over."""
+        if begun.trunk is not None:
+            begun.token_ids.append(beam.token_ids[-1])
+            return begun
+        sequence = begun.beam(beam.token_ids)
+        begun.hand_over_to(sequence)
+        self.remove(begun, Status.BRANCHED)
+        self.branched.append(begun)
+        self.running.append(sequence)
+        return sequence
+
+    def _grow(self, group: list[Sequence], num_tokens: int, plan: StepPlan) -> bool:
+        """Takes blocks for the first `num_tokens` tokens of sequences that decode together, of all or of none.
+
+        The youngest of least priority is preempted when there are none left. It is then the most urgent one that waits,
+        and is computed again from what the cache still holds. PREFILL sequences are spared: a transfer may be reading
+        their blocks. They got all they need when they were admitted, so it is never one of them that grows.
+        """
+        if all(num_tokens <= sequence.num_block_tokens for sequence in group):
+            return True
+        missing = [self.blocks.missing(sequence, num_tokens) for sequence in group]
+        while not self.pool.has_room([sum(numbers) for numbers in zip(*missing, strict=True)]):
+            if not self._make_room(group, plan):
+                return False
+        for sequence, numbers in zip(group, missing, strict=True):
+            self.blocks.add(sequence, numbers)
+        return True
+
+    def _draft(self, drafter: Drafter, plan: StepPlan) -> None:
+        """Adds drafts to the sequences that decode.
+
+        Where drafts need blocks, nobody has to be preempted for them, now or in the step after: each sequence that runs
+        could still have one more.
+        """
+        guessed = drafter.drafts(plan.sequences, plan.parts, plan.budget, self.costs)
+        for place, token_ids in guessed.items():
+            sequence = plan.sequences[place]
+            missing = self.blocks.missing(sequence, sequence.num_tokens + len(token_ids))
+            if any(missing) and self.pool.has_room([number + len(self.running) for number in missing]):
+                self.blocks.add(sequence, missing)
+            if kept := token_ids[: sequence.num_block_tokens - sequence.num_tokens]:
+                plan.parts[place] = sequence.part(1, kept)
+        plan.parts = drafter.proposed(plan.sequences, plan.parts, self.costs)
+
+    def _make_room(self, group: list[Sequence], plan: StepPlan) -> bool:
+        """Preempts somebody for sequences that need blocks. Returns False when they cannot try again in this step."""
+        owner, taken = group[0].owner, {sequence.owner for sequence in plan.sequences}
+        preemptible = [s for s in self.running if s.purpose is not Purpose.PREFILL]
+        if all(sequence.owner is owner for sequence in preemptible):
+            # Nobody else may give way: the other blocks are for transfers, which end.
+            if owner.search and owner not in (*taken, *plan.too_large) and self.blocks.holds_all(preemptible):
+                plan.too_large.append(owner)
+            return False
+        candidates = (s for s in preemptible if s.owner not in taken)
+        victim = max(candidates, key=lambda s: (-s.spec.priority, s.arrival_s), default=None)
+        if victim is None:
+            return False
+        self._preempt(victim.owner)
+        return victim.owner is not owner
+
+    def _preempt(self, sequence: Sequence) -> None:
+        assert not sequence.in_flight, f"{sequence.sequence_id} is preempted while a step computes it"
+        self.num_preemptions += 1
+        self._preempted.append(sequence)
+        self.drop(sequence.beams)
+        self.remove(sequence, Status.WAITING)
+        sequence.num_computed_tokens = 0
+        if sequence.search is not None:
+            sequence.fold()
+        self.waiting.insert(0, sequence)

@@ -1,0 +1,141 @@
+"""What sequences hold of the block pool, and under which names it is known there."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from baton.blocks import block_keys
+from engine.core.group_pool import GroupPool
+from engine.core.kv_spec import EMPTY_PLACE, BlockTables
+from engine.core.sequence import Purpose, Sequence, Status
+
+
+class SequenceBlocks:
+    """Books the blocks of sequences.
+
+    Args:
+        pool: where they come from.
+        output_reservation: answer tokens for which blocks are reserved at admission.
+    """
+
+    def __init__(self, pool: GroupPool, output_reservation: int) -> None:
+        self.pool = pool
+        self._output_reservation = output_reservation
+
+    def take(self, sequence: Sequence, tables: BlockTables) -> None:
+        """Gives a sequence its block tables."""
+        sequence.block_ids = tables
+        sequence.num_block_tokens = self.pool.num_tokens_in(tables)
+
+    def missing(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Returns how many more blocks of each table a sequence needs for its first `num_tokens` tokens."""
+        wanted = self.pool.num_blocks_for(num_tokens)
+        return [max(0, number - len(table)) for number, table in zip(wanted, sequence.block_ids, strict=True)]
+
+    def add(self, sequence: Sequence, num_blocks: Iterable[int]) -> None:
+        """Takes so many blocks more of each table for a sequence. There is room for them."""
+        blocks = self.pool.allocate(tuple(num_blocks))
+        assert blocks is not None, "there was room for all of them"
+        self.take(sequence, tuple(table + new for table, new in zip(sequence.block_ids, blocks, strict=True)))
+
+    def crop(self, sequence: Sequence) -> None:
+        """Returns the blocks that a sequence holds for tokens that are not computed yet."""
+        used = self.pool.num_blocks_for(sequence.num_computed_tokens)
+        self.pool.release([table[number:] for table, number in zip(sequence.block_ids, used, strict=True)])
+        self.take(sequence, tuple(table[:number] for table, number in zip(sequence.block_ids, used, strict=True)))
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Returns a sequence's blocks."""
+        self.pool.release(sequence.block_ids)
+        self.copied(sequence)
+        sequence.block_ids = ()
+        sequence.num_block_tokens = 0
+        sequence.num_kv_tokens = ()
+        sequence.num_registered_keys = 0
+
+    def copied(self, sequence: Sequence) -> None:
+        """Notes that a forked sequence's copies are performed, or not wanted any more."""
+        if sequence.copies:
+            self.pool.release_sources(sequence.copies)
+            sequence.copies = ()
+
+    def unregistered(self, sequence: Sequence) -> BlockTables:
+        """Returns the blocks that `register_computed` will name, or have others in place of, of each table."""
+        pool = self.pool
+        if not pool.caches_prefixes:
+            return ()
+        begin, end = sequence.num_registered_keys * pool.key_tokens, sequence.num_computed_tokens
+        end -= end % pool.key_tokens
+        sizes = zip(sequence.block_ids, pool.block_sizes, strict=False)
+        return tuple(table[begin // size : end // size] for table, size in sizes)
+
+    def register_computed(self, sequence: Sequence) -> None:
+        """Names the blocks that have become full, so that other sequences can share them."""
+        pool = self.pool
+        num_full = sequence.num_computed_tokens // pool.key_tokens
+        if num_full <= sequence.num_registered_keys or not pool.caches_prefixes:
+            return
+        keys = self._keys(sequence, num_full)[:num_full]
+        tables, is_same = list(sequence.block_ids), True
+        for group, size in enumerate(pool.block_sizes):
+            first = sequence.num_registered_keys * pool.key_tokens // size
+            group_keys = pool.keys_of(keys, group)
+            if first < len(group_keys):
+                tables[group] = pool.register(tables[group], group, first, group_keys)
+                is_same = is_same and tables[group] is sequence.block_ids[group]
+        if not is_same:
+            sequence.block_ids = tuple(tables)
+        sequence.num_registered_keys = num_full
+
+    def num_present_tokens(self, sequence: Sequence) -> int:
+        """Returns how many leading tokens of a waiting or running sequence need not be computed here any more: they are
+        computed, cached while it waits, or received.
+        """
+        if sequence.status is not Status.WAITING:
+            return sequence.num_computed_tokens
+        if sequence.awaits_kv:
+            return sequence.num_tokens
+        return self.pool.num_matching_tokens(self.reusable_keys(sequence))
+
+    def holds_all(self, sequences: Collection[Sequence]) -> bool:
+        """Returns whether every block that is in use is one of these sequences'."""
+        held = {(place, block) for s in sequences for place, table in enumerate(s.block_ids) for block in table}
+        held |= {(copy.group, copy.source) for sequence in sequences for copy in sequence.copies}
+        number = Counter(place for place, block in held if block != EMPTY_PLACE)
+        return all(pool.counts().in_use == number[place] for place, pool in enumerate(self.pool.pools))
+
+    def check(self, holders: Collection[Sequence], pinned: Iterable[BlockTables] = ()) -> None:
+        """Asserts that the books are right: these sequences hold every block in use, with what is pinned."""
+        copies = (copy for sequence in holders for copy in sequence.copies)
+        self.pool.check([*(sequence.block_ids for sequence in holders), *pinned], copies)
+        for sequence in holders:
+            sizes = (*self.pool.block_sizes, math.inf)
+            for table, size, number in zip(sequence.block_ids, sizes, sequence.num_kv_tokens, strict=False):
+                assert len(table) * size >= number, f"{number} tokens are in {len(table)} blocks"
+
+    def reusable_keys(self, sequence: Sequence) -> list[bytes]:
+        """Returns the keys of the leading blocks that a sequence may have from the cache."""
+        if not self.pool.caches_prefixes or sequence.scores_prompt:
+            return []
+        # The last known token is computed here, so its block cannot come from the cache; unless the KV arrives anyway.
+        num_keys = (sequence.num_tokens - (not sequence.awaits_kv)) // self.pool.key_tokens
+        return self._keys(sequence, num_keys)[:num_keys]
+
+    def num_expected(self, sequence: Sequence) -> tuple[int, ...]:
+        """Returns the blocks for the known tokens and the expected rest of the answer, never more than the pool has."""
+        num_tokens = sequence.num_tokens
+        if sequence.purpose is not Purpose.PREFILL:
+            num_left = sequence.spec.max_tokens - sequence.num_output_tokens
+            expected = sequence.spec.num_expected_tokens or self._output_reservation
+            num_tokens += min(num_left, max(0, expected - sequence.num_output_tokens))
+        return self.pool.num_blocks_for(min(num_tokens, self.pool.capacity))
+
+    def _keys(self, sequence: Sequence, num_keys: int) -> list[bytes]:
+        """Works out at least the first `num_keys` block keys of a sequence."""
+        keys, unit = sequence.block_keys, self.pool.key_tokens
+        if len(keys) < num_keys:
+            seed = keys[-1] if keys else sequence.spec.cache_seed
+            keys += block_keys(seed, sequence.token_ids[len(keys) * unit : num_keys * unit], unit)
+        return keys

@@ -1,0 +1,265 @@
+"""A model whose answers can be worked out by hand, with a real KV cache.
+
+    next token = (sum over positions p of (p + 1) * token_p  +  state) mod the largest prime up to vocab_size
+
+K holds the token and V holds (p + 1) * token, in every layer; `state`, if there is one, is the running sum of all
+tokens. The answer comes from K of the first layer, plus one for every place where another page says otherwise. So a
+block that is lost, stale, swapped or altered, in any layer, changes the answer, as with a real model, and tests of
+scheduling, hand-over and streaming need no weights.
+
+A prime, because each answer is a multiple of the one before by its position: mod 49152, which two to the power of 14
+divides, all answers after 16 tokens or so would be 0, and a lost or repeated one would not be seen.
+
+That token has the highest logit, each one after it a tenth less, around the end of the vocabulary. What is drawn,
+penalized or excluded comes from these logits, with the sampler of the real models.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from baton.blocks import num_blocks_for
+from baton.cluster import Computes
+from baton.sampling import SamplingParams
+from baton.scores import NO_SCORES, Sampled, TokenScores
+from engine.core.kv_spec import KVSpec, LayerGroup, StateSpec
+from engine.core.runner import ComputedStep, OnLayerDone, StepInput, StepOutput, StepPart, ignore_layer
+from engine.model.kv_cache import KVCache
+from engine.model.last_tokens import LastTokens
+from engine.model.rows import drawn, rows_of
+from engine.sampling.pipeline import SAMPLER, Sampler
+from engine.sampling.row import Row
+from engine.sampling.scores import scores_of
+from engine.sampling.structure import Structures
+
+NUM_NEAR = 4096
+"""Tokens next to an answer beyond which none has a weight, at the highest temperature."""
+
+
+class ArithmeticRunner:
+    """See the module's docstring. End of sequence never comes by itself: token 0 is the only end token.
+
+    Each layer of a step takes at least `layer_s`, and the whole step `token_s` for each token that it computes, slept
+    before a layer is written: it stands for the computing.
+
+    `tokenizer`, a tokenizer.json, gives its tokens the texts that structured answers are made of.
+    """
+
+    runs_ahead = False
+    unknown_settings = frozenset({"kv_cache_gib", "kv_dtype", "attention", "draft_model", "draft_kv_cache_gib"})
+    """Settings that its engine does not know: its pool is counted in blocks, and no model is smaller."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        vocab_size: int = 49152,
+        max_model_len: int = 8192,
+        max_num_seqs: int = 64,
+        with_state: bool = False,
+        eos_token_ids: frozenset[int] = frozenset({0}),
+        num_layers: int = 2,
+        layer_s: float = 0.0,
+        token_s: float = 0.0,
+        tokenizer: Path | None = None,
+    ) -> None:
+        states = (StateSpec("token_sum", (1,), "int64"),) if with_state else ()
+        group = LayerGroup(
+            name="all",
+            layers=tuple(range(num_layers)),
+            block_size=block_size,
+            num_kv_heads=1,
+            k_dim=1,
+            v_dim=1,
+            dtype="int64",
+        )
+        self.spec = KVSpec((group,), states)
+        self.cache = KVCache(self.spec, num_blocks, max_num_seqs)
+        self.caches = (self.cache,)
+        self.num_blocks = self.cache.table_sizes
+        self.name = "arithmetic"
+        self.computes = Computes(dtype="int64", kv_dtype="int64")
+        self.sampler = SAMPLER
+        self._structures = Structures(tokenizer, vocab_size, eos_token_ids)
+        self._sampler = Sampler(eos_token_ids, self._structures)
+        self.vocab_size = vocab_size
+        self.max_model_len = min(max_model_len, num_blocks * block_size)
+        self.eos_token_ids = eos_token_ids
+        self.layer_s = layer_s
+        self.token_s = token_s
+        self._last_tokens = LastTokens()
+
+    def prepare(self, params: SamplingParams) -> None:
+        """See `Runner.prepare`."""
+        self._structures.prepare(params)
+
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        """See `Runner.execute`."""
+        step = self._last_tokens.filled(step)
+        self._compute(step, on_layer_done)
+        answering = [part for part in step.parts if part.sample]
+
+        def sample(places: SequenceOf[int], rows: SequenceOf[Row]) -> Sampled:
+            return sampled_of(self._answers(answering, rows), rows, self._sampler, self.vocab_size)
+
+        prompts = (
+            [self._prompt_scores(part) for part in step.parts] if any(p.scores_prompt for p in step.parts) else None
+        )
+        output = StepOutput.of(step, drawn(answering, rows_of(answering), sample), prompts)
+        self._last_tokens.keep(step, ComputedStep(output))
+        return output
+
+    def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> ComputedStep:
+        """See `Runner.launch`."""
+        return ComputedStep(self.execute(step, on_layer_done))
+
+    def recover(self) -> None:
+        """Frees nothing: a step leaves nothing behind on a CPU."""
+
+    def close(self) -> None:
+        """Ends nothing: it has started no process."""
+
+    def _pages(self, layer: int) -> torch.Tensor:
+        """Returns a layer as `[block, K or V, token]`."""
+        return self.cache.layer(layer).view(-1, 2, self.spec.block_size)
+
+    def _compute(self, step: StepInput, on_layer_done: OnLayerDone) -> None:
+        """Performs the copies, and writes KV and states."""
+        self.cache.copy_blocks(step.copies)
+        if self.cache.states:
+            self.cache.clear_states([_state(part) for part in step.parts if part.num_computed_tokens == 0])
+        num_layers = self.spec.num_layers
+        layer_s = self.layer_s + self.token_s * step.num_scheduled_tokens / num_layers
+        for layer in range(num_layers):
+            if layer_s:
+                time.sleep(layer_s)
+            for part in step.parts:
+                self._write(layer, part)
+            on_layer_done(layer, None)
+        for state in self.cache.states.values():
+            for part in step.parts:
+                state[_state(part)] += sum(part.token_ids)
+
+    def _write(self, layer: int, part: StepPart) -> None:
+        block_size, pages = self.spec.block_size, self._pages(layer)
+        for position, token_id in enumerate(part.token_ids, part.num_computed_tokens):
+            page = pages[part.block_ids[0][position // block_size]]
+            page[0, position % block_size] = token_id
+            page[1, position % block_size] = (position + 1) * token_id
+
+    def _prompt_scores(self, part: StepPart) -> TokenScores:
+        if not (token_ids := part.scored_token_ids):
+            return NO_SCORES
+        ends = range(part.num_computed_tokens + 1, part.num_computed_tokens + 1 + len(token_ids))
+        logits = logits_of([self._answer(part, end) for end in ends], self.vocab_size)
+        return scores_of(logits, token_ids, part.sampling.prompt_logprobs or 0)
+
+    def _answers(self, parts: SequenceOf[StepPart], rows: SequenceOf[Row]) -> list[int]:
+        """Returns the answer to the tokens before each row, which is one of these parts'."""
+        by_key = {part.sequence_key: part for part in parts}
+        return [self._answer(by_key[row.sequence_key], row.position) for row in rows]
+
+    def _answer(self, part: StepPart, num_tokens: int) -> int:
+        """Returns the answer to the sequence's first tokens."""
+        blocks = torch.tensor(part.block_ids[0][: num_blocks_for(num_tokens, self.spec.block_size)])
+        layers = [self._pages(layer)[blocks].unbind(1) for layer in range(self.spec.num_layers)]
+        tokens = layers[0][0].flatten()[:num_tokens]
+        weighted = tokens * torch.arange(1, num_tokens + 1)
+        state = sum(int(state[_state(part)]) for state in self.cache.states.values())
+        if num_tokens < part.end:
+            state = int(tokens.sum()) if self.cache.states else 0
+        num_wrong = 0
+        for keys, values in layers:
+            num_wrong += int((keys.flatten()[:num_tokens] != tokens).sum())
+            num_wrong += int((values.flatten()[:num_tokens] != weighted).sum())
+        return (int(weighted.sum()) + num_wrong + state) % modulus(self.vocab_size)
+
+
+def _state(part: StepPart) -> int:
+    """Returns the row of a sequence's state, the only block of its last table."""
+    return part.block_ids[-1][0]
+
+
+@cache
+def modulus(vocab_size: int) -> int:
+    """Returns the largest prime up to `vocab_size`."""
+    return next(n for n in range(vocab_size, 1, -1) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+
+
+def logits_of(answers: SequenceOf[int], vocab_size: int) -> torch.Tensor:
+    """Returns the logits `[answers, vocab_size]` of which each answer is the best."""
+    prime = modulus(vocab_size)
+    falling = _falling(prime)
+    logits = torch.full((len(answers), vocab_size), float("-inf"))  # nothing from the prime on is an answer
+    for row, answer in zip(logits, answers, strict=True):
+        row[answer:prime] = falling[: prime - answer]
+        row[:answer] = falling[prime - answer :]
+    return logits
+
+
+@cache
+def _falling(size: int) -> torch.Tensor:
+    return -0.1 * torch.arange(size)
+
+
+def sampled_of(answers: SequenceOf[int], rows: SequenceOf[Row], sampler: Sampler, vocab_size: int) -> Sampled:
+    """Returns what requests get where greedy ones get `answers`, and the scores where somebody asks for them.
+
+    A row whose logits decide as they are is drawn and scored among the tokens next to its answer, in their order from
+    there: a twelfth of the work, and all that has any weight.
+    """
+    tokens, scores, prime = list(answers), [NO_SCORES] * len(rows), modulus(vocab_size)
+    near = [i for i, row in enumerate(rows) if not _is_by_number(row.sampling) and _is_asked(row.sampling)]
+    if near:
+        logits = _falling(prime)[:NUM_NEAR].expand(len(near), -1)
+        found = sampler.sample_and_score(logits, [rows[i] for i in near])
+        for place, i in enumerate(near):
+            tokens[i] = (answers[i] + found.token_ids[place]) % prime
+            if found.scores:
+                scores[i] = _moved(found.scores[place], answers[i], prime)
+    far = [i for i, row in enumerate(rows) if _is_by_number(row.sampling)]
+    has_scores = any(row.sampling.wants_scores for row in rows)
+    if not far:
+        return Sampled(tokens, scores if has_scores else None)
+    drawn = sampler.sample_and_score(logits_of([answers[i] for i in far], vocab_size), [rows[i] for i in far])
+    for place, i in enumerate(far):
+        tokens[i] = drawn.token_ids[place]
+        scores[i] = drawn.scores[place] if drawn.scores else NO_SCORES
+    failures = {far[place]: reason for place, reason in drawn.failures.items()}
+    candidates = {far[place]: found for place, found in drawn.candidates.items()}
+    return Sampled(tokens, scores if has_scores else None, failures, candidates)
+
+
+def _is_by_number(params: SamplingParams) -> bool:
+    """Returns whether a token matters by its number, not by its distance from the answer alone."""
+    is_changed = params.adjusts_logits or params.xtc_probability > 0
+    return is_changed or params.use_beam_search or bool(params.logprob_token_ids)
+
+
+def _is_asked(params: SamplingParams) -> bool:
+    """Returns whether more is wanted than the answer."""
+    return params.temperature > 0 or params.wants_scores
+
+
+def _moved(scores: TokenScores, answer: int, prime: int) -> TokenScores:
+    """Returns scores of tokens that are counted from the answer as those of the tokens."""
+    return replace(scores, top_ids=tuple((answer + place) % prime for place in scores.top_ids))
+
+
+def expected_tokens(
+    prompt: SequenceOf[int], num_tokens: int, vocab_size: int = 49152, with_state: bool = False
+) -> list[int]:
+    """Returns what `ArithmeticRunner` answers to a prompt, worked out without a cache."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        state = sum(tokens) if with_state else 0
+        tokens.append((sum((p + 1) * t for p, t in enumerate(tokens)) + state) % modulus(vocab_size))
+    return tokens[len(prompt) :]

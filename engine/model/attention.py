@@ -1,0 +1,391 @@
+"""Paged attention for transformers' own model code.
+
+`paged_attention` is registered under a name with transformers' AttentionInterface; a model loaded with that name calls
+it in every layer with the packed batch's queries, keys and values. The step that it belongs to writes K and V into the
+pages of the KV cache, reports that they are there, and attends over the pages of each sequence. It travels in a context
+variable, because some models drop unknown keyword arguments on the way (TGI drives transformers the same way).
+
+`StepContext` does it with what torch has, on any device, and is the reference for `kernel_attention`.
+
+The packed batch of a step, T tokens in one row:
+
+    tokens   [ segment 0 | segment 1 | ... | decode 0 | decode 1 | ... ]      segment: several tokens of one sequence
+    queries  [1, heads, T, dim]      keys, values  [1, kv_heads, T, dim]      decode:  one token, and drafts behind it
+
+Segments are attended one by one, each over its own keys, and decodes together: on a GPU all of them, as if each had
+as many drafts as the longest, since launching a kernel takes longer than what this computes in vain; elsewhere those
+that are equally long.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import groupby, islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name the field uses
+from transformers import AttentionInterface
+
+from baton.blocks import num_blocks_for
+from engine.core.kv_spec import EMPTY_PLACE, LayerGroup
+from engine.core.runner import OnLayerDone, StepPart, ignore_layer
+from engine.model.attention_step import AttentionStep
+from engine.model.kv_cache import KVCache, movable, rounded
+from engine.uploads import StepNumbers
+
+ATTENTION_NAME = "baton_paged"
+PADDING_DEVICES = frozenset({"cuda"})
+"""Types of devices on which all decodes of a step are attended as one batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Several tokens of one sequence: `num_tokens` queries from packed row `row` over `num_context` keys."""
+
+    row: int
+    num_tokens: int
+    num_context: int
+    pages: torch.Tensor
+    """`[kv_heads * blocks]`: rows of the layer's page tensor, head by head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """How the tokens of decodes, one after the other, are made equally long, and back."""
+
+    padded: torch.Tensor
+    """`[decodes * longest]`: for each place the token that stands in it, behind the last one of a decode that one."""
+    tokens: torch.Tensor
+    """`[tokens]`: the place of each token."""
+
+    @classmethod
+    def of(cls, counts: torch.Tensor, numbers: StepNumbers) -> Padding | None:
+        """Returns how decodes of so many tokens are padded, `[decodes]`; None: they are equally long."""
+        longest, counts = int(counts.max()), counts[:, None]
+        if longest == int(counts.min()):
+            return None
+        places = torch.arange(longest)
+        padded = counts.cumsum(0) - counts + torch.minimum(places, counts - 1)
+        return cls(numbers.put(padded.flatten()), numbers.put((places < counts).flatten().nonzero()[:, 0]))
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """Decodes that are attended together."""
+
+    parts: Sequence[StepPart]
+    tokens: slice
+    """The packed tokens."""
+    padding: Padding | None
+    positions: torch.Tensor
+    """`[decodes, 1, rows, 1]`: position of each row's token, the last one it may see. Of decodes of one token, whose
+    rows are all alike, there is one."""
+
+    def rows(self, query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+        """Returns their queries, of all those of a step: `[heads, T, dim]` to `[decodes, kv_heads, rows, dim]`.
+
+        Query heads that share a KV head are packed into rows, token by token: K and V are never repeated.
+        """
+        num_heads, _, dim = query.shape
+        tokens = query[:, self.tokens].transpose(0, 1)
+        if self.padding is not None:
+            tokens = tokens.index_select(0, self.padding.padded)
+        by_head = tokens.reshape(len(self.parts), -1, num_kv_heads, num_heads // num_kv_heads, dim)
+        return by_head.transpose(1, 2).flatten(2, 3)
+
+    def unpacked(self, rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """Returns what came of the rows, `[decodes, kv_heads, rows, v_dim]`, as `[tokens, heads, v_dim]`."""
+        _, num_kv_heads, _, dim = rows.shape
+        by_token = rows.reshape(len(self.parts), num_kv_heads, -1, num_heads // num_kv_heads, dim).transpose(1, 2)
+        tokens = by_token.reshape(-1, num_heads, dim)
+        return tokens if self.padding is None else tokens.index_select(0, self.padding.tokens)
+
+
+@dataclass(frozen=True)
+class DecodeIndex:
+    """The index tensors of decodes for one layer group."""
+
+    pages: torch.Tensor
+    """`[decodes * kv_heads * blocks]`, padded with the sequence's own first block."""
+    num_places: int
+    """The places in all the blocks of a decode, padding included."""
+    positions: torch.Tensor
+    """See `Decodes.positions`."""
+
+    @functools.cached_property
+    def mask(self) -> torch.Tensor:
+        """The places that each row may see, `[decodes, 1, rows, places]`. Made when the first layer asks for it: by
+        then the positions have been sent.
+        """
+        return torch.arange(self.num_places, device=self.positions.device) <= self.positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupContext:
+    """A step's index tensors for one layer group: all its layers share them."""
+
+    write_pages: torch.Tensor
+    """`[T * kv_heads]`: page of each new token."""
+    write_offsets: torch.Tensor
+    """`[T * kv_heads]`: its place in the page."""
+    segments: tuple[Segment, ...]
+    decodes: tuple[DecodeIndex, ...]
+    """One for each of `StepContext.decodes`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepContext:
+    """What the layers need to know of a step, made once."""
+
+    cache: KVCache
+    groups: tuple[GroupContext, ...]
+    decodes: tuple[Decodes, ...]
+    on_layer_done: OnLayerDone
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """See `AttentionStep.attend`."""
+        index = self.cache.group_of(layer)
+        group, context = self.cache.spec.groups[index], self.groups[index]
+        pages = self.cache.layer(layer)
+        key_pages = pages[:, : group.block_size * group.k_dim]
+        value_pages = pages[:, group.block_size * group.k_dim :]
+        # Rounded before it is attended: what a token sees does not depend on what is computed together.
+        key, value = rounded(key, pages.dtype), rounded(value, pages.dtype)
+        _write(context, key_pages.view(-1, group.block_size, group.k_dim), key)
+        _write(context, value_pages.view(-1, group.block_size, group.v_dim), value)
+        report_written(self.cache, layer, self.on_layer_done)
+
+        num_heads, num_tokens = query.shape[0], query.shape[1]
+        out = query.new_empty(num_tokens, num_heads, group.v_dim)
+        for segment in context.segments:
+            rows = slice(segment.row, segment.row + segment.num_tokens)
+            if segment.num_tokens == segment.num_context:  # nothing cached before it: K and V are at hand
+                keys, values = key[:, rows], value[:, rows]
+            else:
+                of_head = (group.num_kv_heads, -1)
+                keys = _gathered(key_pages, segment.pages).view(*of_head, group.k_dim)[:, : segment.num_context]
+                values = _gathered(value_pages, segment.pages).view(*of_head, group.v_dim)
+                values = values[:, : segment.num_context]
+            out[rows] = _attend_segment(
+                query[:, rows], keys, values, segment, scaling=scaling, sliding_window=sliding_window
+            )
+        for decodes, at in zip(self.decodes, context.decodes, strict=True):
+            shape = (len(decodes.parts), group.num_kv_heads, -1)
+            keys = _gathered(key_pages, at.pages).view(*shape, group.k_dim).to(query.dtype)
+            values = _gathered(value_pages, at.pages).view(*shape, group.v_dim).to(query.dtype)
+            mask = at.mask
+            if sliding_window is not None:
+                mask = mask & (torch.arange(keys.shape[2], device=keys.device) > at.positions - sliding_window)
+            queries = decodes.rows(query, group.num_kv_heads)
+            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
+            out[decodes.tokens] = decodes.unpacked(attended, num_heads)
+        return out
+
+
+def report_written(cache: KVCache, layer: int, on_layer_done: OnLayerDone) -> None:
+    """Reports that K and V of `layer` are in the pages, on a GPU as soon as the stream has come this far."""
+    if on_layer_done is ignore_layer:  # an event a layer costs as much as a small kernel
+        return
+    on_gpu = cache.device.type == "cuda"
+    on_layer_done(layer, torch.cuda.current_stream(cache.device).record_event() if on_gpu else None)
+
+
+_STEP: ContextVar[AttentionStep] = ContextVar("step")
+
+
+def set_step(step: AttentionStep) -> None:
+    """Makes `step` the one that this thread's next forward pass runs."""
+    _STEP.set(step)
+
+
+def step_context(
+    cache: KVCache, parts: Sequence[StepPart], num_sharing: int, on_layer_done: OnLayerDone, numbers: StepNumbers
+) -> StepContext:
+    """See `Attention.step`.
+
+    Args:
+        num_sharing: query heads for each KV head.
+    """
+    decodes = tuple(_decodes(parts, num_sharing, numbers))
+    groups = range(len(cache.spec.groups))
+    return StepContext(
+        cache=cache,
+        groups=tuple(_group_context(cache.spec.groups[group], group, parts, decodes, numbers) for group in groups),
+        decodes=decodes,
+        on_layer_done=on_layer_done,
+    )
+
+
+def _decodes(parts: Sequence[StepPart], num_sharing: int, numbers: StepNumbers) -> Iterator[Decodes]:
+    """Yields the decodes of a step, those together that are attended together."""
+    begin = 0
+    for length, alike in groupby(parts, lambda part: _decode_length(part, numbers.device)):
+        batch = list(alike)
+        counts = torch.tensor([len(part.token_ids) for part in batch])
+        end = begin + int(counts.sum())
+        if length:
+            positions = numbers.put(_row_positions(batch, num_sharing))
+            yield Decodes(batch, slice(begin, end), Padding.of(counts, numbers), positions)
+        begin = end
+
+
+def _decode_length(part: StepPart, device: torch.device) -> int:
+    """Returns a number that decodes have in common which are attended together; 0: it is a segment."""
+    if part.num_known_tokens > 1:
+        return 0
+    return 1 if device.type in PADDING_DEVICES else len(part.token_ids)
+
+
+def _group_context(
+    layers: LayerGroup, group: int, parts: Sequence[StepPart], decodes: Sequence[Decodes], numbers: StepNumbers
+) -> GroupContext:
+    """Makes the index tensors of one layer group."""
+    heads = torch.arange(layers.num_kv_heads)
+    tables = [blocks_of(part, group, layers) for part in parts]
+    positions = torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts])
+    blocks = torch.cat(
+        [
+            torch.tensor(table)[torch.arange(p.num_computed_tokens, p.end) // layers.block_size]
+            for p, table in zip(parts, tables, strict=True)
+        ]
+    )
+    num_segments = len(parts) - sum(len(each.parts) for each in decodes)
+    segments: list[Segment] = []
+    row = 0
+    for part, table in zip(parts[:num_segments], tables, strict=False):
+        pages = (heads[:, None] + torch.tensor(table)[None] * layers.num_kv_heads).flatten()
+        segments.append(Segment(row, len(part.token_ids), part.num_kv_tokens[group], numbers.put(pages)))
+        row += len(part.token_ids)
+    rest = iter(tables[num_segments:])
+    return GroupContext(
+        write_pages=numbers.put((blocks[:, None] * layers.num_kv_heads + heads[None]).flatten()),
+        write_offsets=numbers.put((positions % layers.block_size).repeat_interleave(layers.num_kv_heads)),
+        segments=tuple(segments),
+        decodes=tuple(_decode_index(layers, list(islice(rest, len(each.parts))), each, numbers) for each in decodes),
+    )
+
+
+def _decode_index(
+    layers: LayerGroup, tables: Sequence[tuple[int, ...]], decodes: Decodes, numbers: StepNumbers
+) -> DecodeIndex:
+    heads = torch.arange(layers.num_kv_heads)
+    width = max(len(table) for table in tables)
+    padded = torch.tensor([(*table, *table[:1] * (width - len(table))) for table in tables])
+    pages = (padded[:, None, :] * layers.num_kv_heads + heads[None, :, None]).flatten()
+    return DecodeIndex(numbers.put(pages), width * layers.block_size, decodes.positions)
+
+
+def _row_positions(parts: Sequence[StepPart], num_sharing: int) -> torch.Tensor:
+    """Returns `Decodes.positions`, on the CPU."""
+    begins = torch.tensor([part.num_computed_tokens for part in parts])[:, None]
+    ends = torch.tensor([part.end for part in parts])[:, None]
+    longest = int((ends - begins).max())
+    positions = torch.minimum(begins + torch.arange(longest), ends - 1)
+    rows = positions if longest == 1 else positions.repeat_interleave(num_sharing, dim=1)
+    return rows[:, None, :, None]
+
+
+def blocks_of(part: StepPart, group: int, layers: LayerGroup) -> tuple[int, ...]:
+    """Returns the blocks of a part's tokens. In an empty place stands the last block instead: it is masked anyway."""
+    table = part.block_ids[group][: num_blocks_for(part.num_kv_tokens[group], layers.block_size)]
+    return tuple(table[-1] if block == EMPTY_PLACE else block for block in table) if EMPTY_PLACE in table else table
+
+
+def begun_blocks(cache: KVCache, parts: Sequence[StepPart]) -> tuple[list[int], ...]:
+    """Returns, for each layer group, the blocks whose first token this step writes and whose last it does not.
+
+    They are zeroed first where an attention `needs_numbers`.
+    """
+    begun = tuple[list[int], ...]([] for _ in cache.spec.groups)
+    for group, layers in enumerate(cache.spec.groups):
+        for part in parts:
+            place, offset = divmod(part.end, layers.block_size)
+            if offset and place * layers.block_size >= part.num_computed_tokens:
+                begun[group].append(part.block_ids[group][place])
+    return begun
+
+
+def entered_blocks(cache: KVCache, parts: Sequence[StepPart]) -> Iterator[tuple[int, int, int]]:
+    """Yields the layer group, the number and the first free place of each block within which a part begins."""
+    for group, layers in enumerate(cache.spec.groups):
+        for part in parts:
+            place, offset = divmod(part.num_computed_tokens, layers.block_size)
+            if offset:
+                yield group, part.block_ids[group][place], offset
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Computes the attention of one layer; the signature is transformers'.
+
+    Returns:
+        `[1, T, heads, v_dim]`, and no attention weights.
+    """
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    out = _STEP.get().attend(layer, query[0], key[0], value[0], scaling=scaling, sliding_window=sliding_window)
+    return out.unsqueeze(0), None
+
+
+def _write(context: GroupContext, pages: torch.Tensor, new: torch.Tensor) -> None:
+    """Writes the step's K or V, `[kv_heads, T, dim]`, into pages, `[pages, block_size, dim]`."""
+    where = context.write_pages, context.write_offsets
+    movable(pages).index_put_(where, movable(new.transpose(0, 1).flatten(0, 1)))
+
+
+def _gathered(pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Returns some rows of pages, in their data type."""
+    return movable(pages).index_select(0, rows).view(pages.dtype)
+
+
+def _attend_segment(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    segment: Segment,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Returns the causal attention of one segment's queries, its last tokens: `[num_tokens, heads, v_dim]`.
+
+    Each KV head is an entry of the batch, and is shown to all of its query heads without a copy. Were torch asked to
+    share the heads out itself, none of its kernels for a GPU but cuDNN's would take a mask as well, and the scores of
+    all tokens would be written out.
+    """
+    grouped = query.view(len(keys), -1, *query.shape[1:])
+    keys, values = (side.to(query.dtype).unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for side in (keys, values))
+    mask = None
+    is_causal = segment.num_tokens == segment.num_context and sliding_window is None
+    if not is_causal:
+        at = torch.arange(segment.num_context, device=query.device)
+        query_at = at[segment.num_context - segment.num_tokens :, None]
+        mask = at[None] <= query_at
+        if sliding_window is not None:
+            mask &= at[None] > query_at - sliding_window
+    attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=is_causal, scale=scaling)
+    return attended.flatten(0, 1).transpose(0, 1)
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)

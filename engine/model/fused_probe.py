@@ -1,0 +1,149 @@
+"""What transformers' modules compute from random numbers, on the device that is there: what stands in has to as well.
+
+Where weights could hide a difference, as those of a norm that are far from 1, others take their place meanwhile; where
+what a part does could, a part that only answers does.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from engine.model.attention import set_step
+
+SIZES = ((1, 1.0), (6, 8.0), (6, 0.01))
+"""Tokens of each probe, and how large its numbers are: none of a clipped range alone, and some as small as an eps."""
+
+
+class Heard(NamedTuple):
+    """What an attention module has asked for, and what came of it."""
+
+    found: torch.Tensor
+    """`[1, T, hidden]`."""
+    layer: int
+    scaling: float | None
+    sliding_window: int | None
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """Queries, `[heads, T, dim]`, keys and values."""
+
+
+class _Listening:
+    """An `AttentionStep` that keeps what it is asked, and answers with the queries."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """See `AttentionStep.attend`."""
+        self.asked.append((layer, scaling, sliding_window, (query.clone(), key.clone(), value.clone())))
+        return query.transpose(0, 1).contiguous()
+
+
+class _Answering(nn.Module):
+    """A module that says the same to everything, and keeps what it was given."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.answer = answer
+        self.given: list[torch.Tensor] = []
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        """Returns the answer."""
+        self.given.append(hidden_states)
+        return self.answer
+
+
+class Draw:
+    """Random numbers, the same for each model.
+
+    Args:
+        device: on which they are.
+        dtype: the type in which the model computes.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def normal(self, *size: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Returns numbers about 0, of such a size."""
+        numbers = torch.randn(*size, generator=self._generator, device=self.device)
+        return (numbers * scale).to(dtype or self.dtype)
+
+
+def largest_ratio(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Returns how much two tensors differ at most, as a share of the second's largest number; infinity: by more than
+    numbers.
+    """
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return math.inf
+    difference = (one.float() - other.float()).abs().amax() / other.float().abs().amax().clamp(min=1e-30)
+    return float(difference.nan_to_num(math.inf))
+
+
+def heard(module: nn.Module, hidden: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]) -> Heard:
+    """Returns what an attention module asks for."""
+    step = _Listening()
+
+    def run() -> torch.Tensor:
+        set_step(step)
+        found: torch.Tensor = module(
+            hidden_states=hidden, position_embeddings=embeddings, attention_mask=None, past_key_values=None
+        )[0]  # fmt: skip
+        return found
+
+    found = contextvars.copy_context().run(run)
+    ((layer, scaling, sliding_window, given),) = step.asked
+    return Heard(found, layer, scaling, sliding_window, given)
+
+
+def through(
+    layer: nn.Module, hidden: torch.Tensor, attended: torch.Tensor, deeper: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Returns what a layer gives its attention and its perceptron, which answer as is said, and what it returns."""
+    attention, perceptron = _Answering((attended, None)), _Answering(deeper)
+    with _in_place(layer, self_attn=attention, mlp=perceptron):
+        found: torch.Tensor = layer(
+            hidden, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
+            position_embeddings=None,
+        )  # fmt: skip
+    return (*attention.given, *perceptron.given, found)
+
+
+@contextmanager
+def other_weight(module: nn.Module, weight: torch.Tensor) -> Iterator[None]:
+    """A module has another weight meanwhile."""
+    parameter = module.get_parameter("weight")
+    kept = parameter.data
+    parameter.data = weight
+    try:
+        yield
+    finally:
+        parameter.data = kept
+
+
+@contextmanager
+def _in_place(module: nn.Module, **others: nn.Module) -> Iterator[None]:
+    kept = {name: module.get_submodule(name) for name in others}
+    for name, other in others.items():
+        setattr(module, name, other)
+    try:
+        yield
+    finally:
+        for name, own in kept.items():
+            setattr(module, name, own)

@@ -1,0 +1,223 @@
+"""The attention of a step by the project's own kernels: see `kernels`. Imports Triton; `attention_choice` says when.
+
+What a step needs is a few whole numbers for each of its sequences, and their block tables: no page is copied, and
+nothing grows with tokens times keys. Whole prompts, further chunks, prefix hits, decodes and drafts are all the same
+kernel; decodes, few tokens over many keys, divide their keys into shares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from engine.core.kv_spec import LayerGroup
+from engine.core.runner import OnLayerDone, StepPart, ignore_layer
+from engine.model.attention import report_written
+from engine.model.kernels import (
+    NO_WINDOW,
+    HeadShape,
+    Tiles,
+    WrittenTokens,
+    attend_tiles,
+    num_shares_of,
+    write_pages,
+)
+from engine.model.kv_cache import KVCache
+from engine.model.table_rows import TableRoom, TableRows
+from engine.model.tilings import WGMMA_CAPABILITY
+from engine.uploads import StepNumbers
+
+
+@dataclass(frozen=True, slots=True)
+class KernelIndex:
+    """A step's index tensors for one layer group."""
+
+    new: WrittenTokens
+    tiles: tuple[Tiles, ...]
+
+
+class DecodedTokens(Protocol):
+    """Tokens at the end of a step, one of each sequence, that another library than the kernels attends."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many there are."""
+        ...
+
+    def prepare(self, parts: Sequence[StepPart], rows: Sequence[int]) -> None:
+        """Has a graph decode these parts when it is next replayed.
+
+        Args:
+            rows: of the block tables, of each part. They stand there.
+        """
+        ...
+
+    def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scaling: float, window: int | None) -> None:
+        """Attends their queries in one layer, whose K and V are written; both tensors are `[T, heads, dim]`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KernelStep:
+    """An `AttentionStep` by kernels."""
+
+    attention: KernelAttention
+    indices: tuple[KernelIndex, ...]
+    """One for each layer group."""
+    on_layer_done: OnLayerDone
+    decoded: DecodedTokens | None = None
+    """Tokens at its end that another library attends; None: the kernels attend all."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """See `AttentionStep.attend`."""
+        cache = self.attention.cache
+        group = cache.group_of(layer)
+        shape, index, pages = self.attention.shapes[group], self.indices[group], cache.layer(layer)
+        write_pages(shape, pages, key, value, index.new)
+        report_written(cache, layer, self.on_layer_done)
+        out = query.new_empty(query.shape[1], query.shape[0], shape.v_dim)
+        scaling = 1 / math.sqrt(shape.k_dim) if scaling is None else scaling
+        for tiles in index.tiles:
+            attend_tiles(
+                shape, pages, query, out,
+                tables=index.new.tables, tiles=tiles, scaling=scaling, window=sliding_window,
+            )  # fmt: skip
+        if self.decoded is not None:
+            begin = len(out) - self.decoded.num_tokens
+            self.decoded.attend(layer, query.transpose(0, 1)[begin:], out[begin:], scaling, sliding_window)
+        return out
+
+
+class KernelAttention:
+    """An `Attention` by kernels.
+
+    Args:
+        cache: this rank's.
+        num_sharing: query heads for each KV head.
+        dtype: the type in which the model computes.
+        room: for the block tables of its steps.
+        is_invariant: see `HeadShape.is_invariant`.
+
+    Attributes:
+        rows: the block tables.
+    """
+
+    name = "kernels"
+    needs_numbers = False  # what is masked is not loaded
+
+    def __init__(
+        self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom, *, is_invariant: bool = False
+    ) -> None:
+        self.cache = cache
+        self.rows = TableRows(cache.spec, cache.device, room)
+        capability = _capability_of(cache.device)
+        shapes = (_head_shape(group, num_sharing, dtype, capability) for group in cache.spec.groups)
+        self.shapes = tuple(replace(shape, is_invariant=is_invariant) for shape in shapes)
+
+    def ways(self) -> Sequence[KernelAttention]:
+        """Returns itself, and what else attends by other means where it serves: all have to prove right."""
+        return [self]
+
+    def step(self, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers) -> KernelStep:
+        """See `Attention.step`."""
+        counts = torch.tensor([len(part.token_ids) for part in parts])
+        rows = self.rows.of(parts, numbers)
+        row_of_each = numbers.put(torch.tensor(rows).repeat_interleave(counts))
+        num_segments = sum(part.num_known_tokens > 1 for part in parts)
+        decoded = self.decoded(parts[num_segments:], rows[num_segments:])
+        tiled = parts if decoded is None else parts[:num_segments]
+        places = numbers.put(torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts]))
+        indices = []
+        for tables, shape in zip(self.rows.tables, self.shapes, strict=True):
+            tiles = tuple(_tiles(tiled, rows[: len(tiled)], shape, numbers))
+            indices.append(KernelIndex(WrittenTokens(tables, row_of_each, places), tiles))
+        return KernelStep(self, tuple(indices), on_layer_done, decoded)
+
+    def graph_step(self, numbers: torch.Tensor) -> KernelStep:
+        """Returns what a graph of decodes attends by, over and over.
+
+        Args:
+            numbers: `[6, size]` on the device: the rows of the block tables and the positions of its tokens, then its
+                tiles (`kernels`). They change from replay to replay.
+        """
+        rows, places, tiles = numbers[0], numbers[1], numbers[2:].view(-1, 4)
+        decoded = self.decoded_in_graph(len(tiles))
+        indices = []
+        for tables, shape in zip(self.rows.tables, self.shapes, strict=True):
+            tiled = (Tiles(tiles, True, num_shares_of(NO_WINDOW, shape)),) if decoded is None else ()
+            indices.append(KernelIndex(WrittenTokens(tables, rows, places), tiled))
+        return KernelStep(self, tuple(indices), ignore_layer, decoded)
+
+    def decoded(self, parts: Sequence[StepPart], rows: Sequence[int]) -> DecodedTokens | None:
+        """Returns who attends the decodes of a step; None: the kernels.
+
+        Args:
+            parts: all of one known token.
+            rows: of the block tables, of each part.
+        """
+        return None
+
+    def decoded_in_graph(self, size: int) -> DecodedTokens | None:
+        """Returns who attends the tokens of a graph, of which there are `size`; None: the kernels."""
+        return None
+
+
+def _capability_of(device: torch.device) -> int:
+    """Returns a GPU's compute capability; elsewhere the kernels are interpreted, as a recent one would compute them."""
+    if device.type != "cuda":
+        return WGMMA_CAPABILITY
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _head_shape(group: LayerGroup, num_sharing: int, dtype: torch.dtype, capability: int) -> HeadShape:
+    return HeadShape(
+        num_kv_heads=group.num_kv_heads,
+        num_sharing=num_sharing,
+        block_size=group.block_size,
+        k_dim=group.k_dim,
+        v_dim=group.v_dim,
+        itemsize=dtype.itemsize,
+        capability=capability,
+    )
+
+
+def _tiles(parts: Sequence[StepPart], rows: Sequence[int], shape: HeadShape, numbers: StepNumbers) -> Iterator[Tiles]:
+    """Yields the tiles of the segments of a step, if it has any, and those of its decodes: see `attention`.
+
+    Args:
+        rows: of the block tables, of each part.
+    """
+    num_segments = sum(part.num_known_tokens > 1 for part in parts)
+    begin = 0
+    for alike, their_rows, is_shared in (
+        (parts[:num_segments], rows[:num_segments], False),
+        (parts[num_segments:], rows[num_segments:], True),
+    ):
+        if not alike:
+            continue
+        of_one_token = max(len(part.token_ids) for part in alike) == 1
+        tiling = shape.tiling(of_one_token=of_one_token, is_shared=is_shared)
+        most = 1 if of_one_token else tiling.rows // shape.num_sharing
+        tiles, end = [], begin
+        for row, part in zip(their_rows, alike, strict=True):
+            for done in range(0, len(part.token_ids), most):
+                count = min(most, len(part.token_ids) - done)
+                tiles.append((row, end + done, count, part.num_computed_tokens + done))
+            end += len(part.token_ids)
+        num_shares = num_shares_of(max(part.end for part in alike), shape) if is_shared else 0
+        yield Tiles(numbers.put(torch.tensor(tiles)), of_one_token, num_shares)
+        begin = end

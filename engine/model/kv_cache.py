@@ -1,0 +1,166 @@
+"""The tensors of one rank's KV cache: blocks for each layer group, and a small named state per sequence.
+
+Models whose layers differ in head shape have several groups; recurrent layers keep their state outside the blocks. What
+crosses a hand-over is, for every family, the blocks of each group and the sequence's states.
+
+Blocks are head-major, so that a tensor-parallel slice of a block is one contiguous run:
+
+    group tensor   [layer][block][kv_head][ K page: token x k_dim | V page: token x v_dim ]
+                           `------------------------- one row: row_numel elements ---------'
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.errors import ModelLoadError
+from engine.core.kv_spec import FP8, KVSpec, PageOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from engine.core.runner import BlockCopy
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Returns the data type of a name without `torch.`."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns values in another data type. Those that are beyond the range of an 8-bit one become its largest: not
+    every version of torch does so by itself, and others make no numbers of them.
+    """
+    if dtype.itemsize == 1 and dtype.is_floating_point and values.dtype is not dtype:
+        largest = torch.finfo(dtype).max
+        values = values.clamp(-largest, largest)
+    return values.to(dtype)
+
+
+def movable_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns a data type of the same width that torch can index on every device, which 8-bit floats are not."""
+    return torch.uint8 if dtype is torch_dtype(FP8) else dtype
+
+
+def movable(values: torch.Tensor) -> torch.Tensor:
+    """Returns values as what can be moved, and zeroed: see `movable_dtype`; shares memory."""
+    return values.view(movable_dtype(values.dtype))
+
+
+class KVCache:
+    """The tensors of one rank's KV cache.
+
+    Args:
+        shared: other processes will get it. On a CPU it lies in shared memory from the first, since it would be copied
+            there otherwise; of what is in a GPU's memory they get a handle anyway.
+
+    Attributes:
+        groups: one tensor a layer group, `[layers, num_blocks, row_numel]`.
+        states: one tensor a named state, `[max_num_seqs, *shape]`.
+
+    Raises:
+        ValueError: the spec has another page order than this cache, or gaps.
+        ModelLoadError: there is not that much memory.
+    """
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        num_blocks: int,
+        max_num_seqs: int,
+        device: torch.device | None = None,
+        shared: bool = False,
+    ) -> None:
+        for group in spec.groups:
+            if group.page_order is not PageOrder.K_THEN_V or any(group.strides):
+                raise ValueError(f"group {group.name!r} does not lie in pages of K and of V without gaps")
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self.num_states = max_num_seqs if spec.states else 0
+        self.device = device or torch.device("cpu")
+        zeros: Callable[..., torch.Tensor] = torch.zeros
+        if self.device.type == "cpu":
+            zeros = _shared_zeros if shared else _lazy_zeros
+        self.groups = [
+            zeros(len(g.layers), num_blocks, g.row_numel, dtype=torch_dtype(g.dtype), device=self.device)
+            for g in spec.groups
+        ]
+        self.states = {
+            s.name: zeros(max_num_seqs, *s.shape, dtype=torch_dtype(s.dtype), device=self.device) for s in spec.states
+        }
+        self._place = {layer: (g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)}
+
+    @property
+    def table_sizes(self) -> tuple[int, ...]:
+        """Blocks for each block table of a sequence; see `Runner.num_blocks`."""
+        return (self.num_blocks,) * len(self.groups) + ((self.num_states,) if self.states else ())
+
+    def layer(self, layer_index: int) -> torch.Tensor:
+        """Returns one layer as pages, `[num_blocks * kv_heads, block_size * (k_dim + v_dim)]`; shares memory."""
+        group, index = self._place[layer_index]
+        return self.groups[group][index].view(-1, self.spec.groups[group].page_numel)
+
+    def group_of(self, layer_index: int) -> int:
+        """Returns the index of the layer's group."""
+        return self._place[layer_index][0]
+
+    def clear_blocks(self, tables: Sequence[Sequence[int] | torch.Tensor]) -> None:
+        """Zeroes whole blocks of each group in every layer.
+
+        Args:
+            tables: numbers of blocks, or an int64 tensor of them on the cache's device, for which nobody waits.
+        """
+        for group, blocks in zip(self.groups, tables, strict=False):
+            if len(blocks):
+                movable(group).index_fill_(1, torch.as_tensor(blocks, device=self.device), 0)
+
+    def clear_places(self, group: int, block: int, begin: int) -> None:
+        """Zeroes the places of a block from `begin` on, in every layer of a group."""
+        spec = self.spec.groups[group]
+        pages = movable(self.groups[group])[:, block].view(-1, spec.num_kv_heads, spec.page_numel)
+        values = spec.block_size * spec.k_dim
+        pages[..., begin * spec.k_dim : values] = 0
+        pages[..., values + begin * spec.v_dim :] = 0
+
+    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
+        """Copies whole blocks in every layer of their group, or the states of a sequence, in order."""
+        for copy in copies:
+            if copy.group < len(self.groups):
+                self.groups[copy.group][:, copy.target] = self.groups[copy.group][:, copy.source]
+            else:
+                for state in self.states.values():
+                    state[copy.target] = state[copy.source]
+
+    def clear_states(self, blocks: Sequence[int]) -> None:
+        """Zeroes the states in the given blocks of the states' table."""
+        for state in self.states.values():
+            state[list(blocks)] = 0
+
+
+def _lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros on a CPU, page-aligned. Unlike that of `torch.zeros`, its memory is taken when it is used."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:
+        return torch.zeros(*shape, dtype=dtype)
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise ModelLoadError(
+            f"this machine has no {num_bytes / 2**30:.1f} GiB for KV ({error}); lower engine.kv_cache_gib"
+        ) from error
+    with contextlib.suppress(AttributeError, OSError):  # not on this system, or not in this kernel
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _shared_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros on a CPU that processes may share. Unlike the other, it takes all of its memory at once."""
+    storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=dtype).set_(storage).view(shape)

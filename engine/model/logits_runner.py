@@ -1,0 +1,283 @@
+"""What runners have in common whose models give logits: KV caches, the order of a step, and the one sampler."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from baton.blocks import num_blocks_for
+from baton.cluster import Computes
+from baton.errors import ModelLoadError, in_one_line
+from baton.memory import GIB, PROCESS_BYTES, Room, available_memory, weights_bytes
+from baton.sampling import SamplingParams
+from baton.scores import NO_SCORES, Drawn, Sampled, TokenScores
+from baton.tokenizer_file import end_of_sequence_ids
+from engine.core.kv_spec import FP8
+from engine.core.runner import (
+    BlockCopy,
+    ComputedStep,
+    LaunchedStep,
+    OnLayerDone,
+    StepInput,
+    StepOutput,
+    StepPart,
+    ignore_layer,
+)
+from engine.model.kv_cache import KVCache
+from engine.model.last_tokens import LastTokens
+from engine.model.rank_step import RankStep, order_for_packing
+from engine.model.rows import drawn, rows_of
+from engine.model.shapes import arithmetic_dtype, cache_spec, longest_sequence, report_longest
+from engine.model.smaller_steps import SmallerSteps
+from engine.sampling.pipeline import SAMPLER, Sampler
+from engine.sampling.row import Row
+from engine.sampling.scores import scores_of
+from engine.sampling.structure import Structures
+
+if TYPE_CHECKING:
+    from baton.config import EngineConfig, ModelConfig
+
+FULL_LENGTH_SEQUENCES = 64
+"""The pool is not made larger than this many sequences of full length, or as many as there may be if that is more."""
+WARM_UP_TOKENS = 64
+NO_SAMPLING = SamplingParams(temperature=0.0)
+"""What a step has in place of a request's parameters where nobody samples."""
+
+
+class LogitsRunner(ABC):
+    """A causal language model and its KV caches: a `Runner`, whose subclass computes the logits.
+
+    Args:
+        config: the model's transformers configuration.
+        devices: one for each rank.
+        num_blocks: of the first caches, which others will replace (`_make_caches`); 0: they are those that stay.
+
+    Raises:
+        ModelLoadError: the KV pool is too small, or sequences may not be so long; the message says why.
+        ConfigError: there is no room for the KV pool.
+    """
+
+    name: str
+    """See `Runner.name`."""
+    runs_ahead = False
+    token_s = 0.0
+    """See `Runner.token_s`."""
+    row_by_row: Callable[[], AbstractContextManager[object]] = staticmethod(contextlib.nullcontext)
+    """Makes what a step's tokens and scores are found in."""
+    _set_aside = 0
+    """Bytes of each GPU that are not for the pool, since transfers may take them."""
+    unknown_settings = frozenset({"arithmetic_step_ms", "arithmetic_token_ms"})
+    """Settings that its engine does not know."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        config: Any,
+        devices: Sequence[torch.device],
+        *,
+        num_blocks: int = 0,
+    ) -> None:
+        self.batch = engine.batch(on_gpu=devices[0].type == "cuda")
+        self.dtype = arithmetic_dtype(config, model.dtype, devices[0].type == "cuda")
+        kv_dtype = {"auto": self.dtype, "fp8": FP8}.get(engine.kv_dtype, engine.kv_dtype)
+        self.spec = cache_spec(config, engine.block_size, kv_dtype, len(devices))
+        pages = self.spec.groups[0].dtype
+        self.computes = Computes(num_ranks=len(devices), dtype=self.dtype, weights=model.weights, kv_dtype=pages)
+        self._model_len = longest_sequence(config, engine.max_model_len)
+        report_longest(config, engine.max_model_len, self._model_len)
+        if not engine.num_blocks:  # refused before minutes are spent on loading
+            estimated = self._num_blocks_of(_pool_gib(model, engine, self.dtype, devices, self._set_aside))
+        self._make_caches(engine, num_blocks or engine.num_blocks or estimated, devices)
+        self.sampler = SAMPLER
+        self.vocab_size: int = config.vocab_size  # loading refuses an embedding of another size
+        self.eos_token_ids = frozenset(end_of_sequence_ids(Path(model.path)))
+        eos_token_ids = [token for token in self.eos_token_ids if 0 <= token < self.vocab_size]
+        tokenizer = Path(model.path) / "tokenizer.json"
+        self._structures = Structures(tokenizer if tokenizer.exists() else None, self.vocab_size, eos_token_ids)
+        self._sampler = Sampler(eos_token_ids, self._structures)
+        self._last_tokens = LastTokens()
+        self._steps = SmallerSteps(self._executed, self._copy_blocks, self.recover)
+
+    def _num_blocks_of(self, pool_gib: float) -> int:
+        """Returns how many blocks a pool of that size has."""
+        num_sequences = max(FULL_LENGTH_SEQUENCES, self.batch.max_num_seqs)
+        most = num_sequences * num_blocks_for(self._model_len, self.spec.block_size)
+        return min(int(pool_gib * GIB // self.spec.block_bytes), most)
+
+    def _make_caches(self, engine: EngineConfig, num_blocks: int, devices: Sequence[torch.device]) -> None:
+        """Makes a cache for each rank, in place of those that there are.
+
+        Raises:
+            ModelLoadError: there are too few blocks, or no memory for so many.
+        """
+        spec = self.spec
+        if num_blocks < 2:
+            raise ModelLoadError(
+                f"a KV pool of {num_blocks} blocks is too small (a block is {spec.block_bytes} bytes); "
+                "raise engine.kv_cache_gib or engine.num_blocks"
+            )
+        if len(devices) > 1 and devices[0].type == "cpu":
+            _require_shared_memory((len(devices) - 1) * num_blocks * spec.block_bytes)
+        try:
+            self.caches = tuple(
+                KVCache(spec, num_blocks, self.batch.max_num_seqs, device, shared=rank > 0)
+                for rank, device in enumerate(devices)
+            )
+        except torch.OutOfMemoryError as error:
+            raise ModelLoadError(
+                f"there is no memory for a KV pool of {num_blocks * spec.block_bytes / GIB:.1f} GiB: lower "
+                f"engine.kv_cache_gib or engine.num_blocks ({in_one_line(error)})"
+            ) from error
+        self.cache = self.caches[0]
+        self.num_blocks = self.cache.table_sizes
+        self.max_model_len = min(self._model_len, num_blocks * spec.block_size)
+
+    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        self.cache.copy_blocks(copies)
+
+    @abstractmethod
+    def _compute(self, step: RankStep, on_layer_done: OnLayerDone) -> torch.Tensor:
+        """Computes a step, as `ModelRank.compute` does; its KV is in the caches of all ranks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """See `Runner.close`."""
+
+    def recover(self) -> None:
+        """See `Runner.recover`."""
+        if self.cache.device.type == "cuda":
+            torch.cuda.synchronize(self.cache.device)
+            torch.cuda.empty_cache()
+
+    def prepare(self, params: SamplingParams) -> None:
+        """See `Runner.prepare`."""
+        self._structures.prepare(params)
+
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        """See `Runner.execute`."""
+        step = self._last_tokens.filled(step)
+        output = self._steps.execute(step, on_layer_done)
+        self._last_tokens.keep(step, ComputedStep(output))
+        return output
+
+    def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> LaunchedStep:
+        """See `Runner.launch`."""
+        return ComputedStep(self.execute(step, on_layer_done))
+
+    def _executed(self, step: StepInput, on_layer_done: OnLayerDone, is_ready: bool) -> StepOutput:
+        order = order_for_packing(step.parts)
+        packed = [step.parts[index] for index in order]
+        sampling = [row for row, part in enumerate(packed) if part.sample]
+        parts = [packed[row] for row in sampling]
+        rows = rows_of(parts)
+        self._sampler.begin(rows)
+        scored = [part.scored_token_ids for part in packed]
+        num_scored = [len(token_ids) for token_ids in scored] if any(scored) else []
+        logits = self._compute(RankStep(packed, sampling, step.copies, num_scored, is_ready), on_layer_done)
+        num_rows = len(parts) + sum(part.num_drafts for part in parts)
+        with self.row_by_row():
+            prompts = self._prompt_scores(logits[num_rows:], packed, order) if num_scored else None
+        if not sampling:
+            self._wait_for_stream()  # with a row to sample from, reading its token waits for the step
+            return StepOutput.of(step, Drawn([]), prompts)
+
+        def sample(places: Sequence[int], rows: Sequence[Row]) -> Sampled:
+            is_all = len(places) == num_rows and not num_scored
+            asked = logits if is_all else logits[list(places)]
+            with self.row_by_row():
+                return self._sampler.sample_and_score(asked, rows)
+
+        found = drawn(parts, rows, sample)
+        place_of = {order[row]: place for place, row in enumerate(sampling)}
+        places = [place_of[index] for index in sorted(place_of)]
+        return StepOutput.of(step, found.in_order(places), prompts)
+
+    def _prompt_scores(
+        self, logits: torch.Tensor, packed: Sequence[StepPart], order: Sequence[int]
+    ) -> list[TokenScores]:
+        """Returns the scores of each part, in the order of the step, of the logits of all scored tokens."""
+        found = [NO_SCORES] * len(packed)
+        begin = 0
+        for row, part in enumerate(packed):
+            if token_ids := part.scored_token_ids:
+                end = begin + len(token_ids)
+                found[order[row]] = scores_of(logits[begin:end], token_ids, part.sampling.prompt_logprobs or 0)
+                begin = end
+        return found
+
+    def _warm_up(self, compute: Callable[[RankStep, OnLayerDone], torch.Tensor]) -> list[torch.Tensor]:
+        """Computes a prompt and a step of decoding, in blocks that are nobody's yet, and returns their logits.
+
+        A process's first step loads kernels, which takes seconds on a GPU. It must neither delay a client's first token
+        nor count among what steps cost.
+
+        Raises:
+            ModelLoadError: the device has too little memory for a step, or the like.
+        """
+        num_tokens = min(WARM_UP_TOKENS, self.max_model_len)
+        token_ids = tuple(place % self.vocab_size for place in range(num_tokens))
+        blocks = tuple(range(num_blocks_for(num_tokens, self.spec.block_size)))
+        logits = []
+        began_s = time.monotonic()
+        try:
+            for begin in (0, num_tokens - 1):
+                part = StepPart(
+                    sequence_key=0,
+                    token_ids=token_ids[begin:],
+                    num_computed_tokens=begin,
+                    block_ids=(blocks,),
+                    num_kv_tokens=(num_tokens,),
+                    sample=True,
+                    is_decoding=begin > 0,
+                    sampling=NO_SAMPLING,
+                    choice_index=0,
+                    num_prompt_tokens=num_tokens,
+                )
+                logits.append(compute(RankStep([part], [0]), ignore_layer).clone())
+                if begin == 0 and self.cache.device.type == "cpu":  # a GPU has loaded its kernels meanwhile
+                    self.token_s = (time.monotonic() - began_s) / num_tokens
+            self._wait_for_stream()
+        except Exception as error:  # the model's own code
+            raise ModelLoadError(f"the model cannot compute a first step: {in_one_line(error)}") from error
+        return logits
+
+    def _wait_for_stream(self) -> None:
+        if self.cache.device.type == "cuda":
+            torch.cuda.current_stream(self.cache.device).synchronize()
+
+
+def _pool_gib(
+    model: ModelConfig, engine: EngineConfig, dtype: str, devices: Sequence[torch.device], set_aside: int
+) -> float:
+    """Returns the size of each rank's pool beside weights of a type. Raises ConfigError: there is no room for it."""
+    share = engine.memory_share if engine.kv_cache_gib == "auto" else 1.0
+    kept = "fp8" if model.weights == "fp8" else dtype
+    weights = weights_bytes(Path(model.path), kept) // len(devices)
+    if devices[0].type == "cuda":
+        free, total = torch.cuda.mem_get_info(devices[0])
+        free = min(free, int(share * total))
+        room = Room(free=free, num_pools=1, needed=weights, on_gpu=True, set_aside=set_aside)
+    else:
+        room = Room(free=available_memory(share), num_pools=len(devices), needed=weights + PROCESS_BYTES)
+    return room.pool_gib(engine.kv_cache_gib)
+
+
+def _require_shared_memory(num_bytes: int, folder: Path = Path("/dev/shm")) -> None:
+    """Raises ModelLoadError unless the other ranks' caches fit."""
+    if not folder.is_dir():
+        return
+    found = os.statvfs(folder)
+    if (free := found.f_bavail * found.f_frsize) < num_bytes:
+        raise ModelLoadError(
+            f"the KV caches of the other ranks need {num_bytes / 2**20:.0f} MiB of shared memory and {folder} has "
+            f"{free / 2**20:.0f} left; make it larger, or lower engine.kv_cache_gib"
+        )

@@ -1,0 +1,249 @@
+"""One rank's part of a transformers model: loading it, and computing a step with it.
+
+Weights are split as transformers' own plan of the model type says: projections by head and by hidden unit, so that a
+layer's ranks sum twice, after attention and after the perceptron (Shoeybi et al., 2019, Megatron-LM). A rank has the KV
+of its heads only. All ranks compute the same steps in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.distributed import DistributedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import logging as transformers_logging
+
+from baton.cluster import Computes, fallback
+from baton.errors import ModelLoadError, in_one_line
+from baton.model_files import require_runnable
+from engine.core.faults import Fault, fault_of
+from engine.core.runner import OnLayerDone
+from engine.model import pretrained
+from engine.model.attention import ATTENTION_NAME, begun_blocks, entered_blocks, set_step
+from engine.model.attention_choice import AttentionWish, TorchAttention, attention_of, decode_graphs
+from engine.model.attention_step import Attention
+from engine.model.batch_invariance import make_invariant
+from engine.model.fp8_linear import quantize
+from engine.model.fused_model import Fused, fuse
+from engine.model.kv_cache import KVCache, torch_dtype
+from engine.model.last_tokens import Filling
+from engine.model.rank_step import RankStep
+from engine.model.shapes import arithmetic_dtype, longest_sequence
+from engine.model.table_rows import TableRoom
+from engine.uploads import StepNumbers
+
+if TYPE_CHECKING:
+    from baton.config import EngineConfig, ModelConfig
+    from engine.model.decode_graphs import DecodeGraphs
+
+logger = logging.getLogger(__name__)
+ROPE_KINDS = ("default", *sorted(ROPE_INIT_FUNCTIONS))
+"""Rotary embeddings that transformers computes from a config; `longest_sequence` says how far each holds."""
+LONG = "original_max_position_embeddings"
+NUM_NAMED = 3
+"""Tensors that a message names at most."""
+
+
+class ModelRank:
+    """Weights and KV cache of one rank, on the cache's device.
+
+    Where there are several ranks, this process's default process group is theirs.
+
+    Raises:
+        ModelLoadError: the weights cannot be loaded, the checkpoint lacks some of the model's, or
+            `engine.batch_invariant` cannot be kept.
+    """
+
+    def __init__(self, model: ModelConfig, engine: EngineConfig, cache: KVCache) -> None:
+        torch.set_num_threads(engine.num_threads)
+        # cuDNN's attention plans for each new shape, which takes from 70 ms to over a second; most steps have one
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        transformers_logging.set_verbosity_error()  # it warns of generation settings that are not its business here
+        transformers_logging.disable_progress_bar()
+        placed: dict[str, Any] = {}
+        if engine.tensor_parallel > 1:
+            placed["distributed_config"] = DistributedConfig(tp_size=engine.tensor_parallel, tp_plan="auto")
+        elif cache.device.type != "cpu":
+            placed["device_map"] = {"": cache.device}  # tensor by tensor: the host never holds the whole model
+        config = load_config(model.path)
+        try:
+            self.model, report = pretrained.load_model(
+                Path(model.path),
+                config,
+                ATTENTION_NAME,
+                dtype=torch_dtype(arithmetic_dtype(config, model.dtype, cache.device.type == "cuda")),
+                **placed,
+            )
+        except ModelLoadError:
+            raise
+        except Exception as error:  # the library raises no narrower class
+            if fault_of(error) is Fault.OUT_OF_MEMORY:
+                raise ModelLoadError(
+                    f"the weights in {model.path} do not fit into the GPU's memory: take a narrower model.dtype, a "
+                    f"larger engine.tensor_parallel or fewer workers on a GPU ({in_one_line(error)})"
+                ) from error
+            raise ModelLoadError(f"cannot load the weights in {model.path}: {in_one_line(error)}") from error
+        _require_complete(model.path, type(self.model).__name__, report)
+        self.model.to(cache.device).eval()
+        self._fused = fuse(self.model, engine.tensor_parallel)
+        if model.weights == "fp8":
+            quantize(self.model)
+        if engine.batch_invariant:
+            make_invariant(self.model)
+        self._engine = engine
+        self._numbers = StepNumbers(cache.device)
+        self._last_keys = frozenset[int]()
+        """The sequences of the step before."""
+        self.use(cache)
+
+    def use(self, cache: KVCache) -> None:
+        """Takes a cache of the same shape on the same device for the one before, which nothing reads any more."""
+        config = self.model.config
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.cache = cache
+        self._graphs: DecodeGraphs | None = None  # those of the cache before give their memory back first
+        num_sharing = config.num_attention_heads // num_kv_heads
+        wish = AttentionWish(self._engine.batch_invariant, self._engine.attention == "flashinfer")
+        batch = self._engine.batch(on_gpu=cache.device.type == "cuda")
+        room = TableRoom(batch.max_num_seqs, longest_sequence(config, self._engine.max_model_len))
+        self._attention = attention_of(cache, num_sharing, self.model.dtype, room, wish)
+        self._found_graphs = decode_graphs(self.model, self._attention, self._engine)
+        self._graphs = None if isinstance(self._found_graphs, str) else self._found_graphs
+
+    @property
+    def computes(self) -> Computes:
+        """What it computes with, of what is chosen by trying."""
+        device = self.cache.device
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        return chosen(gpu, self._attention, self._found_graphs, self._fused)
+
+    @torch.inference_mode()
+    def compute(self, step: RankStep, on_layer_done: OnLayerDone, filling: Filling | None = None) -> torch.Tensor:
+        """Performs the copies, writes the KV of this rank's heads and returns logits.
+
+        On a GPU all are there when its current stream has come so far.
+
+        Args:
+            filling: tokens of the step that are on the device alone.
+
+        Returns:
+            `[rows or 1, vocabulary]`: those of `logit_rows`.
+        """
+        parts, put = step.parts, self._numbers.put
+        self.cache.copy_blocks(step.copies)
+        if self._graphs is not None:
+            logits = self._graphs.compute(step, on_layer_done, filling, self._numbers)
+            if logits is not None:
+                return logits
+        token_ids = put(torch.tensor([[token for part in parts for token in part.token_ids]]))
+        positions = put(torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts])[None])
+        # With no row to sample from, one row of logits is computed for nothing: 0 would mean all of them.
+        rows = put(torch.tensor(step.logit_rows)) if step.logit_rows else 1
+        to_clear = begun_blocks(self.cache, parts) if self._attention.needs_numbers and not step.is_ready else ()
+        begun = [put(torch.tensor(blocks, dtype=torch.int64)) for blocks in to_clear]
+        filling = None if filling is None else filling.put_by(self._numbers)
+        set_step(self._attention.step(parts, on_layer_done, self._numbers))
+        self._numbers.send()
+        if filling is not None:
+            filling.fill(token_ids[0])
+        if self._attention.needs_numbers:
+            self.cache.clear_blocks(begun)
+            self._clear_entered(step)
+        found: torch.Tensor = self.model(
+            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=rows
+        ).logits[0]  # fmt: skip
+        return found
+
+    def _clear_entered(self, step: RankStep) -> None:
+        """Zeroes what is behind the tokens of sequences that were in no step just now: another worker may have begun
+        the block, and what is there be anybody's. To do so again is in vain, and no harm.
+        """
+        keys = frozenset(part.sequence_key for part in step.parts)
+        if not step.is_ready:
+            entered = [part for part in step.parts if part.sequence_key not in self._last_keys]
+            for group, block, begin in entered_blocks(self.cache, entered):
+                self.cache.clear_places(group, block, begin)
+        self._last_keys = keys
+
+
+def chosen(gpu: str, attention: Attention, graphs: DecodeGraphs | str, fused: Fused) -> Computes:
+    """Returns what a rank computes with, of what is chosen by trying.
+
+    Args:
+        gpu: name of the GPU; empty: it computes on CPUs, where no choice is slower than it could be.
+        attention: the rank's.
+        graphs: of its decode steps, or why there are none.
+        fused: what became of the parts of its model.
+    """
+    slower = {
+        "attention is by torch": [attention.reason] if isinstance(attention, TorchAttention) else [],
+        "decode steps are no CUDA graphs": [graphs] if isinstance(graphs, str) else [],
+        "layers are by transformers' own modules": fused.kept,
+    }
+    return Computes(
+        gpu=gpu,
+        attention=attention.name,
+        num_graphs=0 if isinstance(graphs, str) else len(graphs.sizes),
+        num_fused=fused.num_fused,
+        fallbacks=tuple(fallback(what, each) for what, reasons in slower.items() for each in reasons) if gpu else (),
+    )
+
+
+def load_config(path: str) -> Any:
+    """Reads a model folder's configuration.
+
+    Raises:
+        ModelLoadError: it does not hold a model that runs here.
+    """
+    require_runnable(Path(path))
+    try:
+        config = pretrained.read_config(path)
+    except Exception as error:  # the library raises no narrower class
+        raise ModelLoadError(
+            f"{path} is not a model folder that transformers can read: {in_one_line(error)}"
+        ) from error
+    _require_known_rope(config)
+    if isinstance(quantization := getattr(config, "quantization_config", None), dict):
+        quantization["dequantize"] = True  # on every device: kernels for fp8 are no part of transformers
+    return config
+
+
+def _require_known_rope(config: Any) -> None:
+    """Raises ModelLoadError for rotary embeddings by type of layer, or of a kind that transformers does not have."""
+    rope = config.rope_parameters
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ModelLoadError(
+            f"config.json has RoPE by type of layer, which models of type {config.model_type!r} do not have"
+        )
+    if (kind := rope["rope_type"]) not in ROPE_KINDS:
+        raise ModelLoadError(f"RoPE of type {kind!r} is not known; known are {', '.join(ROPE_KINDS)}")
+    if kind == "longrope" and type(rope.get(LONG)) is not int:
+        raise ModelLoadError(f"config.json has RoPE of type longrope with {rope.get(LONG)!r:.40} as {LONG}")
+
+
+def _require_complete(path: str, name: str, report: dict[str, Any]) -> None:
+    """Refuses a checkpoint without some of the model's tensors, which would be random numbers, others in each worker.
+
+    What it holds beyond them is named in the log: transformers leaves it out, too.
+
+    Raises:
+        ModelLoadError: tensors are missing, or have other shapes than the model's.
+    """
+    if missing := sorted(report["missing_keys"]):
+        raise ModelLoadError(f"the checkpoint in {path} lacks {_some(missing)}, without which a {name} is not whole")
+    mismatched = sorted(
+        f"{key} of shape {list(there)} instead of {list(wanted)}" for key, there, wanted in report["mismatched_keys"]
+    )
+    if mismatched:
+        raise ModelLoadError(f"the checkpoint in {path} does not fit its config.json: it holds {_some(mismatched)}")
+    if unexpected := sorted(report["unexpected_keys"]):
+        logger.warning("of the checkpoint in %s a %s does not use %s", path, name, _some(unexpected))
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = len(names) - NUM_NAMED
+    return ", ".join(names[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")

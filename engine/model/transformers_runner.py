@@ -1,0 +1,262 @@
+"""Runs unmodified transformers models over the paged KV cache, on one device or several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.blocks import num_blocks_for
+from baton.cluster import Computes, fallback
+from baton.errors import ConfigError, ModelLoadError, in_one_line
+from baton.sampling import SamplingParams
+from engine.core.faults import Fault, fault_of
+from engine.core.kv_spec import INT8
+from engine.core.runner import (
+    ComputedStep,
+    Fence,
+    LaunchedStep,
+    NotedLayers,
+    OnLayerDone,
+    StepInput,
+    StepPart,
+    ignore_layer,
+)
+from engine.core.scheduler import MAX_SCORED
+from engine.model import device_memory
+from engine.model.attention_choice import SEVERAL_RANKS
+from engine.model.batch_invariance import RowByRow, refuse_unkept
+from engine.model.fp8_linear import refuse_fp8
+from engine.model.last_tokens import DeviceStep, Filling
+from engine.model.logits_runner import NO_SAMPLING, LogitsRunner
+from engine.model.rank_step import RankStep, order_for_packing
+from engine.model.ranks import OtherRanks
+from engine.model.rows import rows_of
+from engine.model.shapes import arithmetic_dtype
+from engine.model.transformers_model import ModelRank, load_config
+
+if TYPE_CHECKING:
+    from baton.config import EngineConfig, ModelConfig
+
+PROBE_BLOCKS = 2
+"""Blocks of the cache with which the largest step is computed, whose sequences all have the same ones."""
+LARGEST_SAMPLING = SamplingParams(
+    temperature=1.0, seed=0, top_p=0.9, typical_p=0.9, repetition_penalty=1.1, logprobs=20, prompt_logprobs=1
+)
+"""What asks for most memory of a sampler."""
+
+
+class TransformersRunner(LogitsRunner):
+    """A model that transformers computes. This process is rank 0, which samples; it starts the others.
+
+    Args:
+        set_aside: bytes of each GPU that are not for the KV pool, since transfers may take them.
+
+    Raises:
+        ModelLoadError: the folder is not a model this engine runs, the KV pool is too small, the ranks do not suit
+            model or machine, or the model cannot compute a first step; the message says why.
+        ConfigError: there is no room for the KV pool, or transformers does not know a setting.
+    """
+
+    name = "transformers"
+
+    def __init__(self, model: ModelConfig, engine: EngineConfig, set_aside: int = 0) -> None:
+        if engine.kv_dtype == INT8:
+            raise ConfigError(
+                "engine.kv_dtype int8 is known to the native step alone; set float32, bfloat16, fp8 or auto"
+            )
+        self._set_aside = set_aside
+        devices = _devices(model.device, engine.tensor_parallel)
+        config = load_config(model.path)
+        if model.weights == "fp8":
+            refuse_fp8(devices[0], arithmetic_dtype(config, model.dtype, devices[0].type == "cuda"), engine)
+        if engine.batch_invariant:
+            self.row_by_row = RowByRow
+            refuse_unkept(devices[0], model.weights)
+        measures = len(devices) == 1 and devices[0].type in device_memory.MEASURED_DEVICES
+        super().__init__(model, engine, config, devices, num_blocks=PROBE_BLOCKS * measures)
+        self._others = OtherRanks(model, engine, self.caches) if len(self.caches) > 1 else None
+        self.runs_ahead = devices[0].type == "cuda" and self._others is None
+        try:
+            self.rank = ModelRank(model, engine, self.cache)
+            if self._others is not None:
+                self._others.wait_ready()
+            if measures:
+                self._make_measured_caches(engine, devices)
+            self._warm_up(self._compute)
+            self._structures.load()
+            self.computes = self._completed(self.rank.computes)
+        except (ConfigError, ModelLoadError):
+            self.close()
+            raise
+
+    def _completed(self, chosen: Computes) -> Computes:
+        """Returns what it computes with, of what its rank has chosen."""
+        own, fallbacks = self.computes, list(chosen.fallbacks)
+        if chosen.gpu and not self.runs_ahead:
+            fallbacks.append(fallback("steps are not launched ahead", SEVERAL_RANKS))
+        return replace(
+            chosen,
+            num_ranks=own.num_ranks,
+            dtype=own.dtype,
+            weights=own.weights,
+            kv_dtype=own.kv_dtype,
+            fallbacks=tuple(fallbacks),
+        )
+
+    def _make_measured_caches(self, engine: EngineConfig, devices: Sequence[torch.device]) -> None:
+        """Makes the caches that stay, of what the weights and the largest steps leave of the GPU's memory.
+
+        Raises:
+            ModelLoadError: the largest step does not fit beside the weights, or the pool beside both.
+            ConfigError: there is no room for the pool that is asked for.
+        """
+        steps = [largest_step(engine, self._model_len, is_scored=is_scored) for is_scored in (True, False)]
+
+        def compute() -> None:
+            for step in steps:
+                self._executed(step, ignore_layer, False)
+
+        try:
+            memory = device_memory.measured(devices[0], compute)
+        except Exception as error:  # the model's own code
+            if fault_of(error) is not Fault.OUT_OF_MEMORY:
+                raise ModelLoadError(f"the model cannot compute a first step: {in_one_line(error)}") from error
+            raise ModelLoadError(
+                f"the largest step, of {steps[0].num_scheduled_tokens} tokens of {len(steps[0].parts)} sequences of "
+                f"which one has {self._model_len}, does not fit into the GPU's memory beside the weights: lower "
+                "engine.max_num_batched_tokens, engine.max_num_seqs or engine.max_model_len, or put fewer workers on a "
+                f"GPU ({in_one_line(error)})"
+            ) from error
+        room = memory.room(engine.memory_share, self._set_aside)
+        pool_gib = room.pool_gib(engine.kv_cache_gib) if not engine.num_blocks else 0.0
+        self._make_caches(engine, engine.num_blocks or self._num_blocks_of(pool_gib), devices)
+        self.rank.use(self.cache)
+
+    def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> LaunchedStep:
+        """See `Runner.launch`. A step of which the host has to see logits is computed."""
+        if not self.runs_ahead or not all(_samples_on_device(part) for part in step.parts):
+            return super().launch(step, on_layer_done)
+        filling = self._last_tokens.filling([step.parts[index] for index in order_for_packing(step.parts)])
+        if filling is None:
+            step = self._last_tokens.filled(step)
+        launched: LaunchedStep
+        layers = NotedLayers(on_layer_done)
+        try:
+            launched = self._launched(step, layers.report, filling)
+        except Exception as error:
+            step = self._last_tokens.filled(step)
+            launched = ComputedStep(self._steps.divided(step, error, layers.has_begun))
+        self._last_tokens.keep(step, launched)
+        return launched
+
+    def _launched(self, step: StepInput, on_layer_done: OnLayerDone, filling: Filling | None) -> DeviceStep:
+        packed = [step.parts[index] for index in order_for_packing(step.parts)]
+        sampling = [row for row, part in enumerate(packed) if part.sample]
+        parts = [packed[row] for row in sampling]
+        logits = self.rank.compute(RankStep(packed, sampling, step.copies), on_layer_done, filling)
+        with self.row_by_row():
+            tokens = self._sampler.tokens(logits[: len(parts)], rows_of(parts))
+        return DeviceStep.of(step, parts, tokens)
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+        if self._others is not None:
+            self._others.close()
+
+    def _compute(self, step: RankStep, on_layer_done: OnLayerDone) -> torch.Tensor:
+        if self._others is None:
+            return self.rank.compute(step, on_layer_done)
+        stripped = [part._replace(sampling=NO_SAMPLING, history=()) for part in step.parts]
+        with self._others.computing(RankStep(stripped, step.sampling, step.copies, step.num_scored)):
+            logits = self.rank.compute(step, _one_behind(on_layer_done))
+            self._wait_for_stream()
+        on_layer_done(self.spec.num_layers - 1, None)
+        return logits
+
+
+def largest_step(engine: EngineConfig, model_len: int, *, is_scored: bool = True) -> StepInput:
+    """Returns one of the two steps for which a worker needs most memory. Both have as many tokens and sequences as a
+    step may have, all of which sample, and end the longest prompt. Their block tables name the first two blocks alone.
+
+    Args:
+        is_scored: whether it is the one with most rows of logits: prompts with scores, of each of which a step computes
+            `MAX_SCORED` tokens at most. In the other one the longest prompt has all tokens that the others leave.
+    """
+    num_sequences, num_tokens, _ = engine.batch(on_gpu=True)
+    num_sequences = min(num_sequences, num_tokens)
+    most, num_left = min(MAX_SCORED if is_scored else num_tokens, model_len), num_tokens - num_sequences
+    parts = []
+    for number in range(num_sequences):
+        num_tokens = 1 + min(most - 1, num_left)
+        num_left -= num_tokens - 1
+        end = model_len if num_tokens > 1 else min(engine.block_size, model_len)
+        parts.append(_largest_part(number, num_tokens, end, engine.block_size, is_scored=is_scored and num_tokens > 1))
+        if not is_scored:
+            num_left = 0
+    return StepInput(tuple(parts))
+
+
+def _largest_part(number: int, num_tokens: int, end: int, block_size: int, *, is_scored: bool) -> StepPart:
+    return StepPart(
+        sequence_key=-1 - number,  # the sampler keeps nothing of them
+        token_ids=(0,) * num_tokens,
+        num_computed_tokens=end - num_tokens,
+        block_ids=(tuple(place % PROBE_BLOCKS for place in range(num_blocks_for(end, block_size))),),
+        num_kv_tokens=(end,),
+        sample=True,
+        is_decoding=num_tokens == 1,
+        sampling=LARGEST_SAMPLING,
+        choice_index=0,
+        num_prompt_tokens=end,
+        history=(0,) * end,
+        scores_prompt=is_scored,
+    )
+
+
+def _samples_on_device(part: StepPart) -> bool:
+    """Returns whether nothing of what a part asks for is found on the host."""
+    asked = part.sampling
+    on_host = asked.is_structured or asked.wants_scores or asked.use_beam_search
+    return not (part.num_drafts or part.scores_prompt or on_host)
+
+
+def _one_behind(on_layer_done: OnLayerDone) -> OnLayerDone:
+    """Reports each layer when the next one begins, if anybody wants it.
+
+    By then the ranks have summed what their attention over it gave, and each had written its KV before that. The last
+    layer is left to the caller, which waits for the step.
+    """
+    if on_layer_done is ignore_layer:
+        return ignore_layer
+
+    def next_began(layer: int, fence: Fence | None) -> None:
+        if layer > 0:
+            on_layer_done(layer - 1, fence)
+
+    return next_began
+
+
+def _devices(name: str, num_ranks: int) -> list[torch.device]:
+    """Returns one device per rank. Raises ModelLoadError: the ranks cannot have theirs."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        if num_ranks > 1 and torch.cuda.is_available():
+            raise ModelLoadError(
+                "transformers splits a model over the GPUs that it sees; for several ranks on CPUs make "
+                "CUDA_VISIBLE_DEVICES empty"
+            )
+        return [torch.device("cpu")] * num_ranks
+    if not torch.cuda.is_available():
+        raise ModelLoadError(
+            "model.device is cuda, and torch sees no GPU here; `baton doctor --part worker` on this machine says why"
+        )
+    if num_ranks == 1:
+        return [torch.device("cuda")]
+    if num_ranks > torch.cuda.device_count():
+        raise ModelLoadError(
+            f"engine.tensor_parallel is {num_ranks}, but this worker has {torch.cuda.device_count()} GPUs; "
+            "each rank needs one of its own"
+        )
+    return [torch.device("cuda", rank) for rank in range(num_ranks)]

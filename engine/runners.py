@@ -1,0 +1,158 @@
+"""Chooses the runner of a worker."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from baton.cluster import fallback
+from baton.config import EngineConfig, ModelConfig
+from baton.errors import BatonError, ConfigError, ModelLoadError, NotNative
+from baton.gpus import refuse_silent_cpu, sign_of_gpu
+from baton.tokenizer_file import read_vocabulary
+from engine.core.draft_runner import DraftedRunner
+from engine.core.runner import Runner
+
+logger = logging.getLogger(__name__)
+ARITHMETIC_LAYERS = 2
+ARITHMETIC_BLOCKS = 4096
+ARITHMETIC_MODEL_LEN = 8192
+
+
+def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside: int = 0) -> Runner:
+    """Returns the runner that `engine.runner` names; of `auto` the native one, or transformers where it is none for it.
+
+    The log says in one line which one it is, and why. It takes seconds. With `engine.draft_model` it is a
+    `DraftedRunner`, and there is such a line for each of the two models.
+
+    Args:
+        cache: folder in which the library of the native step is kept once it is built.
+        set_aside: bytes of each GPU that transfers may take beside it.
+
+    Raises:
+        ModelLoadError, ConfigError: it cannot run as configured, does not know a setting that is set, or the draft
+            model does not suit the model.
+    """
+    if not engine.draft_model or engine.runner == "arithmetic":
+        return _make_one(model, engine, cache, set_aside)
+    if engine.tensor_parallel > 1:
+        raise ConfigError("engine.draft_model needs engine.tensor_parallel 1: a draft model has one rank")
+    if not Path(engine.draft_model).is_dir():
+        raise ModelLoadError(f"engine.draft_model names a folder that is not there: {engine.draft_model}")
+    # Before the target, whose pool takes what memory is left then.
+    try:
+        draft = _make_one(*_draft_settings(model, engine), cache)
+    except (ConfigError, ModelLoadError) as error:
+        raise ModelLoadError(f"engine.draft_model {engine.draft_model}: {error}") from error
+    try:
+        target = _make_one(model, replace(engine, draft_model=""), cache, set_aside)
+    except BatonError:
+        draft.close()
+        raise
+    runner = DraftedRunner(target, draft)
+    try:
+        _require_alike(model, engine, runner)
+    except ModelLoadError:
+        runner.close()
+        raise
+    logger.info("%s drafts for it, in a pool of %d blocks of its own", engine.draft_model, draft.num_blocks[0])
+    return runner
+
+
+def _draft_settings(model: ModelConfig, engine: EngineConfig) -> tuple[ModelConfig, EngineConfig]:
+    """Returns the settings of the draft model. Nobody reads its KV, whose type is that of the arithmetic; and guesses
+    may depend on anything.
+    """
+    own = replace(
+        engine,
+        draft_model="",
+        kv_cache_gib=engine.draft_kv_cache_gib,
+        num_blocks=0,
+        max_model_len=0,
+        kv_dtype="auto",
+        batch_invariant=False,
+        attention="auto",
+    )
+    return replace(model, path=engine.draft_model, revision=""), own
+
+
+def _require_alike(model: ModelConfig, engine: EngineConfig, runner: DraftedRunner) -> None:
+    """Raises ModelLoadError unless a draft model's tokens are the target's, and both can go back before a draft."""
+    name, target, draft = engine.draft_model, runner.target, runner.draft
+    for which, each in (("the model", target), (f"engine.draft_model {name}", draft)):
+        if each.spec.states:
+            raise ModelLoadError(f"{which} carries a state, which cannot go back to before a draft that proves wrong")
+    if target.vocab_size != draft.vocab_size:
+        sizes = f"{draft.vocab_size} tokens, and the model {target.vocab_size}"
+        raise ModelLoadError(f"engine.draft_model {name} has {sizes}: drafts need the same vocabulary")
+    if differs := _first_difference(read_vocabulary(Path(name)), read_vocabulary(Path(model.path))):
+        raise ModelLoadError(f"engine.draft_model {name} has another tokenizer: {differs}; drafts need the same one")
+
+
+def _first_difference(draft: Mapping[str, int], target: Mapping[str, int]) -> str:
+    """Returns the lowest id of which two vocabularies have different texts, in words; empty: there is none."""
+    texts, others = ({token_id: text for text, token_id in each.items()} for each in (draft, target))
+    for token_id in sorted(texts.keys() | others.keys()):
+        text, other = texts.get(token_id), others.get(token_id)
+        if text != other:
+            return f"its token {token_id} is {_quoted(text)}, and the model's is {_quoted(other)}"
+    return ""
+
+
+def _quoted(text: str | None) -> str:
+    return "none" if text is None else repr(text)
+
+
+def _make_one(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside: int = 0) -> Runner:
+    if engine.runner == "arithmetic":
+        return _arithmetic(model, engine)
+    # Imported on use: torch and transformers take seconds, and a native start may do without the latter.
+    import torch
+
+    from engine.model.logits_runner import LogitsRunner
+
+    engine.refuse_unknown(LogitsRunner.unknown_settings)
+    refuse_silent_cpu(model.device, torch.cuda.is_available(), sign_of_gpu(os.environ))
+    why = "engine.runner is transformers"
+    if engine.runner != "transformers":
+        from engine.native.runner import NativeRunner
+
+        try:
+            runner = NativeRunner(model, engine, cache / "native")
+        except NotNative as reason:
+            if engine.runner == "native":
+                raise
+            why = str(reason)
+        else:
+            logger.info("the model runs natively: its type, this machine and the settings allow it")
+            return runner
+    if model.weights != "fp8":
+        model.require_exact(why)
+    from engine.model.transformers_runner import TransformersRunner
+
+    logger.info("the model runs on transformers: %s", why)
+    found = TransformersRunner(model, engine, set_aside)
+    if engine.runner == "auto" and not found.computes.gpu:
+        own = found.computes
+        found.computes = replace(own, fallbacks=(*own.fallbacks, fallback("the native step is not used", why)))
+    return found
+
+
+def _arithmetic(model: ModelConfig, engine: EngineConfig) -> Runner:
+    from engine.model.arithmetic import ArithmeticRunner
+
+    engine.refuse_unknown(ArithmeticRunner.unknown_settings)
+    model.require_exact("engine.runner is arithmetic")
+    return ArithmeticRunner(
+        engine.num_blocks or ARITHMETIC_BLOCKS,
+        engine.block_size,
+        max_model_len=engine.max_model_len or ARITHMETIC_MODEL_LEN,
+        max_num_seqs=engine.batch(on_gpu=False).max_num_seqs,
+        num_layers=ARITHMETIC_LAYERS,
+        layer_s=engine.arithmetic_step_ms / 1e3 / ARITHMETIC_LAYERS,
+        token_s=engine.arithmetic_token_ms / 1e3,
+        tokenizer=Path(model.path) / "tokenizer.json" if model.path else None,
+    )

@@ -1,0 +1,186 @@
+"""`baton simulate`: from options to a table or JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from baton.config import EngineConfig
+from baton.errors import ConfigError
+from deploy.say import say
+from deploy.terminal import Terminal
+from lab.simulate.costs import PROFILES, read_bench
+from lab.simulate.grid import Cell, Setting, grid_table, pools_of, run_grid
+from lab.simulate.options import SimulateOptions
+from lab.simulate.plot import plot
+from lab.simulate.report import table_of
+from lab.simulate.run import POLICIES, Scenario
+from lab.simulate.scaler import Scaling
+from lab.simulate.worker import WorkerShape
+from lab.traces.fit_to_model import plan_for
+from router.placement import Objective
+
+if TYPE_CHECKING:
+    from lab.simulate.costs import Bench
+    from lab.traces.trace import Trace
+
+DEFAULT_BLOCKS = 5000
+
+
+def run(options: SimulateOptions, as_json: bool, log: Console) -> None:
+    """Prints the results on standard output, and progress on `log`.
+
+    Raises:
+        ConfigError: an option does not fit, or the trace cannot be read.
+    """
+    if options.profile == "list" or "list" in options.policies:
+        say(f"profiles: {' '.join(PROFILES)}")
+        say(f"policies: {' '.join(POLICIES)}")
+        return
+    settings = settings_of(options)
+    scenario = replace(scenario_of(options), tells_all=options.tells_all, error=options.error)
+    scenario = replace(scenario, scaling=scaling_of(options, scenario.objective, scenario.router.mode))
+    policies = options.policies or POLICIES
+    log.print(
+        f"{scenario.trace.name}: {len(scenario.trace.requests)} requests, prefill:decode workers "
+        f"{', '.join(dict.fromkeys(s.pools for s in settings))}, {options.costs or options.profile}"
+    )
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=log, transient=True) as progress:
+        task = progress.add_task("runs", total=len(policies) * len(settings))
+        cells = list(progress.track(run_grid(policies, settings, scenario, options.jobs), task_id=task))
+    title = f"{scenario.trace.name}, {options.trace.speed:g} times its speed"
+    if options.plot is not None:
+        for file in plot(options.plot, title, cells):
+            log.print(f"wrote {file}")
+    ceiling = scenario.trace.ceiling
+    if as_json:
+        say(json.dumps(_document(options, scenario, ceiling, cells), indent=2))
+    elif len(settings) > 1:
+        Terminal(soft_wrap=True).print(grid_table(title, cells))
+    else:
+        Terminal(soft_wrap=True).print(table_of(title, ceiling, [cell.result for cell in cells]))
+    if not as_json and options.autoscale is not None:
+        _print_changes(cells)
+
+
+def _print_changes(cells: list[Cell]) -> None:
+    """Prints what the autoscaler did, and why."""
+    out = Terminal(soft_wrap=True, highlight=False)
+    for cell in cells:
+        result = cell.result
+        out.print(
+            f"\n{cell.name}, load {cell.setting.load:g}: {result.num_actions} workers started, stopped or of another "
+            f"role, {result.mean_workers:.1f} on average, {result.num_moved} answers moved"
+        )
+        for change in result.changes:
+            out.print(f"{change.at_s:.0f} s: {change.before} -> {change.sizes}. {' '.join(change.reasons)}")
+
+
+def settings_of(options: SimulateOptions) -> list[Setting]:
+    """Every load on all pools. Raises ConfigError."""
+    pools = [pools_of(text) for text in options.pools] or [(options.prefill, options.decode)]
+    if not options.error > 0:
+        raise ConfigError(f"--error must be more than 0, got {options.error}")
+    for load in options.loads:
+        if not load > 0:
+            raise ConfigError(f"--load must be more than 0, got {load}")
+    return [Setting(load, *pool) for load in options.loads or (1.0,) for pool in pools]
+
+
+def scaling_of(options: SimulateOptions, objective: Objective, mode: str) -> Scaling | None:
+    """The autoscaler of the runs; None: the pools stay as they are. Raises ConfigError."""
+    if (config := options.autoscale) is None:
+        return None
+    if not options.start_s >= 0:
+        raise ConfigError(f"--start-s must be at least 0, got {options.start_s}")
+    if options.max_workers is not None:
+        config = replace(config, max_workers=options.max_workers)
+    return Scaling(config=config, objective=objective, mode=mode, start_s=options.start_s)
+
+
+def scenario_of(options: SimulateOptions) -> Scenario:
+    """The scenario of the first pools. Raises ConfigError, as `run` does."""
+    if options.profile not in PROFILES:
+        raise ConfigError(f"no profile is called {options.profile!r}; there are {', '.join(PROFILES)}")
+    for name in ("blocks", "ttft_ms", "itl_ms"):
+        if (value := getattr(options, name)) is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be more than 0, got {value}")
+    trace, objective = options.trace.trace(), Objective(options.ttft_ms / 1e3, options.itl_ms / 1e3)
+    if options.costs is not None:
+        return measured_scenario(
+            trace, read_bench(options.costs), options.prefill, options.decode, objective,
+            max_output=options.max_output, num_blocks=options.blocks, seed=options.trace.seed,
+        )  # fmt: skip
+    num_blocks = options.blocks or DEFAULT_BLOCKS
+    trace = plan_for(trace, num_blocks * trace.block_tokens, options.max_output).trace if options.max_output else trace
+    return Scenario(
+        trace=trace,
+        shape=WorkerShape(num_blocks=num_blocks, block_tokens=trace.block_tokens),
+        costs=PROFILES[options.profile],
+        prefill=options.prefill,
+        decode=options.decode,
+        objective=objective,
+        seed=options.trace.seed,
+    )
+
+
+def measured_scenario(
+    trace: Trace,
+    bench: Bench,
+    prefill: int,
+    decode: int,
+    objective: Objective,
+    *,
+    max_output: int = 0,
+    num_blocks: int | None = None,
+    seed: int = 0,
+) -> Scenario:
+    """The requests that `baton bench` sends, on workers as it found them. ConfigError where a trace does not fit."""
+    if trace.block_tokens != bench.block_tokens:
+        raise ConfigError(
+            f"the trace has blocks of {trace.block_tokens} tokens and the measured workers of {bench.block_tokens}; "
+            "give the --scale and --block of the measurement"
+        )
+    plan = plan_for(trace, bench.max_model_len, max_output)
+    engine = EngineConfig()
+    shape = WorkerShape(
+        num_blocks=num_blocks or bench.num_blocks,
+        block_tokens=bench.block_tokens,
+        max_num_seqs=engine.batch(on_gpu=False).max_num_seqs,
+        max_num_batched_tokens=bench.chunk_tokens,
+        output_reservation=engine.output_reservation,
+    )
+    return Scenario(
+        trace=plan.trace,
+        shape=shape,
+        costs=bench.costs,
+        prefill=prefill,
+        decode=decode,
+        objective=objective,
+        seed=seed,
+        knows_lengths=True,
+    )
+
+
+def _document(options: SimulateOptions, scenario: Scenario, ceiling: float, cells: list[Cell]) -> dict[str, object]:
+    trace = scenario.trace
+    return {
+        "trace": trace.name,
+        "num_requests": len(trace.requests),
+        **options.trace.as_dict(),
+        "block": trace.block_tokens,
+        "max_output": options.max_output,
+        "ceiling": ceiling,
+        "profile": None if options.costs else options.profile,
+        "costs": scenario.costs.as_dict(),
+        "blocks": scenario.shape.num_blocks,
+        "tell_all": options.tells_all,
+        "error": options.error,
+        "objective": {"ttft_ms": options.ttft_ms, "itl_ms": options.itl_ms},
+        "policies": [cell.as_dict() for cell in cells],
+    }

@@ -1,0 +1,124 @@
+"""Who is in which pool in virtual time: workers come, change their roles and go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.cluster import ClusterStatus, PoolStatus, Role, RouterInfo, Worker, WorkerInfo, WorkerState
+from lab.simulate.worker import SimulatedWorker
+
+if TYPE_CHECKING:
+    from lab.simulate.costs import CostModel
+    from lab.simulate.worker import WorkerShape
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SimulatedMember:
+    worker: SimulatedWorker
+    role: Role
+    state: WorkerState = WorkerState.READY
+    then: Role | None = None
+    """The role that it leaves for, while it is draining; None: it stops."""
+    num_awaited: int = 0
+    """Transfers of its KV on their way."""
+    started_s: float = 0.0
+    stopped_s: float = float("inf")
+
+    @property
+    def work(self) -> tuple[int, int, int]:
+        """How much it would leave behind."""
+        return self.worker.num_requests, self.worker.queued_tokens, self.worker.index
+
+
+class Members:
+    """All workers, in the order of their index."""
+
+    def __init__(self, shape: WorkerShape, costs: CostModel, prefill: int, decode: int) -> None:
+        self._shape = shape
+        self._costs = costs
+        self.all: list[SimulatedMember] = []
+        for role, num in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+            for _ in range(num):
+                self.start(role, 0.0).state = WorkerState.READY
+
+    def ready(self, role: Role) -> list[SimulatedWorker]:
+        return [m.worker for m in self.all if m.role is role and m.state is WorkerState.READY]
+
+    def start(self, role: Role, now: float) -> SimulatedMember:
+        """A worker that is going to be ready; see `is_up`."""
+        worker = SimulatedWorker(len(self.all), self._shape, self._costs_of(role))
+        self.all.append(SimulatedMember(worker=worker, role=role, state=WorkerState.STARTING, started_s=now))
+        return self.all[-1]
+
+    def is_up(self, member: SimulatedMember) -> None:
+        member.state = WorkerState.READY
+
+    def least_busy(self, role: Role) -> SimulatedMember | None:
+        """The worker with the least work that may leave its pool; None: none may, or it is the last decode worker."""
+        pool = [m for m in self.all if m.role is role and m.state is WorkerState.READY]
+        if len(pool) <= (role is Role.DECODE):
+            return None
+        return min(pool, key=lambda member: member.work)
+
+    def leave(self, member: SimulatedMember, then: Role | None) -> None:
+        """Has the worker get no new work, until `has_left`."""
+        member.state, member.then = WorkerState.DRAINING, then
+
+    def is_leaving(self, worker: SimulatedWorker) -> bool:
+        return self.all[worker.index].state is WorkerState.DRAINING
+
+    @property
+    def somebody_leaves(self) -> bool:
+        return any(member.state is WorkerState.DRAINING for member in self.all)
+
+    def await_transfer(self, worker: SimulatedWorker, num: int) -> None:
+        self.all[worker.index].num_awaited += num
+
+    def try_to_leave(self, worker: SimulatedWorker, now: float) -> bool:
+        """Whether all of its work has gone; then it has its new role, or stops."""
+        member = self.all[worker.index]
+        if worker.num_requests or member.num_awaited or not worker.engine.is_idle:
+            return False
+        if member.then is None:
+            member.state, member.stopped_s = WorkerState.DEAD, now
+            return True
+        member.state, member.role, member.then = WorkerState.READY, member.then, None
+        worker.costs = self._costs_of(member.role)
+        return True
+
+    def worker_seconds(self, until_s: float) -> float:
+        return sum(max(0.0, min(m.stopped_s, until_s) - min(m.started_s, until_s)) for m in self.all)
+
+    def status(self, now: float, router: RouterInfo) -> ClusterStatus:
+        """The status that a controller would see, with its own orders under way."""
+        living = [member for member in self.all if member.state is not WorkerState.DEAD]
+        pools = {}
+        for role in Role:
+            desired = sum(m.then is role if m.state is WorkerState.DRAINING else m.role is role for m in living)
+            pools[role.value] = PoolStatus(desired, len(self.ready(role)))
+        workers = tuple(
+            Worker(
+                WorkerInfo(
+                    id=str(m.worker.index),
+                    role=m.role,
+                    address="",
+                    pid=0,
+                    node="",
+                    epoch=0,
+                    content_id="",
+                    wire_compat="",
+                    block_size=self._shape.block_tokens,
+                    max_model_len=self._shape.num_blocks * self._shape.block_tokens,
+                    chunk_tokens=self._shape.max_num_batched_tokens,
+                ),
+                m.worker.load(now, m.state),
+            )
+            for m in living
+        )
+        return ClusterStatus(
+            pools=pools, workers=workers, routers=(router,), redis_address="", redis_ok=True, models=()
+        )
+
+    def _costs_of(self, role: Role) -> CostModel:
+        return self._costs.of_prefill() if role is Role.PREFILL else self._costs

@@ -1,0 +1,196 @@
+"""The router's own placement and admission, as a placer of the arena."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from baton.cluster import BlockCounts, Role, Worker, WorkerInfo, WorkerLoad, WorkerState
+from baton.costs import believed, typical
+from baton.errors import Overloaded
+from lab.simulate.policy import RoutingDecision
+from lab.simulate.worker import key_of
+from router.admission import AnswerHistory, Gate, QueueEntry
+from router.admission.tenants import DEFAULT_TENANT
+from router.placement import Job, LoadTracker, Objective, Prices, Prompt, Residence, Weights, place
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baton.config import RouterConfig
+    from baton.costs import StepCosts
+    from lab.simulate.policy import WorkerView
+    from lab.traces.trace import TraceRequest
+
+REPORT_S = 1.0
+"""Interval at which workers report the costs of their steps, in seconds."""
+UNLIMITED_TOKENS = 10**9
+"""Limit of a request's answer, which a trace does not state."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    entry: QueueEntry
+    job: Job
+
+
+class Production:
+    """`router.placement` behind `router.admission`, with the settings of a router.
+
+    Args:
+        prices: the costs of moving KV.
+        error: the factor by which predictions of steps differ from the workers' measurements.
+        knows_lengths: whether requests ask for exactly as many tokens as they get.
+    """
+
+    name = "baton"
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        objective: Objective,
+        prices: Prices,
+        error: float = 1.0,
+        *,
+        knows_lengths: bool = False,
+    ) -> None:
+        self._config = config
+        self._objective = objective
+        self._prices = prices
+        self._error = error
+        self._knows_lengths = knows_lengths
+        slo = config.slo_class("")
+        self._weights = Weights(slo.affinity_weight, slo.interference_weight)
+        self._gate = Gate()
+        self._history = AnswerHistory(config.expected_output_floor, config.expected_output_default)
+        self._residence = Residence()
+        self._books: dict[int, LoadTracker] = {}
+        self._costs: dict[int, StepCosts] = {}
+        """The costs of each worker, as of its latest report."""
+        self._next_report_s: dict[Role, float] = {}
+        self._placed: dict[int, _Placed] = {}
+        """The placements of requests, by their identity."""
+        self._let_in: set[int] = set()
+        """Time of admission of the requests that are placed again."""
+
+    def place(
+        self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
+    ) -> RoutingDecision | None:
+        config = self._config
+        at_most = request.num_output_tokens if self._knows_lengths else UNLIMITED_TOKENS
+        expected = self._history.expect(DEFAULT_TENANT.id, at_most, self._knows_lengths)
+        prompt = Prompt(request.num_prompt_tokens, tuple(map(key_of, request.block_ids[:2])), expected)
+        books = [*self._books_of(prefill, Role.PREFILL, now_s), *self._books_of(decode, Role.DECODE, now_s)]
+        views = [*prefill, *decode]
+        candidates = [
+            book.seen((0, False), view.num_cached_tokens, now_s) for book, view in zip(books, views, strict=True)
+        ]
+        placement = place(
+            prompt,
+            candidates,
+            config.mode,
+            objective=self._objective,
+            weights=self._weights,
+            prices=self._prices,
+            pull_above_tokens=config.pull_above_tokens,
+        )
+        assert placement is not None, "every pool has a worker"
+        entry = QueueEntry(tenant=DEFAULT_TENANT, priority=0, ttft_s=self._objective.ttft_s)
+        prediction = placement.prediction
+        computes, decodes = int(placement.computes), int(placement.decode_worker)
+        entry.is_placed(placement)
+        if entry.turn[1]:
+            wait_s = self._books[computes].wait_s(entry.turn, now_s)
+            prediction = replace(prediction, wait_s=wait_s)
+        try:
+            victims = self._gate.admit(entry, prediction)
+        except Overloaded:
+            if id(request) not in self._let_in:
+                return None
+            victims = []
+        self._let_in.discard(id(request))
+        assert not victims, "a trace has one tenant and one priority"
+        job = Job(
+            turn=entry.turn,
+            compute_s=entry.compute_s,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_expected_tokens=expected,
+        )
+        self._books[computes].queue(job, now_s)
+        self._books[decodes].decode(job, now_s)
+        self._placed[id(request)] = _Placed(entry, job)
+        source = int(placement.source) if placement.source else None
+        return RoutingDecision(
+            computes=computes,
+            decodes=decodes,
+            source=source,
+            source_tokens=placement.source_tokens,
+            ttft_s=self._objective.ttft_s,
+            itl_s=self._objective.itl_s,
+            num_expected_tokens=expected,
+        )
+
+    def computed(self, request: TraceRequest, now_s: float) -> None:
+        placed = self._placed[id(request)]
+        self._gate.left(placed.entry)
+        if placed.job.queued_at:
+            placed.job.queued_at.computed(placed.job, now_s)
+
+    def finished(self, request: TraceRequest, now_s: float) -> None:
+        self.computed(request, now_s)
+        self._leave(self._placed.pop(id(request)).job, now_s)
+        self._history.observe(DEFAULT_TENANT.id, request.num_output_tokens)
+
+    def withdrawn(self, request: TraceRequest, now_s: float) -> None:
+        self.computed(request, now_s)
+        self._leave(self._placed.pop(id(request)).job, now_s)
+        self._let_in.add(id(request))
+
+    def moved(self, request: TraceRequest, decodes: int, now_s: float) -> None:
+        job = self._placed[id(request)].job
+        self._leave(job, now_s)
+        self._books[decodes].decode(job, now_s)
+
+    @staticmethod
+    def _leave(job: Job, now_s: float) -> None:
+        if job.decoding_at:
+            job.decoding_at.finished(job, now_s)
+
+    def _books_of(self, pool: Sequence[WorkerView], role: Role, now_s: float) -> list[LoadTracker]:
+        joined = any(view.index not in self._costs for view in pool)
+        if joined or now_s >= self._next_report_s.get(role, 0.0):
+            self._next_report_s[role] = now_s + REPORT_S
+            usual = typical([view.costs for view in pool])
+            self._costs |= {view.index: _times(believed(view.costs, usual), self._error) for view in pool}
+        return [self._book(view, role) for view in pool]
+
+    def _book(self, view: WorkerView, role: Role) -> LoadTracker:
+        book = self._books.get(view.index)
+        if book is None or book.candidate.role is not role:
+            info = WorkerInfo(
+                id=str(view.index),
+                role=role,
+                address="",
+                pid=0,
+                node="",
+                epoch=0,
+                content_id="",
+                wire_compat="",
+                block_size=view.block_tokens,
+                max_model_len=UNLIMITED_TOKENS,
+                chunk_tokens=view.chunk_tokens,
+            )
+            blocks = BlockCounts(total=view.num_blocks)
+            worker = Worker(info, WorkerLoad(state=WorkerState.READY, blocks=blocks))
+            if book is None:
+                book = self._books[view.index] = LoadTracker.of(worker, self._residence)
+            else:
+                book.report(worker)
+        book.candidate.costs = self._costs[view.index]
+        return book
+
+
+def _times(costs: StepCosts, factor: float) -> StepCosts:
+    if factor == 1:
+        return costs
+    return replace(costs, **{name: getattr(costs, name) * factor for name in costs.__dataclass_fields__})

@@ -1,0 +1,102 @@
+"""Runs policies on a trace, several at a time, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
+from baton.config import RouterConfig
+from baton.errors import ConfigError
+from lab.simulate.baselines import BASELINES
+from lab.simulate.policy import TwoLegs
+from lab.simulate.production import Production
+from lab.simulate.report import Result, result_of
+from lab.simulate.world import World
+from router.placement import NO_OBJECTIVE, Objective, Prices
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from lab.simulate.costs import CostModel
+    from lab.simulate.policy import Placer
+    from lab.simulate.scaler import Scaling
+    from lab.simulate.worker import WorkerShape
+    from lab.traces.trace import Trace
+
+POLICIES = (Production.name, *BASELINES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Everything but the policy."""
+
+    trace: Trace
+    shape: WorkerShape
+    costs: CostModel
+    prefill: int
+    """Workers; none: an aggregated pool."""
+    decode: int
+    objective: Objective
+    seed: int = 0
+    error: float = 1.0
+    """The factor by which the router misjudges the costs of steps."""
+    tells_all: bool = False
+    """The workers know the objectives under every policy, not only under this router's."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    scaling: Scaling | None = None
+    """The autoscaler of the pools; None: they stay as they are."""
+    knows_lengths: bool = False
+    """Requests ask for exactly as many tokens as they get, as those of `baton bench` do, and the router knows it."""
+
+    def __post_init__(self) -> None:
+        if self.decode < 1 or self.prefill < 0:
+            raise ConfigError(
+                f"a pool needs a worker that decodes, got {self.prefill} prefill and {self.decode} decode"
+            )
+        room = self.shape.num_blocks * self.shape.block_tokens
+        longest = max(r.num_prompt_tokens + r.num_output_tokens for r in self.trace.requests)
+        if longest > room:
+            raise ConfigError(f"the trace has a request of {longest} tokens; a worker's blocks hold {room}")
+
+
+def run_policy(policy: str, scenario: Scenario) -> Result:
+    """Runs one policy. Raises ConfigError for a policy that is not one of POLICIES."""
+    world = World(
+        scenario.trace, _placer(policy, scenario), scenario.shape, scenario.costs,
+        prefill=scenario.prefill, decode=scenario.decode, scaling=scenario.scaling,
+    )  # fmt: skip
+    return result_of(policy, world, world.run(), scenario.objective)
+
+
+def run_all(runs: Sequence[tuple[str, Scenario]], jobs: int = 0) -> Iterator[Result]:
+    """Results of policies on their scenarios, in the order given, each as soon as it and those before it are there.
+
+    Each run has a process of its own.
+
+    Args:
+        jobs: most processes at a time; 0: one per core.
+
+    Raises:
+        ConfigError: a policy is not one of POLICIES.
+    """
+    for policy, _ in runs:
+        if policy not in POLICIES:
+            raise ConfigError(f"no policy is called {policy!r}; there are {', '.join(POLICIES)}")
+    with ProcessPoolExecutor(jobs or os.cpu_count(), get_context("spawn")) as processes:
+        yield from processes.map(run_policy, *zip(*runs, strict=True))
+
+
+def _placer(policy: str, scenario: Scenario) -> Placer:
+    if policy == Production.name:
+        costs = scenario.costs
+        prices = Prices(
+            costs.transfer_latency_s, costs.transfer_s_per_token, costs.transfer_latency_s, exposed_s_per_token=0.0
+        )
+        return Production(
+            scenario.router, scenario.objective, prices, scenario.error, knows_lengths=scenario.knows_lengths
+        )
+    objective = scenario.objective if scenario.tells_all else NO_OBJECTIVE
+    return TwoLegs(BASELINES[policy](scenario.seed, scenario.shape.block_tokens), objective)

@@ -1,0 +1,125 @@
+"""The autoscaler in virtual time: `deploy.scaling.policy` over the status of the simulated workers."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.cluster import ClusterStatus, Role, RouterInfo
+from deploy.scaling.policy import decide
+from deploy.scaling.values import PolicyState, ScalingDecision
+from deploy.scaling.window import measure
+
+if TYPE_CHECKING:
+    from baton.config import AutoscaleConfig
+    from lab.simulate.members import Members, SimulatedMember
+    from router.placement import Objective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """How pools change in a run."""
+
+    config: AutoscaleConfig
+    objective: Objective
+    mode: str = "auto"
+    start_s: float = 30.0
+    """Time from the order to start a worker until it is ready."""
+    restarts_s: tuple[float, ...] = ()
+    """When the controller is killed and forgets what it knew; ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartOrder:
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveOrder:
+    """A worker changes its role, or stops."""
+
+    member: SimulatedMember
+    then: Role | None
+
+
+class Scaler:
+    """Decides once a window. Its orders are carried out one after the other, by whom it serves."""
+
+    def __init__(self, scaling: Scaling, members: Members) -> None:
+        self._scaling = scaling
+        self._members = members
+        self._state = PolicyState.fresh(0.0)
+        self._restarts_s = deque(scaling.restarts_s)
+        self._before: tuple[float, ClusterStatus] | None = None
+        self._orders: deque[StartOrder | tuple[Role, Role | None]] = deque()
+        """A worker to start, or one that leaves a role, and for which."""
+        self._met = self._missed = self._rejected = 0
+        self.decisions: list[tuple[float, ScalingDecision]] = []
+        """The decisions that changed something, and their times."""
+
+    @property
+    def window_s(self) -> float:
+        return self._scaling.config.window_s
+
+    @property
+    def start_s(self) -> float:
+        return self._scaling.start_s
+
+    def refused(self) -> None:
+        """A request was."""
+        self._rejected += 1
+
+    def finished(self, ttft_s: float, itl_s: float) -> None:
+        """A request was served."""
+        objective = self._scaling.objective
+        is_met = ttft_s <= objective.ttft_s and itl_s <= objective.itl_s
+        self._met += is_met
+        self._missed += not is_met
+
+    def observe(self, now: float) -> None:
+        """The end of a window, and the beginning of the next."""
+        if self._restarts_s and now >= self._restarts_s[0]:
+            self._restarts_s.popleft()
+            self._state, self._before = PolicyState.fresh(now), None
+            self._orders.clear()
+        router = RouterInfo(
+            id="router",
+            pid=0,
+            grpc="",
+            http="",
+            mirror_lag_s=0.0,
+            met=self._met,
+            missed=self._missed,
+            rejected=self._rejected,
+        )
+        status = self._members.status(now, router)
+        if self._before is not None:
+            began_s, before = self._before
+            measured = measure(before, status, now - began_s)
+            config, objective = self._scaling.config, self._scaling.objective
+            decision = decide(measured, self._state, config, objective, now, mode=self._scaling.mode)
+            self._state = decision.state
+            if decision.sizes != decision.before:
+                self.decisions.append((now, decision))
+                self._order(decision)
+        self._before = now, status
+
+    def next_order(self) -> StartOrder | LeaveOrder | None:
+        """None while a worker leaves: one after the other. An order that cannot be carried out is dropped."""
+        while self._orders and not self._members.somebody_leaves:
+            order = self._orders.popleft()
+            if isinstance(order, StartOrder):
+                return order
+            role, then = order
+            if (member := self._members.least_busy(role)) is not None:
+                return LeaveOrder(member, then)
+        return None
+
+    def _order(self, decision: ScalingDecision) -> None:
+        if (flips := decision.flips) is not None:
+            other = Role.DECODE if flips.role is Role.PREFILL else Role.PREFILL
+            self._orders += [(other, flips.role)] * flips.num
+        for role in Role:
+            self._orders += [StartOrder(role)] * decision.starts.of(role)
+            self._orders += [(role, None)] * decision.stops.of(role)

@@ -1,0 +1,288 @@
+"""A worker in virtual time: the production engine, scheduler and block pool over a model that only takes time.
+
+Steps in which every sequence decodes and none waits are taken many at once, until a sequence needs another block. Only
+an arrival can come between; it cuts such a leap short at the end of the step that runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.cluster import Computes, WorkerLoad, WorkerState
+from baton.messages import SequenceSpec
+from baton.sampling import SamplingParams
+from baton.scores import Sampled
+from engine.core.engine import Engine
+from engine.core.kv_spec import KVSpec, LayerGroup
+from engine.core.outputs import Generated, Reserved
+from engine.core.runner import ComputedStep, OnLayerDone, StepInput, StepOutput, ignore_layer
+from engine.core.scheduler import SchedulerLimits
+from engine.core.sequence import Purpose, Sequence
+from engine.core.step_fit import StepSize
+from lab.simulate.policy import WorkerView
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as SequenceOf
+
+    from lab.simulate.costs import CostModel
+    from lab.traces.trace import TraceRequest
+
+KEY_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerShape:
+    """Settings shared by all workers of a run."""
+
+    num_blocks: int
+    block_tokens: int
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    output_reservation: int = 512
+
+
+class CostlyRunner:
+    """A model without tensors: the answer is the sequence's own next number."""
+
+    runs_ahead = False
+    token_s = 0.0
+    computes = Computes()
+
+    def __init__(self, shape: WorkerShape) -> None:
+        group = LayerGroup(
+            name="none",
+            layers=(0,),
+            block_size=shape.block_tokens,
+            num_kv_heads=1,
+            k_dim=1,
+            v_dim=0,
+            dtype="uint8",
+        )
+        self.spec = KVSpec((group,))
+        self.num_blocks: tuple[int, ...] = (shape.num_blocks,)
+        self.caches = ()
+        self.name = self.sampler = "simulated"
+        self.max_model_len = shape.num_blocks * shape.block_tokens
+        self.vocab_size = sys.maxsize
+        self.eos_token_ids: frozenset[int] = frozenset()
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Prepares nothing: nobody reads its answers."""
+
+    def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
+        """See `Runner.execute`."""
+        return StepOutput.one_each(step, Sampled([part.token_ids[-1] + 1 for part in step.parts if part.sample]))
+
+    def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> ComputedStep:
+        """See `Runner.launch`."""
+        return ComputedStep(self.execute(step, on_layer_done))
+
+    def recover(self) -> None:
+        """Frees nothing: there is no device."""
+
+    def close(self) -> None:
+        """Ends nothing: it has started no process."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """The steps under way: `num_steps` equal ones from `began_s` on."""
+
+    input: StepInput
+    sequences: dict[int, Sequence]
+    """Sequences of the step by their keys."""
+    began_s: float
+    step_s: float
+    num_steps: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Computed in each of them."""
+        return self.input.num_scheduled_tokens
+
+    @property
+    def ends_s(self) -> float:
+        return self.began_s + self.num_steps * self.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReserved:
+    """A sequence that receives KV has its blocks; the first `num_cached_tokens` tokens are in them already."""
+
+    sequence: Sequence
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptComputed:
+    """A prefill worker has a prompt's first token; the blocks are held."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A sequence's next tokens."""
+
+    sequence: Sequence
+    num_tokens: int
+    interval_s: float
+    """Time between two of them, and from the one before."""
+    finished: bool
+
+
+class SimulatedWorker:
+    """Time is an argument. The owner asks for `ends_s` after every call, and calls `finish` and `begin` then."""
+
+    def __init__(self, index: int, shape: WorkerShape, costs: CostModel) -> None:
+        self.index = index
+        self.shape = shape
+        self.costs = costs
+        limits = SchedulerLimits(
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            output_reservation=shape.output_reservation,
+        )
+        self.engine = Engine(CostlyRunner(shape), limits)
+        self.num_requests = 0
+        self.queued_tokens = 0
+        """Uncached prompt tokens of sequences that are here and not computed."""
+        self.booked_tokens = 0
+        self.computed_tokens = 0
+        """Prompt tokens computed since the start, including those that a preemption computes again."""
+        self.busy_s = 0.0
+        self._stepped_tokens = 0
+        self._step: _Step | None = None
+
+    @property
+    def ends_s(self) -> float | None:
+        """When the current step is done; None: the worker is idle."""
+        return self._step.ends_s if self._step else None
+
+    def add(self, spec: SequenceSpec, purpose: Purpose, keys: SequenceOf[bytes], now: float) -> Sequence:
+        """Queues a sequence whose prompt's full blocks are called `keys`. `begin` when the worker is idle."""
+        sequence = self.engine.add(spec, purpose, now)
+        sequence.block_keys = list(keys)
+        self.cut_short(now)
+        return sequence
+
+    def num_cached_tokens(self, keys: SequenceOf[bytes], num_tokens: int) -> int:
+        """Leading tokens of a prompt that the prefix cache holds; the last token is always computed."""
+        usable = keys[: (num_tokens - 1) // self.shape.block_tokens]
+        return self.engine.num_cached_tokens(usable)
+
+    def insert(self, sequence: Sequence, now: float) -> bool:
+        """The KV of a reserved sequence has arrived. Whether its first token was its last."""
+        self.cut_short(now)
+        return self.engine.insert(sequence, sequence.token_ids[-1] + 1, now) is not None
+
+    def end(self, sequence: Sequence) -> None:
+        self.engine.end(sequence)
+
+    def finish(self, now: float) -> list[Tokens | PromptComputed]:
+        """Ends the step that is due, if any. What came of it."""
+        if (step := self._step) is None:
+            return []
+        assert now >= step.ends_s - 1e-9
+        self._step = None
+        return self._finish(step, now)
+
+    def begin(self, now: float) -> list[BlocksReserved]:
+        """Begins the next step, if there is anything to do. Returns the sequences that got blocks to receive KV."""
+        assert self._step is None, "one step at a time"
+        step, outputs = self.engine.schedule(now)
+        self.engine.take_block_events()
+        if step:
+            self._step = self._begin(step, now)
+        sequences = self.engine.sequences
+        return [BlocksReserved(sequences[o.sequence_key], o.num_cached_tokens) for o in outputs if type(o) is Reserved]
+
+    def load(self, now: float, state: WorkerState) -> WorkerLoad:
+        """The load that the worker would report."""
+        load, busy_s, num_tokens = self.engine.load(), self.busy_s, self._stepped_tokens
+        if (step := self._step) is not None:
+            busy_s += min(now, step.ends_s) - step.began_s
+            num_tokens += step.num_tokens * int((now - step.began_s) / step.step_s)
+        return WorkerLoad(
+            state=state,
+            running=load.running,
+            waiting=load.waiting,
+            queued_tokens=load.queued_tokens,
+            blocks=load.blocks,
+            preemptions=load.preemptions,
+            costs=load.costs,
+            busy_s=busy_s,
+            computed_tokens=num_tokens,
+        )
+
+    def view(self, keys: SequenceOf[bytes], request: TraceRequest) -> WorkerView:
+        """What a policy sees of it when the request is placed."""
+        engine, blocks = self.engine, self.engine.blocks
+        return WorkerView(
+            index=self.index,
+            num_cached_tokens=self.num_cached_tokens(keys, request.num_prompt_tokens),
+            queued_tokens=self.queued_tokens,
+            booked_tokens=self.booked_tokens,
+            num_requests=self.num_requests,
+            num_waiting=engine.num_waiting,
+            used_blocks=blocks.in_use,
+            num_blocks=blocks.total,
+            tokens_per_s=self.costs.tokens_per_s,
+            costs=engine.costs,
+            chunk_tokens=self.shape.max_num_batched_tokens,
+            block_tokens=self.shape.block_tokens,
+        )
+
+    def _begin(self, step: StepInput, now: float) -> _Step:
+        everybody = not self.engine.num_waiting and len(step.parts) == self.engine.num_running
+        leap = self.shape.max_num_batched_tokens if everybody else 1
+        sequences = {part.sequence_key: self.engine.sequences[part.sequence_key] for part in step.parts}
+        for part in step.parts:
+            sequence = sequences[part.sequence_key]
+            if part.is_decoding:
+                room = sequence.num_block_tokens - part.end
+                leap = min(leap, 1 + room, sequence.spec.max_tokens - sequence.num_output_tokens)
+            else:
+                leap = 1
+                self.computed_tokens += part.num_scheduled_tokens
+        size = StepSize.of(step)
+        step_s = self.costs.step_s(size)
+        self.engine.learn(size, step_s)
+        return _Step(input=step, sequences=sequences, began_s=now, step_s=step_s, num_steps=leap)
+
+    def _finish(self, step: _Step, now: float) -> list[Tokens | PromptComputed]:
+        self.busy_s += step.num_steps * step.step_s
+        self._stepped_tokens += step.num_steps * step.num_tokens
+        happened: list[Tokens | PromptComputed] = []
+        for output in self.engine.commit(step.input, self._executed(step), now):
+            assert isinstance(output, Generated)
+            sequence, finished = step.sequences[output.sequence_key], output.finish_reason is not None
+            if sequence.purpose is Purpose.PREFILL:
+                happened.append(PromptComputed(sequence))
+            else:
+                happened.append(Tokens(sequence, step.num_steps, step.step_s, finished))
+        return happened
+
+    def _executed(self, step: _Step) -> StepOutput:
+        """What the model answers to all steps of a leap at once: as many tokens for each sequence."""
+        one = self.engine.runner.execute(step.input)
+        num_more = step.num_steps - 1
+        if not num_more:
+            return one
+        return StepOutput(
+            sampled_token_ids=tuple([tuple(range(n, n + step.num_steps)) for (n,) in one.sampled_token_ids]),
+            num_computed_tokens=tuple([num_tokens + num_more for num_tokens in one.num_computed_tokens]),
+        )
+
+    def cut_short(self, now: float) -> None:
+        """Ends a leap of many steps after the one that runs."""
+        if self._step is not None and self._step.num_steps > 1:
+            num_begun = int((now - self._step.began_s) / self._step.step_s) + 1
+            self._step.num_steps = min(self._step.num_steps, num_begun)
+
+
+def key_of(block_id: int) -> bytes:
+    """The name of a trace's block."""
+    return block_id.to_bytes(KEY_BYTES, "little", signed=True)

@@ -1,0 +1,165 @@
+"""What the parts of a worker learn of its state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from baton.blocks import content_id
+from baton.cluster import Role, WorkerState
+from baton.config import Config, EngineConfig, ModelConfig, TransferConfig
+from baton.errors import DeviceLost, WorkerDraining
+from baton.rpc import RpcServer
+from baton.tasks import cancel_and_wait
+from engine.core.sequence import Purpose
+from engine.model.arithmetic import ArithmeticRunner
+from kvstore.index.memory import MemoryStore
+from kvstore.leases import MemoryLeases
+from kvstore.transfer.connection.control_stream import Peer
+from kvstore.transfer.device import DeviceLosses
+from tests.support.builders import READY, worker_info
+from tests.unit.kvstore.transfer.peers import make_spec
+from worker.member import Member
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_the_handlers_take_no_new_work_while_the_worker_drains() -> None:
+    config = Config(transfer=TransferConfig(links=("tcp",)))
+    member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, ArithmeticRunner(8, 16))
+    try:
+        member.context.require_staying()
+        member.become(WorkerState.DRAINING)
+        with pytest.raises(WorkerDraining, match="decode-0"):
+            member.context.require_staying()
+        member.become(WorkerState.READY)
+        member.context.require_staying()
+    finally:
+        await member.kv.close()
+
+
+async def test_workers_share_no_kv_unless_they_compute_the_same() -> None:
+    async def identities(model: ModelConfig, *, batch_invariant: bool = False) -> tuple[str, str]:
+        engine = EngineConfig(batch_invariant=batch_invariant)
+        config = Config(model=model, engine=engine, transfer=TransferConfig(links=("tcp",)))
+        member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, ArithmeticRunner(8, 16))
+        await member.kv.close()
+        return member.content_id, member.wire_compat
+
+    found = [await identities(ModelConfig(revision="r", weights=weights)) for weights in ("exact", "bf16", "int8g")]
+    assert await identities(ModelConfig(revision="r")) == found[0]
+    assert found[0][0] == content_id("r"), "exact weights keep the keys that they had"
+    found.append(await identities(ModelConfig(revision="r"), batch_invariant=True))
+    assert len({one for both in found for one in both}) == 8, "also unless nothing beside an answer changes its bits"
+
+
+async def test_a_device_that_is_lost_in_a_transfer_alone_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle worker computes no step that would show it."""
+    losses = DeviceLosses()
+    monkeypatch.setattr("kvstore.transfer.endpoint.LOSSES", losses)
+    monkeypatch.setattr("kvstore.transfer.endpoint.POLL_S", 0.01)
+    member = Member(
+        Role.DECODE,
+        "decode-0",
+        "127.0.0.1",
+        Config(transfer=TransferConfig(links=("tcp",))),
+        ArithmeticRunner(8, 16),
+    )
+
+    async def belong(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(member, "_belong", belong)
+    leases: Any = None
+    running = asyncio.create_task(member._run(leases, leases, leases, RpcServer(())))
+    try:
+        async with member.loop.sequence(make_spec([1, 2, 3]), Purpose.RECEIVE) as waits:
+            await waits.next()  # its blocks
+            done, _ = await asyncio.wait([running], timeout=0.1)
+            assert not done
+            losses.note(RuntimeError("CUDA error: an illegal memory access was encountered"))
+            with pytest.raises(DeviceLost, match="illegal memory access"):
+                async with asyncio.timeout(10):
+                    await waits.next()
+        with pytest.raises(ExceptionGroup) as ended:
+            await asyncio.wait_for(running, 10)
+        assert [type(error) for error in ended.value.exceptions] == [DeviceLost]
+    finally:
+        await cancel_and_wait([running])
+        await member.kv.close()
+
+
+async def test_what_copies_kv_is_chosen_before_a_worker_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = dict[torch.device, Any]()
+    monkeypatch.setattr("kvstore.transfer.copy.kernel_choice.CHOSEN", chosen)
+    config = Config(transfer=TransferConfig(links=("tcp",)))
+    member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, ArithmeticRunner(8, 16))
+    try:
+        assert member.state is WorkerState.STARTING
+        assert chosen == {torch.device("cpu"): None}
+    finally:
+        await member.kv.close()
+
+
+async def test_a_worker_says_what_copies_its_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ArithmeticRunner(8, 16)
+    config = Config(transfer=TransferConfig(links=("tcp",)), engine=EngineConfig(plan_ahead=True))
+    member = Member(Role.DECODE, "decode-0", "127.0.0.1", config, runner)
+    member._info = worker_info("decode-0", Role.DECODE)
+    cpu, gpu, chosen = torch.device("cpu"), torch.device("cuda", 0), dict[torch.device, Any]()
+    monkeypatch.setattr("kvstore.transfer.copy.kernel_choice.CHOSEN", chosen)
+    try:
+        chosen[cpu] = None
+        found = member._described().computes
+        assert (found.kv_copies, found.dtype, found.plans_ahead, found.fallbacks) == ("torch", "int64", True, ())
+        monkeypatch.setattr(runner, "caches", (SimpleNamespace(device=gpu),))
+        chosen[gpu] = object()
+        assert (member._described().computes.kv_copies, member._described().computes.fallbacks) == ("kernels", ())
+        chosen[gpu] = None
+        monkeypatch.setattr("worker.member.why_not_kernels", lambda device: "Triton is not installed")
+        assert member._described().computes.fallbacks == ("KV is copied by torch: Triton is not installed",)
+        monkeypatch.setattr("worker.member.why_not_kernels", lambda device: None)
+        assert "do not run or move other bytes" in member._described().computes.fallbacks[0]
+    finally:
+        await member.kv.close()
+
+
+async def test_connections_are_opened_ahead_by_prefill_workers_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the view of the cluster as it is at each opening, and in no role or state but these."""
+    monkeypatch.setattr("worker.member.LOOK_AROUND_S", 0.01)
+    config = Config(transfer=TransferConfig(links=("tcp",)))
+    member = Member(Role.PREFILL, "prefill-0", "127.0.0.1", config, ArithmeticRunner(8, 16))
+    member._info = worker_info("prefill-0", Role.PREFILL)
+    leases, views = MemoryLeases(MemoryStore()), asyncio.Queue[list[str]]()
+
+    async def open_ahead(peers: Sequence[Peer]) -> bool:
+        views.put_nowait([peer.worker_id for peer in peers])
+        return False
+
+    monkeypatch.setattr(member.kv.sender, "open_ahead", open_ahead)
+    opening = asyncio.create_task(member._open_ahead(leases))
+    try:
+        await asyncio.sleep(0.1)
+        assert views.empty(), "the worker has not started yet"
+        member.become(WorkerState.READY)
+        assert await views.get() == []
+        info = worker_info("decode-0", Role.DECODE, incarnation="d", epoch=await leases.acquire("decode-0"))
+        assert await leases.renew(info, READY)
+        async with asyncio.timeout(10):
+            while await views.get() != ["decode-0"]:
+                pass
+        for state, role in ((WorkerState.DRAINING, Role.PREFILL), (WorkerState.READY, Role.DECODE)):
+            member.become(state, role)
+            await asyncio.sleep(0.05)
+            while not views.empty():
+                views.get_nowait()
+            await asyncio.sleep(0.1)
+            assert views.empty()
+    finally:
+        await cancel_and_wait([opening])
+        await member.kv.close()

@@ -1,0 +1,198 @@
+"""What a worker's process makes of its settings before it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+from collections.abc import AsyncGenerator, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton import garbage
+from baton.cluster import Role
+from baton.config import OWN_SETTINGS, ClusterConfig, Config, EngineConfig, EveryEngineConfig, ModelConfig
+from baton.errors import BatonError, ConfigError
+from baton.trust import KeyFile, Principal, draw_secret, write_private
+from engine.core.runner import Runner
+from tests.unit.engine.scripted import ScriptedEngine
+from worker.process import build_runner, main, serve
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"runner": "arithmetic", "kv_cache_gib": 2.0},
+            r"engine\.runner arithmetic does not know engine\.kv_cache_gib; unset it",
+        ),
+        (
+            {"runner": "arithmetic", "kv_dtype": "fp8", "kv_cache_gib": 2.0},
+            r"arithmetic does not know engine\.kv_cache_gib and engine\.kv_dtype; unset them",
+        ),
+        ({"arithmetic_step_ms": 1.0}, r"engine\.runner auto does not know engine\.arithmetic_step_ms; unset it"),
+        (
+            {"runner": "transformers", "arithmetic_step_ms": 1.0},
+            r"engine\.runner transformers does not know engine\.arithmetic_step_ms; unset it",
+        ),
+        (
+            {"runner": "native", "arithmetic_token_ms": 1.0},
+            r"native does not know engine\.arithmetic_token_ms; unset it",
+        ),
+    ],
+    ids=str,
+)
+def test_what_the_engine_does_not_know_is_refused_by_name_at_start(settings: dict[str, Any], sentence: str) -> None:
+    """Before anything is loaded: there is no model here."""
+    with pytest.raises(ConfigError, match=f"^.*{sentence}$"):
+        build_runner(Config(engine=EngineConfig(**settings)))
+
+
+def test_what_the_engine_knows_is_heeded() -> None:
+    engine = EngineConfig(
+        runner="arithmetic", block_size=32, num_blocks=8, max_waiting=3, num_threads=2, memory_share=0.5, kv_cache_gib=0
+    )
+    runner = build_runner(Config(engine=engine))
+    assert (runner.spec.block_size, runner.num_blocks) == (32, (8,))
+
+
+def test_weights_that_a_runner_does_not_make_are_refused_by_name() -> None:
+    config = Config(model=ModelConfig(weights="int8g"), engine=EngineConfig(runner="arithmetic"))
+    with pytest.raises(ConfigError, match=r"model\.weights int8g needs the native step: engine\.runner is arithmetic"):
+        build_runner(config)
+
+
+OTHER_VALUES = {
+    "attention": "flashinfer", "speculation": "off", "kv_dtype": "int8", "plan_ahead": True, "batch_invariant": True,
+}  # fmt: skip
+"""Values that are no numbers, of settings that take none."""
+
+
+@pytest.mark.parametrize("name", sorted(OWN_SETTINGS | {"kv_cache_gib"}))
+def test_an_engine_of_another_make_says_what_it_does_not_know(name: str) -> None:
+    EngineConfig(block_size=32, num_blocks=8).refuse_unknown(ScriptedEngine.unknown_settings)
+    setting: dict[str, Any] = {name: OTHER_VALUES.get(name, 7)}
+    with pytest.raises(ConfigError, match=rf"does not know engine\.{name}; unset it"):
+        EngineConfig(**setting).refuse_unknown(ScriptedEngine.unknown_settings)
+
+
+async def test_the_collector_is_told_of_what_is_loaded_before_anything_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A full collection over a model's modules would stop every stream for a tenth of a second."""
+
+    def tell() -> None:
+        raise BatonError("told")
+
+    monkeypatch.setattr(garbage, "keep_what_is_loaded", tell)
+    with pytest.raises(BatonError, match="told"):
+        await serve(
+            Config(engine=EngineConfig(runner="arithmetic", block_size=32, num_blocks=8)), Role.DECODE, "d", "127.0.0.1"
+        )
+
+
+async def test_a_worker_whose_pairs_cannot_be_ended_drains_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck, drained = asyncio.Event(), asyncio.Event()
+
+    async def drain(timeout_s: float) -> int:
+        drained.set()
+        return 0
+
+    @contextlib.asynccontextmanager
+    async def running(*_: Any, output: Path | None) -> AsyncGenerator[tuple[Any, asyncio.Task[None]]]:
+        assert output == Path("written")
+        ended = asyncio.create_task(asyncio.sleep(60))
+        yield SimpleNamespace(member=SimpleNamespace(kv=SimpleNamespace(stuck=stuck.wait)), drain=drain), ended
+        ended.cancel()
+
+    monkeypatch.setattr("worker.process.running", running)
+    config = Config(engine=EngineConfig(runner="arithmetic", block_size=32, num_blocks=8))
+    serving = asyncio.create_task(serve(config, Role.DECODE, "d", "127.0.0.1", output=Path("written")))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(drained.wait()), 0.5)
+    stuck.set()
+    await asyncio.wait_for(serving, 10)
+    assert drained.is_set()
+
+
+def test_nccl_logs_into_a_folder_of_the_worker_that_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = list[Path]()
+
+    def run(serving: Coroutine[Any, Any, None]) -> None:
+        serving.close()
+        folders.append(Path(os.environ["NCCL_DEBUG_FILE"]).parent)
+        assert folders[0].is_dir()
+        raise ExceptionGroup("", [BatonError("it ends")])
+
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
+        monkeypatch.setenv(name, "")  # so that what `main` sets goes again
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("BATON_CONFIG_JSON", Config().to_json())
+    monkeypatch.setattr("sys.argv", ["worker", "decode", "d", "127.0.0.1"])
+    monkeypatch.setattr("uvloop.run", run)
+    monkeypatch.setattr("baton.telemetry.logs.configure", lambda *_: None)
+    with pytest.raises(SystemExit, match="it ends"):
+        main()
+    assert not folders[0].exists()
+
+
+@pytest.mark.parametrize(
+    ("role", "speculation", "is_loaded"),
+    [(Role.DECODE, "ngram", True), (Role.DECODE, "off", False), (Role.PREFILL, "ngram", True)],
+)
+async def test_a_draft_model_is_loaded_whatever_the_role_is_at_first(
+    role: Role, speculation: str, is_loaded: bool
+) -> None:
+    """A worker that computes prompts may be made to decode later."""
+    engine = EngineConfig(runner="arithmetic", draft_model="/drafts", speculation=speculation)
+
+    def build(config: Config) -> Runner:
+        raise BatonError(config.engine.draft_model or "none")
+
+    with pytest.raises(BatonError, match="/drafts" if is_loaded else "none"):
+        await serve(Config(engine=engine), role, "w", "127.0.0.1", build=build)
+
+
+async def test_a_worker_without_the_clusters_keys_ends_its_start_with_a_sentence(tmp_path: Path) -> None:
+    """Before it loads a model. A key's name is enough to know it by."""
+
+    def build(config: Config) -> Runner:
+        raise BatonError("it would start")
+
+    async def start(secret: str, host: str = "10.9.9.9") -> None:
+        config = Config(engine=EngineConfig(runner="arithmetic"), cluster=ClusterConfig(secret=secret))
+        await serve(config, Role.DECODE, "w", host, fingerprint=fingerprint, build=build)
+
+    own, other = str(tmp_path / "own"), str(tmp_path / "other")
+    secrets = {path: draw_secret() for path in (own, other)}
+    for path, text in secrets.items():
+        write_private(Path(path), text)
+    fingerprint = KeyFile(own, Principal.CONTROLLER).keys.fingerprint
+    for secret, said in (
+        (own, "it would start"),
+        (other, f"the keys in {other} on .* are not those of this cluster's controller"),
+        (str(tmp_path / "none"), "cannot read the keys in .*none: No such file"),
+        ("", "without cluster.secret .* this worker's address is 10.9.9.9"),
+    ):
+        with pytest.raises(BatonError, match=said):
+            await start(secret)
+    with pytest.raises(ConfigError, match="the keys in no file on"):
+        await start("", "127.0.0.1")
+    write_private(Path(other), f"{secrets[other]}\n{secrets[own]}")
+    with pytest.raises(BatonError, match="it would start"):  # the secret changes, and this machine has the new one
+        await start(other)
+    fingerprint = ""
+    with pytest.raises(BatonError, match="it would start"):
+        await start("", "127.0.0.1")
+
+
+def test_settings_are_every_engines_or_our_own() -> None:
+    every = {each.name for each in dataclasses.fields(EveryEngineConfig)}
+    both = {each.name for each in dataclasses.fields(EngineConfig)}
+    assert not every & OWN_SETTINGS
+    assert every | OWN_SETTINGS == both
+    assert {"max_waiting", "output_reservation", "arithmetic_step_ms"} <= OWN_SETTINGS

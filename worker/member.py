@@ -1,0 +1,308 @@
+"""A worker as a member of the cluster: an engine whose lease and cached blocks are visible to others.
+
+Workers of both roles are the same: the role in the lease only decides which calls routers send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import socket
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+
+from baton import wire
+from baton.blocks import content_id
+from baton.cluster import VERSION, Role, WorkerInfo, WorkerLoad, WorkerState, fallback
+from baton.config import Config
+from baton.errors import DeviceLost, StoreUnavailable
+from baton.rpc import MalformedCount, RpcServer
+from baton.tasks import cancel_and_wait
+from baton.tls import member_tls
+from baton.trust import Principal, open_keys
+from engine.core.block_pool import Removed, Stored
+from engine.core.engine import Engine
+from engine.core.kv_spec import KVSpec
+from engine.core.loop import EngineLoop
+from engine.core.outputs import EngineEvent, Idle
+from engine.core.runner import Runner
+from engine.core.scheduler import SchedulerLimits
+from engine.core.serving import ServingEngine
+from kvstore.index import IndexPublisher, RedisConnection, RedisIndex
+from kvstore.leases import LeaseKeeper, LeaseStore, RedisLeases
+from kvstore.transfer.copy.kernel_choice import kernels_of, why_not_kernels
+from kvstore.transfer.endpoint import KvEndpoint
+from kvstore.transfer.local_worker import LocalWorker
+from kvstore.worker_context import WorkerContext
+from worker.ahead import peers_of
+
+WIRE_VERSION = 2
+"""Version of the hand-over's protocol: workers of different versions do not connect."""
+LOOK_AROUND_S = 5.0
+"""How often a prefill worker looks for decode workers to which it has no connection yet."""
+
+
+class Member:
+    """The engine, KV endpoint, lease and index publisher of one worker's process."""
+
+    def __init__(self, role: Role, worker_id: str, host: str, config: Config, runner: Runner) -> None:
+        self.worker_id = worker_id
+        self.host = host
+        self.config = config
+        self.keys = open_keys(config.cluster.secret, Principal.WORKER)
+        """The keys by which it proves to other members who it is, read again when their file changes. None: the cluster
+        has no secret."""
+        self.incarnation = os.urandom(8).hex()
+        """Random identity of this process, to which hand-overs and the proofs of calls are bound."""
+        self.content_id = content_id(config.kv_identity)
+        self.tls = member_tls(config.cluster)
+        """What the worker shows other members; None: all speak in plain text."""
+        self.wire_compat = wire_compat(config.kv_identity, runner.spec)
+        batch = self.batch = config.engine.batch(on_gpu=bool(runner.computes.gpu))
+        limits = SchedulerLimits(
+            max_num_seqs=batch.max_num_seqs,
+            max_num_batched_tokens=batch.max_num_batched_tokens,
+            output_reservation=config.engine.output_reservation,
+            max_draft_tokens=config.engine.max_draft_tokens if config.engine.speculation == "ngram" else 0,
+        )
+        self.loop: ServingEngine = EngineLoop(
+            Engine(runner, limits),
+            config.engine.max_waiting,
+            self._on_engine_event,
+            plans_ahead=batch.plans_ahead,
+            step_timeout_s=config.engine.step_timeout_s,
+        )
+        local = LocalWorker(
+            worker_id=worker_id,
+            incarnation=self.incarnation,
+            caches=self.loop.caches,
+            wire_compat=self.wire_compat,
+            host=host,
+            tls=self.tls,
+            keys=self.keys,
+        )
+        self.kv = KvEndpoint(local, self.loop, config.transfer, config.faults)
+        self.context = WorkerContext(worker_id, self.loop, self.kv)
+        """The worker, as its RPC handlers see it."""
+        self._keeper: LeaseKeeper | None = None
+        self._publisher: IndexPublisher | None = None
+        self._role = role
+        self._state = WorkerState.STARTING
+        self._has_become = asyncio.Event()
+        """Set whenever the state has changed."""
+        self._info: WorkerInfo | None = None
+        self._computes = replace(runner.computes, plans_ahead=batch.plans_ahead)
+        self._malformed = MalformedCount()
+
+    @property
+    def info(self) -> WorkerInfo:
+        assert self._info is not None, "the member has not joined yet"
+        return self._info
+
+    @property
+    def role(self) -> Role:
+        return self._role
+
+    @property
+    def state(self) -> WorkerState:
+        return self._state
+
+    def become(self, state: WorkerState, role: Role | None = None) -> None:
+        """Changes the state, and perhaps the role, and renews the lease at once so that others see it."""
+        self._state = state
+        self.context.is_draining = state is WorkerState.DRAINING
+        if role is not None:
+            self._role = role
+            self._info = replace(self.info, role=role)
+        self._has_become.set()
+        if self._keeper is not None:
+            self._keeper.renew_soon()
+
+    @contextlib.asynccontextmanager
+    async def joined(self, rpc: RpcServer, port: int) -> AsyncGenerator[asyncio.Task[None]]:
+        """The engine runs and the worker takes traffic while the block is entered.
+
+        Yields:
+            A task that ends, with the error, when the worker can no longer be part of the cluster: it was fenced by a
+            newer incarnation, or a part of it failed.
+
+        Raises:
+            DeviceLost: in a group, on leaving: the step that was waited for hangs.
+        """
+        settings, self._malformed = self.config.index, rpc.malformed
+        async with contextlib.AsyncExitStack() as stack:
+            index = RedisIndex(
+                RedisConnection(settings.url, tls=self.tls),
+                self.content_id,
+                blocks_ttl_s=settings.blocks_ttl_s,
+                stream_max_events=settings.stream_max_events,
+                keys=self.keys,
+            )
+            stack.push_async_callback(index.close)
+            leases = RedisLeases(
+                RedisConnection(settings.url, tls=self.tls),
+                self.content_id,
+                lease_s=settings.lease_s,
+                blocks_ttl_s=settings.blocks_ttl_s,
+                keys=self.keys,
+            )
+            stack.push_async_callback(leases.close)
+            stack.push_async_callback(self.kv.close)
+            keeper = self._keeper = LeaseKeeper(leases, self.worker_id, renew_s=settings.renew_s)
+            epoch = await keeper.acquire()
+            stack.push_async_callback(keeper.close)
+            self._info = WorkerInfo(
+                id=self.worker_id,
+                role=self._role,
+                address=f"{self.host}:{port}",
+                pid=os.getpid(),
+                node=socket.gethostname(),
+                epoch=epoch,
+                content_id=self.content_id,
+                wire_compat=self.wire_compat,
+                block_size=self.loop.spec.block_size,
+                max_model_len=self.loop.max_model_len,
+                chunk_tokens=self.batch.max_num_batched_tokens,
+                version=VERSION,
+                known_fields=wire.KNOWN_FIELDS,
+                engine=self.loop.name,
+                sampler=self.loop.sampler,
+                incarnation=self.incarnation,
+                computes=self._computes,
+            )
+            self.kv.receiver.kv_address = self.info.address
+            self._publisher = self._publisher_of(epoch, index)
+            await rpc.start()
+            stack.push_async_callback(rpc.stop, 0)
+            self._state = WorkerState.READY
+            await rpc.set_serving(True)
+            running = asyncio.create_task(self._run(keeper, index, leases, rpc), name="member")
+            stack.push_async_callback(_end, running)
+            yield running
+
+    async def _run(self, keeper: LeaseKeeper, index: RedisIndex, leases: LeaseStore, rpc: RpcServer) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._answer_health(rpc), name="health")
+            tasks.create_task(self.loop.run(), name="engine")
+            tasks.create_task(self._watch_device(), name="device")
+            tasks.create_task(self._belong(keeper, index), name="lease")
+            if self.kv.sender.opens_slowly:
+                tasks.create_task(self._open_ahead(leases), name="ahead")
+
+    async def _answer_health(self, rpc: RpcServer) -> None:
+        """Has health checks say whether the worker takes new work, which its pod's readiness follows."""
+        while True:
+            self._has_become.clear()
+            await rpc.set_serving(self._state is WorkerState.READY)
+            await self._has_become.wait()
+
+    async def _watch_device(self) -> None:
+        """Ends the engine, as a failed step would, once a transfer has found that its device computes nothing more."""
+        self.loop.lose(await self.kv.device_lost())
+
+    async def _open_ahead(self, leases: LeaseStore) -> None:
+        """Opens connections to decode workers before a hand-over needs them, while this worker computes prompts.
+
+        Each is chosen from a fresh view of the cluster: the worker before may have taken a minute.
+        """
+        while True:
+            is_opened = False
+            if self._role is Role.PREFILL and self._state is WorkerState.READY:
+                with contextlib.suppress(StoreUnavailable):
+                    is_opened = await self.kv.sender.open_ahead(peers_of(self.info, await leases.list_workers()))
+            if not is_opened:
+                await asyncio.sleep(LOOK_AROUND_S)
+
+    async def _belong(self, keeper: LeaseKeeper, index: RedisIndex) -> None:
+        """Keeps the lease and publishes under its epoch; after an expired lease, under the next epoch.
+
+        The engine continues meanwhile: open streams need their answers, whatever the index holds.
+        """
+        while True:
+            async with asyncio.TaskGroup() as tasks:
+                if self._publisher is not None:
+                    publishing = tasks.create_task(self._publisher.run(), name="index")
+                await keeper.run(lambda: (self._described(), self._load()))
+                if self._publisher is not None:
+                    publishing.cancel()  # before the next epoch exists, which would fence it
+            epoch = await keeper.acquire()
+            self._info = replace(self.info, epoch=epoch)
+            self._publisher = self._publisher_of(epoch, index)
+
+    def _publisher_of(self, epoch: int, index: RedisIndex) -> IndexPublisher | None:
+        """The publisher of an epoch; None: blocks of this model cannot be reused."""
+        if not self.loop.spec.supports_prefix_reuse:
+            return None
+        return IndexPublisher(index, self.worker_id, epoch, self.loop.keys)
+
+    def _described(self) -> WorkerInfo:
+        """Who it is, with what copies its KV."""
+        device = self.loop.caches[0].device
+        computes, is_by_torch = self._computes, kernels_of(device) is None
+        fallbacks = computes.fallbacks
+        if is_by_torch and device.type == "cuda":
+            reason = why_not_kernels(device) or "its kernels do not run or move other bytes; the worker's log says more"
+            fallbacks += (fallback("KV is copied by torch", reason),)
+        copies = "torch" if is_by_torch else "kernels"
+        return replace(self.info, computes=replace(computes, kv_copies=copies, fallbacks=fallbacks))
+
+    def _load(self) -> WorkerLoad:
+        load = self.loop.load()
+        return WorkerLoad(
+            state=self._state,
+            running=load.running,
+            waiting=load.waiting,
+            queued_tokens=load.queued_tokens,
+            blocks=load.blocks,
+            preemptions=load.preemptions,
+            costs=load.costs,
+            busy_s=load.busy_s,
+            computed_tokens=load.computed_tokens,
+            drafted_tokens=load.drafted_tokens,
+            accepted_tokens=load.accepted_tokens,
+            model_drafted_tokens=load.model_drafted_tokens,
+            model_accepted_tokens=load.model_accepted_tokens,
+            self_check=self.loop.self_check,
+            transfers=self.kv.counts(),
+            links=self.kv.links(),
+            malformed=self._malformed.total,
+        )
+
+    def _on_engine_event(self, event: EngineEvent) -> None:
+        """Publishes blocks; an idle engine is shown to others at once, before the lease's next renewal."""
+        match event:
+            case Idle():
+                if self._keeper is not None:
+                    self._keeper.renew_soon()
+            case Stored(key):
+                if self._publisher is not None:
+                    self._publisher.stored([key])
+            case Removed(key):
+                if self._publisher is not None:
+                    self._publisher.removed([key])
+
+
+async def _end(running: asyncio.Task[None]) -> None:
+    """Ends the tasks of a member. What they raise meanwhile is dropped, but for a device that is found to be lost."""
+    if running.done():
+        return
+    await cancel_and_wait([running])
+    if not running.cancelled() and isinstance(error := running.exception(), BaseExceptionGroup):
+        lost, _ = error.split(DeviceLost)
+        if lost is not None:
+            raise lost
+
+
+def wire_compat(model_identity: str, spec: KVSpec) -> str:
+    """Identity of what two workers must share to connect: the model and the structure of its KV.
+
+    Block size, KV data type and tensor-parallel degree are not part of it: the transfer plan bridges them, or refuses
+    them in words (`kvstore.transfer.protocol.layout.mismatch`). Pages of int8 are another structure, since their scales
+    count among the dimensions.
+    """
+    groups = "|".join(f"{g.name}:{len(g.layers)}:{g.k_dim}:{g.v_dim}" for g in spec.groups)
+    states = "|".join(f"{s.name}:{s.shape}:{s.dtype}" for s in spec.states)
+    text = f"{WIRE_VERSION}\0{model_identity}\0{groups}\0{states}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,236 @@
+"""A worker's process: one engine, which serves both roles; its role decides which calls routers send.
+
+    python -m worker ROLE ID HOST [--ready-fd N] [--keys FINGERPRINT] [--output PATH]
+
+The configuration comes in BATON_CONFIG_JSON. A Ray actor keeps each one (`deploy.ray_pools.actor`); anything else that
+starts processes could. Once the worker is ready, or has failed to start, it writes one line of JSON to the descriptor:
+`{"pid": ..., "address": ..., "incarnation": ...}`, or `{"kind": ..., "message": ...}`, an error of Baton's tree.
+
+SIGTERM drains it: its work moves to others, for `cluster.drain_timeout_s` at most, then it leaves the cluster and ends.
+A second SIGTERM ends it at once. A worker whose NCCL communicators can no longer be ended drains by itself.
+
+A worker whose GPU computes nothing more in this process, or hangs, (`baton.errors.DeviceLost`) leaves the cluster at
+once and ends with a status other than 0: what keeps it starts another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+
+from baton import garbage
+from baton.cluster import VERSION, Role
+from baton.config import Config, process_config
+from baton.errors import BatonError, ConfigError, DeviceLost, Fenced
+from baton.rpc import RpcServer, members_only
+from baton.rpc.doors import WORKERS_RULES, member_doors, require_keys
+from baton.rpc.errors import to_failed
+from baton.tasks import cancel_and_wait
+from baton.telemetry import logs, tracing
+from baton.tls import member_tls
+from baton.trust import Principal, open_keys
+from baton.v1 import kv_pb2_grpc, worker_pb2_grpc
+from baton.visible import in_line
+from decode_worker.service import DecodeService
+from deploy.models import cache_dir
+from deploy.processes import FENCED, tell_parent
+from engine.core.runner import Runner
+from engine.runners import make_runner
+from kvstore.transfer.transport.nccl_log import private_log
+from prefill_worker.service import PrefillService
+from worker.calls import CallServicer, max_message_bytes
+from worker.control import WorkerControl
+from worker.kernel_caches import own_kernel_caches
+from worker.log import WorkerLog
+from worker.member import Member
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS_S = 0.2
+"""Time for the last events of calls to reach the routers, in seconds."""
+LOST_S = 5.0
+"""Time in which a process whose device is lost has to end, in seconds. What frees a device's memory may wait for it."""
+SERVICE_NAMES = ("baton.v1.WorkerCalls", "baton.v1.WorkerControl", "baton.v1.WorkerLog", "baton.v1.KvControl")
+
+
+@contextlib.asynccontextmanager
+async def running(
+    config: Config, role: Role, worker_id: str, host: str, runner: Runner, *, output: Path | None = None
+) -> AsyncGenerator[tuple[WorkerControl, asyncio.Task[None]]]:
+    """A worker that takes traffic while the block is entered. Yields its control, and the task of `Member.joined`.
+
+    Args:
+        output: see `WorkerLog`.
+    """
+    member = Member(role, worker_id, host, config, runner)
+    doors = (*member_doors(member.keys, member.incarnation, WORKERS_RULES), *members_only(member.tls))
+    max_bytes = max_message_bytes(runner.max_model_len)
+    rpc = RpcServer(SERVICE_NAMES, doors, max_message_bytes=max_bytes, describes_itself=False)
+    prefill, decode = PrefillService(member.context), DecodeService(member.context)
+    calls = CallServicer(
+        prefill=prefill.prefill, decode=decode.decode, fetch=decode.fetch, max_model_len=runner.max_model_len
+    )
+    control = WorkerControl(member, calls)
+    worker_pb2_grpc.add_WorkerCallsServicer_to_server(calls, rpc.server)
+    worker_pb2_grpc.add_WorkerControlServicer_to_server(control, rpc.server)
+    worker_pb2_grpc.add_WorkerLogServicer_to_server(WorkerLog(worker_id, output), rpc.server)
+    kv_pb2_grpc.add_KvControlServicer_to_server(member.kv, rpc.server)
+    port = rpc.bind(host, 0, member.tls)
+    async with member.joined(rpc, port) as ended:
+        logger.info("%s joins at %s, as a %s worker of release %s", worker_id, member.info.address, role, VERSION)
+        yield control, ended
+
+
+def build_runner(config: Config) -> Runner:
+    """The model that `engine.runner` names. Takes seconds.
+
+    Raises:
+        ModelLoadError, ConfigError: it cannot run as configured, or does not know a setting that is set.
+    """
+    aside = config.transfer.gpu_bytes(config.engine.tensor_parallel)
+    return make_runner(config.model, config.engine, cache_dir(config.cluster), aside)
+
+
+def _config_of(config: Config) -> Config:
+    """Returns what a worker is built of. Its role may change, so each has the draft model, if steps check guesses."""
+    if config.engine.speculation != "off":
+        return config
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, draft_model=""))
+
+
+def require_clusters_keys(config: Config, host: str, fingerprint: str) -> None:
+    """Raises ConfigError: this worker could not be a member of its cluster, or takes calls of everybody."""
+    path = config.cluster.secret
+    keys = open_keys(path, Principal.WORKER)
+    require_keys(keys, host, "this worker's address")
+    if fingerprint and (keys is None or fingerprint not in keys.keys.fingerprints):
+        raise ConfigError(
+            f"the keys in {path or 'no file'} on {socket.gethostname()} are not those of this cluster's controller: "
+            "cluster.secret must name a file with the same secret on every machine"
+        )
+
+
+async def serve(
+    config: Config,
+    role: Role,
+    worker_id: str,
+    host: str,
+    *,
+    ready_fd: int | None = None,
+    fingerprint: str = "",
+    output: Path | None = None,
+    build: Callable[[Config], Runner] = build_runner,
+) -> None:
+    """Serves until SIGTERM, and drains then.
+
+    Args:
+        fingerprint: names the cluster's keys, which this worker's must fit; empty: any do.
+        output: see `WorkerLog`.
+
+    Raises:
+        ConfigError: it has other keys than the cluster, or none where others than this machine could reach it.
+        Fenced: a newer incarnation has this worker's id.
+        DeviceLost: nothing can be computed here any more. The process ends `LOST_S` later if it has not ended by then.
+    """
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+    tracer: TracerProvider | None = None
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                require_clusters_keys(config, host, fingerprint)
+                tls = member_tls(config.cluster)
+                tracer = tracing.configure(f"baton-{role}", worker_id, config.telemetry, tls)
+                runner = await asyncio.to_thread(build, _config_of(config))
+                stack.callback(runner.close)
+                stack.push(_end_if_lost)
+                garbage.keep_what_is_loaded()
+                control, ended = await stack.enter_async_context(
+                    running(config, role, worker_id, host, runner, output=output)
+                )
+                # Not before, for however long Redis is away: until there is something to drain, the signal may end the
+                # process at once.
+                asyncio.get_running_loop().add_signal_handler(
+                    signal.SIGTERM, lambda: (stop_now if stop.is_set() else stop).set()
+                )
+            except BatonError as error:
+                if ready_fd is not None:
+                    tell_parent(ready_fd, **dataclasses.asdict(to_failed(error)))
+                raise
+            if ready_fd is not None:
+                info = control.member.info
+                tell_parent(ready_fd, pid=os.getpid(), address=info.address, incarnation=info.incarnation)
+            try:
+                await _first(ended, stop.wait(), control.member.kv.stuck())
+                await _first(ended, stop_now.wait(), control.drain(config.cluster.drain_timeout_s))
+                await asyncio.sleep(LAST_WORDS_S)
+            except* DeviceLost:
+                _end_within(LOST_S)
+                await asyncio.sleep(LAST_WORDS_S)
+                raise
+    finally:
+        if tracer is not None:
+            await asyncio.to_thread(tracer.shutdown)
+
+
+async def _first(ended: asyncio.Task[None], *others: Coroutine[Any, Any, object]) -> None:
+    """Waits until one of them is done. Raises the error with which the worker ended, if it did."""
+    tasks = [asyncio.create_task(other) for other in others]
+    try:
+        await asyncio.wait((ended, *tasks), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await cancel_and_wait(tasks)
+    if ended.done():
+        ended.result()
+
+
+def _end_if_lost(kind: object, error: BaseException | None, traceback: object) -> None:
+    """Has this process end when it turns out on leaving the cluster that its device is lost."""
+    if isinstance(error, BaseExceptionGroup) and error.subgroup(DeviceLost):
+        _end_within(LOST_S)
+
+
+def _end_within(limit_s: float) -> None:
+    """Ends this process after a while, whatever its threads wait for."""
+    timer = threading.Timer(limit_s, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m worker", description=__doc__.split("\n")[0])
+    parser.add_argument("role", choices=[role.value for role in Role])
+    parser.add_argument("id")
+    parser.add_argument("host", help="the address on which routers and other workers reach it")
+    parser.add_argument("--ready-fd", type=int, help="inherited descriptor to which the worker writes when it is ready")
+    parser.add_argument("--keys", default="", help="fingerprint of the cluster's keys, which the worker's must fit")
+    parser.add_argument("--output", type=Path, help="file or socket that takes all that this process writes")
+    args = parser.parse_args()
+    config = process_config()
+    logs.configure(config.telemetry.log_level, config.telemetry.log_format, f"baton-{args.role}")
+    with private_log() as of_nccl, own_kernel_caches(os.environ) as of_kernels:
+        os.environ.update(of_nccl | of_kernels)
+        try:
+            whose = (Role(args.role), args.id, args.host)
+            serving = serve(config, *whose, ready_fd=args.ready_fd, fingerprint=args.keys, output=args.output)
+            uvloop.run(serving)
+        except* Fenced as fenced:
+            sys.stderr.write(f"{in_line(str(fenced.exceptions[0]))}\n")
+            sys.exit(FENCED)
+        except* BatonError as errors:
+            sys.exit(in_line(str(errors.exceptions[0])))
