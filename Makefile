@@ -19,7 +19,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 NVIDIA ?= $(shell command -v nvidia-smi || ls /proc/driver/nvidia/version 2>/dev/null)
 PYTEST := $(BIN)/python -m pytest
 FAST_TESTS := tests/unit tests/contract
-# Among the unit tests of the hand-over some are slow. Which tests are begun first, marks say.
+# Among the unit tests of the KV transfer some are slow. Which tests are begun first, marks say.
 OTHER_TESTS := tests/kube tests/helm tests/integration tests/chaos tests/observability tests/unit/kvstore/transfer
 # What has the mark, so that its processes import no more than that.
 CLOCK_TESTS := $(sort $(shell grep -rl --include='test_*.py' 'pytest.mark.clock' tests))

@@ -162,7 +162,7 @@ class Timing:
     """Waiting for room on the decode worker, before the prompt was computed."""
     prefill_s: float = 0.0
     transfer_s: float = 0.0
-    """The part of the hand-over that came after the first token. The rest went on during the prefill."""
+    """The part of the KV transfer that came after the first token. The rest went on during the prefill."""
     decode_s: float = 0.0
     """Time after the first token that is none of the other stages."""
     recovery_s: float = 0.0

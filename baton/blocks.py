@@ -5,9 +5,9 @@ A key names everything a block's content depends on: the tokens up to its end, t
     key_0 = H(seed,    tokens[ 0:16])
     key_i = H(key_i-1, tokens[16i:16(i+1)])       seed = H(content id, HMAC(secret, tenant))
 
-Keys are chained over granules of 16 tokens whatever the block size, so pools with other block sizes share keys: a
-block of 32 tokens is named by the key of its second granule. `H` is BLAKE2b with a 16-byte digest: a tenant who could
-find a collision could read another's cache, so a fast non-cryptographic hash will not do.
+Keys are chained over hash blocks of 16 tokens whatever the block size, so pools with other block sizes share keys: a
+block of 32 tokens is named by the key of its second hash block. `H` is BLAKE2b with a 16-byte digest: a tenant who
+could find a collision could read another's cache, so a fast non-cryptographic hash will not do.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-GRANULE = 16
+HASH_BLOCK = 16
 """Tokens per link of the key chain. Block sizes are multiples of it."""
 KEY_BYTES = 16
 
-GRANULE_BYTES = GRANULE * 4
+HASH_BLOCK_BYTES = HASH_BLOCK * 4
 
 assert array("I").itemsize == 4
 
@@ -40,22 +40,22 @@ def cache_seed(content: str, secret: bytes, cache_scope: str) -> bytes:
     return hashlib.blake2b(content.encode() + scope, digest_size=KEY_BYTES).digest()
 
 
-def block_keys(seed: bytes, token_ids: Sequence[int], block_size: int = GRANULE) -> list[bytes]:
+def block_keys(seed: bytes, token_ids: Sequence[int], block_size: int = HASH_BLOCK) -> list[bytes]:
     """Keys of the full blocks of `token_ids`, in order. A trailing partial block has none.
 
     Args:
         seed: the chain's; for tokens that follow full blocks, the key of the last one.
     """
-    if block_size % GRANULE:
-        raise ValueError(f"block_size must be a multiple of {GRANULE}, got {block_size}")
+    if block_size % HASH_BLOCK:
+        raise ValueError(f"block_size must be a multiple of {HASH_BLOCK}, got {block_size}")
     packed = array("I", token_ids[: len(token_ids) // block_size * block_size]).tobytes()
     key = seed
     chain: list[bytes] = []
-    for offset in range(0, len(packed), GRANULE_BYTES):
-        key = hashlib.blake2b(key + packed[offset : offset + GRANULE_BYTES], digest_size=KEY_BYTES).digest()
+    for offset in range(0, len(packed), HASH_BLOCK_BYTES):
+        key = hashlib.blake2b(key + packed[offset : offset + HASH_BLOCK_BYTES], digest_size=KEY_BYTES).digest()
         chain.append(key)
-    num_granules = block_size // GRANULE
-    return chain[num_granules - 1 :: num_granules]
+    num_hash_blocks = block_size // HASH_BLOCK
+    return chain[num_hash_blocks - 1 :: num_hash_blocks]
 
 
 def num_pullable(num_tokens: int, num_cached: int) -> int:
@@ -67,7 +67,7 @@ def num_pullable(num_tokens: int, num_cached: int) -> int:
 
 
 def prefix_keys(seed: bytes, token_ids: Sequence[int], num_cached: int) -> list[bytes]:
-    """Keys, one a granule, of the prefix of a sequence that can be pulled from where `num_cached` tokens are cached."""
+    """Return the keys, one per hash block, of the prefix that can be pulled if `num_cached` tokens are cached."""
     return block_keys(seed, token_ids[: num_pullable(len(token_ids), num_cached)])
 
 

@@ -194,7 +194,8 @@ class WorkerInfo:
     """The contract of its random numbers: samplers of one name draw the same token from the same logits, seed, choice
     and position. Empty: a release that did not announce it, which counts as a sampler of a name of its own."""
     incarnation: str = ""
-    """The identity of its process, to which hand-overs and the proofs of calls are bound. Empty: a release that did not
+    """The identity of its process, to which KV transfers and the proofs of calls are bound. Empty: a release that did
+    not
     announce it, to which no connection is opened ahead."""
     computes: Computes = Computes()
 

@@ -37,7 +37,7 @@
 
 Between two of our processes an error travels as its `kind` (the class's name) and its `message`; `kind_of` and
 `error_of` are the codec. gRPC trailers and the workers' streams have a field for each, the control streams of the
-hand-over have one text for both (`text_of`, `transfer_error_of`).
+KV transfer have one text for both (`text_of`, `transfer_error_of`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What processes say to each other, as plain values. `baton.wire` turns them into protobuf and back.
 
-Router -> worker: `PrefillRequest`, answered by `FirstToken` and `HandedOver`; `DecodeRequest`, answered by `Ticket` and
-`NewTokens`; `FetchRequest`, answered by `Fetched`; all in one stream of `StartCall` and `CancelCall` one way and of
+Router -> worker: `PrefillRequest`, answered by `FirstToken` and `Transferred`; `DecodeRequest`, answered by `Ticket`
+and `NewTokens`; `FetchRequest`, answered by `Fetched`; all in one stream of `StartCall` and `CancelCall` one way and of
 `Event` the other way. Worker <-> worker: those of a KV connection, `FromSender` and `FromReceiver`, and `Pull`.
 """
 
@@ -137,7 +137,7 @@ class PrefillReport:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The prompt is computed; the hand-over of its KV goes on."""
+    """The prompt is computed; the KV transfer of its KV goes on."""
 
     token_id: int | None
     """None: the worker's engine draws no token with a prompt, and the decode worker draws it."""
@@ -147,7 +147,7 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOver:
+class Transferred:
     """The decode worker has acknowledged the KV."""
 
     num_bytes: int
@@ -255,7 +255,7 @@ class CallEnded:
 
 Decoding = Ticket | NewTokens | Migrate
 """The answers to the call of a choice that decodes on a worker."""
-Event = FirstToken | HandedOver | Ticket | NewTokens | Fetched | Migrate | Failed | CallEnded
+Event = FirstToken | Transferred | Ticket | NewTokens | Fetched | Migrate | Failed | CallEnded
 
 
 # A KV connection. Every message about a transfer names its generation, so that one about a past reservation is dropped.

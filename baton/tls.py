@@ -1,8 +1,8 @@
 """Certificates of a process, as PEM files that are read again when they change.
 
-Whatever speaks TLS takes it from here: the router's two doors, gRPC between members, Redis and the receiver of traces.
-Connections that are open stay as they are; new ones use what the files hold now. Files that are wrong, or half written,
-change nothing: what was read before stays in use.
+Whatever speaks TLS takes it from here: the router's two endpoints, gRPC between members, Redis and the receiver of
+traces. Connections that are open stay as they are; new ones use what the files hold now. Files that are wrong, or half
+written, change nothing: what was read before stays in use.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def member_tls(cluster: ClusterConfig) -> Tls | None:
     return Tls(files, name=cluster.tls_name, clients="required")
 
 
-def door_tls(config: Config) -> Tls | None:
+def endpoint_tls(config: Config) -> Tls | None:
     """Returns what routers show their clients; None: they speak in plain text. Raises ConfigError as `Tls` does."""
     router, cluster = config.router, config.cluster
     if bool(router.tls_certificate) != bool(router.tls_key):
@@ -166,8 +166,8 @@ def door_tls(config: Config) -> Tls | None:
     return Tls(CertificateFiles(certificate=certificate, key=key, authorities=authorities), clients=clients)
 
 
-def own_door_tls(config: Config) -> Tls | None:
-    """Returns what the processes of a router's own machine see its door with; None: it takes plain text.
+def own_endpoint_tls(config: Config) -> Tls | None:
+    """Returns what the processes of a router's own machine see its endpoint with; None: it takes plain text.
 
     They believe its very certificate, however it was signed, and show that of members where there is one.
 

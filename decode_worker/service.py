@@ -46,7 +46,7 @@ class DecodeService:
         span = tracing.start_span("decode", trace, {"baton.worker": self._worker.worker_id})
         try:
             if request.await_kv:
-                serve: AsyncGenerator[Ticket | NewTokens] = self._after_hand_over(spec)
+                serve: AsyncGenerator[Ticket | NewTokens] = self._after_kv_transfer(spec)
             else:
                 serve = self._aggregated(spec, request.source, tracing.context_of(span))
             async with contextlib.aclosing(serve) as events:
@@ -78,7 +78,7 @@ class DecodeService:
                 report = message.report and replace(message.report, num_pulled_tokens=num_pulled, pull_s=pull_s)
                 yield replace(message, report=report) if report else message
 
-    async def _after_hand_over(self, spec: SequenceSpec) -> AsyncGenerator[Ticket | NewTokens]:
+    async def _after_kv_transfer(self, spec: SequenceSpec) -> AsyncGenerator[Ticket | NewTokens]:
         """Reserves, answers with the ticket, waits for the KV, and decodes. The open call is the reservation."""
         worker = self._worker
         async with worker.engine.sequence(spec, Purpose.RECEIVE) as sequence:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from opentelemetry.context import Context
 
 from baton.errors import TransferError, TransferRefused, WorkerFailed
-from baton.messages import FirstToken, HandedOver, PrefillReport, PrefillRequest, Ticket
+from baton.messages import FirstToken, PrefillReport, PrefillRequest, Ticket, Transferred
 from baton.telemetry import tracing
 from engine.core.outputs import Admitted, Generated
 from engine.core.sequence import Purpose
@@ -25,8 +25,8 @@ class PrefillService:
     def __init__(self, worker: WorkerContext) -> None:
         self._worker = worker
 
-    async def prefill(self, request: PrefillRequest, trace: Context) -> AsyncGenerator[FirstToken | HandedOver]:
-        """Offers, pulls what another worker holds, computes and sends side by side, and hands over, in this order.
+    async def prefill(self, request: PrefillRequest, trace: Context) -> AsyncGenerator[FirstToken | Transferred]:
+        """Offers, pulls what another worker holds, computes and sends side by side, and transfers, in this order.
 
         Raises:
             WorkerDraining: the worker takes no new work. An answer that goes on elsewhere is none: its KV is here.
@@ -60,16 +60,16 @@ class PrefillService:
                 token_id=first_token, finish_reason=output.finish_reason, report=report, scores=output.scores
             )
             if transfer is not None and output.finish_reason is None:
-                handed_over = await _finished(transfer, first_token)
+                transferred = await _finished(transfer, first_token)
                 sent: tracing.Attributes = {
                     "baton.worker": worker.worker_id,
                     "baton.transfer_id": transfer.ticket.transfer_id,
-                    "baton.bytes": handed_over.num_bytes,
-                    "baton.chunks": handed_over.num_chunks,
-                    "baton.exposed_s": handed_over.exposed_s,
+                    "baton.bytes": transferred.num_bytes,
+                    "baton.chunks": transferred.num_chunks,
+                    "baton.exposed_s": transferred.exposed_s,
                 }
-                tracing.record_span("kv.transfer", trace, handed_over.transfer_s, sent)
-                yield handed_over
+                tracing.record_span("kv.transfer", trace, transferred.transfer_s, sent)
+                yield transferred
 
     def _record(self, report: PrefillReport, trace: Context) -> None:
         labels: tracing.Attributes = {"baton.worker": self._worker.worker_id}
@@ -109,11 +109,11 @@ async def _computed(sequence: ServedSequence) -> Generated:
     """
     output = await sequence.next()
     if not isinstance(output, Generated):
-        raise TransferError(f"the prompt lost its blocks while it was handed over: {type(output).__name__}")
+        raise TransferError(f"the prompt lost its blocks while it was transferred: {type(output).__name__}")
     return output
 
 
-async def _finished(transfer: OutgoingTransfer, first_token: int | None) -> HandedOver:
+async def _finished(transfer: OutgoingTransfer, first_token: int | None) -> Transferred:
     try:
         return await transfer.finish(first_token)
     except WorkerFailed as error:

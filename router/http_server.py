@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from baton.config import Config, RouterConfig
 from baton.errors import ConfigError
-from baton.tls import Tls, door_tls
+from baton.tls import Tls, endpoint_tls
 from router.admission.tenants import TenantBook
 from router.api.connections import BoundedProtocol
 from router.api.handshake import TlsListener
@@ -37,7 +37,7 @@ class HttpServer(uvicorn.Server):
     Args:
         sockets: bound ones.
         open_connections: those that the protocol of `config` counts.
-        tls: what the doors show; None: they speak plain HTTP.
+        tls: what the endpoints show; None: they speak plain HTTP.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ def http_servers(
         ConfigError: a port is taken, a host is not one of this machine's, or the certificates are wrong.
     """
     hosts = Hosts.configured(config, not tenants.is_open)
-    tls = door_tls(config)
+    tls = endpoint_tls(config)
     app = create_app(
         service,
         tenants,

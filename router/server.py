@@ -18,11 +18,11 @@ from baton.cluster import VERSION, RouterInfo, ServedModel
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.rpc import RpcServer
-from baton.rpc.doors import MemberLink, require_keys
+from baton.rpc.member_auth import MemberLink, require_keys
 from baton.rpc.server import CLIENTS_PING_TIMEOUT_S, ClientLimits
 from baton.telemetry import tracing
 from baton.telemetry.instruments import Instruments
-from baton.tls import Tls, door_tls, member_tls
+from baton.tls import Tls, endpoint_tls, member_tls
 from baton.trust import KeyFile, Principal, open_keys
 from baton.v1 import admin_pb2_grpc
 from kvstore.index import GarbageBook, Mirror, MirrorFollower, RedisConnection, RedisIndex, Seal
@@ -35,12 +35,12 @@ from router.api.controller_client import ControllerClient
 from router.api.grpc_api import MAX_MESSAGE_BYTES, SERVICE_NAMES, AdminServicer, Authentication, InferenceServicer
 from router.api.operations import Operations
 from router.api.places import OpenConnections
+from router.cluster.dependencies import Dependencies
 from router.cluster.history import ClusterHistory
 from router.cluster.history_store import HistoryStore, RedisHistory
 from router.cluster.load import LoadMeter
 from router.cluster.readiness import Readiness
 from router.cluster.registry import Registry
-from router.cluster.surroundings import Surroundings
 from router.cluster.watch import AlertBook, AlertWatch
 from router.dispatch.decisions import DecisionLog
 from router.dispatch.dispatcher import Dispatcher
@@ -75,12 +75,12 @@ class _Store:
     """Closed by the accounts, which own it."""
     marks: MarkStore
     """Closed by the usage book, which owns them."""
-    surroundings: Surroundings
+    surroundings: Dependencies
     history: HistoryStore
     """Closed by the history of the cluster, which owns it."""
 
     @staticmethod
-    def connect(config: Config, content: str, keys: KeyFile | None, tls: Tls | None, door: Tls | None) -> _Store:
+    def connect(config: Config, content: str, keys: KeyFile | None, tls: Tls | None, endpoint: Tls | None) -> _Store:
         garbage, mirror, settings = GarbageBook(), Mirror(), config.index
         seal = Seal(config.router.cache_secret) if config.router.cache_secret else None
         connections = (RedisConnection(settings.url, garbage, tls=tls) for _ in range(6))
@@ -102,7 +102,7 @@ class _Store:
             journal=Journal(RedisRecords(records, content, seal=seal)),
             ledger=RedisLedger(counts, content),
             marks=RedisMarks(marks, content, seal=seal),
-            surroundings=Surroundings(redis, {"members": tls, "routers": door}),
+            surroundings=Dependencies(redis, {"members": tls, "routers": endpoint}),
             history=RedisHistory(history, content, seal=seal),
         )
 
@@ -201,15 +201,15 @@ def build(config: Config) -> Router:
     keys = _keys(config)
     tenants = TenantsFile.load(config.router)
     usage_file = UsageFile(config.router.usage_log) if config.router.usage_log else None
-    members, door = member_tls(config.cluster), door_tls(config)
+    members, endpoint = member_tls(config.cluster), endpoint_tls(config)
     tracer = tracing.configure("baton-router", config.router.id, config.telemetry, members, faces_clients=True)
     model = _load_model(config)
-    store = _Store.connect(config, model.content_id, keys, members, door)
+    store = _Store.connect(config, model.content_id, keys, members, endpoint)
     pools = PoolView(store.mirror.lookup, time.monotonic, model.facts.max_model_len, config.index.lease_s)
     client, slo_counts, decisions = WorkerClient(keys, members), SloCounts(), DecisionLog()
-    rpc, grpc_port = _bind(config, tenants, door)
+    rpc, grpc_port = _bind(config, tenants, endpoint)
     registry = _registry(config, model, store, pools, client=client, slo_counts=slo_counts, bound=(rpc, grpc_port))
-    readiness = Readiness(pools, config.router.mode == "split", config.router.worker_wait_s, time.monotonic)
+    readiness = Readiness(pools, config.router.mode == "disaggregated", config.router.worker_wait_s, time.monotonic)
     aliases = model.facts.id if config.telemetry.vllm_aliases else ""
     instruments = Instruments(registry.status, config.router.slo_classes, aliases)
     accounts = Accounts(store.ledger, instruments, registry.num_routers, config.index.lease_s)

@@ -5,7 +5,7 @@
 2. Write the prompt. Chat template and tokenizer; check length and vocabulary (`router.prompt`), and charge it. From
    here on only token ids.
 3. Key it. Chained block keys, seeded with the content id and the tenant's cache scope (`router.prompt.sequence`).
-4. Place, reserve, prefill, hand over, decode: `router.dispatch`, for all choices, again when a worker fails.
+4. Place, reserve, prefill, transfer, decode: `router.dispatch`, for all choices, again when a worker fails.
 5. Write the text. Incremental detokenization and stop strings (`router.answer`); where there is a moderation, what is
    new waits for its verdict (`router.request.moderation`).
 6. Settle. Usage, timing, metrics and the request's spans, exactly once, however the request ended: did it meet its
@@ -152,7 +152,7 @@ class RouterService:
         """Serves a request of `tenant`.
 
         Raises:
-            InvalidRequest, Unsupported: before anything was placed; the client can mend it. Also, later: the answer is
+            InvalidRequest, Unsupported: before anything was placed; the client can fix it. Also, later: the answer is
                 shorter than what `resume_from` claims that the client has of it.
             QuotaExceeded, Overloaded, NoWorker, WorkerFailed, TransferError: it could not be served.
             Conflict: another call has taken the request over.

@@ -10,7 +10,7 @@
 - **decode admission**: from the call that asks the decode worker for room to its ticket. Where one worker computes and
   decodes: what of its queue was for want of room.
 - **prefill**: what the worker that computed the prompt says that it took; it ends with the first token.
-- **transfer**: of the hand-over, what came after the first token, and no more than the time to the second one.
+- **transfer**: of the KV transfer, what came after the first token, and no more than the time to the second one.
 - **decode**: everything after the first token that is nothing of the rest, other choices that take longer included.
 - **recovery**: what failed attempts cost. Before the first token: from the first attempt's begin to the last one's.
   After it: from the last token before the failure to the first one after it, for which all is computed again.
@@ -123,8 +123,8 @@ class StageLog:
         """Notes that the attempt's second token has come."""
         self._second_token_s = now_s
 
-    def handed_over(self, now_s: float, exposed_s: float) -> None:
-        """Notes the report of the hand-over, before or after that."""
+    def transferred(self, now_s: float, exposed_s: float) -> None:
+        """Notes the report of the KV transfer, before or after that."""
         latest_s = self._second_token_s or now_s
         self.noted.append(
             StagePhase(Stage.TRANSFER, self._first_token_s, min(self._first_token_s + exposed_s, latest_s)),

@@ -1,10 +1,11 @@
 """Lists the files that a prompt and a KV block visit, as a traced request shows: `python -m tools.walk`.
 
 A router, a prefill worker and a decode worker run in this one process, with the default model, TCP between them and a
-Redis of their own. One request is served split while every call of a Python function is recorded, in all threads.
+Redis of their own. One request is served disaggregated while every call of a Python function is recorded, in all
+threads.
 
-- A prompt's walk goes from the arrival of `Generate` to the first sampled token, without the rooms of the hand-over.
-- A block's walk goes from the begin of that step to the decode worker's first step: engine, hand-over and workers only.
+- A prompt's walk goes from the arrival of `Generate` to the first sampled token, without the rooms of the KV transfer.
+- A block's walk goes from the start of that step to the decode worker's first step: engine, KV transfer, workers.
 
 Functions that also run while nothing is asked (leases, heartbeats) are left out, and so is telemetry.
 """
@@ -34,7 +35,7 @@ from worker.process import build_runner, running
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("baton", "engine", "kvstore", "router", "prefill_worker", "decode_worker", "worker", "deploy", "lab")
-HAND_OVER = tuple(f"kvstore/transfer/{room}/" for room in ("protocol", "connection", "pipeline", "copy", "transport"))
+KV_TRANSFER = tuple(f"kvstore/transfer/{room}/" for room in ("protocol", "connection", "pipeline", "copy", "transport"))
 OF_A_BLOCK = ("engine/", "kvstore/transfer/", "prefill_worker/", "decode_worker/", "worker/")
 IDLE_S = 4.0
 
@@ -126,7 +127,7 @@ def walks() -> tuple[list[str], list[str]]:
                 engine=EngineConfig(num_blocks=256, max_num_seqs=8),
                 transfer=TransferConfig(links=("tcp",)),
                 index=IndexConfig(redis_url=redis.url, renew_s=0.5, poll_s=0.2),
-                router=RouterConfig(mode="split", id="router-0"),
+                router=RouterConfig(mode="disaggregated", id="router-0"),
                 cluster=ClusterConfig(grpc_port=_free_port(), http_port=_free_port()),
             )
             runners = {role: build_runner(config) for role in Role}
@@ -142,7 +143,7 @@ def walks() -> tuple[list[str], list[str]]:
     decoded_s = recorder.first("Runner.execute", inserted_s)
     prompt = _files(recorder.between(asked_s, computed_s), idle, PRODUCT)
     block = _files(recorder.between(step_s, decoded_s), idle, OF_A_BLOCK)
-    return [file for file in prompt if not file.startswith(HAND_OVER)], block
+    return [file for file in prompt if not file.startswith(KV_TRANSFER)], block
 
 
 def _files(functions: list[Function], idle: set[Function], folders: tuple[str, ...]) -> list[str]:

@@ -2,7 +2,7 @@
 
 process   starts and ends it: `python -m worker`
 member    makes the engine and the KV endpoint, holds the lease and publishes what the cache has
-ahead     which workers a prefill worker connects to before a hand-over needs them
+ahead     which workers a prefill worker connects to before a KV transfer needs them
 calls     the worker's end of the stream that each router has to it
 control   the controller's and operators' orders: drain, change the role
 log       the latest lines of its log, for routers

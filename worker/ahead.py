@@ -1,4 +1,4 @@
-"""Which workers a prefill worker connects to before a hand-over needs them."""
+"""Which workers a prefill worker connects to before a KV transfer needs them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def peers_of(own: WorkerInfo, workers: Iterable[Worker]) -> list[Peer]:
-    """Returns the decode workers to which a worker may hand over, each as the rank that takes an nccl transport.
+    """Returns the decode workers to which a worker may transfer, each as the rank that takes an nccl transport.
 
     A worker that starts, drains, or holds KV of another kind is none. Each worker has an order of its own: where there
     are more than a worker connects to, all of them together connect to each about equally often.

@@ -5,7 +5,7 @@
 
 A draining worker accepts no new choices and hands back those that it has not begun. Routers are asked to move every
 choice that it decodes: the next worker pulls the KV from this one while tokens are still generated, and gets the few
-missing blocks by an ordinary hand-over. The time this takes depends on the KV, not on the tokens still to generate.
+missing blocks by an ordinary KV transfer. The time this takes depends on the KV, not on the tokens still to generate.
 
 A worker that drains for good never takes work again. If the order did not come from the controller, the controller sees
 the drain in the lease and starts another worker in its place.

@@ -39,7 +39,7 @@ from kvstore.worker_context import WorkerContext
 from worker.ahead import peers_of
 
 WIRE_VERSION = 2
-"""Version of the hand-over's protocol: workers of different versions do not connect."""
+"""Version of the KV transfer's protocol: workers of different versions do not connect."""
 LOOK_AROUND_S = 5.0
 """How often a prefill worker looks for decode workers to which it has no connection yet."""
 
@@ -55,7 +55,7 @@ class Member:
         """The keys by which it proves to other members who it is, read again when their file changes. None: the cluster
         has no secret."""
         self.incarnation = os.urandom(8).hex()
-        """Random identity of this process, to which hand-overs and the proofs of calls are bound."""
+        """Random identity of this process, to which KV transfers and the proofs of calls are bound."""
         self.content_id = content_id(config.kv_identity)
         self.tls = member_tls(config.cluster)
         """What the worker shows other members; None: all speak in plain text."""
@@ -203,7 +203,7 @@ class Member:
         self.loop.lose(await self.kv.device_lost())
 
     async def _open_ahead(self, leases: LeaseStore) -> None:
-        """Opens connections to decode workers before a hand-over needs them, while this worker computes prompts.
+        """Opens connections to decode workers before a KV transfer needs them, while this worker computes prompts.
 
         Each is chosen from a fresh view of the cluster: the worker before may have taken a minute.
         """

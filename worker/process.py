@@ -36,8 +36,8 @@ from baton.cluster import VERSION, Role
 from baton.config import Config, process_config
 from baton.errors import BatonError, ConfigError, DeviceLost, Fenced
 from baton.rpc import RpcServer, members_only
-from baton.rpc.doors import WORKERS_RULES, member_doors, require_keys
 from baton.rpc.errors import to_failed
+from baton.rpc.member_auth import WORKERS_RULES, member_auth, require_keys
 from baton.tasks import cancel_and_wait
 from baton.telemetry import logs, tracing
 from baton.tls import member_tls
@@ -79,9 +79,9 @@ async def running(
         output: see `WorkerLog`.
     """
     member = Member(role, worker_id, host, config, runner)
-    doors = (*member_doors(member.keys, member.incarnation, WORKERS_RULES), *members_only(member.tls))
+    endpoints = (*member_auth(member.keys, member.incarnation, WORKERS_RULES), *members_only(member.tls))
     max_bytes = max_message_bytes(runner.max_model_len)
-    rpc = RpcServer(SERVICE_NAMES, doors, max_message_bytes=max_bytes, describes_itself=False)
+    rpc = RpcServer(SERVICE_NAMES, endpoints, max_message_bytes=max_bytes, describes_itself=False)
     prefill, decode = PrefillService(member.context), DecodeService(member.context)
     calls = CallServicer(
         prefill=prefill.prefill, decode=decode.decode, fetch=decode.fetch, max_model_len=runner.max_model_len

@@ -88,7 +88,7 @@ class ClusterConfig:
     than there are GPUs, each gets an equal part of one GPU: with 3 workers on 2 GPUs a half. Workers for which the
     nodes have no room are refused at the start; set the value where nodes are still to come."""
     drain_timeout_s: Wait = 30.0
-    """Longest time in which a leaving worker hands over its work. Work that is left then is computed again."""
+    """Longest time in which a leaving worker transfers its work. Work that is left then is computed again."""
     start_timeout_s: Wait = 180.0
     """Longest start of the whole cluster, and later of each worker, counted from when a node has room for it."""
     stop_timeout_s: Wait = 20.0

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from baton.blocks import GRANULE
+from baton.blocks import HASH_BLOCK
 from baton.config.section import (
     NUMBER,
     ON_OFF,
@@ -146,16 +146,18 @@ class EveryEngineConfig:
     def __post_init__(self) -> None:
         if self.runner in ("arithmetic", "native") and self.tensor_parallel > 1:
             raise ConfigError(f"engine.runner {self.runner} has one rank; set engine.tensor_parallel to 1")
-        if self.max_model_len and self.max_model_len < GRANULE:
-            raise ConfigError(f"engine.max_model_len must be 0 or at least {GRANULE} tokens, got {self.max_model_len}")
+        if self.max_model_len and self.max_model_len < HASH_BLOCK:
+            raise ConfigError(
+                f"engine.max_model_len must be 0 or at least {HASH_BLOCK} tokens, got {self.max_model_len}"
+            )
         most, sequences = self.max_num_batched_tokens, self.max_num_seqs
         if most != "auto" and sequences != "auto" and most < sequences:
             raise ConfigError(
                 f"engine.max_num_batched_tokens ({most}) must be at least engine.max_num_seqs ({sequences}), or some "
                 "sequences would never get a turn"
             )
-        if self.block_size < GRANULE or self.block_size % GRANULE:
-            raise ConfigError(f"engine.block_size must be a multiple of {GRANULE}, got {self.block_size}")
+        if self.block_size < HASH_BLOCK or self.block_size % HASH_BLOCK:
+            raise ConfigError(f"engine.block_size must be a multiple of {HASH_BLOCK}, got {self.block_size}")
 
 
 @section("engine")

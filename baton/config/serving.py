@@ -106,8 +106,8 @@ class RouterConfig:
 
     id: String = "router-0"
     """Name of the router in Redis and in traces."""
-    mode: Annotated[str, OneOf("auto", "split", "aggregated")] = "auto"
-    """auto, split (always prefill on a prefill worker) or aggregated (always on the decode worker)."""
+    mode: Annotated[str, OneOf("auto", "disaggregated", "aggregated")] = "auto"
+    """auto, disaggregated (always prefill on a prefill worker) or aggregated (always on the decode worker)."""
     max_in_flight: AtLeastOne = 512
     """Choices served at a time; further requests are refused."""
     max_connections: AtLeastOne = 8192

@@ -1,4 +1,4 @@
-"""Settings of the KV hand-over and of faults that tests inject into it."""
+"""Settings of the KV transfer and of faults that tests inject into it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LinkKind: TypeAlias = Annotated[str, OneOf(*LINK_KINDS)]
 
 @section("transfer")
 class TransferConfig:
-    """The hand-over of KV between workers."""
+    """The KV transfer of KV between workers."""
 
     slot_bytes: AtLeastOne = 4 * 2**20
     """Largest payload of one chunk in main memory, in bytes. A sender's must not exceed its receivers'."""
@@ -63,7 +63,7 @@ class TransferConfig:
     """full: every chunk carries a checksum that the receiver verifies. off: none does."""
     wire_dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16", "int8")] = "auto"
     """Type in which KV travels. auto: the narrower of the two caches'. int8 has one scale per head and page. A type
-    narrower than both caches' is lossy: split and aggregated answers may then differ."""
+    narrower than both caches' is lossy: disaggregated and aggregated answers may then differ."""
     links: Annotated[tuple[LinkKind, ...], COMMA_SEPARATED] = ("ipc", "nccl", "shm", "tcp")
     """Transports to offer and to accept, best first. ipc needs two GPUs of one host, of which the receiver's can read
     the sender's, or one GPU; nccl needs two GPUs and a single rank on both sides; shm needs two CPU caches on one host;

@@ -1,10 +1,10 @@
 """Messages on their way to a server: how many it receives at a time, and for how long.
 
 gRPC holds what has come of a message until the message is whole. A call whose message the server does not read yet
-holds one window of it at most. So the server reads a message only when its call is let in and has a place. A connection
-has a few places, and all connections together have some more. Other calls wait, and the connections take turns. While a
-connection waits because others have all places, messages that are not whole after a moment make room for it. So a
-client that sends as fast as it can is served, however many others keep their messages back.
+holds one window of it at most. So the server reads a message only when its call is admitted and has a place. A
+connection has a few places, and all connections together have some more. Other calls wait, and the connections take
+turns. While a connection waits because others have all places, messages that are not whole after a moment make room for
+it. So a client that sends as fast as it can is served, however many others keep their messages back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIB = 2**20
 MESSAGE_S = 30.0
 """Longest time from the moment when a server reads a message until the message is whole, in seconds."""
 HELD_BYTES = 64 * MIB
-"""Bytes of messages on their way, if each is as long as it may be, of calls that a door has let in."""
+"""Bytes of messages on their way, if each is as long as it may be, of calls that an endpoint has admitted."""
 OPEN_HELD_BYTES = 16 * MIB
 """Bytes of messages on their way of calls that everybody may make, of health and reflection."""
 CONNECTIONS_SHARE = 4
@@ -226,7 +226,7 @@ class Arrivals(grpc.aio.ServerInterceptor):
     def __init__(self, max_message_bytes: int, message_s: float = MESSAGE_S) -> None:
         num = max(HELD_BYTES // max_message_bytes, 1)
         share = max(num // CONNECTIONS_SHARE, 1)
-        self._let_in = MessagePlaces(num=num, num_per_connection=share, message_s=message_s)
+        self._admit = MessagePlaces(num=num, num_per_connection=share, message_s=message_s)
         num_open = max(OPEN_HELD_BYTES // max_message_bytes, 1)
         self._open = MessagePlaces(num=num_open, num_per_connection=math.inf, message_s=message_s)
         self._known: dict[str, tuple[Any, Any]] = {}
@@ -244,7 +244,7 @@ class Arrivals(grpc.aio.ServerInterceptor):
         return known[1]
 
     def _received(self, handler: Any, is_open: bool) -> Any:
-        places = self._open if is_open else self._let_in
+        places = self._open if is_open else self._admit
         if not handler.request_streaming:
             method = handler.unary_stream if handler.response_streaming else handler.unary_unary
             method = _of_one(method, places)

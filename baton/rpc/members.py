@@ -1,7 +1,7 @@
 """Members' servers take calls of members alone: of those whose certificate bears the members' name.
 
-The authority may have signed others, too: a tenant's certificate opens the routers' doors, and no worker's. A call is
-refused before its message is read.
+The authority may have signed others, too: a tenant's certificate opens the routers' endpoints, and no worker's. A call
+is refused before its message is read.
 """
 
 from __future__ import annotations

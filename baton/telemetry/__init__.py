@@ -1,13 +1,12 @@
 """What every process reports of itself: metrics, traces and log lines.
 
-`instruments` collects all instruments: those that a router books (`booked`), those read from the cluster's status
+`instruments` collects all instruments: those that a router books (`recorded`), those read from the cluster's status
 (`observed`, and `trouble` for what will end it), those of the process itself (`process`) and their names for tools that
 expect vLLM (`vllm`). `prometheus` writes the exposition, `tracing` one trace per request, which leaves by `exporting`,
 `logs` the log lines, `prefixes` which prefixes recur.
 """
 
 __all__ = [
-    "booked",
     "exporting",
     "instruments",
     "logs",
@@ -15,6 +14,7 @@ __all__ = [
     "prefixes",
     "process",
     "prometheus",
+    "request_metrics",
     "tracing",
     "trouble",
     "vllm",

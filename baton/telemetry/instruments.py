@@ -1,6 +1,6 @@
 """All metrics of a router, and their Prometheus exposition.
 
-booked      what happens to requests, booked as it happens
+recorded      what happens to requests, recorded as it happens
 observed    the cluster, read at every scrape
 trouble     what will end it, read likewise
 process     the router's own process
@@ -16,16 +16,16 @@ from functools import partial
 from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.config import SloClassConfig
-from baton.telemetry.booked import Booked
 from baton.telemetry.observed import OBSERVED, Observe, StatusNow, objectives
 from baton.telemetry.prefixes import PrefixBook
 from baton.telemetry.process import PROCESS
 from baton.telemetry.prometheus import Collector, Definition, Instrument, Observation, Observed
+from baton.telemetry.request_metrics import RequestMetrics
 from baton.telemetry.trouble import TROUBLE
 from baton.telemetry.vllm import aliases
 
 
-class Instruments(Booked):
+class Instruments(RequestMetrics):
     """The router's instruments and their Prometheus exposition.
 
     Args:
@@ -48,7 +48,7 @@ class Instruments(Booked):
         self.request_duration.divide(each.e2e_ms / 1e3 for each in classes)
         self._status = status
         self.prefixes = PrefixBook()
-        instruments: list[Instrument] = [getattr(self, field.name) for field in fields(Booked)]
+        instruments: list[Instrument] = [getattr(self, field.name) for field in fields(RequestMetrics)]
         for each in (*OBSERVED, *TROUBLE, *PROCESS):
             observe = partial(self._observed, each.observe)
             instruments.append(Observed(each.name, each.description, observe, each.unit, is_counter=each.is_counter))
@@ -76,7 +76,7 @@ class Instruments(Booked):
         self._registry.register(Collector(instruments))
 
     def catalogue(self) -> dict[str, Definition]:
-        """Every metric by the name that Prometheus shows, whether anything was booked or not."""
+        """Every metric by the name that Prometheus shows, whether anything was recorded or not."""
         return {one.definition.name: one.definition for one in self._instruments}
 
     def exposition(self) -> bytes:

@@ -230,7 +230,8 @@ OBSERVED: tuple[ObservedMetric, ...] = (
         observe=_malformed,
         is_counter=True,
     ),
-    # KV between workers: hand-overs and pulled prefixes. Both sides count each transfer; the sender counts the seconds.
+    # KV between workers: KV transfers and pulled prefixes. Both sides count each transfer; the sender counts the
+    # seconds.
     ObservedMetric(
         name="baton.kv_transfers",
         description="KV transfers of a worker that ended, by direction and outcome. A transfer that was no longer "

@@ -38,7 +38,7 @@ class Instrument(Protocol):
     def definition(self) -> Definition: ...
 
     def collect(self) -> Iterable[Metric]:
-        """The metric for Prometheus; none until something was booked."""
+        """The metric for Prometheus; none until something was recorded."""
         ...
 
 
@@ -131,13 +131,13 @@ class Histogram:
         return other
 
     def divide(self, at: Iterable[float]) -> None:
-        """Adds bounds below the last one, which stays; nothing is booked yet."""
+        """Adds bounds below the last one, which stays; nothing is recorded yet."""
         assert not self._counts
         self.bounds = sorted({*self.bounds, *(bound for bound in at if 0 < bound < self.bounds[-1])})
 
 
 class Renamed:
-    """A counter or a histogram that is shown a second time, under another name. Nothing is booked twice."""
+    """A counter or a histogram that is shown a second time, under another name. Nothing is recorded twice."""
 
     def __init__(self, source: Counter | Histogram, name: str, description: str, relabel: Relabel) -> None:
         self._source = source

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from baton.cluster import Worker
-from baton.telemetry.booked import Booked
 from baton.telemetry.observed import StatusNow
 from baton.telemetry.prometheus import Instrument, Observation, Observed, Renamed
+from baton.telemetry.request_metrics import RequestMetrics
 
 WorkerValue = Callable[[Worker], float]
 # Name, definition, value, and whether it is a counter.
@@ -47,7 +47,7 @@ PER_WORKER: tuple[tuple[str, str, WorkerValue, bool], ...] = (
 )
 
 
-def aliases(booked: Booked, status: StatusNow, model: str) -> list[Instrument]:
+def aliases(metrics: RequestMetrics, status: StatusNow, model: str) -> list[Instrument]:
     """The instruments under vLLM's names.
 
     Args:
@@ -87,22 +87,22 @@ def aliases(booked: Booked, status: StatusNow, model: str) -> list[Instrument]:
     shown += [
         Renamed(source, f"vllm:{name}", text, relabel)
         for name, text, source, relabel in (
-            ("prefix_cache_queries", "Prompt tokens looked for in prefix caches.", booked.prompt_tokens, all_rows),
-            ("prefix_cache_hits", "Prompt tokens found in prefix caches.", booked.prefix_hit_tokens, all_rows),
-            ("prompt_tokens", "Prompt tokens of served requests.", booked.prompt_tokens, all_rows),
-            ("generation_tokens", "Generated tokens.", booked.generation_tokens, all_rows),
-            ("request_success", "Choices generated to their end, by reason.", booked.finished_choices, with_reason),
+            ("prefix_cache_queries", "Prompt tokens looked for in prefix caches.", metrics.prompt_tokens, all_rows),
+            ("prefix_cache_hits", "Prompt tokens found in prefix caches.", metrics.prefix_hit_tokens, all_rows),
+            ("prompt_tokens", "Prompt tokens of served requests.", metrics.prompt_tokens, all_rows),
+            ("generation_tokens", "Generated tokens.", metrics.generation_tokens, all_rows),
+            ("request_success", "Choices generated to their end, by reason.", metrics.finished_choices, with_reason),
         )
     ]
     shown += [
         Renamed(source, f"vllm:{name}_seconds", text, relabel)
         for name, text, source, relabel in (
-            ("time_to_first_token", "Time from arrival to the first token.", booked.time_to_first_token, all_rows),
-            ("inter_token_latency", "Time between two tokens of a choice.", booked.inter_token_latency, all_rows),
-            ("e2e_request_latency", "Time from arrival to the last token.", booked.request_duration, answered),
-            ("request_queue_time", "Time waiting for the prefill.", booked.stage_duration, partial(of_stage, "queue")),
-            ("request_prefill_time", "Time computing the prompt.", booked.stage_duration, partial(of_stage, "prefill")),
-            ("request_decode_time", "Time decoding.", booked.stage_duration, partial(of_stage, "decode")),
+            ("time_to_first_token", "Time from arrival to the first token.", metrics.time_to_first_token, all_rows),
+            ("inter_token_latency", "Time between two tokens of a choice.", metrics.inter_token_latency, all_rows),
+            ("e2e_request_latency", "Time from arrival to the last token.", metrics.request_duration, answered),
+            ("request_queue_time", "Time waiting for the prefill.", metrics.stage_duration, partial(of_stage, "queue")),
+            ("request_prefill_time", "Time in the prefill.", metrics.stage_duration, partial(of_stage, "prefill")),
+            ("request_decode_time", "Time decoding.", metrics.stage_duration, partial(of_stage, "decode")),
         )
     ]
     return shown

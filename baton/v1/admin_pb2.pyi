@@ -537,7 +537,7 @@ class TimelineEvent(_message.Message):
     at_s: _builtins.float
     """Seconds since the arrival."""
     what: _builtins.str
-    """"arrived", "admitted", "placed", "room", "computed", "first_token", "handed_over", "failed", "leaving", "moved",
+    """"arrived", "admitted", "placed", "room", "computed", "first_token", "transferred", "failed", "leaving", "moved",
     "finished" or "ended".
     """
     choice_index: _builtins.int
@@ -601,14 +601,14 @@ class Decision(_message.Message):
     num_expected_tokens: _builtins.int
     """Tokens of the answer for which the decode worker must have room."""
     mode: _builtins.str
-    """"split" or "aggregated"."""
+    """"disaggregated" or "aggregated"."""
     prefill_worker: _builtins.str
     decode_worker: _builtins.str
     source: _builtins.str
     """Worker from which a prefix is pulled; empty: none is pulled."""
     source_tokens: _builtins.int
     outcome: _builtins.str
-    """"let in", or why not."""
+    """"admitted", or why not."""
     predicted_ttft_s: _builtins.float
     measured_ttft_s: _builtins.float
     """Time from the placement to the first token; 0: no token yet."""
@@ -739,7 +739,7 @@ class Option(_message.Message):
     room_s: _builtins.float
     """Wait until a decode worker has room."""
     exposed_s: _builtins.float
-    """The part of a hand-over to this worker that comes after the first token."""
+    """The part of a KV transfer to this worker that comes after the first token."""
     step_s: _builtins.float
     """Time between two tokens on this worker."""
     cost_s: _builtins.float

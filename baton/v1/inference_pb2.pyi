@@ -950,7 +950,7 @@ class Timing(_message.Message):
     """Wait for room on the decode worker, before the prompt was computed."""
     prefill_s: _builtins.float
     transfer_s: _builtins.float
-    """The part of the hand-over that came after the first token."""
+    """The part of the KV transfer that came after the first token."""
     decode_s: _builtins.float
     """Time after the first token that no other stage accounts for."""
     recovery_s: _builtins.float
@@ -959,7 +959,7 @@ class Timing(_message.Message):
     """The workers that served it; `prefill_worker` is empty when the decode worker prefilled (aggregated mode)."""
     decode_worker: _builtins.str
     mode: _builtins.str
-    """"split" or "aggregated"."""
+    """"disaggregated" or "aggregated"."""
     retries: _builtins.int
     """Times the request was placed again after a worker failed."""
     def __init__(

@@ -197,12 +197,12 @@ class Command(_message.Message):
     @_builtins.property
     def prefill(self) -> Global___PrefillRequest:
         """Computes the KV cache of a prompt and its first token, and hands the blocks over to the ticket's worker: answered
-        by `first_token` and then, unless that was the last one, by a hand-over.
+        by `first_token` and then, unless that was the last one, by a KV transfer.
         """
 
     @_builtins.property
     def decode(self) -> Global___DecodeRequest:
-        """If `await_kv`: reserves blocks, answers with a ticket, waits for the hand-over, then sends tokens. Otherwise:
+        """If `await_kv`: reserves blocks, answers with a ticket, waits for the KV transfer, then sends tokens. Otherwise:
         prefills the prompt itself (aggregated mode). The open call is the reservation.
         """
 
@@ -279,7 +279,7 @@ class Event(_message.Message):
 
     CALL_ID_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
-    HANDED_OVER_FIELD_NUMBER: _builtins.int
+    TRANSFERRED_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     NEW_TOKENS_FIELD_NUMBER: _builtins.int
     MIGRATE_FIELD_NUMBER: _builtins.int
@@ -290,7 +290,7 @@ class Event(_message.Message):
     @_builtins.property
     def first_token(self) -> Global___FirstToken: ...
     @_builtins.property
-    def handed_over(self) -> Global___HandedOver: ...
+    def transferred(self) -> Global___Transferred: ...
     @_builtins.property
     def ticket(self) -> Global___Ticket: ...
     @_builtins.property
@@ -310,7 +310,7 @@ class Event(_message.Message):
         *,
         call_id: _builtins.int = ...,
         first_token: Global___FirstToken | None = ...,
-        handed_over: Global___HandedOver | None = ...,
+        transferred: Global___Transferred | None = ...,
         ticket: Global___Ticket | None = ...,
         new_tokens: Global___NewTokens | None = ...,
         migrate: Global___Migrate | None = ...,
@@ -318,11 +318,11 @@ class Event(_message.Message):
         failed: Global___Failed | None = ...,
         ended: Global___Ended | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "fetched", b"fetched", "first_token", b"first_token", "handed_over", b"handed_over", "migrate", b"migrate", "new_tokens", b"new_tokens", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "failed", b"failed", "fetched", b"fetched", "first_token", b"first_token", "migrate", b"migrate", "new_tokens", b"new_tokens", "ticket", b"ticket", "transferred", b"transferred"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "ended", b"ended", "event", b"event", "failed", b"failed", "fetched", b"fetched", "first_token", b"first_token", "handed_over", b"handed_over", "migrate", b"migrate", "new_tokens", b"new_tokens", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "ended", b"ended", "event", b"event", "failed", b"failed", "fetched", b"fetched", "first_token", b"first_token", "migrate", b"migrate", "new_tokens", b"new_tokens", "ticket", b"ticket", "transferred", b"transferred"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "handed_over", "ticket", "new_tokens", "migrate", "fetched", "failed", "ended"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "transferred", "ticket", "new_tokens", "migrate", "fetched", "failed", "ended"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -860,7 +860,7 @@ class TokenScores(_message.Message):
 Global___TokenScores: _TypeAlias = TokenScores  # noqa: Y015
 
 @_typing.final
-class HandedOver(_message.Message):
+class Transferred(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_BYTES_FIELD_NUMBER: _builtins.int
@@ -887,7 +887,7 @@ class HandedOver(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___HandedOver: _TypeAlias = HandedOver  # noqa: Y015
+Global___Transferred: _TypeAlias = Transferred  # noqa: Y015
 
 @_typing.final
 class DecodeRequest(_message.Message):

@@ -189,7 +189,7 @@ _EVENTS = Oneof(
     worker_pb2.Event,
     "event",
     first_token=m.FirstToken,
-    handed_over=m.HandedOver,
+    transferred=m.Transferred,
     ticket=m.Ticket,
     fetched=m.Fetched,
     migrate=m.Migrate,

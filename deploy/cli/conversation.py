@@ -10,7 +10,7 @@ from baton.chat import ChatMessage
 from baton.errors import BatonError
 from deploy.cli.options import console, print_error
 from deploy.operator.client import Access, Client
-from deploy.operator.http_door import HttpDoor, is_url
+from deploy.operator.http_client import HttpClient, is_url
 from deploy.operator.talk import ANSWER_S, GrpcSpeaker, HttpSpeaker, Speaker
 from deploy.say import say
 
@@ -30,7 +30,7 @@ def converse(address: str, access: Access, options: Mapping[str, int | float], s
     """
     speaker: Speaker
     if is_url(address):
-        speaker = HttpSpeaker(HttpDoor(address, access, ANSWER_S), options)
+        speaker = HttpSpeaker(HttpClient(address, access, ANSWER_S), options)
     else:
         speaker = GrpcSpeaker(Client(address, access.api_key, access.tls), options)
     with contextlib.closing(speaker):

@@ -8,7 +8,7 @@ import time
 
 from baton import config as baton_config
 from baton.errors import ConfigError, InvalidRequest
-from baton.tls import Tls, own_door_tls
+from baton.tls import Tls, own_endpoint_tls
 from deploy.cli.doctor_options import DoctorOptions
 from deploy.cli.options import console
 from deploy.doctor import Check, DoctorPart, diagnose, model_checks, not_configured, show
@@ -49,7 +49,7 @@ def _checks(options: DoctorOptions) -> list[Check]:
         model = dataclasses.replace(settings.model, id=options.model)
         return model_checks(dataclasses.replace(settings, model=model))
     address = options.address or f"{settings.cluster.host}:{settings.cluster.grpc_port}"
-    access = Access(options.api_key, _door(settings, options))
+    access = Access(options.api_key, _endpoint(settings, options))
     end_s = time.monotonic() + options.wait_s
     while True:
         checks = diagnose(settings, address, DoctorPart(options.part), access)
@@ -58,9 +58,9 @@ def _checks(options: DoctorOptions) -> list[Check]:
         time.sleep(1)
 
 
-def _door(settings: baton_config.Config, options: DoctorOptions) -> Tls | None:
+def _endpoint(settings: baton_config.Config, options: DoctorOptions) -> Tls | None:
     """How a router is spoken to: as the options say, else, if it is the configured one, as the settings do."""
     try:
-        return options.read() or (None if options.address else own_door_tls(settings))
+        return options.read() or (None if options.address else own_endpoint_tls(settings))
     except ConfigError:
         return None  # a check of the files says so

@@ -44,9 +44,9 @@ def show(target: ClientOptions, part: str, num_lines: int, *, is_followed: bool,
             lines, size = last_lines(files[part], num_lines)
             more = follow(files[part], size)
         else:
-            doors = worker_log.doors(client, target.address, access)
-            every = worker_log.read(doors, part)
-            lines, more = every[len(every) - min(num_lines, len(every)) :], worker_log.follow(doors, part, every)
+            endpoints = worker_log.endpoints(client, target.address, access)
+            every = worker_log.read(endpoints, part)
+            lines, more = every[len(every) - min(num_lines, len(every)) :], worker_log.follow(endpoints, part, every)
         with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
             _print_lines(itertools.chain(lines, more) if is_followed else lines, part, target.as_json)
 

@@ -7,7 +7,7 @@ import contextlib
 
 from baton.config import Config
 from baton.errors import BatonError
-from baton.tls import own_door_tls
+from baton.tls import own_endpoint_tls
 from deploy.cli.hints import local_address, page_url, try_command
 from deploy.cli.options import console, print_error
 from deploy.local.up import up
@@ -41,7 +41,7 @@ def _answer(settings: Config, ask: str, api_key: str) -> None:
     console().print("==> A sample request, of 24 tokens:", style="dim")
     console().print(ask, end="", style="bold", markup=False)
     try:
-        with contextlib.closing(Client(local_address(settings), api_key, own_door_tls(settings))) as client:
+        with contextlib.closing(Client(local_address(settings), api_key, own_endpoint_tls(settings))) as client:
             print_answer(request_of(ask, max_tokens=24, temperature=0.0), client, as_json=False)
     except BatonError as error:
         print_error(error)

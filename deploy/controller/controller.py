@@ -33,7 +33,7 @@ from baton.cluster import (
 from baton.config import Config, without_password
 from baton.errors import StoreUnavailable
 from baton.rpc import MalformedCount
-from baton.rpc.doors import MemberLink
+from baton.rpc.member_auth import MemberLink
 from baton.tls import Tls
 from baton.trust import KeyFile
 from deploy.controller.lease_watch import LeaseWatch
@@ -268,7 +268,7 @@ class Controller:
         await self._lives.change_role(self._lives.workers[change.worker_id], change.role)
 
     def set_role(self, worker_id: str, role: Role) -> None:
-        """Books a change of role that the worker has made: one less for one pool's size, one more for the other's."""
+        """Records a change of role that the worker has made: one less for one pool's size, one more for the other's."""
         roles = {**self.state.roles, worker_id: role}
         desired = self.sizes_after(RoleChange(worker_id, role))
         self.record(replace(self.state, desired=desired, roles=roles, role_change=None))

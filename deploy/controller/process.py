@@ -25,8 +25,8 @@ from baton.cluster import VERSION, ControllerInfo, Role
 from baton.config import Config, IndexConfig, process_config
 from baton.errors import BatonError, ConfigError
 from baton.rpc import RpcServer, members_only
-from baton.rpc.doors import CONTROLLERS_RULES, member_doors, require_keys
 from baton.rpc.errors import to_failed
+from baton.rpc.member_auth import CONTROLLERS_RULES, member_auth, require_keys
 from baton.telemetry import logs
 from baton.tls import member_tls
 from baton.trust import Principal, open_keys
@@ -111,8 +111,8 @@ async def run(config: Config, arguments: Arguments, stop: Stop, ready: Ready) ->
         actors = RayActors(_workers_config(config, arguments), arguments.worker_host, state.gpus_per_worker, keys)
         incarnation = os.urandom(8).hex()
         tls = member_tls(config.cluster)
-        doors = (*member_doors(keys, incarnation, CONTROLLERS_RULES), *members_only(tls))
-        rpc = RpcServer(SERVICE_NAMES, doors, describes_itself=False)
+        endpoints = (*member_auth(keys, incarnation, CONTROLLERS_RULES), *members_only(tls))
+        rpc = RpcServer(SERVICE_NAMES, endpoints, describes_itself=False)
         port = rpc.bind(host, config.cluster.controller_port, tls)
         me = ControllerInfo(
             pid=os.getpid(),

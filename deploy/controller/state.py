@@ -155,10 +155,10 @@ def sizes_problem(desired: Mapping[Role, int], config: Config) -> str:
     if decode < 1 or prefill < 0 or prefill + decode > MAX_WORKERS:
         return f"there must be at least 1 decode worker, and at most {MAX_WORKERS} workers in all"
     if prefill < min_workers(Role.PREFILL, config):
-        return "router.mode is split, which needs at least one prefill worker; use --prefill 1"
+        return "router.mode is disaggregated, which needs at least one prefill worker; use --prefill 1"
     return ""
 
 
 def min_workers(role: Role, config: Config) -> int:
     """Workers that a pool needs for requests to be served."""
-    return int(role is Role.DECODE or config.router.mode == "split")
+    return int(role is Role.DECODE or config.router.mode == "disaggregated")

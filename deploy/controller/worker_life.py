@@ -26,7 +26,7 @@ from baton.cluster import Role, with_role
 from baton.config import ClusterConfig
 from baton.errors import BatonError, WorkerFailed
 from baton.rpc import channel, from_rpc_error
-from baton.rpc.doors import MemberLink, member_metadata
+from baton.rpc.member_auth import MemberLink, member_metadata
 from baton.tasks import cancel_and_wait
 from baton.tls import Tls
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -281,7 +281,7 @@ class WorkerLives:
         return self._config.drain_timeout_s if own_s is None else own_s
 
     async def _end(self, worker: ManagedWorker, can_answer: bool) -> None:
-        """Ends the process and its actor. A worker that cannot answer has nothing to hand over."""
+        """Ends the process and its actor. A worker that cannot answer has nothing to transfer."""
         await cancel_and_wait([worker.task] if worker.task else [])
         if worker.actor:
             if can_answer:

@@ -1,4 +1,4 @@
-"""`baton doctor`: checks a laptop, a container or a whole cluster for what must agree, and says how to mend it.
+"""`baton doctor`: checks a laptop, a container or a whole cluster for what must agree, and says how to fix it.
 
 It changes nothing, and no access to a network takes longer than a few seconds.
 
@@ -20,7 +20,7 @@ from baton.config import Config, without_password
 from baton.errors import BatonError, ConfigError
 from baton.tls import member_tls
 from deploy.controller.state import load as load_state
-from deploy.doctor import certificates, cluster, doors, machine, redis, start, transports
+from deploy.doctor import certificates, cluster, endpoints, machine, redis, start, transports
 from deploy.doctor.checks import Check, guarded, judged, show
 from deploy.doctor.model import checks as model_checks
 from deploy.doctor.reach import Target, reachability, takes_anybody
@@ -58,7 +58,7 @@ def diagnose(
     checks = [Check("configuration", "ok", "valid")]
     checks += certificates.files(config)
     checks += _configured_redis(config)
-    checks += doors.checks(doors.configured(config, environ, takes_anybody(config.index.redis_url)))
+    checks += endpoints.checks(endpoints.configured(config, environ, takes_anybody(config.index.redis_url)))
     if part is DoctorPart.ROUTER:
         checks += guarded("tenants", lambda: machine.tenants(config))
         checks += machine.cache_secret(config)
@@ -114,7 +114,7 @@ def _laptop(config: Config, address: str, access: Access, environ: Mapping[str, 
     if not running:
         if url := config.index.redis_url:
             checks += redis.server(url, _seen(config))
-        checks += doors.checks(doors.configured(config, environ, takes_anybody(config.index.redis_url)))
+        checks += endpoints.checks(endpoints.configured(config, environ, takes_anybody(config.index.redis_url)))
         checks.append(Check("cluster", "ok", f"none runs at {address}", ""))
     return checks + running
 

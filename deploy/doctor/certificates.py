@@ -9,7 +9,7 @@ from cryptography import x509
 
 from baton.config import Config
 from baton.errors import ConfigError
-from baton.tls import Tls, door_tls, member_tls
+from baton.tls import Tls, endpoint_tls, member_tls
 from deploy.doctor.checks import Check, judged
 
 SOON_DAYS = 3.0
@@ -25,7 +25,7 @@ def files(config: Config, now: datetime.datetime | None = None) -> Iterator[Chec
     now = now or datetime.datetime.now(datetime.UTC)
     for name, read in (
         ("members' certificate", lambda: member_tls(config.cluster)),
-        ("routers' certificate", lambda: door_tls(config)),
+        ("routers' certificate", lambda: endpoint_tls(config)),
     ):
         yield from _pair(name, read, now)
 

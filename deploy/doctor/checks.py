@@ -17,20 +17,20 @@ REINSTALL = f"install it again: {pip_command(ALL_IN_USE)} --force-reinstall"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check. `mend` is what to do; empty when all is well."""
+    """The result of one check. `fix` is what to do; empty when all is well."""
 
     name: str
     state: State
     found: str
-    mend: str = ""
+    fix: str = ""
 
 
-def judged(name: str, is_good: bool, found: str, mend: str, otherwise: State = "fail") -> Check:
+def judged(name: str, is_good: bool, found: str, fix: str, otherwise: State = "fail") -> Check:
     """Well, or `otherwise` with the remedy."""
-    return Check(name, "ok", found) if is_good else Check(name, otherwise, found, mend)
+    return Check(name, "ok", found) if is_good else Check(name, otherwise, found, fix)
 
 
-def guarded(name: str, look: Callable[[], Iterable[Check]], mend: str = REINSTALL) -> list[Check]:
+def guarded(name: str, look: Callable[[], Iterable[Check]], fix: str = REINSTALL) -> list[Check]:
     """The results of a group of checks, or one failure in their place: a broken part does not hide the others."""
     checks = []
     try:
@@ -42,7 +42,7 @@ def guarded(name: str, look: Callable[[], Iterable[Check]], mend: str = REINSTAL
         if isinstance(error, ImportError) and (missing := advice(error)):
             checks.append(Check(name, "fail", *missing.split("; ", 1)))
         else:
-            checks.append(Check(name, "fail", f"{type(error).__name__}: {error}", mend))
+            checks.append(Check(name, "fail", f"{type(error).__name__}: {error}", fix))
     return checks
 
 
@@ -51,8 +51,8 @@ def show(checks: list[Check], console: Console) -> None:
     for check in checks:
         console.print(marks[check.state], end=" ", markup=True)
         console.print(f"{check.name}: {check.found}", highlight=False, soft_wrap=True, markup=False)
-        if check.mend:
-            console.print(f"     -> {check.mend}", highlight=False, soft_wrap=True, markup=False)
+        if check.fix:
+            console.print(f"     -> {check.fix}", highlight=False, soft_wrap=True, markup=False)
 
 
 def names(items: Iterable[str], most: int = 5) -> str:

@@ -12,7 +12,7 @@ from baton.cluster import with_role
 from baton.config import Config, without_password
 from baton.errors import BatonError, Forbidden, InvalidRequest, NoWorker, Unauthenticated
 from baton.tls import member_tls
-from deploy.doctor import doors, redis
+from deploy.doctor import endpoints, redis
 from deploy.doctor.checks import Check, guarded, judged, names
 from deploy.doctor.machine import hostname
 from deploy.doctor.reach import Target, reachability, takes_anybody, wrongly_announced
@@ -40,10 +40,10 @@ def diagnose(config: Config, address: str, access: Access, environ: Mapping[str,
         return []
     except (Unauthenticated, Forbidden) as error:
         answers = Check("router", "ok", f"answers at {address}")
-        mend = "give an operator's key (--api-key or BATON_API_KEY), and the rest is checked"
+        fix = "give an operator's key (--api-key or BATON_API_KEY), and the rest is checked"
         # An unknown key is a mistake; a tenant's, or none, shows as much as it should.
         is_unknown = bool(access.api_key) and isinstance(error, Unauthenticated)
-        return [answers, Check("api key", "fail" if is_unknown else "warn", str(error), mend)]
+        return [answers, Check("api key", "fail" if is_unknown else "warn", str(error), fix)]
     except BatonError as error:
         return [Check("router", "fail", str(error), f"is {address} the gRPC port of a Baton router?")]
     finally:
@@ -68,7 +68,7 @@ def diagnose(config: Config, address: str, access: Access, environ: Mapping[str,
     # With a key it cannot be seen whether one is needed.
     asks_key = None if access.api_key or not key else key[0].found != NO_KEY
     is_open = takes_anybody(config.index.redis_url or status["redis"]["address"])
-    checks += doors.checks(doors.announced(doors.configured(config, environ, is_open), status, asks_key))
+    checks += endpoints.checks(endpoints.announced(endpoints.configured(config, environ, is_open), status, asks_key))
     return checks
 
 
@@ -196,12 +196,12 @@ def drains(status: StatusJson, again: Callable[[], StatusJson], wait_s: float = 
         running, waiting, _ = progress
         is_stuck = before[key] == progress
         left = f"{running} running, {waiting} waiting"
-        mend = (
+        fix = (
             "it takes no more than cluster.drain_timeout_s: if it stays, see the worker's log, then `baton status`"
             if running or waiting
             else "it has nothing left to do: is its replacement on its way, and does the controller run?"
         )
-        yield judged(f"drain of {key[0]}", not is_stuck, f"{left}{', nothing moves' if is_stuck else ''}", mend, "warn")
+        yield judged(f"drain of {key[0]}", not is_stuck, f"{left}{', nothing moves' if is_stuck else ''}", fix, "warn")
 
 
 def _versions(status: StatusJson, scraped: Mapping[str, Samples | None]) -> dict[str, str]:

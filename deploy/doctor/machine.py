@@ -121,22 +121,22 @@ def gpu(wanted: str, needed: int, gpus: Gpus) -> Check:
         return _used(wanted, needed, gpus)
     if not driver:
         found = "none: no NVIDIA driver here"
-        mend = "ask for nvidia.com/gpu in the container's resources, or set model.device to cpu"
+        fix = "ask for nvidia.com/gpu in the container's resources, or set model.device to cpu"
     elif not cuda:
         found = f"none for torch, which is a CPU build; the driver is {driver}"
-        mend = "install a CUDA build of torch (in an image: the CUDA variant)"
+        fix = "install a CUDA build of torch (in an image: the CUDA variant)"
     elif driver[:1].isdigit() and int(driver.partition(".")[0]) < (least := least_driver(cuda)):
         found = f"none for torch: CUDA {cuda} needs an NVIDIA driver of {least} or newer, and this one is {driver}"
-        mend = "install that driver, or a build of torch for an older CUDA (in an image: --build-arg CUDA=cu126)"
+        fix = "install that driver, or a build of torch for an older CUDA (in an image: --build-arg CUDA=cu126)"
     else:
         found = f"none for torch (CUDA {cuda}), though there is a driver, {driver}"
-        mend = "is CUDA_VISIBLE_DEVICES empty, or no GPU given to this container?"
+        fix = "is CUDA_VISIBLE_DEVICES empty, or no GPU given to this container?"
     if wanted == "auto" and gpus.sign:
-        mend += "; set model.device to cpu to compute on the CPU"
+        fix += "; set model.device to cpu to compute on the CPU"
     if wanted == "cuda" or (wanted == "auto" and gpus.sign):
-        return Check("gpu", "fail", found, mend)
+        return Check("gpu", "fail", found, fix)
     if driver and wanted == "auto":
-        return Check("gpu", "warn", found, mend)
+        return Check("gpu", "warn", found, fix)
     return Check("gpu", "ok", f"{found}; the CPU computes")
 
 
@@ -146,8 +146,8 @@ def _used(wanted: str, needed: int, gpus: Gpus) -> Check:
     if wanted == "cpu":
         return Check("gpu", "warn", f"{found}; model.device is cpu", "set model.device to auto to use them")
     if needed > gpus.num:
-        mend = "lower engine.tensor_parallel or the pool sizes, or add GPUs (in the chart: worker.gpu.count)"
-        return Check("gpu", "fail", f"{found}; engine.tensor_parallel asks for {needed} here", mend)
+        fix = "lower engine.tensor_parallel or the pool sizes, or add GPUs (in the chart: worker.gpu.count)"
+        return Check("gpu", "fail", f"{found}; engine.tensor_parallel asks for {needed} here", fix)
     if " MIG " in gpus.names:
         return Check(
             "gpu",
@@ -328,7 +328,7 @@ def tenants(config: Config) -> Iterator[Check]:
         for slo_class in book.slo_classes:
             config.router.slo_class(slo_class)
     except BatonError as error:
-        yield Check("tenants", "fail", str(error), "mend the file, or mount the secret that holds it")
+        yield Check("tenants", "fail", str(error), "fix the file, or mount the secret that holds it")
     else:
         yield Check("tenants", "ok", f"{path} is in order")
 

@@ -71,8 +71,8 @@ def _tokenizer(folder: Path, chat_template: str) -> Iterator[Check]:
     if ends:
         yield Check("ends of an answer", "ok", ends)
     else:
-        mend = "add eos_token_id to generation_config.json, or every answer goes on to max_tokens"
-        yield Check("ends of an answer", "warn", "none is named", mend)
+        fix = "add eos_token_id to generation_config.json, or every answer goes on to max_tokens"
+        yield Check("ends of an answer", "warn", "none is named", fix)
     yield _template(tokenizer)
     said = {each.name: getattr(tokenizer.default_sampling, each.name) for each in fields(SamplingParams)}
     neutral = SamplingParams()

@@ -79,7 +79,7 @@ def require_gpus(config: Config) -> None:
     found = machine.Gpus(num=len(gpus), names="GPU", cuda=_torch_cuda(), driver=driver, sign=sign)
     check = machine.gpu(config.model.device, needed, found)
     if check.state == "fail":
-        raise ConfigError(f"model.device is {config.model.device}, and of GPUs there are {check.found}; {check.mend}")
+        raise ConfigError(f"model.device is {config.model.device}, and of GPUs there are {check.found}; {check.fix}")
 
 
 def require_heads(config: Config) -> None:

@@ -80,10 +80,10 @@ def reachability(targets: Sequence[Target], is_inside: bool, knock: Callable[[st
         yield Check("reachable", "ok", f"{num_good} of {len(seen)} addresses of the cluster, from here")
     state: State = "fail" if is_inside else "warn"
     for answer, which in sorted(failures.items()):
-        mend = MENDS.get(answer, "look at the network between here and there")
+        fix = MENDS.get(answer, "look at the network between here and there")
         if not is_inside:
-            mend = f"as it should be where this runs outside of the cluster's network; else {mend}"
-        yield Check("unreachable", state, f"{answer}: {names(which)}", mend)
+            fix = f"as it should be where this runs outside of the cluster's network; else {fix}"
+        yield Check("unreachable", state, f"{answer}: {names(which)}", fix)
 
 
 def wrongly_announced(targets: Sequence[Target], is_one_machine: bool) -> Iterator[Check]:

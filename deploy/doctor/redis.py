@@ -200,8 +200,8 @@ async def _lives(connection: RedisConnection, key: str, keys_of: Keys) -> dict[s
 def server(url: str, seen: Look | BatonError) -> Iterator[Check]:
     if isinstance(seen, BatonError):
         # It stands for every other finding about the server.
-        mend = f"start Redis, or look from where {without_password(url)} answers; a NetworkPolicy may drop it"
-        yield Check("redis eviction", "warn", f"cannot look: {seen}", mend)
+        fix = f"start Redis, or look from where {without_password(url)} answers; a NetworkPolicy may drop it"
+        yield Check("redis eviction", "warn", f"cannot look: {seen}", fix)
         return
     facts = seen.facts
     version = (
@@ -351,7 +351,7 @@ def kv_kinds(kinds: dict[str, list[str]]) -> Check:
             "all to one release, one model revision and one engine.kv_dtype (helm upgrade, or `baton drain` one after "
             "the other)",
         )
-    return Check("kv compatibility", "ok", "all workers can hand over KV to each other")
+    return Check("kv compatibility", "ok", "all workers can transfer KV to each other")
 
 
 def shapes(workers: Sequence[tuple[str, str, int, int]]) -> Iterator[Check]:

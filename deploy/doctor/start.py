@@ -30,7 +30,7 @@ def require(config: Config) -> None:
     """Goes through the list.
 
     Raises:
-        BatonError: the first thing that is wrong, in one sentence that says how to mend it.
+        BatonError: the first thing that is wrong, in one sentence that says how to fix it.
     """
     _require(config, (("packages", packages), ("ports", machine.ports), *LOOKS))
 
@@ -66,7 +66,7 @@ def _require(config: Config, looks: Iterable[tuple[str, Precondition]]) -> None:
     for _, look in looks:
         for check in look(config):
             if check.state == "fail":
-                raise ConfigError(f"{check.name}: {check.found}" + (f"; {check.mend}" if check.mend else ""))
+                raise ConfigError(f"{check.name}: {check.found}" + (f"; {check.fix}" if check.fix else ""))
 
 
 def packages(config: Config) -> Iterator[Check]:
@@ -106,8 +106,8 @@ def redis_answers(config: Config) -> Iterator[Check]:
     try:
         redis.look(config.index.url, member_tls(config.cluster))
     except StoreUnavailable as error:
-        mend = "start it, or leave index.redis_url (BATON_INDEX_REDIS_URL) out: `baton up` then brings its own"
-        yield Check("redis", "fail", f"{shown}: {error}", mend)
+        fix = "start it, or leave index.redis_url (BATON_INDEX_REDIS_URL) out: `baton up` then brings its own"
+        yield Check("redis", "fail", f"{shown}: {error}", fix)
     else:
         yield Check("redis", "ok", f"answers at {shown}")
 

@@ -23,7 +23,7 @@ from baton.cluster import ControllerInfo
 from baton.config import Config
 from baton.errors import StoreUnavailable, WorkerFailed
 from baton.rpc import channel, from_rpc_error
-from baton.rpc.doors import member_metadata
+from baton.rpc.member_auth import member_metadata
 from baton.tasks import cancel_and_wait
 from baton.tls import Tls, member_tls
 from baton.trust import KeyFile, Principal, open_keys
@@ -91,10 +91,7 @@ def workers_on(hosts: Collection[str]) -> dict[str, psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             match process.cmdline():
-                case (
-                    [_, "-P", "-m", "worker", _, worker_id, host, *_]
-                    | [_, "-m", "worker", _, worker_id, host, *_]  # as the release before started them
-                ) if host in hosts:
+                case [_, "-P", "-m", "worker", _, worker_id, host, *_] if host in hosts:
                     found[worker_id] = process
     return found
 

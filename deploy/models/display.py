@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 TITLES = {
     "wait": "Waiting for another process that prepares this model",
-    "mend": "Making anew, as it is damaged:",
+    "fix": "Making anew, as it is damaged:",
     "download": "Downloading",
     "verify": "Verifying",
     "dequantise": "Dequantising",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     stage: str
-    """wait, mend, download, verify, dequantise or write."""
+    """wait, fix, download, verify, dequantise or write."""
     done: int
     total: int
     """The total in `unit`; 0 while it is unknown."""

@@ -93,7 +93,7 @@ def _make(entry: CatalogueModel, folder: Path, progress: OnModelProgress, proble
     is_anew = folder.is_dir()
     weights = folder.name == entry.folder_name
     if is_anew:
-        progress(Progress(stage="mend", done=0, total=0, detail=f"{folder} ({problem.rstrip('.')})"))
+        progress(Progress(stage="fix", done=0, total=0, detail=f"{folder} ({problem.rstrip('.')})"))
     try:
         if missing := lacking("gguf", "numpy", "safetensors"):
             raise ModelLoadError(f"{entry.name} has to be converted once, and {missing}")

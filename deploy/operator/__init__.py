@@ -1,7 +1,7 @@
 """What an operator does with a running cluster, over gRPC and HTTP.
 
 client       calls a router
-http_door    calls its HTTP port
+http_client    calls its HTTP port
 answer       a request for `baton generate`, and its answer as it comes
 talk         a chat, over either
 explain      `baton requests` and `baton status --explain`
@@ -16,7 +16,7 @@ __all__ = [
     "answer",
     "client",
     "explain",
-    "http_door",
+    "http_client",
     "orders",
     "scrape",
     "tables",

@@ -9,7 +9,7 @@ from baton.api import Chat, GenerateRequest
 from baton.chat import ChatMessage
 from baton.errors import NoWorker
 from deploy.operator.client import Client
-from deploy.operator.http_door import HttpDoor
+from deploy.operator.http_client import HttpClient
 
 ANSWER_S = 600.0
 """The longest wait for the next token over HTTP."""
@@ -50,19 +50,19 @@ class HttpSpeaker:
     """Speaks OpenAI's API over HTTP.
 
     Args:
-        door: a router's HTTP port.
+        endpoint: a router's HTTP port.
         sampling: parameters of every answer, by their names in that API.
     """
 
-    def __init__(self, door: HttpDoor, sampling: Mapping[str, Any]) -> None:
-        self._door = door
+    def __init__(self, endpoint: HttpClient, sampling: Mapping[str, Any]) -> None:
+        self._endpoint = endpoint
         self._sampling = dict(sampling)
         self._model = ""
 
     def answer(self, messages: Sequence[ChatMessage]) -> Iterator[str]:
         spoken = [{"role": each.role, "content": each.content} for each in messages]
         body = {"model": self._served(), "messages": spoken, "stream": True, **self._sampling}
-        for event in self._door.events("/v1/chat/completions", body):
+        for event in self._endpoint.events("/v1/chat/completions", body):
             for choice in event["choices"]:
                 yield choice["delta"].get("content") or ""
 
@@ -72,7 +72,7 @@ class HttpSpeaker:
     def _served(self) -> str:
         """The id of the first model that is served."""
         if not self._model:
-            models = self._door.get("/v1/models")["data"]
+            models = self._endpoint.get("/v1/models")["data"]
             if not models:
                 raise NoWorker("the router serves no model")
             self._model = str(models[0]["id"])

@@ -8,35 +8,35 @@ from urllib.parse import quote
 
 from baton.errors import NoWorker
 from deploy.operator.client import Access, Client
-from deploy.operator.http_door import HttpDoor
+from deploy.operator.http_client import HttpClient
 from deploy.operator.scrape import seen_from
 
 TIMEOUT_S = 10.0
 POLL_S = 1.0
 
 
-def doors(client: Client, address: str, access: Access) -> list[HttpDoor]:
+def endpoints(client: Client, address: str, access: Access) -> list[HttpClient]:
     """The HTTP ports where a router may answer whose gRPC port is at the address; the likeliest first.
 
     Raises the errors of `Client.status`.
     """
     scheme = "https" if access.tls else "http"
     addresses = [each for router in client.status()["routers"] for each in seen_from(router["http"], address)]
-    return [HttpDoor(f"{scheme}://{each}", access, TIMEOUT_S) for each in addresses]
+    return [HttpClient(f"{scheme}://{each}", access, TIMEOUT_S) for each in addresses]
 
 
-def read(doors: Sequence[HttpDoor], worker_id: str) -> list[str]:
+def read(endpoints: Sequence[HttpClient], worker_id: str) -> list[str]:
     """The latest lines of a worker. Raises the router's own errors, or NoWorker when none answers."""
     failure = NoWorker("no router is known")
-    for door in doors:
+    for endpoint in endpoints:
         try:
-            return [str(line) for line in door.get(f"/api/workers/{quote(worker_id, safe='')}/log")["lines"]]
+            return [str(line) for line in endpoint.get(f"/api/workers/{quote(worker_id, safe='')}/log")["lines"]]
         except NoWorker as error:
             failure = error
     raise failure
 
 
-def follow(doors: Sequence[HttpDoor], worker_id: str, shown: Sequence[str]) -> Iterator[str]:
+def follow(endpoints: Sequence[HttpClient], worker_id: str, shown: Sequence[str]) -> Iterator[str]:
     """Lines that a worker logs from now on, until the caller stops. Raises as `read` does.
 
     Args:
@@ -44,7 +44,7 @@ def follow(doors: Sequence[HttpDoor], worker_id: str, shown: Sequence[str]) -> I
     """
     while True:
         time.sleep(POLL_S)
-        lines = read(doors, worker_id)
+        lines = read(endpoints, worker_id)
         yield from new_lines(shown, lines)
         shown = lines
 

@@ -51,7 +51,7 @@ SLACK = 0.7
 BETTER = 0.85
 """Workers change their roles if the greatest utilisation falls to this share of what it is."""
 MOST_REFUSED = 4.0
-"""Requests that come for each that is let in, at most: a bound on what refusals can order."""
+"""Requests that come for each that is admitted, at most: a bound on what refusals can order."""
 
 
 def decide(
@@ -127,9 +127,9 @@ def _in_words(needs: Needs, sizes: Sizes, pressure: float, target: float) -> str
 def _needs(measured: Measured, objective: Objective) -> tuple[Needs, list[str]]:
     """The needs in this window, and their derivation in words."""
     prefill, decode = measured.prefill, measured.decode
-    let_in = measured.met + measured.missed
+    admitted = measured.met + measured.missed
     refused = (
-        min(measured.num_requests / let_in if let_in else MOST_REFUSED, MOST_REFUSED) if measured.rejected else 1.0
+        min(measured.num_requests / admitted if admitted else MOST_REFUSED, MOST_REFUSED) if measured.rejected else 1.0
     )
     load = prefill.prompt_load + decode.prompt_load
     queue_s = sum(pool.queued_tokens / pool.tokens_per_s for pool in (prefill, decode))

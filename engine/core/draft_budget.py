@@ -1,7 +1,7 @@
 """What a draft model may lose: a bound on the price of asking one whose drafts are not worth their time.
 
 Whether a draft model gains is found out by asking it, and it is found out again, since texts change. Asking costs: it
-catches up with a prompt, proposes, and its drafts are checked. All of that is booked as spent, and the tokens that it
+catches up with a prompt, proposes, and its drafts are checked. All of that is recorded as spent, and the tokens that it
 gives as gained; each step of the worker adds a small share of its time. What is not there is not spent. So whatever
 the estimates say by which a step expects a gain, the loss stays within that share, as in conservative bandits (Wu et
 al., 2016): a model that loses is asked ever more rarely, and one that gains does not notice.

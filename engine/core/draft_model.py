@@ -2,7 +2,7 @@
 
 A sequence has a *shadow* there: the same tokens, other blocks. It begins when the sequence decodes, whatever computed
 its prompt, and catches up some tokens a step. Full blocks are known by the same keys as the target's, so that choices,
-turns and preempted sequences find what others have computed; nobody outside hears of them, and nothing is handed over.
+turns and preempted sequences find what others have computed; nobody outside hears of them, and nothing is transferred.
 
     tokens   [ prompt | answer | last one ]                              of the sequence, and of its shadow
     target   [ computed ..... ]                                          waits for the last one
@@ -189,7 +189,7 @@ class DraftModel:
         return Proposal(shadow.sequence.part(number), 0)
 
     def commit(self, step: StepInput, output: StepOutput) -> None:
-        """Books what came of the proposals of a step, before the sequences have got its tokens."""
+        """Records what came of the proposals of a step, before the sequences have got its tokens."""
         proposed = output.proposed
         assert proposed is not None
         for place, part in enumerate(step.parts):

@@ -201,7 +201,7 @@ class Drafter:
                 parts[place] = parts[place]._replace(proposal=proposal)
 
     def commit(self, step: StepInput, output: StepOutput, costs: StepCosts) -> None:
-        """Books what the draft model has done for a step, before the step's tokens are booked.
+        """Records what the draft model has done for a step, before the step's tokens are recorded.
 
         Args:
             costs: what steps take.
@@ -239,7 +239,7 @@ class Drafter:
         """Returns how many drafts one sequence may have; 0: it takes none."""
         if not part.is_decoding or part.scores_prompt or sequence.purpose is Purpose.PREFILL:
             return 0
-        if sequence.search is not None or sequence.trunk is not None:
+        if sequence.search is not None or sequence.parent is not None:
             return 0
         return min(self._most, self._most_tokens(sequence) - sequence.num_tokens - 1)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
-from baton.blocks import GRANULE
+from baton.blocks import HASH_BLOCK
 from baton.cluster import BlockCounts
 from baton.costs import StepCosts
 from baton.errors import BatonError, InvalidRequest
@@ -146,12 +146,12 @@ class Engine:
         return self._pins.take(sequence.block_ids)
 
     def pin_prefix(self, keys: SequenceOf[bytes]) -> Pin:
-        """Pins the longest cached prefix of a chain of keys, one per granule of 16 tokens (see `baton.blocks`).
+        """Pins the longest cached prefix of a chain of keys, one per hash block of 16 tokens (see `baton.blocks`).
 
         A model with per-sequence states has none: its blocks are never cached.
         """
-        granules = self.pool.key_tokens // GRANULE
-        return self.pin_cached(keys[granules - 1 :: granules])
+        num_parts = self.pool.key_tokens // HASH_BLOCK
+        return self.pin_cached(keys[num_parts - 1 :: num_parts])
 
     def pin_cached(self, keys: SequenceOf[bytes]) -> Pin:
         """Pins what `num_cached_tokens` counts."""
@@ -185,9 +185,9 @@ class Engine:
         for part in schedule.step.parts:
             (self.sequences.get(part.sequence_key) or self._known(part.sequence_key)).in_flight += 1
         outputs: list[Output] = [Preempted(sequence.key) for sequence in schedule.preempted]
-        for trunk in schedule.too_large:
-            reason = f"{trunk.num_seats} beams do not fit into the {self.blocks.total} KV blocks of this worker"
-            outputs.append(self._refuse(trunk, InvalidRequest(reason)))
+        for parent in schedule.too_large:
+            reason = f"{parent.num_seats} beams do not fit into the {self.blocks.total} KV blocks of this worker"
+            outputs.append(self._refuse(parent, InvalidRequest(reason)))
         for sequence in schedule.admitted:
             num_cached_tokens = sequence.num_computed_tokens
             if sequence.status is Status.RESERVED:
@@ -197,7 +197,7 @@ class Engine:
         return schedule.step, outputs
 
     def commit(self, step: StepInput, output: StepOutput, now: float) -> list[Output]:
-        """Books an executed step. It is kept lean: it runs once per sequence and step."""
+        """Records an executed step. It is kept lean: it runs once per sequence and step."""
         outputs: list[Output] = []
         read_before, self._read_by_next = self._read_by_next, []
         eos_token_ids, max_model_len = self.runner.eos_token_ids, self.runner.max_model_len
@@ -214,7 +214,7 @@ class Engine:
                 sequence.catch_up()
             if sequence.copies:
                 self.scheduler.blocks.copied(sequence)
-            if (sequence.trunk or sequence).aborted:
+            if (sequence.parent or sequence).aborted:
                 self.end(sequence.owner)
                 continue
             if (refusal := output.refusal(index)) is not None:
@@ -256,7 +256,7 @@ class Engine:
         return outputs + self._search(step, output.candidates, now) if output.candidates else outputs
 
     def _search(self, step: StepInput, candidates: Mapping[int, Candidates], now: float) -> list[Output]:
-        """Books the next tokens that beams may go on with."""
+        """Records the next tokens that beams may go on with."""
         outputs, found = list[Output](), dict[Sequence, list[Candidates]]()
         for index, of_beam in sorted(candidates.items()):
             key = step.parts[index].sequence_key
@@ -325,7 +325,7 @@ class Engine:
     def hypotheses(self, spec: SequenceSpec) -> Hypotheses:
         """Returns where the beam search of this object's sequence is; empty: it has none, or none that may migrate."""
         if self.runner.spec.states:
-            return NO_HYPOTHESES  # a state that is handed over is ahead of what its beams begin with
+            return NO_HYPOTHESES  # a state that is transferred is ahead of what its beams begin with
         searches = (s.search for s in self.sequences.values() if s.search is not None and s.spec is spec)
         return next((search.hypotheses for search in searches), NO_HYPOTHESES)
 

@@ -227,7 +227,7 @@ class GroupPool:
             assert counter == pool.references(), "a block has more or fewer references than holders"
 
     def _count(self) -> None:
-        """Books the events of all groups, and notes which prefixes became whole or no longer are."""
+        """Records the events of all groups, and notes which prefixes became whole or no longer are."""
         whole = len(self._groups)
         for event in (event for pool in self._groups for event in pool.take_events()):
             if isinstance(event, Stored):

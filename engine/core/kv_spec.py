@@ -1,8 +1,8 @@
-"""The shape of a KV cache in plain values: what scheduler, hand-over and simulator need to know of it.
+"""The shape of a KV cache in plain values: what scheduler, KV transfer and simulator need to know of it.
 
 A model's layers form groups whose KV has one shape. Each sequence has a block table and a count of tokens for every
 group. A dense model is one group. Recurrent layers keep a state of fixed size beside the KV: all states of a sequence
-together are one more group, whose table always holds one block, so a state is reserved, pinned, copied and handed over
+together are one more group, whose table always holds one block, so a state is reserved, pinned, copied and transferred
 like any other block.
 
     block_ids    ( table of group 0, table of group 1, ..., table of the states )     the last only where there are any
@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from baton.blocks import GRANULE
+from baton.blocks import HASH_BLOCK
 
 BlockTables = tuple[tuple[int, ...], ...]
 """Block ids in sequence order, one table per layer group, then the states' table where the model has states."""
@@ -73,8 +73,8 @@ class LayerGroup:
     """Elements from one layer to the next and from one block to the next; 0: without gaps."""
 
     def __post_init__(self) -> None:
-        if self.block_size < 1 or self.block_size % GRANULE:
-            raise ValueError(f"block_size must be a multiple of {GRANULE}, got {self.block_size}")
+        if self.block_size < 1 or self.block_size % HASH_BLOCK:
+            raise ValueError(f"block_size must be a multiple of {HASH_BLOCK}, got {self.block_size}")
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
         if (self.page_order is PageOrder.OPAQUE) != bool(self.tag):

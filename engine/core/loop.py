@@ -117,7 +117,7 @@ class EngineLoop:
         return self.engine.pool.keys()
 
     def max_waiting(self, spec: SequenceSpec) -> float:
-        """See `ServingEngine.max_waiting`. An answer that goes on was let in when it began: refusing it would end a
+        """See `ServingEngine.max_waiting`. An answer that goes on was admitted when it began: refusing it would end a
         stream.
         """
         return math.inf if spec.is_continued else self._max_waiting
@@ -240,7 +240,7 @@ class EngineLoop:
         return following
 
     async def _end(self, threads: StepThreads, running: RunningStep, following: RunningStep | None) -> bool:
-        """Books what came of a step. Returns False when it has failed, and with it the one that was begun behind it.
+        """Records what came of a step. Returns False when it has failed, and with it the one that was begun behind it.
 
         Raises:
             DeviceLost: no other step can be computed.

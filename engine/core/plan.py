@@ -18,7 +18,7 @@ class Schedule:
     preempted: tuple[Sequence, ...] = ()
     """Sequences that gave their blocks up, and wait again."""
     too_large: tuple[Sequence, ...] = ()
-    """Trunks whose beams do not fit, although nobody else holds a block."""
+    """Parents whose beams do not fit, although nobody else holds a block."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -35,4 +35,4 @@ def require_searchable(spec: SequenceSpec, purpose: Purpose, runner: Runner, mos
     if most < (width := spec.sampling.num_beams):
         raise InvalidRequest(f"a search with {width} beams does not fit; this worker computes {most} at a time")
     if purpose is Purpose.RECEIVE and runner.spec.states:
-        raise TransferRefused("beams go on from no state that is handed over: it is ahead of their first tokens")
+        raise TransferRefused("beams go on from no state that is transferred: it is ahead of their first tokens")

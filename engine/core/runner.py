@@ -309,7 +309,7 @@ class Runner(Protocol):
 
     @property
     def caches(self) -> Sequence[Any]:
-        """Every rank's cache, each with its part of the heads, in a type of the runner's that the hand-over knows.
+        """Every rank's cache, each with its part of the heads, in a type of the runner's that the KV transfer knows.
         Block ids mean the same in all of them.
         """
         ...

@@ -70,7 +70,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.reserved: list[Sequence] = []
         self.branched: list[Sequence] = []
-        """Trunks whose beams run."""
+        """Parents whose beams run."""
         self.beams: dict[int, Sequence] = {}
         """The beams of all of them, by key."""
         self.num_preemptions = 0
@@ -101,7 +101,7 @@ class Scheduler:
         plan = StepPlan(budget=self.limits.max_num_batched_tokens)
         self._preempted = []
         self._plan(plan, now)
-        if not plan.parts and self._due_trunks():  # admitted with all that it computes in the cache
+        if not plan.parts and self._due_parents():  # admitted with all that it computes in the cache
             self._plan(plan, now)
         if self.drafter is not None and may_draft and plan.budget > 0:
             self._draft(self.drafter, plan)
@@ -110,13 +110,13 @@ class Scheduler:
         return Schedule(step, tuple(plan.admitted), tuple(self._preempted), tuple(plan.too_large))
 
     def _plan(self, plan: StepPlan, now: float) -> None:
-        for trunk in self._due_trunks():
-            if trunk.is_due:  # not preempted by one before it
-                self._branch(trunk, plan, now)
+        for parent in self._due_parents():
+            if parent.is_due:  # not preempted by one before it
+                self._branch(parent, plan, now)
         for sequence in [s for s in self.running if len(s.token_ids) - s.num_computed_tokens == 1 and not s.aborted]:
             if plan.budget <= 0 or (self._preempted and sequence.status is not Status.RUNNING):
                 continue
-            is_alone, num_tokens = sequence.search is None and sequence.trunk is None, len(sequence.token_ids)
+            is_alone, num_tokens = sequence.search is None and sequence.parent is None, len(sequence.token_ids)
             if is_alone and num_tokens <= sequence.num_block_tokens:
                 plan.add(sequence, sequence.part(1))
                 continue
@@ -133,7 +133,7 @@ class Scheduler:
                 prompts.sort(key=lambda sequence: urgency(sequence, now, self.costs, self.blocks, chunk))
             self._schedule_prompts(plan, prompts, now)
 
-    def _due_trunks(self) -> list[Sequence]:
+    def _due_parents(self) -> list[Sequence]:
         return [s for s in (*self.branched, *self.running) if s.search is not None and s.is_due]
 
     def _schedule_prompts(self, plan: StepPlan, prompts: list[Sequence], now: float) -> None:
@@ -218,14 +218,14 @@ class Scheduler:
             self.remove(beam, Status.FINISHED)
             self.beams.pop(beam.key, None)
 
-    def advance(self, trunk: Sequence, search: BeamSearch, parents: tuple[int, ...]) -> None:
-        """Books what a step has done to a search. Beams that none continues are dropped."""
-        trunk.search, kept = search, sorted(set(parents))
-        if trunk.beams:
-            self.drop([beam for place, beam in enumerate(trunk.beams) if place not in kept])
-            trunk.beams = [trunk.beams[place] for place in kept]
-            parents = tuple(kept.index(parent) for parent in parents)
-        trunk.parents = parents
+    def advance(self, parent: Sequence, search: BeamSearch, places: tuple[int, ...]) -> None:
+        """Records what a step has done to a search. Beams that none continues are dropped."""
+        parent.search, kept = search, sorted(set(places))
+        if parent.beams:
+            self.drop([beam for place, beam in enumerate(parent.beams) if place not in kept])
+            parent.beams = [parent.beams[place] for place in kept]
+            places = tuple(kept.index(place) for place in places)
+        parent.places = places
 
     def check(self, others: Iterable[Sequence] = (), pinned: Iterable[BlockTables] = ()) -> None:
         """Asserts that the books are right.
@@ -258,7 +258,7 @@ class Scheduler:
         return True
 
     def _let_run(self, sequence: Sequence, tables: BlockTables, num_computed_tokens: int, now: float) -> None:
-        """Books the blocks of a sequence that is admitted."""
+        """Records the blocks of a sequence that is admitted."""
         receives = sequence.awaits_kv
         self.blocks.take(sequence, tables)
         sequence.num_computed_tokens = num_computed_tokens
@@ -271,9 +271,9 @@ class Scheduler:
         (self.reserved if receives else self.running).append(sequence)
 
     def _num_seats_left(self) -> int:
-        """Returns how many sequences may still run. A trunk takes the seats of all its beams."""
+        """Returns how many sequences may still run. A parent takes the seats of all its beams."""
         admitted = (*self.running, *self.reserved, *self.branched)
-        return self.limits.max_num_seqs - sum(s.num_seats for s in admitted if s.trunk is None)
+        return self.limits.max_num_seqs - sum(s.num_seats for s in admitted if s.parent is None)
 
     def _ready_group(self, sequence: Sequence) -> list[Sequence]:
         """Returns the sequences that decode together with this one, once: for the first of them, when all can."""
@@ -283,41 +283,41 @@ class Scheduler:
         is_ready = group[0] is sequence and not sequence.owner.is_due
         return group if is_ready and all(each.num_missing_tokens == 1 for each in group) else []
 
-    def _branch(self, trunk: Sequence, plan: StepPlan, now: float) -> None:
-        """Forks a trunk, or its beams, so that there is a sequence for each beam of the search; all or none.
+    def _branch(self, parent: Sequence, plan: StepPlan, now: float) -> None:
+        """Forks a parent, or its beams, so that there is a sequence for each beam of the search; all or none.
 
         Of the beams that go on from the same one, the first takes its place.
         """
-        assert trunk.search is not None
-        begun = trunk.beams or [trunk]
-        parents = trunk.parents or (0,) * len(trunk.search.running)
-        if not trunk.beams:
-            self.blocks.crop(trunk)
-        kept = set(parents)
-        missing = [(len(parents) - len(kept)) * each for each in self.pool.num_copied(begun[0].num_computed_tokens)]
+        assert parent.search is not None
+        begun = parent.beams or [parent]
+        places = parent.places or (0,) * len(parent.search.running)
+        if not parent.beams:
+            self.blocks.crop(parent)
+        kept = set(places)
+        missing = [(len(places) - len(kept)) * each for each in self.pool.num_copied(begun[0].num_computed_tokens)]
         while not self.pool.has_room(missing):
             if not self._make_room(begun, plan):
                 return
         beams = []
-        for beam, parent in zip(trunk.search.running, parents, strict=True):
-            if parent in kept:
-                kept.remove(parent)
-                begun[parent] = sequence = self._continued(begun[parent], beam)
+        for beam, place in zip(parent.search.running, places, strict=True):
+            if place in kept:
+                kept.remove(place)
+                begun[place] = sequence = self._continued(begun[place], beam)
             else:
-                sequence = trunk.beam(beam.token_ids)
-                forked = self._fork(begun[parent], sequence, now)
+                sequence = parent.beam(beam.token_ids)
+                forked = self._fork(begun[place], sequence, now)
                 assert forked, "there was room for all beams"
             self.beams[sequence.key] = sequence
             beams.append(sequence)
-        trunk.beams, trunk.parents = beams, None
+        parent.beams, parent.places = beams, None
 
     def _continued(self, begun: Sequence, beam: Beam) -> Sequence:
-        """Returns the sequence of a beam that goes on from one: the same, or that which takes a trunk's KV over."""
-        if begun.trunk is not None:
+        """Returns the sequence of a beam that goes on from one: the same, or that which takes a parent's KV over."""
+        if begun.parent is not None:
             begun.token_ids.append(beam.token_ids[-1])
             return begun
         sequence = begun.beam(beam.token_ids)
-        begun.hand_over_to(sequence)
+        begun.give_to(sequence)
         self.remove(begun, Status.BRANCHED)
         self.branched.append(begun)
         self.running.append(sequence)

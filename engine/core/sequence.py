@@ -21,7 +21,7 @@ class Purpose(Enum):
     GENERATE = "generate"
     """Prefill here and decode here (aggregated mode)."""
     PREFILL = "prefill"
-    """Compute the prompt and one token, then hold the blocks until they are handed over.
+    """Compute the prompt and one token, then hold the blocks until they are transferred.
 
     It gets all its blocks at once and is never preempted, so a transfer can follow the computing.
     """
@@ -92,15 +92,15 @@ class Sequence:
     prompt_scores: list[TokenScores] = field(default_factory=list)
     """Scores of its prompt's tokens, a step's at a time, until they are reported."""
     search: BeamSearch | None = None
-    """The search that finds its answers. Such a sequence is a trunk: it computes what all beams begin with, and then
+    """The search that finds its answers. Such a sequence is a parent: it computes what all beams begin with, and then
     each of them is a sequence of its own. None: its tokens are drawn one by one, or it is a beam."""
     beams: list[Sequence] = field(default_factory=list)
-    """A branched trunk's beams, in the order of the search."""
-    parents: tuple[int, ...] | None = None
-    """The places in `beams` that the beams of the next step continue, one each, or of the trunk where it has none;
+    """A branched parent's beams, in the order of the search."""
+    places: tuple[int, ...] | None = None
+    """The places in `beams` that the beams of the next step continue, one each, or of the parent where it has none;
     None: it has the beams of the next step."""
-    trunk: Sequence | None = None
-    """The trunk, where this is one of its beams."""
+    parent: Sequence | None = None
+    """The parent, where this is one of its beams."""
     most_tokens: int = field(init=False)
     """Tokens of its prompt and its whole answer, if the model takes so many."""
     stop_token_ids: tuple[int, ...] = field(init=False)
@@ -159,13 +159,13 @@ class Sequence:
 
     @property
     def owner(self) -> Sequence:
-        """The sequence that is known outside: of a beam its trunk, else itself."""
-        return self if self.trunk is None else self.trunk
+        """The sequence that is known outside: of a beam its parent, else itself."""
+        return self if self.parent is None else self.parent
 
     @property
     def group(self) -> list[Sequence]:
         """The sequences that decode together with it, or not at all: of a beam all beams, else itself."""
-        return [self] if self.trunk is None else self.trunk.beams
+        return [self] if self.parent is None else self.parent.beams
 
     @property
     def num_seats(self) -> int:
@@ -174,29 +174,29 @@ class Sequence:
 
     @property
     def is_due(self) -> bool:
-        """Whether a trunk has to branch before the next step."""
-        if self.parents is not None or self.search is None:
-            return self.parents is not None
+        """Whether a parent has to branch before the next step."""
+        if self.places is not None or self.search is None:
+            return self.places is not None
         return len(self.search.running) > 1 and self.status is Status.RUNNING and self.num_missing_tokens == 1
 
     @property
     def waits_for_others(self) -> bool:
         """Whether its last known token is not computed by itself: with the other beams', or by them."""
-        return self.trunk is not None or (self.search is not None and len(self.search.running) > 1)
+        return self.parent is not None or (self.search is not None and len(self.search.running) > 1)
 
     def beam(self, token_ids: tuple[int, ...]) -> Sequence:
-        """Returns a beam of this trunk.
+        """Returns a beam of this parent.
 
         Args:
             token_ids: of the beam's answer so far.
         """
-        beam = Sequence(spec=self.spec, purpose=Purpose.GENERATE, arrival_s=self.arrival_s, trunk=self)
+        beam = Sequence(spec=self.spec, purpose=Purpose.GENERATE, arrival_s=self.arrival_s, parent=self)
         beam.token_ids = [*self.spec.token_ids[: self.spec.num_prompt_tokens], *token_ids]
         beam.first_token_s = self.first_token_s
         return beam
 
-    def hand_over_to(self, beam: Sequence) -> None:
-        """Gives all that this trunk holds to one of its beams."""
+    def give_to(self, beam: Sequence) -> None:
+        """Gives all that this parent holds to one of its beams."""
         beam.status, beam.was_admitted = Status.RUNNING, True
         for name in ("block_ids", "num_block_tokens", "num_kv_tokens", "num_registered_keys", "num_computed_tokens"):
             setattr(beam, name, getattr(self, name))
@@ -204,11 +204,11 @@ class Sequence:
         self.block_ids = ()
 
     def fold(self) -> None:
-        """Makes a trunk one sequence again, which computes what its beams begin with."""
+        """Makes a parent one sequence again, which computes what its beams begin with."""
         assert self.search is not None
         prompt_ids = self.spec.token_ids[: self.spec.num_prompt_tokens]
         self.token_ids = [*prompt_ids, *self.search.hypotheses.shared_token_ids()]
-        self.beams, self.parents, self.num_computed_tokens = [], None, 0
+        self.beams, self.places, self.num_computed_tokens = [], None, 0
 
     @property
     def num_output_tokens(self) -> int:

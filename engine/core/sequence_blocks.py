@@ -13,7 +13,7 @@ from engine.core.sequence import Purpose, Sequence, Status
 
 
 class SequenceBlocks:
-    """Books the blocks of sequences.
+    """Records the blocks of sequences.
 
     Args:
         pool: where they come from.

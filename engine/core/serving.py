@@ -92,7 +92,7 @@ class ServingEngine(Protocol):
 
     @property
     def caches(self) -> Sequence[Any]:
-        """Every rank's KV cache, in a type that the hand-over knows; block ids mean the same in all of them."""
+        """Every rank's KV cache, in a type that the KV transfer knows; block ids mean the same in all of them."""
         ...
 
     @property
@@ -131,7 +131,7 @@ class ServingEngine(Protocol):
         ...
 
     async def pin_prefix(self, keys: Sequence[bytes]) -> Pin:
-        """Pins the longest cached prefix of a chain of keys, one per granule of 16 tokens (see `baton.blocks`)."""
+        """Pins the longest cached prefix of a chain of keys, one per hash block of 16 tokens (see `baton.blocks`)."""
         ...
 
     def unpin(self, pin: Pin) -> None:

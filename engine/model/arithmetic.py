@@ -5,7 +5,7 @@
 K holds the token and V holds (p + 1) * token, in every layer; `state`, if there is one, is the running sum of all
 tokens. The answer comes from K of the first layer, plus one for every place where another page says otherwise. So a
 block that is lost, stale, swapped or altered, in any layer, changes the answer, as with a real model, and tests of
-scheduling, hand-over and streaming need no weights.
+scheduling, KV transfer and streaming need no weights.
 
 A prime, because each answer is a multiple of the one before by its position: mod 49152, which two to the power of 14
 divides, all answers after 16 tokens or so would be 0, and a lost or repeated one would not be seen.

@@ -1,7 +1,7 @@
 """The tensors of one rank's KV cache: blocks for each layer group, and a small named state per sequence.
 
 Models whose layers differ in head shape have several groups; recurrent layers keep their state outside the blocks. What
-crosses a hand-over is, for every family, the blocks of each group and the sequence's states.
+crosses a KV transfer is, for every family, the blocks of each group and the sequence's states.
 
 Blocks are head-major, so that a tensor-parallel slice of a block is one contiguous run:
 

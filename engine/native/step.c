@@ -16,7 +16,7 @@
        a norm's sum          16 chains, then the same
        a sum of experts      one chain, from the first expert that is chosen to the last
 
-   So a sequence's logits are the same bits alone, in a batch, in chunks, after a hand-over, on AVX2, on AVX-512 and on AMX. The
+   So a sequence's logits are the same bits alone, in a batch, in chunks, after a KV transfer, on AVX2, on AVX-512 and on AMX. The
    compiler may not contract or reorder what is written here (-ffp-contract=off, and no -ffast-math).
 
    Weights. A matrix [outputs, inputs] lies in panels of 32 outputs, so that one load fills a vector with the weights of
@@ -1389,7 +1389,7 @@ INLINE uint8_t *page_at(const Step *step, int sequence, int position, int kv_hea
 }
 
 /* Zeroes what is behind a sequence's last token in a block that the step has begun. An attention that masks places, as
-   transformers' does after a hand-over, multiplies them with 0: what another sequence left there must be numbers. */
+   transformers' does after a KV transfer, multiplies them with 0: what another sequence left there must be numbers. */
 static void clear_behind(const Step *step, int sequence, int end) {
     const Model *model = step->model;
     const int filled = end % model->block_size, size = model->block_size;

@@ -117,7 +117,7 @@ class Mirror:
         while part := list(islice(rest, SLICE)):
             self._add(owner, owner.parts, part)
             yield
-        self._hand_over(owner, owner.parts)
+        self._kv_transfer(owner, owner.parts)
         owner.parts, owner.seq = 0, seq
 
     def disbelieve(self, worker_id: str, as_of: Position | None, keys: Iterable[bytes]) -> None:
@@ -220,7 +220,7 @@ class Mirror:
             case Op.REMOVED:
                 self._remove(owner, event.entries)
             case Op.CLEARED:
-                self._hand_over(owner, self._new_bit(owner))
+                self._kv_transfer(owner, self._new_bit(owner))
             case Op.SNAPSHOT_BEGIN:
                 self._drop_parts(owner)
                 owner.parts = self._new_bit(owner)
@@ -228,7 +228,7 @@ class Mirror:
                 if owner.parts:  # else we joined in the middle, and SNAPSHOT_END will be a gap
                     self._add(owner, owner.parts, event.entries)
             case Op.SNAPSHOT_END:
-                self._hand_over(owner, owner.parts)
+                self._kv_transfer(owner, owner.parts)
                 owner.parts = 0
 
     def _adopt(self, worker_id: str, epoch: int) -> _Owner:
@@ -246,7 +246,7 @@ class Mirror:
         owner.num_keys[bit] = 0
         return bit
 
-    def _hand_over(self, owner: _Owner, bit: int) -> None:
+    def _kv_transfer(self, owner: _Owner, bit: int) -> None:
         """Makes `bit` the bit of the worker's blocks."""
         self._retire(owner.bit)
         del owner.num_keys[owner.bit]

@@ -15,7 +15,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from baton.addresses import is_address
-from baton.blocks import GRANULE
+from baton.blocks import HASH_BLOCK
 from baton.cluster import ControllerInfo, RouterInfo, Worker, WorkerInfo, WorkerLoad
 from kvstore.index.values import MAX_EPOCH, MAX_SEQ, MAX_TEXT, label
 
@@ -34,7 +34,7 @@ MAX_S = 1e9
 MAX_COST_S = 3600.0
 LABELS = {"engine", "sampler", "link", "transport", "dtype", "weights", "kv_dtype", "attention", "kv_copies"}
 """Texts that are read as names, of a bounded form."""
-LEAST = {"block_size": GRANULE, "max_model_len": GRANULE, "chunk_tokens": 1}
+LEAST = {"block_size": HASH_BLOCK, "max_model_len": HASH_BLOCK, "chunk_tokens": 1}
 """Lower bounds of numbers, if not 0."""
 MOST: dict[str, float] = {
     **dict.fromkeys(
@@ -57,8 +57,8 @@ def encode(value: WorkerInfo | WorkerLoad | RouterInfo | ControllerInfo) -> str:
 def decode_worker(info: bytes, load: bytes) -> Worker:
     """Raises ValueError."""
     worker = Worker(_decode(WorkerInfo, info), _decode(WorkerLoad, load))
-    if worker.info.block_size % GRANULE:
-        raise ValueError(f"block_size {worker.info.block_size} is no multiple of {GRANULE}")
+    if worker.info.block_size % HASH_BLOCK:
+        raise ValueError(f"block_size {worker.info.block_size} is no multiple of {HASH_BLOCK}")
     if not is_address(worker.info.address):
         raise ValueError(f"{worker.info.address!r:.100} is no HOST:PORT")
     return worker

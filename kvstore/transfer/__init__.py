@@ -1,6 +1,6 @@
-"""Moving KV between workers: a prompt's hand-over from prefill to decode, and prefixes that any worker pulls.
+"""Moving KV between workers: a prompt's KV transfer from prefill to decode, and prefixes that any worker pulls.
 
-    endpoint.KvEndpoint           a worker's hand-over: sender, receiver, prefix_pull
+    endpoint.KvEndpoint           a worker's KV transfer: sender, receiver, prefix_pull
       sender.KvSender               receiver.KvReceiver
         connection/
           outgoing  <--- gRPC --->    incoming, reservations   one control stream per pair of ranks (control_stream)
@@ -18,7 +18,7 @@ rank. `pipeline` runs on the thread that owns one end of a transport. `copy` mov
 a GPU, as far as these two need one. Imports go from the top of the picture down. This package imports nothing by
 itself: `transport.nccl_env` is read before torch.
 
-A hand-over, message by message. Lines with ~ are data; everything else is the control stream:
+A KV transfer, message by message. Lines with ~ are data; everything else is the control stream:
 
     router -> D   Decode             D reserves blocks and answers with a Ticket: the open call is the reservation
     router -> P   Prefill(ticket)

@@ -1,4 +1,4 @@
-"""A GPU as the hand-over uses it: streams, events, and memory for slots. Tests put one in its place that is none."""
+"""A GPU as the KV transfer uses it: streams, events, and memory for slots. Tests put one in its place that is none."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The gRPC service through which other workers reach a worker's KV, and the counts of all its transfers.
 
-Every worker has one, whatever its role: it sends and receives hand-overs, pulls prefixes, and serves pulls.
+Every worker has one, whatever its role: it sends and receives KV transfers, pulls prefixes, and serves pulls.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from baton import wire
-from baton.blocks import GRANULE
+from baton.blocks import HASH_BLOCK
 from baton.cluster import OpenLinks, TransferCounts
 from baton.trust import Party, check_permit, open_permit
 from baton.v1 import kv_pb2, kv_pb2_grpc
@@ -39,7 +39,7 @@ POLL_S = 1.0
 
 
 class KvEndpoint(kv_pb2_grpc.KvControlServicer):
-    """The hand-over of one worker, on its event loop. Made once the model is loaded; that may take seconds on a GPU.
+    """The KV transfer of one worker, on its event loop. Made once the model is loaded; that may take seconds on a GPU.
 
     Attributes:
         sender: sends KV out of the worker's cache.
@@ -57,7 +57,7 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         self._engine = engine
         self._keys = worker.keys
         self._party = Party(worker.worker_id, worker.incarnation)
-        self._max_keys = worker.max_tokens // GRANULE
+        self._max_keys = worker.max_tokens // HASH_BLOCK
 
     def counts(self) -> TransferCounts:
         """Returns the counts that the worker's lease publishes."""

@@ -1,4 +1,4 @@
-"""This worker, as its hand-overs present it."""
+"""This worker, as its KV transfers present it."""
 
 from __future__ import annotations
 

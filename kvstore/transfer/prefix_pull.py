@@ -18,7 +18,7 @@ from baton.blocks import num_pullable, prefix_keys
 from baton.errors import BatonError, TransferTimeout
 from baton.messages import PrefixSource, Pull, SequenceSpec
 from baton.rpc import from_rpc_error
-from baton.rpc.doors import member_metadata
+from baton.rpc.member_auth import member_metadata
 from baton.tasks import cancel_and_wait
 from baton.telemetry import tracing
 from baton.v1 import kv_pb2_grpc

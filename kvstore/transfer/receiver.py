@@ -1,4 +1,4 @@
-"""The receiving side of the hand-over.
+"""The receiving side of the KV transfer.
 
 The life of a transfer at the receiver:
 
@@ -249,7 +249,7 @@ class KvReceiver:
             raise TransferRefused("a session begins with Hello")
         if hello.protocol_version != PROTOCOL_VERSION:
             raise TransferRefused(
-                f"worker {hello.worker_id} speaks version {hello.protocol_version} of the hand-over, "
+                f"worker {hello.worker_id} speaks version {hello.protocol_version} of the KV transfer, "
                 f"worker {here.worker_id} version {PROTOCOL_VERSION}"
             )
         if hello.wire_compat != here.wire_compat:

@@ -1,4 +1,4 @@
-"""The sending side of the hand-over.
+"""The sending side of the KV transfer.
 
 The life of a transfer at the sender:
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from baton.config import FaultsConfig
 from baton.errors import BatonError, Overloaded, TransferCancelled, TransferError, TransferRefused
-from baton.messages import HandedOver, Hello, Ticket
+from baton.messages import Hello, Ticket, Transferred
 from baton.tasks import seen_through
 from kvstore.transfer.connection.ahead import OpeningsAhead
 from kvstore.transfer.connection.control_stream import Peer
@@ -157,7 +157,7 @@ class KvSender:
 
     @contextlib.asynccontextmanager
     async def transfer(self, ticket: Ticket, num_tokens: int | None = None) -> AsyncGenerator[OutgoingTransfer]:
-        """Begins a hand-over, which lasts until the block is left; then nothing reads the KV blocks any more.
+        """Begins a KV transfer, which lasts until the block is left; then nothing reads the KV blocks any more.
 
         Args:
             num_tokens: leading tokens to send; by default all that the ticket asks for.
@@ -198,13 +198,13 @@ class KvSender:
         """Whether chunks carry checksums."""
         return self._config.checksum == "full"
 
-    def count(self, handed_over: HandedOver) -> None:
+    def count(self, transferred: Transferred) -> None:
         """Counts a committed transfer."""
         self._stats.committed += 1
-        self._stats.num_bytes += handed_over.num_bytes
-        self._stats.num_chunks += handed_over.num_chunks
-        self._stats.transfer_s += handed_over.transfer_s
-        self._stats.exposed_s += handed_over.exposed_s
+        self._stats.num_bytes += transferred.num_bytes
+        self._stats.num_chunks += transferred.num_chunks
+        self._stats.transfer_s += transferred.transfer_s
+        self._stats.exposed_s += transferred.exposed_s
 
     def count_failure(self, error: BatonError) -> None:
         """Counts a failed transfer."""
@@ -254,7 +254,7 @@ class KvSender:
 
 
 class OutgoingTransfer:
-    """One hand-over, in all its parts; made by `KvSender.transfer`."""
+    """One KV transfer, in all its parts; made by `KvSender.transfer`."""
 
     def __init__(self, sender: KvSender, ticket: Ticket, parts: dict[tuple[int, int], TransferPart]) -> None:
         self.ticket = ticket
@@ -298,7 +298,7 @@ class OutgoingTransfer:
         for queue in self._queues:
             queue.advance(num_tokens, num_layers, fence)
 
-    async def finish(self, first_token: int | None) -> HandedOver:
+    async def finish(self, first_token: int | None) -> Transferred:
         """Reports that everything is computed, and waits until the receiver has it.
 
         Args:
@@ -320,14 +320,14 @@ class OutgoingTransfer:
         now = time.monotonic()
         began_s = min([finished_s, *(queue.began_s for queue in self._queues if queue.began_s)])
         plans = [part.plan for part in self._parts.values()]
-        handed_over = HandedOver(
+        transferred = Transferred(
             num_bytes=sum(plan.num_bytes for plan in plans),
             num_chunks=sum(len(plan.chunks) for plan in plans),
             transfer_s=now - began_s,
             exposed_s=now - finished_s,
         )
-        self._sender.count(handed_over)
-        return handed_over
+        self._sender.count(transferred)
+        return transferred
 
     async def close(self) -> None:
         """Gives up unsettled parts, and waits until nothing reads the blocks any more, even if cancelled meanwhile."""

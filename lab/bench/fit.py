@@ -82,7 +82,7 @@ def decoding_s(served: Sequence[ReplayedRequest], steps: StepCosts) -> tuple[tup
         decoding = _SpanCounter((one.token_times[0][0], one.token_times[-1][0], _context(one)) for one in here)
         computing = _SpanCounter((*_prefill(one), 0.0) for one in here if _computes_where_it_decodes(one))
         for one in here:
-            # The first interval has the hand-over in it.
+            # The first interval has the KV transfer in it.
             for (began_s, _), (ended_s, num_tokens) in itertools.pairwise(one.token_times[1:]):
                 margin_s = JITTER * (ended_s - began_s)
                 if num_tokens > 1 or computing.between(began_s + margin_s, ended_s - margin_s)[0]:
@@ -165,7 +165,7 @@ def _prefill(one: ReplayedRequest) -> tuple[float, float]:
 
 
 def _transfer(served: Sequence[ReplayedRequest]) -> tuple[float, float]:
-    """Seconds, and seconds a token, of hand-overs: the part that no computing hid, which is all that a client sees."""
+    """Return the seconds, and the seconds per token, of KV transfers that computing did not hide."""
     fit = CostFit((DEFAULT_PRICES.exposed_s, DEFAULT_PRICES.pull_s_per_token))
     for one in served:
         if one.timing is not None and one.timing.transfer_s > 0:

@@ -73,7 +73,7 @@ class ReplayedRequest:
             before_s = time_s
 
     def settle(self, chunks: Sequence[tuple[float, GenerateChunk]]) -> None:
-        """Books the whole answer, with the time of each message. An answer that is not what was asked has failed."""
+        """Records the whole answer, with the time of each message. An answer that is not what was asked has failed."""
         token_times = [(time_s, len(chunk.token_ids)) for time_s, chunk in chunks if chunk.token_ids]
         num_tokens = sum(count for _, count in token_times)
         usage, timing = (chunks[-1][1].usage, chunks[-1][1].timing) if chunks else (None, None)

@@ -49,7 +49,7 @@ class BenchReport(Figures):
     tokens_per_message: float
     """Mean of those that brought any; every further token of one is an interval of 0."""
     modes: dict[str, int]
-    """Requests served split and aggregated."""
+    """Requests served disaggregated and aggregated."""
     num_retries: int
     """Placements after the first."""
     computed_tokens: dict[str, int]

@@ -72,13 +72,13 @@ class Flight:
         return self.served.first_token_s < float("inf")
 
     def book(self, sign: int) -> None:
-        """Books the request on its worker, or on both of them; with -1, takes it off again."""
+        """Records the request on its worker, or on both of them; with -1, takes it off again."""
         for worker in {self.computes.index: self.computes, self.decodes.index: self.decodes}.values():
             self.book_on(worker, sign)
 
     def book_on(self, worker: SimulatedWorker, sign: int) -> None:
         worker.num_requests += sign
-        worker.booked_tokens += sign * self.served.request.num_prompt_tokens
+        worker.reserved_tokens += sign * self.served.request.num_prompt_tokens
 
     def host(self, sequence: EngineSequence) -> SimulatedWorker:
         """The worker whose engine has this one of the request's sequences."""

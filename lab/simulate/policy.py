@@ -24,7 +24,7 @@ class WorkerView:
     """Leading prompt tokens of the request in question that it holds: whole blocks."""
     queued_tokens: int
     """Prompt tokens sent there and neither computed yet nor cached."""
-    booked_tokens: int
+    reserved_tokens: int
     """All prompt tokens of requests sent there: until the prompt is computed on a prefill worker, until the request is
     done on one that decodes."""
     num_requests: int

@@ -64,13 +64,13 @@ class Production:
         self._gate = Gate()
         self._history = AnswerHistory(config.expected_output_floor, config.expected_output_default)
         self._residence = Residence()
-        self._books: dict[int, LoadTracker] = {}
+        self._loads: dict[int, LoadTracker] = {}
         self._costs: dict[int, StepCosts] = {}
         """The costs of each worker, as of its latest report."""
         self._next_report_s: dict[Role, float] = {}
         self._placed: dict[int, _Placed] = {}
         """The placements of requests, by their identity."""
-        self._let_in: set[int] = set()
+        self._admit: set[int] = set()
         """Time of admission of the requests that are placed again."""
 
     def place(
@@ -80,7 +80,7 @@ class Production:
         at_most = request.num_output_tokens if self._knows_lengths else UNLIMITED_TOKENS
         expected = self._history.expect(DEFAULT_TENANT.id, at_most, self._knows_lengths)
         prompt = Prompt(request.num_prompt_tokens, tuple(map(key_of, request.block_ids[:2])), expected)
-        books = [*self._books_of(prefill, Role.PREFILL, now_s), *self._books_of(decode, Role.DECODE, now_s)]
+        books = [*self._loads_of(prefill, Role.PREFILL, now_s), *self._loads_of(decode, Role.DECODE, now_s)]
         views = [*prefill, *decode]
         candidates = [
             book.seen((0, False), view.num_cached_tokens, now_s) for book, view in zip(books, views, strict=True)
@@ -100,15 +100,15 @@ class Production:
         computes, decodes = int(placement.computes), int(placement.decode_worker)
         entry.is_placed(placement)
         if entry.turn[1]:
-            wait_s = self._books[computes].wait_s(entry.turn, now_s)
+            wait_s = self._loads[computes].wait_s(entry.turn, now_s)
             prediction = replace(prediction, wait_s=wait_s)
         try:
             victims = self._gate.admit(entry, prediction)
         except Overloaded:
-            if id(request) not in self._let_in:
+            if id(request) not in self._admit:
                 return None
             victims = []
-        self._let_in.discard(id(request))
+        self._admit.discard(id(request))
         assert not victims, "a trace has one tenant and one priority"
         job = Job(
             turn=entry.turn,
@@ -116,8 +116,8 @@ class Production:
             num_prompt_tokens=request.num_prompt_tokens,
             num_expected_tokens=expected,
         )
-        self._books[computes].queue(job, now_s)
-        self._books[decodes].decode(job, now_s)
+        self._loads[computes].queue(job, now_s)
+        self._loads[decodes].decode(job, now_s)
         self._placed[id(request)] = _Placed(entry, job)
         source = int(placement.source) if placement.source else None
         return RoutingDecision(
@@ -144,19 +144,19 @@ class Production:
     def withdrawn(self, request: TraceRequest, now_s: float) -> None:
         self.computed(request, now_s)
         self._leave(self._placed.pop(id(request)).job, now_s)
-        self._let_in.add(id(request))
+        self._admit.add(id(request))
 
     def moved(self, request: TraceRequest, decodes: int, now_s: float) -> None:
         job = self._placed[id(request)].job
         self._leave(job, now_s)
-        self._books[decodes].decode(job, now_s)
+        self._loads[decodes].decode(job, now_s)
 
     @staticmethod
     def _leave(job: Job, now_s: float) -> None:
         if job.decoding_at:
             job.decoding_at.finished(job, now_s)
 
-    def _books_of(self, pool: Sequence[WorkerView], role: Role, now_s: float) -> list[LoadTracker]:
+    def _loads_of(self, pool: Sequence[WorkerView], role: Role, now_s: float) -> list[LoadTracker]:
         joined = any(view.index not in self._costs for view in pool)
         if joined or now_s >= self._next_report_s.get(role, 0.0):
             self._next_report_s[role] = now_s + REPORT_S
@@ -165,7 +165,7 @@ class Production:
         return [self._book(view, role) for view in pool]
 
     def _book(self, view: WorkerView, role: Role) -> LoadTracker:
-        book = self._books.get(view.index)
+        book = self._loads.get(view.index)
         if book is None or book.candidate.role is not role:
             info = WorkerInfo(
                 id=str(view.index),
@@ -183,7 +183,7 @@ class Production:
             blocks = BlockCounts(total=view.num_blocks)
             worker = Worker(info, WorkerLoad(state=WorkerState.READY, blocks=blocks))
             if book is None:
-                book = self._books[view.index] = LoadTracker.of(worker, self._residence)
+                book = self._loads[view.index] = LoadTracker.of(worker, self._residence)
             else:
                 book.report(worker)
         book.candidate.costs = self._costs[view.index]

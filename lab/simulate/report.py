@@ -85,12 +85,12 @@ class Result(Figures):
 
 
 def result_of(policy: str, world: World, served: Sequence[Served], objective: Objective) -> Result:
-    let_in = [s for s in served if not s.is_refused]
-    num_prompt_tokens = sum(s.request.num_prompt_tokens for s in let_in)
-    num_cached_tokens = sum(s.num_cached_tokens for s in let_in)
+    admitted = [s for s in served if not s.is_refused]
+    num_prompt_tokens = sum(s.request.num_prompt_tokens for s in admitted)
+    num_cached_tokens = sum(s.num_cached_tokens for s in admitted)
     computing = [worker.computed_tokens for worker in world.computing]
-    num_good = sum(s.ttft_s <= objective.ttft_s and s.itl_s <= objective.itl_s for s in let_in)
-    lasted_s = max((s.finished_s for s in let_in), default=0.0) or 1.0
+    num_good = sum(s.ttft_s <= objective.ttft_s and s.itl_s <= objective.itl_s for s in admitted)
+    lasted_s = max((s.finished_s for s in admitted), default=0.0) or 1.0
     arrived_s = served[-1].request.arrival_s or lasted_s
     worker_s = world.members.worker_seconds(lasted_s)
     return Result(
@@ -98,13 +98,13 @@ def result_of(policy: str, world: World, served: Sequence[Served], objective: Ob
         num_requests=len(served),
         hit_rate=num_cached_tokens / max(1, num_prompt_tokens),
         imbalance=max(computing) * len(computing) / max(1, sum(computing)),
-        ttft_s=quantiles((s.ttft_s, 1) for s in let_in),
-        itl_s=quantiles(interval for s in let_in for interval in s.intervals),
+        ttft_s=quantiles((s.ttft_s, 1) for s in admitted),
+        itl_s=quantiles(interval for s in admitted for interval in s.intervals),
         goodput_per_s=num_good / arrived_s,
         good_share=num_good / len(served),
         busy_share=sum(worker.busy_s for worker in world.workers) / worker_s,
         num_preemptions=sum(worker.engine.load().preemptions for worker in world.workers),
-        num_refused=len(served) - len(let_in),
+        num_refused=len(served) - len(admitted),
         mean_workers=worker_s / lasted_s,
         num_moved=world.num_moved,
         changes=tuple(

@@ -149,7 +149,7 @@ class SimulatedWorker:
         self.num_requests = 0
         self.queued_tokens = 0
         """Uncached prompt tokens of sequences that are here and not computed."""
-        self.booked_tokens = 0
+        self.reserved_tokens = 0
         self.computed_tokens = 0
         """Prompt tokens computed since the start, including those that a preemption computes again."""
         self.busy_s = 0.0
@@ -224,7 +224,7 @@ class SimulatedWorker:
             index=self.index,
             num_cached_tokens=self.num_cached_tokens(keys, request.num_prompt_tokens),
             queued_tokens=self.queued_tokens,
-            booked_tokens=self.booked_tokens,
+            reserved_tokens=self.reserved_tokens,
             num_requests=self.num_requests,
             num_waiting=engine.num_waiting,
             used_blocks=blocks.in_use,

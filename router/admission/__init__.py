@@ -1,4 +1,4 @@
-"""Who is let in: tenants, validation of requests, a bound on how many are served at once, and deadlines.
+"""Who is admitted: tenants, validation of requests, a bound on how many are served at once, and deadlines.
 
 `tenants` and `validate` refuse what may not be served at all, `limiter` what is too much for one tenant of a full
 router, `accounts` what is beyond a tenant's own limits, over all routers, and `gate` what would come too late, by the
@@ -7,7 +7,7 @@ predicted time of its first token.
 
 from router.admission.accounts import Accounts, Charge
 from router.admission.claim import Claim, SloCounts, claim_of
-from router.admission.gate import PATIENCE, Gate, QueueEntry
+from router.admission.gate import TTFT_DEADLINE_FACTOR, Gate, QueueEntry
 from router.admission.history import AnswerHistory
 from router.admission.ledger import Ledger, MemoryLedger, RedisLedger
 from router.admission.limiter import Limiter
@@ -30,7 +30,7 @@ from router.admission.validate import (
 __all__ = [
     "MAX_REQUEST_ID",
     "MAX_SETTLED",
-    "PATIENCE",
+    "TTFT_DEADLINE_FACTOR",
     "Accounts",
     "AnswerHistory",
     "Charge",

@@ -1,7 +1,7 @@
 """The arithmetic of a tenant's limits: how much of each window is used, and whether an entry fits. Pure; time is given.
 
-A window is cut into SPANS spans, and what is booked counts until its whole span has left the window: so no more than
-the limit is ever booked within any window's length, wherever it begins, and what leaves is a sixtieth late at most.
+A window is cut into SPANS spans, and what is recorded counts until its whole span has left the window: so no more than
+the limit is ever recorded within any window's length, wherever it begins, and what leaves is a sixtieth late at most.
 `ledger.lua` is the same in Redis.
 """
 
@@ -31,7 +31,7 @@ class LedgerEntry:
     needs: tuple[int, int, int] = (0, 0, 0)
     """Room that each window must have left; 0: it is not asked."""
     amounts: tuple[int, int, int] = (0, 0, 0)
-    """What is booked in each window."""
+    """What is recorded in each window."""
     writer: str = ""
     """Name of the router's process."""
     version: int = 0
@@ -53,7 +53,7 @@ class LedgerAnswer:
     """What became of an entry, and how the tenant's windows are afterwards."""
 
     refused_by: int | None
-    """Index of the limit that left no room; None: the entry is booked."""
+    """Index of the limit that left no room; None: the entry is recorded."""
     retry_ms: int
     """Milliseconds until there is room in that window, if nobody takes it; 0 where answers in flight have to end."""
     used: tuple[int, ...]
@@ -78,7 +78,7 @@ class Seats:
 
 @dataclass(slots=True)
 class Account:
-    """What is booked of one tenant."""
+    """What is recorded of one tenant."""
 
     windows: tuple[dict[int, int], ...] = field(default_factory=lambda: tuple({} for _ in WINDOWS_MS))
     """Amounts of each window by the number of their span, counted from 1970."""
@@ -86,7 +86,7 @@ class Account:
     """Answers in flight by router."""
 
     def book(self, entry: LedgerEntry, now_ms: int) -> LedgerAnswer:
-        """Books the entry if there is room for all of it."""
+        """Records the entry if there is room for all of it."""
         self._forget(now_ms)
         refused_by, retry_ms = self._refusal(entry, now_ms)
         if refused_by is None:

@@ -2,7 +2,7 @@
 
 A request of a tenant with limits costs one entry in the ledger on its way: itself, its prompt and the answers that it
 asks for, once the prompt's tokens are counted. What the ledger has said before is known here: while a limit leaves no
-room, requests are refused when they arrive, and cost nothing. What the answers used is booked along with the tenant's
+room, requests are refused when they arrive, and cost nothing. What the answers used is recorded along with the tenant's
 next request, or by `run` if none comes at once; `run` also keeps the answers in flight alive in the ledger, one entry
 a tenant for all of them.
 
@@ -10,7 +10,7 @@ A router says how many answers of a tenant it has in flight, not that there is o
 taken back: what was lost on the way is right with the next entry, and a router that dies counts for a lease's length.
 
 Without Redis each router goes on with its share of each limit, by the number of routers that were last known. What it
-books meanwhile is booked in Redis afterwards.
+books meanwhile is recorded in Redis afterwards.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Holding:
     num_held: int = 0
     """Answers in flight, and those that are being asked for."""
     num_requests: int = 0
-    """Requests that the ledger has not booked yet, nor the tokens below."""
+    """Requests that the ledger has not recorded yet, nor the tokens below."""
     num_tokens: int = 0
     num_reserved: int = 0
     """Tokens that the answers in flight may still be computed for."""
@@ -96,7 +96,7 @@ class _Holding:
         return owed
 
     def owe(self, num_requests: int, num_tokens: int) -> None:
-        """Owes requests and tokens that no entry has booked."""
+        """Owes requests and tokens that no entry has recorded."""
         self.num_requests += num_requests
         self.num_tokens += num_tokens
         self.has_changed = True
@@ -113,12 +113,12 @@ class Charge:
     num_reserved: int = 0
     """Tokens that are reserved for the answers."""
     quota: Quota | None = None
-    """What the tenant has left, once it is booked; None: it has no rates."""
+    """What the tenant has left, once it is recorded; None: it has no rates."""
     is_open: bool = False
-    """Whether it is booked, or being booked, and not settled."""
+    """Whether it is recorded, or being recorded, and not settled."""
 
     async def book(self, num_tokens: int, num_to_reserve: int = 0) -> None:
-        """Books the request with its prompt, takes its part of the answers in flight, and reserves what they may be.
+        """Records the request with its prompt, takes its part of the answers in flight, and reserves what they may be.
 
         Args:
             num_tokens: of the prompt, for which there has to be room.
@@ -134,7 +134,7 @@ class Charge:
             try:
                 self.quota = await self.accounts.book(self.holding, self, num_tokens)
             except BatonError:
-                self.is_open = False  # nothing is booked, and the ledger knows
+                self.is_open = False  # nothing is recorded, and the ledger knows
                 raise
 
     def settle(self, num_tokens: int) -> None:
@@ -163,7 +163,7 @@ class Accounts:
         self._version = 0
         self._holdings: dict[str, _Holding] = {}
         self._own_share = MemoryLedger()
-        """What this router has let in while the ledger was away."""
+        """What this router has admitted while the ledger was away."""
         self._is_away = False
         self._changed = asyncio.Event()
 
@@ -202,7 +202,7 @@ class Accounts:
                 "input",
             )
         holding.hold(charge)
-        entry, answer = await self._booked(holding, charge, num_tokens)
+        entry, answer = await self._recorded(holding, charge, num_tokens)
         if answer is None:
             amounts = (1, num_tokens, num_tokens)
             entry = self._shared(self._entry(holding, amounts, amounts, charge))
@@ -215,12 +215,12 @@ class Accounts:
             raise self._learnt(holding, entry, answer, answer.refused_by)
         return holding.quota
 
-    async def _booked(
+    async def _recorded(
         self, holding: _Holding, charge: Charge, num_tokens: int
     ) -> tuple[LedgerEntry, LedgerAnswer | None]:
-        """Books a request in the ledger, and what is owed along with it; None: the ledger is away.
+        """Records a request in the ledger, and what is owed along with it; None: the ledger is away.
 
-        Cancelled, it is taken to be booked: it was sent.
+        Cancelled, it is taken to be recorded: it was sent.
         """
         owed = (0, 0) if self._is_away else holding.take()
         amounts = (1 + owed[0], num_tokens + owed[1], num_tokens + owed[1])
@@ -241,7 +241,7 @@ class Accounts:
             asyncio.get_running_loop().call_later(DEBT_S, self._changed.set)
 
     async def run(self) -> None:
-        """Books what has changed, at once, and renews what goes on, in time, until cancelled."""
+        """Records what has changed, at once, and renews what goes on, in time, until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._lease_s / 4):
@@ -252,7 +252,7 @@ class Accounts:
                 await asyncio.sleep(RETRY_S)
 
     async def flush(self) -> None:
-        """Books what is owed, and renews the answers in flight."""
+        """Records what is owed, and renews the answers in flight."""
         now = time.monotonic()
         for holding in list(self._holdings.values()):
             is_due = holding.num_held and now - holding.renewed_s >= self._lease_s / 5

@@ -5,8 +5,8 @@ at once, with the seconds until it would not be; unless the prompts before it ar
 share of the queues (weighted max-min fairness, on seconds of computing). These are shed, newest first, as many as it
 takes. No request waits for one of a lower priority: the workers compute those later.
 
-A prompt that takes longer than its objective even on an idle worker cannot be helped by refusing others. It is
-computed when nothing else waits (its turn comes last), and refused only if that would take PATIENCE objectives.
+A prompt that takes longer than its objective even on an idle worker cannot be helped by refusing others. It is computed
+when nothing else waits (its turn comes last), and refused only if that would take TTFT_DEADLINE_FACTOR objectives.
 
 No clock, no queue of its own: prompts wait on the workers, which compute them in order of turn and deadline.
 """
@@ -21,7 +21,7 @@ from baton.errors import Overloaded
 from router.admission.tenants import Tenant
 from router.placement import Placement, Prediction, Turn
 
-PATIENCE = 2.0
+TTFT_DEADLINE_FACTOR = 2.0
 CAUTION = 0.8
 """Share of the time that an objective leaves for waiting which a prediction may use up: predictions err, and a queue
 that is a fifth shorter keeps the workers just as busy."""
@@ -29,7 +29,7 @@ that is a fifth shorter keeps the workers just as busy."""
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueueEntry:
-    """A choice that asks to be let in."""
+    """A choice that asks to be admitted."""
 
     tenant: Tenant
     priority: int
@@ -104,7 +104,7 @@ class Gate:
             return 0.0
         wait_s = max(prediction.wait_s, prediction.room_s)
         spare_s = entry.ttft_s - entry.compute_s
-        return wait_s - (self._caution * spare_s if spare_s >= 0 else PATIENCE * entry.ttft_s)
+        return wait_s - (self._caution * spare_s if spare_s >= 0 else TTFT_DEADLINE_FACTOR * entry.ttft_s)
 
     def _outranked(self, entry: QueueEntry, late_s: float) -> list[QueueEntry]:
         """The entries whose going makes `entry` come in time; none if that cannot be."""

@@ -1,4 +1,4 @@
--- Books what a router asks for a tenant: all of it, or nothing. `router.admission.account` is the same in Python, and says
+-- Records what a router asks for a tenant: all of it, or nothing. `router.admission.account` is the same in Python, and says
 -- what the arithmetic is.
 --
 -- KEYS  1 the tenant's account: {windows, answers in flight by router: {version, number, until, tokens reserved}}, as

@@ -18,10 +18,10 @@ class Ledger(Protocol):
     """The tenants' accounts."""
 
     async def book(self, entry: LedgerEntry) -> LedgerAnswer:
-        """Books all of an entry or nothing.
+        """Records all of an entry or nothing.
 
         Raises:
-            StoreUnavailable: the store cannot be reached; whether the entry is booked is unknown then.
+            StoreUnavailable: the store cannot be reached; whether the entry is recorded is unknown then.
         """
 
     async def close(self) -> None:
@@ -43,7 +43,7 @@ class MemoryLedger:
         return self.book_now(entry)
 
     def book_now(self, entry: LedgerEntry) -> LedgerAnswer:
-        """Books without waiting; see `Ledger.book`."""
+        """Records without waiting; see `Ledger.book`."""
         return self._accounts.setdefault(entry.tenant_id, Account()).book(entry, int(self._clock() * 1000))
 
     async def close(self) -> None:

@@ -74,7 +74,7 @@ class Limiter:
             self._request_ids.discard((tenant.id, request_id))
 
     def _limit_of(self, tenant: Tenant) -> float:
-        """How many may be in flight, all tenants' together, for one more of this tenant's to be let in."""
+        """How many may be in flight, all tenants' together, for one more of this tenant's to be admitted."""
         others = sum(self._weights[other] for other in self._by_tenant.keys() | self._refused if other != tenant.id)
         share = self.max_in_flight * tenant.weight / (tenant.weight + others)
         has_share = self._by_tenant[tenant.id] >= share
@@ -89,5 +89,5 @@ class Limiter:
             self._refused.clear()
 
     def record(self, duration_s: float) -> None:
-        """Books how long a finished request took, for the estimate in refusals."""
+        """Records how long a finished request took, for the estimate in refusals."""
         self._mean_duration_s += SMOOTHING * (duration_s - self._mean_duration_s)

@@ -162,7 +162,7 @@ class TenantBook:
 
     @property
     def is_open(self) -> bool:
-        """Whether no tenants are configured, so that everybody is let in."""
+        """Whether no tenants are configured, so that everybody is admitted."""
         return self._by_digest is None
 
     def adopt(self, other: TenantBook) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from router.answer.mended_json import HEX, SPACE, MendedJson, NotJson
+from router.answer.lenient_json import HEX, SPACE, MendedJson, NotJson
 
 _OUTSIDE_STRINGS = SPACE | frozenset('{}[]:,"0123456789+-.eEtrufalsn')
 """Letters that JSON has outside of its strings."""
@@ -92,7 +92,7 @@ class JsonCalls:
         """Whether a call has begun."""
         self._is_call = True
         """Whether what has begun is a call, and not the word that there is none."""
-        self._mended: MendedJson | None = None
+        self._fixed: MendedJson | None = None
         """The arguments in which the text is."""
         self._letters = self._named(name) if name else self._part()
         next(self._letters)
@@ -142,8 +142,8 @@ class JsonCalls:
 
     def _close(self) -> None:
         """Closes the arguments in which the text is, if their call has begun."""
-        if self._mended is not None and self._raw is None:
-            self._give(self._mended.close())
+        if self._fixed is not None and self._raw is None:
+            self._give(self._fixed.close())
 
     def _named(self, name: str) -> _Reading:
         letter = yield from _space()
@@ -230,15 +230,15 @@ class JsonCalls:
         if call.name:
             self._begin(call.name)
         give = self._give if call.name else call.early.append
-        self._mended = MendedJson()
+        self._fixed = MendedJson()
         for each in letter or "{":
-            give(self._mended.take(each))
-        while letter and not self._mended.has_ended:
+            give(self._fixed.take(each))
+        while letter and not self._fixed.has_ended:
             letter = (yield from _text_letter()) if is_text else (yield)
             for each in letter:
-                give(self._mended.take(each))
-        give("" if self._mended.has_ended else self._mended.close())
-        self._mended = None
+                give(self._fixed.take(each))
+        give("" if self._fixed.has_ended else self._fixed.close())
+        self._fixed = None
         while is_text and letter:
             letter = yield from _text_letter()
 

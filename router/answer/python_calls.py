@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 
 from router.answer.call_readers import JsonCalls, JsonKeys
-from router.answer.mended_json import SPACE, MendedJson, NotJson
+from router.answer.lenient_json import SPACE, MendedJson, NotJson
 
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 
@@ -50,13 +50,13 @@ class PythonCalls(JsonCalls):
         if (key, letter) != ("", ")") and (not key or letter != "="):
             raise NotJson
         self._begin(tool)
-        self._mended = mended = MendedJson()
+        self._fixed = fixed = MendedJson()
         for each in f"{{{key}{letter}":
-            self._give(mended.take(_IN_JSON.get(each, each)))
-        while not mended.has_ended:
+            self._give(fixed.take(_IN_JSON.get(each, each)))
+        while not fixed.has_ended:
             letter = yield
-            self._give(mended.take(_IN_JSON.get(letter, letter) if mended.is_at_top else letter))
-        self._mended = None
+            self._give(fixed.take(_IN_JSON.get(letter, letter) if fixed.is_at_top else letter))
+        self._fixed = None
 
 
 _IN_JSON = {"=": ":", ")": "}"}

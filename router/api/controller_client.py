@@ -10,8 +10,8 @@ import grpc
 from baton.cluster import ControllerInfo
 from baton.errors import BatonError, NoController, NotAMember
 from baton.rpc import channel, from_rpc_error
-from baton.rpc.doors import member_metadata
 from baton.rpc.errors import is_lost
+from baton.rpc.member_auth import member_metadata
 from baton.tls import Tls
 from baton.trust import KeyFile
 from baton.v1 import admin_pb2, admin_pb2_grpc

@@ -27,7 +27,7 @@ CROWDED_STALL_S = 5.0
 
 
 class ReadAhead:
-    """What has been read ahead of all clients of one door, in bytes.
+    """What has been read ahead of all clients of one endpoint, in bytes.
 
     Args:
         max_bytes: beyond so many, an answer is read ahead only as far as its client has read.

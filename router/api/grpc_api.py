@@ -34,7 +34,7 @@ from router.service import RouterService
 
 MAX_MESSAGE_BYTES = 4 * 2**20
 """Longest message of a client: what gRPC's servers take by default. It is received whole before it is looked at, and
-nothing of it is received before the call is let in."""
+nothing of it is received before the call is admitted."""
 SERVICE_NAMES = ("baton.v1.Inference", "baton.v1.Admin")
 INFERENCE, ADMIN = (f"/{name}/" for name in SERVICE_NAMES)
 CALLER: ContextVar[Tenant] = ContextVar("caller")
@@ -59,12 +59,12 @@ class Authentication(grpc.aio.ServerInterceptor):
                 handler = await continuation(details)
                 return handler and self._by_certificate(handler, is_admin)
             try:
-                self._let_in(api_key, (), is_admin)
+                self._admit(api_key, (), is_admin)
             except (Unauthenticated, Forbidden) as error:
                 return refusal(error)
         return await continuation(details)
 
-    def _let_in(self, api_key: str | None, certificate: Sequence[str], is_admin: bool) -> None:
+    def _admit(self, api_key: str | None, certificate: Sequence[str], is_admin: bool) -> None:
         """Notes whose the call is. Raises Unauthenticated and Forbidden."""
         caller = self._tenants.identify(api_key, certificate)
         if is_admin:
@@ -75,11 +75,11 @@ class Authentication(grpc.aio.ServerInterceptor):
         """The handler, behind a look at the client's certificate, which is known only when the call begins."""
         method = handler.stream_stream or handler.stream_unary
 
-        async def let_in(messages: Any, context: CallContext) -> Any:
-            self._let_in(None, names_in_call(context.auth_context()), is_admin)
+        async def admitted(messages: Any, context: CallContext) -> Any:
+            self._admit(None, names_in_call(context.auth_context()), is_admin)
             return await method(messages, context)
 
-        return streaming(handler, let_in)
+        return streaming(handler, admitted)
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):

@@ -1,4 +1,4 @@
-"""Books what becomes of bodies before the service knows of a request: which fields are ignored, and what is refused."""
+"""Records what becomes of bodies before the service sees a request: ignored fields, and refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLACE = re.compile(r"\[\d+\]")
 
 
 class Taking:
-    """Entered while a body is read and becomes a request. What is refused in it is booked here, and nowhere else.
+    """Entered while a body is read and becomes a request. What is refused in it is recorded here, and nowhere else.
 
     Args:
         operation: what is asked for, as the request's own books would have it.

@@ -6,4 +6,4 @@ and the certificates' ends; `load` measures this process, `alerts` are condition
 since when each lasts.
 """
 
-__all__ = ["alerts", "history", "history_store", "load", "readiness", "registry", "surroundings", "watch"]
+__all__ = ["alerts", "dependencies", "history", "history_store", "load", "readiness", "registry", "watch"]

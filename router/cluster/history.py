@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from baton.errors import StoreUnavailable
-from baton.telemetry.booked import PROMPT_CLASSES, TO_COMPUTE, Booked
 from baton.telemetry.prometheus import Histogram
+from baton.telemetry.request_metrics import PROMPT_CLASSES, TO_COMPUTE, RequestMetrics
 from router.cluster.history_store import Counts, HistoryStore
 
 SLOT_S = 10
@@ -39,45 +39,45 @@ class HistorySlot:
     """Sums by the names that `counted` gives."""
 
 
-def counted(booked: Booked) -> dict[str, float]:
+def counted(metrics: RequestMetrics) -> dict[str, float]:
     """What a router has counted since its start, by names such as `requests/met/CLASS`, `misses/STAGE` and
     `ttft/BOUND`: values up to that bound and above the one before. `ttft_of/PROMPTS/BOUND` counts those of a class of
     prompts, see `PROMPT_CLASSES`. What is zero is left out.
     """
     counts = {
-        **{f"requests/{outcome}/{name}": n for (outcome, name), n in _by(booked, "outcome", "slo_class").items()},
-        **{f"misses/{stage}": number for (stage,), number in booked.slo_misses.totals("stage").items()},
+        **{f"requests/{outcome}/{name}": n for (outcome, name), n in _by(metrics, "outcome", "slo_class").items()},
+        **{f"misses/{stage}": number for (stage,), number in metrics.slo_misses.totals("stage").items()},
         **{
             f"{prefix}/{bound}": number
-            for prefix, histogram in _histograms(booked).items()
+            for prefix, histogram in _histograms(metrics).items()
             for bound, number in histogram.totals().items()
         },
         **{
             f"ttft_of/{prompts}/{bound}": number
             for prompts in (*map(str, PROMPT_CLASSES), "+Inf")
-            for bound, number in booked.time_to_first_token.totals({TO_COMPUTE: prompts}).items()
+            for bound, number in metrics.time_to_first_token.totals({TO_COMPUTE: prompts}).items()
         },
-        "prompt_tokens": booked.prompt_tokens.totals().get((), 0.0),
-        "cached_tokens": booked.prefix_hit_tokens.totals().get((), 0.0),
-        "seen_tokens": booked.prefix_ceiling_tokens.totals().get((), 0.0),
-        "generated_tokens": booked.generation_tokens.totals().get((), 0.0),
-        "kv_bytes": booked.transfer_bytes.totals().get((), 0.0),
-        "retries": booked.retries.totals().get((), 0.0),
+        "prompt_tokens": metrics.prompt_tokens.totals().get((), 0.0),
+        "cached_tokens": metrics.prefix_hit_tokens.totals().get((), 0.0),
+        "seen_tokens": metrics.prefix_ceiling_tokens.totals().get((), 0.0),
+        "generated_tokens": metrics.generation_tokens.totals().get((), 0.0),
+        "kv_bytes": metrics.transfer_bytes.totals().get((), 0.0),
+        "retries": metrics.retries.totals().get((), 0.0),
     }
     return {name: number for name, number in counts.items() if number}
 
 
-def _histograms(booked: Booked) -> dict[str, Histogram]:
+def _histograms(metrics: RequestMetrics) -> dict[str, Histogram]:
     """The histograms whose buckets are counted, by the prefix of their counts."""
     return {
-        "ttft": booked.time_to_first_token,
-        "itl": booked.inter_token_latency,
-        "duration": booked.request_duration,
+        "ttft": metrics.time_to_first_token,
+        "itl": metrics.inter_token_latency,
+        "duration": metrics.request_duration,
     }
 
 
-def _by(booked: Booked, *labels: str) -> Mapping[tuple[str, ...], float]:
-    return booked.requests_slo.totals(*labels)
+def _by(metrics: RequestMetrics, *labels: str) -> Mapping[tuple[str, ...], float]:
+    return metrics.requests_slo.totals(*labels)
 
 
 class ClusterHistory:
@@ -85,16 +85,16 @@ class ClusterHistory:
 
     Args:
         writer: names this process among all that have written in the last hour.
-        booked: what this router counts.
+        metrics: what this router counts.
         clock: wall time in seconds.
     """
 
     def __init__(
-        self, store: HistoryStore, writer: str, booked: Booked, clock: Callable[[], float] = time.time
+        self, store: HistoryStore, writer: str, metrics: RequestMetrics, clock: Callable[[], float] = time.time
     ) -> None:
         self._store = store
         self._writer = writer
-        self._booked = booked
+        self._metrics = metrics
         self._clock = clock
         self._own: dict[int, Counts] = {}
         """This router's counts, by slot."""
@@ -109,7 +109,7 @@ class ClusterHistory:
     @property
     def bounds(self) -> dict[str, list[float]]:
         """The upper bounds of the histograms and of the classes of prompts, without the infinite ones, by prefix."""
-        bounds = {prefix: list(histogram.bounds) for prefix, histogram in _histograms(self._booked).items()}
+        bounds = {prefix: list(histogram.bounds) for prefix, histogram in _histograms(self._metrics).items()}
         return {**bounds, "ttft_of": list(map(float, PROMPT_CLASSES))}
 
     async def run(self) -> None:
@@ -161,7 +161,7 @@ class ClusterHistory:
     def _note(self) -> int:
         """Adds what has been counted since the last time to the current slot, and returns the slot."""
         slot = int(self._clock() // SLOT_S)
-        now = counted(self._booked)
+        now = counted(self._metrics)
         new = {name: number - self._seen.get(name, 0.0) for name, number in now.items()}
         self._seen = now
         self._own[slot] = sums({"": self._own.get(slot, {}), "new": {name: n for name, n in new.items() if n}})

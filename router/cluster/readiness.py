@@ -9,7 +9,7 @@ from router.placement.pool_view import PoolView
 
 
 class Readiness:
-    """Decides whether a router reports ready: from its first workers on, and for `patience_s` after the last is gone.
+    """Decides whether a router reports ready: from its first workers on, and for `timeout_s` after the last is gone.
 
     What takes all workers away takes them from every router at the same time. Were no router ready from then on, a load
     balancer would turn clients away where a short wait would have done. A router that is cut off by itself is left by
@@ -17,14 +17,14 @@ class Readiness:
 
     Args:
         needs_prefill: nothing is served without a prefill worker.
-        patience_s: how long a request waits for a worker (`router.worker_wait_s`).
+        timeout_s: how long a request waits for a worker (`router.worker_wait_s`).
         clock: monotonic seconds.
     """
 
-    def __init__(self, pools: PoolView, needs_prefill: bool, patience_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, pools: PoolView, needs_prefill: bool, timeout_s: float, clock: Callable[[], float]) -> None:
         self._pools = pools
         self._needs_prefill = needs_prefill
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._clock = clock
         self._served_at_s: float | None = None
         """When workers were there last."""
@@ -37,7 +37,7 @@ class Readiness:
         now, lacking = self._clock(), self._lacking()
         if not lacking:
             self._served_at_s = now
-        is_waited_for = self._served_at_s is not None and now - self._served_at_s <= self._patience_s
+        is_waited_for = self._served_at_s is not None and now - self._served_at_s <= self._timeout_s
         return "" if is_waited_for else lacking
 
     def stop(self) -> None:
@@ -48,5 +48,5 @@ class Readiness:
         if not self._pools.is_ready(Role.DECODE):
             return "no decode worker is ready"
         if self._needs_prefill and not self._pools.is_ready(Role.PREFILL):
-            return "no prefill worker is ready, and router.mode is split"
+            return "no prefill worker is ready, and router.mode is disaggregated"
         return ""

@@ -17,7 +17,7 @@ from baton.rpc import MalformedCount
 from kvstore.index import MirrorFollower, RedisConnection
 from kvstore.leases import LeaseStore
 from router.admission import SloCounts
-from router.cluster.surroundings import Surroundings
+from router.cluster.dependencies import Dependencies
 from router.dispatch.worker_client import WorkerClient
 from router.placement.pool_view import PoolView
 
@@ -49,7 +49,7 @@ class Registry:
         models: tuple[ServedModel, ...],
         redis: RedisConnection,
         malformed: MalformedCount,
-        surroundings: Surroundings,
+        surroundings: Dependencies,
         poll_s: float,
         lease_s: float,
     ) -> None:

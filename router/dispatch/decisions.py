@@ -37,7 +37,7 @@ class PlacementDecision:
     placement: Placement
     prediction: Prediction
     num_expected_tokens: int
-    outcome: str = "let in"
+    outcome: str = "admitted"
     """What became of it: admitted, or why it was not, or not for long."""
     ttft_s: float = 0.0
     """Measured time to the first token, from the placement on; 0: not known yet."""

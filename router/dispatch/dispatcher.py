@@ -42,7 +42,7 @@ from router.dispatch.choice import (
 )
 from router.dispatch.decisions import DecisionLog
 from router.dispatch.events import EventKind, failed_text, placed_text
-from router.dispatch.exchange import FINISHED, Exchange, Patience
+from router.dispatch.exchange import FINISHED, Exchange, FirstTokenWait
 from router.dispatch.migration import Migration
 from router.dispatch.reports import Reports
 from router.dispatch.retry import Failure, consecutive, given_up, is_used_up, to_avoid
@@ -75,11 +75,11 @@ class Dispatcher:
         self._instruments = instruments
         self._history = AnswerHistory(config.expected_output_floor, config.expected_output_default)
         self._selector = WorkerSelector(pools=pools, hints=hints, config=config, keys=keys)
-        self._patience = Patience(instruments)
+        self._waits = FirstTokenWait(instruments)
         self._exchange = Exchange(
             client=client,
             pools=pools,
-            patience=self._patience,
+            waits=self._waits,
             migration=Migration(client=client, selector=self._selector, instruments=instruments),
             reports=Reports(hints=hints, prices=self._selector.prices, instruments=instruments),
         )
@@ -102,7 +102,7 @@ class Dispatcher:
     @property
     def is_crowded(self) -> bool:
         """Whether a choice has waited long for room on the worker that decodes it."""
-        return self._patience.is_tried
+        return self._waits.is_tried
 
     def answered(self, choice: Choice, num_tokens: int) -> None:
         """Learns from a choice that has come to its end, by itself, its limit or a stop string: other answers will be
@@ -223,12 +223,12 @@ class Dispatcher:
         choice.block_keys = choice.block_keys or prompt.block_keys
         if spec.attempt == 0 and spec.choice_index == 0:
             self._see_prompt(choice, prompt)
-        assignment, is_let_in = prepared, bool(choice.emitted)  # what has tokens was admitted by another router
+        assignment, is_admitted = prepared, bool(choice.emitted)  # what has tokens was admitted by another router
         if assignment is None:
             choice.stages.attempt(choice.began_s)
             if choice.leader is not None and spec.attempt == 0:
                 assignment = self._selector.beside(choice, spec, prompt, choice.leader)
-                is_let_in = is_let_in or assignment is not None  # its leader was admitted for both
+                is_admitted = is_admitted or assignment is not None  # its leader was admitted for both
         if assignment is None:
             group = prompt
             if choice.num_followers:
@@ -241,8 +241,8 @@ class Dispatcher:
         if spec.attempt == 0:
             prediction = self._predicted(entry, placement)
             choice.decision = self._decisions.note(spec, choice.claim, placement, prediction)
-            if not is_let_in:
-                self._patience.admit(entry, choice.decision)
+            if not is_admitted:
+                self._waits.admit(entry, choice.decision)
         choice.decode_worker = placement.decode_worker
         if prepared is None:
             choice.mode, choice.source = placement.mode, placement.source

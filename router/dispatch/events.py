@@ -29,7 +29,7 @@ class EventKind(StrEnum):
     """The first token has come from the worker that computed the prompt."""
     FIRST_TOKEN = "first_token"
     """The first token has left for the client."""
-    HANDED_OVER = "handed_over"
+    TRANSFERRED = "transferred"
     FAILED = "failed"
     """A worker has failed, or refused."""
     LEAVING = "leaving"
@@ -70,7 +70,7 @@ def placed_text(placement: Placement, waited_s: float) -> str:
     """Says where a choice goes, and how long that took to decide."""
     by_role = {Role.PREFILL: placement.prefill_worker, Role.DECODE: placement.decode_worker}
     workers = " -> ".join(with_role(worker_id, role) for role, worker_id in by_role.items() if worker_id)
-    text = f"placed: {'split' if placement.mode is Mode.SPLIT else 'aggregated'} on {workers}"
+    text = f"placed: {'disaggregated' if placement.mode is Mode.DISAGGREGATED else 'aggregated'} on {workers}"
     if placement.source:
         text += f", pulls {placement.source_tokens} tokens from {placement.source}"
     text += f"; first token predicted in {placement.prediction.ttft_s:.3f} s"

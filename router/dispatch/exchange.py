@@ -1,12 +1,12 @@
-"""Carries one attempt out: reserve, prefill, hand over, decode; what the workers answer comes out as it comes.
+"""Carries one attempt out: reserve, prefill, transfer, decode; what the workers answer comes out as it comes.
 
-    split         Decode(await_kv) --> ticket --> Prefill(ticket) --> first token --> KV handed over --> further tokens
+    split         Decode(await_kv) --> ticket --> Prefill(ticket) --> first token --> KV transferred --> further tokens
                   `----- the open call is the reservation -------------------------------------------------- ... ---'
     aggregated    Decode --> all tokens
 
 The worker that computes the prompt may be given a source: a worker with a longer prefix of it, from which it pulls
-first. The wait for the first token has an end: a deadline, or a better claim (`Patience`). Leaving the exchange early
-leaves all its calls, which frees everything on the workers.
+first. The wait for the first token has an end: a deadline, or a better claim (`FirstTokenWait`). Leaving the exchange
+early leaves all its calls, which frees everything on the workers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from baton.errors import Overloaded, TransferCancelled
-from baton.messages import Decoding, FirstToken, HandedOver, Migrate, NewTokens, PrefillReport, Ticket
+from baton.messages import Decoding, FirstToken, Migrate, NewTokens, PrefillReport, Ticket, Transferred
 from baton.tasks import cancel_and_wait
 from baton.telemetry.instruments import Instruments
-from router.admission import PATIENCE, Gate, QueueEntry
+from router.admission import TTFT_DEADLINE_FACTOR, Gate, QueueEntry
 from router.dispatch.choice import Assignment, Attempt, AttemptFailed, Finished, Moved, Outcome, WorkerLeaving
 from router.dispatch.decisions import PlacementDecision
 from router.dispatch.migration import Migration
@@ -35,15 +35,16 @@ from router.placement.pool_view import PoolView
 
 T = TypeVar("T")
 E = TypeVar("E")
-HAND_OVER_REPORT_S = 1.0
-"""How long a choice's last token waits for the prefill worker's report on the hand-over, which is there already, unless
+TRANSFER_REPORT_S = 1.0
+"""How long a choice's last token waits for the prefill worker's report on the KV transfer, which is there already,
+unless
 that worker hangs."""
 FINISHED = Finished()
 LONG_S = 5.0
 """Wait for room on a worker from which on others are asked whether they need theirs."""
 
 
-class Patience:
+class FirstTokenWait:
     """How long choices of this router wait for their first token: the gate admits them, and a deadline or a better
     claim ends the wait.
     """
@@ -95,19 +96,20 @@ class Patience:
         """Bounds the wait for an attempt's first token while the block is entered.
 
         Raises:
-            Overloaded: the token did not come within PATIENCE times its objective, or the choice has to make way.
+            Overloaded: the token did not come within TTFT_DEADLINE_FACTOR times its objective, or the choice has to
+            make way.
         """
         entry, choice = attempt.entry, attempt.choice
         alone_s = attempt.job.compute_s if attempt.job.turn[1] else 0.0
-        patience_s = PATIENCE * (choice.claim.objective.ttft_s + alone_s)
-        left_s = choice.claim.arrived_s + patience_s - time.monotonic()
-        is_bound = not (choice.emitted or choice.has_begun.is_set()) and patience_s < math.inf
+        timeout_s = TTFT_DEADLINE_FACTOR * (choice.claim.objective.ttft_s + alone_s)
+        left_s = choice.claim.arrived_s + timeout_s - time.monotonic()
+        is_bound = not (choice.emitted or choice.has_begun.is_set()) and timeout_s < math.inf
         try:
             async with asyncio.timeout(left_s if is_bound else None) as timeout:
                 self._timeouts[entry] = timeout
                 yield
         except TimeoutError:
-            reason = f"no first token within {patience_s:.1f} s"
+            reason = f"no first token within {timeout_s:.1f} s"
             if timeout.when() == 0.0:
                 reason = "the request had to make way for tenants with less in the queue"
             if choice.decision is not None:
@@ -154,10 +156,10 @@ class _Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _HandOver:
-    """A hand-over that goes on behind the first token."""
+class _KVTransfer:
+    """A KV transfer that goes on behind the first token."""
 
-    prefill: WorkerStream[FirstToken | HandedOver]
+    prefill: WorkerStream[FirstToken | Transferred]
     ticket: Ticket
     reading: asyncio.Task[Decoding]
     """The read of the decode worker's first tokens."""
@@ -170,8 +172,8 @@ class _Begun:
     stream: WorkerStream[Decoding]
     """The call that decodes."""
     first: NewTokens
-    """Empty where the decode worker draws the first token, after the hand-over."""
-    hand_over: _HandOver | None = None
+    """Empty where the decode worker draws the first token, after the KV transfer."""
+    kv_transfer: _KVTransfer | None = None
     """None: the worker that decodes has computed the prompt."""
 
 
@@ -179,11 +181,11 @@ class Exchange:
     """The calls of attempts to workers."""
 
     def __init__(
-        self, *, client: WorkerClient, pools: PoolView, patience: Patience, migration: Migration, reports: Reports
+        self, *, client: WorkerClient, pools: PoolView, waits: FirstTokenWait, migration: Migration, reports: Reports
     ) -> None:
         self._client = client
         self._pools = pools
-        self._patience = patience
+        self._waits = waits
         self._migration = migration
         self._reports = reports
 
@@ -200,7 +202,7 @@ class Exchange:
         try:
             with self._pools.decoding(assignment.decode, job), self._pools.computing(computes, job):
                 async with _Held() as held:
-                    is_split = assignment.placement.mode is Mode.SPLIT
+                    is_split = assignment.placement.mode is Mode.DISAGGREGATED
                     begun = await (self._begin_split if is_split else self._begin_aggregated)(attempt, held)
                     if isinstance(begun, WorkerLeaving):
                         outcome = begun
@@ -218,7 +220,7 @@ class Exchange:
             outcome = AttemptFailed(failure.with_traceback(None))  # whose frames have the outcome
         finally:
             assignment.leave_old_call()
-            self._patience.gate.left(attempt.entry)
+            self._waits.gate.left(attempt.entry)
         yield outcome
 
     async def _begin_aggregated(self, attempt: Attempt, held: _Held) -> _Begun | WorkerLeaving:
@@ -226,8 +228,8 @@ class Exchange:
         stream = held.call(
             self._client.decode(worker, attempt.spec, await_kv=False, source=source, trace=attempt.choice.trace)
         )
-        async with self._patience.wait_for_first_token(attempt):
-            with self._patience.wait_for_room(attempt.entry, attempt.job.compute_s):
+        async with self._waits.wait_for_first_token(attempt):
+            with self._waits.wait_for_room(attempt.entry, attempt.job.compute_s):
                 message = await stream.read()
         if isinstance(message, Migrate):
             return WorkerLeaving(worker)
@@ -242,26 +244,26 @@ class Exchange:
         assert assignment.prefill is not None
         stages.asks_for_room(time.monotonic())
         decode = held.call(self._client.decode(assignment.decode, attempt.spec, await_kv=True, trace=trace))
-        async with self._patience.wait_for_first_token(attempt):
-            with self._patience.wait_for_room(attempt.entry):
+        async with self._waits.wait_for_first_token(attempt):
+            with self._waits.wait_for_room(attempt.entry):
                 ticket = await decode.read()
             if isinstance(ticket, Migrate):
                 return WorkerLeaving(assignment.decode)
             assert isinstance(ticket, Ticket)
-            # A hand-over needs no permit: the router names the receiver, who is where its lease says.
+            # A KV transfer needs no permit: the router names the receiver, who is where its lease says.
             ticket = replace(ticket, kv_address=assignment.decode.info.address)
             self._reports.room(attempt)
             prefill = held.call(
                 self._client.prefill(assignment.prefill, attempt.spec, ticket, source=assignment.source, trace=trace)
             )
             assignment.leave_old_call()
-            # The decode worker answers nothing before the hand-over; it is read so that its death is noticed at once.
+            # The decode worker answers nothing before the KV transfer; it is read so that its death is noticed at once.
             computing = held.start(prefill.read())
             reading = held.start(decode.read())
             await asyncio.wait((computing, reading), return_when=asyncio.FIRST_COMPLETED)
             if reading.done() and _gave_up(reading):
                 # So it looks as well when the first token is the last, and its message is behind this one.
-                await asyncio.wait((computing,), timeout=HAND_OVER_REPORT_S)
+                await asyncio.wait((computing,), timeout=TRANSFER_REPORT_S)
             if not computing.done() and isinstance(reading.result(), Migrate):
                 return WorkerLeaving(assignment.decode)
             first = await computing
@@ -275,7 +277,7 @@ class Exchange:
                 finish_reason=first.finish_reason,
                 scores=first.scores,
             ),
-            hand_over=_HandOver(prefill=prefill, ticket=ticket, reading=reading),
+            kv_transfer=_KVTransfer(prefill=prefill, ticket=ticket, reading=reading),
         )
 
 
@@ -292,8 +294,8 @@ class _Rest:
         self._migration = migration
         self._reports = reports
         self._is_finished = begun.first.finish_reason is not None
-        self._hand_over = begun.hand_over
-        self._handing_over: asyncio.Task[None] | None = None
+        self._kv_transfer = begun.kv_transfer
+        self._transferring: asyncio.Task[None] | None = None
         """The wait for the prefill worker's report."""
         self._preparing: asyncio.Task[Assignment | None] | None = None
         """The preparation of a move; None: no move is asked for."""
@@ -306,9 +308,9 @@ class _Rest:
         """
         if self._is_finished:
             return FINISHED
-        if self._hand_over is not None:
-            hand_over, self._hand_over = self._hand_over, None
-            message: Decoding | Moved = await self._first_decoded(hand_over)
+        if self._kv_transfer is not None:
+            kv_transfer, self._kv_transfer = self._kv_transfer, None
+            message: Decoding | Moved = await self._first_decoded(kv_transfer)
             if isinstance(message, Migrate):
                 return WorkerLeaving(self._stream.worker)
             self._attempt.choice.stages.decodes(time.monotonic())
@@ -322,9 +324,9 @@ class _Rest:
         assert isinstance(message, NewTokens)
         if message.finish_reason is not None:
             self._is_finished = True
-            if self._handing_over is not None:
+            if self._transferring is not None:
                 # The KV has arrived; a prefill worker that dies or stalls before it says so hurts nobody.
-                await asyncio.wait((self._handing_over,), timeout=HAND_OVER_REPORT_S)
+                await asyncio.wait((self._transferring,), timeout=TRANSFER_REPORT_S)
         return message
 
     async def _leave(self, order: Migrate) -> Decoding | Moved:
@@ -337,14 +339,14 @@ class _Rest:
             self._preparing = self._held.start(self._migration.prepare(self._attempt, self._stream))
         return await self._read_or_move(self._preparing)
 
-    async def _first_decoded(self, hand_over: _HandOver) -> Decoding:
-        """The decode worker's first message. The side that sees the hand-over fail first ends the wait at once."""
-        report = self._reports.hand_over(hand_over.prefill, hand_over.ticket, self._attempt)
-        self._handing_over = self._held.start(report)
-        await asyncio.wait((self._handing_over, hand_over.reading), return_when=asyncio.FIRST_COMPLETED)
-        if not hand_over.reading.done():
-            self._handing_over.result()  # if it failed, nothing will come on the decode stream
-        return await hand_over.reading
+    async def _first_decoded(self, kv_transfer: _KVTransfer) -> Decoding:
+        """The decode worker's first message. The side that sees the KV transfer fail first ends the wait at once."""
+        report = self._reports.kv_transfer(kv_transfer.prefill, kv_transfer.ticket, self._attempt)
+        self._transferring = self._held.start(report)
+        await asyncio.wait((self._transferring, kv_transfer.reading), return_when=asyncio.FIRST_COMPLETED)
+        if not kv_transfer.reading.done():
+            self._transferring.result()  # if it failed, nothing will come on the decode stream
+        return await kv_transfer.reading
 
     async def _read_or_move(self, preparing: asyncio.Task[Assignment | None]) -> Decoding | Moved:
         """The decode worker's next message, unless the move that is prepared is ready before."""

@@ -2,7 +2,7 @@
 
 While the tokens go on, the next worker pulls the KV that there is. Then the choice is placed once more, split, with the
 leaving worker as the one that prefills: its cache has all but the last few tokens, and what the next worker has not
-pulled yet is handed over as for any prompt.
+pulled yet is transferred as for any prompt.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Migration:
             if not await self._pull(attempt, spec, job, worker, source):
                 failed.add(worker.info.id)
                 continue
-            split = Placement(mode=Mode.SPLIT, decode_worker=worker.info.id, prefill_worker=leaving.info.id)
+            split = Placement(mode=Mode.DISAGGREGATED, decode_worker=worker.info.id, prefill_worker=leaving.info.id)
             return Assignment(
                 placement=split, decode=worker, prefill=leaving, source=None, hint=None, moves_from=stream
             )

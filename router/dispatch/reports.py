@@ -1,11 +1,11 @@
-"""Books what workers report of prompts and hand-overs: with placement, which learns from it, and in the metrics."""
+"""Records what workers report of prompts and KV transfers: with placement, which learns from it, and in the metrics."""
 
 from __future__ import annotations
 
 import time
 
 from baton.cluster import Worker
-from baton.messages import FirstToken, HandedOver, PrefillReport, Ticket
+from baton.messages import FirstToken, PrefillReport, Ticket, Transferred
 from baton.telemetry.instruments import Instruments
 from router.dispatch.choice import Attempt
 from router.dispatch.decisions import MeasuredSeconds
@@ -24,7 +24,7 @@ class Reports:
         self._instruments = instruments
 
     def room(self, attempt: Attempt) -> None:
-        """Books that the decode worker has room for an attempt whose prompt another worker computes."""
+        """Records that the decode worker has room for an attempt whose prompt another worker computes."""
         choice, now_s, worker_id = attempt.choice, time.monotonic(), attempt.assignment.placement.decode_worker
         choice.stages.has_room(now_s)
         if choice.decision is not None and attempt.spec.attempt == 0:
@@ -34,7 +34,7 @@ class Reports:
         )
 
     def prefill(self, attempt: Attempt, report: PrefillReport) -> None:
-        """Books that the prompt is computed and the first token here."""
+        """Records that the prompt is computed and the first token here."""
         hint, choice = attempt.assignment.hint, attempt.choice
         if attempt.spec.sampling.prompt_logprobs is not None:
             choice.prompt_scores = report.prompt_scores
@@ -63,30 +63,32 @@ class Reports:
             if measured_s > 0:
                 self._instruments.prediction_error.record(abs(predicted_s - measured_s) / measured_s, {"of": what})
 
-    async def hand_over(self, prefill: WorkerStream[FirstToken | HandedOver], ticket: Ticket, attempt: Attempt) -> None:
-        """Returns once the prefill worker has reported the hand-over, and books it.
+    async def kv_transfer(
+        self, prefill: WorkerStream[FirstToken | Transferred], ticket: Ticket, attempt: Attempt
+    ) -> None:
+        """Returns once the prefill worker has reported the KV transfer, and books it.
 
         Raises:
-            WorkerCallError: the hand-over failed, or that worker did.
+            WorkerCallError: the KV transfer failed, or that worker did.
         """
         report = await prefill.read()
-        assert isinstance(report, HandedOver)
+        assert isinstance(report, Transferred)
         if attempt.assignment.moves_from is None:
-            self._note_hand_over(attempt, report)
-        self._prices.handed_over(ticket.num_tokens - ticket.skip_tokens, report.exposed_s)
+            self._note_kv_transfer(attempt, report)
+        self._prices.transferred(ticket.num_tokens - ticket.skip_tokens, report.exposed_s)
         self._instruments.transfer_duration.record(report.transfer_s)
         self._instruments.transfer_bytes.add(report.num_bytes)
 
-    def _note_hand_over(self, attempt: Attempt, report: HandedOver) -> None:
+    def _note_kv_transfer(self, attempt: Attempt, report: Transferred) -> None:
         choice, now_s, worker_id = attempt.choice, time.monotonic(), attempt.assignment.placement.decode_worker
-        choice.stages.handed_over(now_s, report.exposed_s)
+        choice.stages.transferred(now_s, report.exposed_s)
         if choice.decision is not None and attempt.spec.attempt == 0:
             choice.decision.measured.exposed_s = report.exposed_s
         text = (
             f"KV is on {attempt.assignment.decode.info.label}: {report.num_bytes / 2**20:,.1f} MiB in "
             f"{report.transfer_s:.3f} s, of which {report.exposed_s:.3f} s after the prompt was computed"
         )
-        choice.events.note(now_s, EventKind.HANDED_OVER, text, attempt.spec.attempt, worker_id)
+        choice.events.note(now_s, EventKind.TRANSFERRED, text, attempt.spec.attempt, worker_id)
 
 
 def _measure(measured: MeasuredSeconds, report: PrefillReport) -> None:

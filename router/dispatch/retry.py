@@ -18,7 +18,7 @@ from baton.errors import (
 from router.placement import Placement
 
 MAX_FAILED_TRANSFERS = 2
-"""Failed hand-overs of a choice before the decode worker computes the prompt itself."""
+"""Failed KV transfers of a choice before the decode worker computes the prompt itself."""
 MAX_LOST_DEVICES = 2
 """Devices that are lost in steps of a choice before it is taken for the cause, and breaks no third one."""
 PROGRESS_TOKENS = 16
@@ -47,12 +47,13 @@ class Avoidance:
     unsupported: Unsupported | None = None
     """The last refusal of the second kind."""
     no_sources: frozenset[str] = frozenset()
-    """Workers from which no prefix is pulled: sources of failed attempts, and workers that could not hand over."""
+    """Workers from which no prefix is pulled: sources of failed attempts, and workers that could not transfer."""
     doubted: frozenset[str] = frozenset()
     """The peers of failed transfers, and both of two workers that do not fit each other. A peer may be dead although
     its stream is still open, so it is used only if no other worker is available."""
-    hand_over: bool = False
-    """Whether enough hand-overs have failed: `auto` then means the mode in which nothing has to travel, slower perhaps.
+    kv_transfer: bool = False
+    """Whether enough KV transfers have failed: `auto` then means the mode in which nothing has to travel, slower
+    perhaps.
     """
 
 
@@ -102,7 +103,7 @@ def to_avoid(failures: Sequence[Failure]) -> Avoidance:
         unsupported=unsupported,
         no_sources=frozenset(no_sources),
         doubted=frozenset(doubted),
-        hand_over=num_failed_transfers >= MAX_FAILED_TRANSFERS,
+        kv_transfer=num_failed_transfers >= MAX_FAILED_TRANSFERS,
     )
 
 

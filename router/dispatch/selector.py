@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from baton import wire
-from baton.blocks import GRANULE, block_keys, num_pullable
+from baton.blocks import HASH_BLOCK, block_keys, num_pullable
 from baton.cluster import Role, Worker
 from baton.config import RouterConfig
 from baton.errors import NoWorker, Overloaded, Unsupported
@@ -38,13 +38,13 @@ class WorkerSelector:
 
     def prompt(self, spec: SequenceSpec) -> Prompt:
         """What placement needs to know of a sequence."""
-        granule_keys = tuple(block_keys(spec.cache_seed, spec.token_ids))
+        hash_block_keys = tuple(block_keys(spec.cache_seed, spec.token_ids))
         keys: tuple[bytes, ...] = ()
         if spec.sampling.prompt_logprobs is None:  # else it takes nothing from a cache
-            num_granules = self.pools.block_size // GRANULE
-            keys = granule_keys[num_granules - 1 :: num_granules]
+            num_hash_blocks = self.pools.block_size // HASH_BLOCK
+            keys = hash_block_keys[num_hash_blocks - 1 :: num_hash_blocks]
         num_emitted = len(spec.token_ids) - spec.num_prompt_tokens
-        return Prompt(len(spec.token_ids), keys, max(1, spec.num_expected_tokens - num_emitted), granule_keys)
+        return Prompt(len(spec.token_ids), keys, max(1, spec.num_expected_tokens - num_emitted), hash_block_keys)
 
     async def place(self, choice: Choice, spec: SequenceSpec, prompt: Prompt) -> Assignment:
         """Waits, within bounds, until workers for a choice are there.
@@ -60,7 +60,7 @@ class WorkerSelector:
         deadline = time.monotonic() + self._config.worker_wait_s
         claim, avoid = choice.claim, choice.avoid
         decide = self._decider(choice, avoid.no_sources)
-        mode = Mode.AGGREGATED if avoid.hand_over and self._config.mode == "auto" else self._config.mode
+        mode = Mode.AGGREGATED if avoid.kv_transfer and self._config.mode == "auto" else self._config.mode
         while True:
             self._check_sampler(choice)
             unfit = self.pools.unfit(spec)
@@ -120,13 +120,13 @@ class WorkerSelector:
         """
         permit = b""
         if self._keys is not None and wire.PERMIT_FIELD not in wire.fields_unknown_to(puller.info.known_fields):
-            keys = prompt.granule_keys[: num_pullable(prompt.num_tokens, num_tokens) // GRANULE]
+            keys = prompt.hash_block_keys[: num_pullable(prompt.num_tokens, num_tokens) // HASH_BLOCK]
             permit = Permit(
                 puller=Party(puller.info.id, puller.info.incarnation),
                 address=puller.info.address,
                 source=Party(source.info.id, source.info.incarnation),
                 keys=keys_digest(keys),
-                num_tokens=len(keys) * GRANULE,
+                num_tokens=len(keys) * HASH_BLOCK,
                 until_s=time.time() + PERMIT_S,
             ).signed(self._keys.keys)
         info = source.info

@@ -27,16 +27,16 @@ from baton.messages import (
     Fetched,
     FetchRequest,
     FirstToken,
-    HandedOver,
     NewTokens,
     PrefillRequest,
     PrefixSource,
     SequenceSpec,
     Ticket,
+    Transferred,
 )
 from baton.rpc import channel, from_rpc_error
-from baton.rpc.doors import member_metadata
 from baton.rpc.errors import from_failed
+from baton.rpc.member_auth import member_metadata
 from baton.rpc.outbox import MAX_FRAME_COMMANDS, Outbox
 from baton.scores import TokenScores
 from baton.telemetry import tracing
@@ -252,7 +252,7 @@ class WorkerClient:
 
     def prefill(
         self, worker: Worker, spec: SequenceSpec, ticket: Ticket, *, source: PrefixSource | None, trace: Context
-    ) -> WorkerStream[FirstToken | HandedOver]:
+    ) -> WorkerStream[FirstToken | Transferred]:
         return self._link(worker).start(worker, PrefillRequest(spec, ticket, source), trace)
 
     def fetch(

@@ -52,7 +52,7 @@ BREACH = 10.0
 class Mode(StrEnum):
     """How the workers of a request share its work."""
 
-    SPLIT = "split"
+    DISAGGREGATED = "disaggregated"
     """A prefill worker computes the prompt and hands its KV over to a decode worker."""
     AGGREGATED = "aggregated"
     """The decode worker computes the prompt itself."""
@@ -60,12 +60,12 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What placement needs to know of a sequence and of its answer; `granule_keys` are for permits to pull."""
+    """What placement needs to know of a sequence and of its answer; `hash_block_keys` are for permits to pull."""
 
     num_tokens: int
     block_keys: tuple[bytes, ...]
     num_expected_tokens: int = 128
-    granule_keys: tuple[bytes, ...] = ()
+    hash_block_keys: tuple[bytes, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class Prediction:
     pull_s: float
     compute_s: float
     exposed_s: float
-    """Part of the hand-over that comes after the first token."""
+    """Part of the KV transfer that comes after the first token."""
     step_s: float
     """Time between two tokens."""
 
@@ -196,7 +196,7 @@ def place(
     """Chooses the workers of a request, and the source of its prefix.
 
     Args:
-        mode: "split", "aggregated", or "auto": whichever is predicted to be quicker.
+        mode: "disaggregated", "aggregated", or "auto": whichever is predicted to be quicker.
         pull_above_tokens: a prefix is pulled only if it is at least so many tokens (1 or more) longer than that of the
             worker which computes.
         not_from: workers that are no source.
@@ -218,7 +218,7 @@ def place(
     pools = {role: [c for c in candidates if c.role is role and c.takes_work] for role in Role}
     decodes = costs.on_decode(pools[Role.DECODE])
     prefills = costs.on_prefill(pools[Role.PREFILL]) if mode != Mode.AGGREGATED else []
-    if not decodes or (mode == Mode.SPLIT and not prefills):
+    if not decodes or (mode == Mode.DISAGGREGATED and not prefills):
         return None
     considered = (*prefills, *decodes)
     if prefills:
@@ -226,12 +226,12 @@ def place(
         decode = costs.least(decodes, lambda terms: terms.room_s + terms.exposed_s + terms.answer_s)
         split_s = max(prefill.first_s, decode.room_s + prefill.first_s - prefill.wait_s)
         split_s += decode.exposed_s + decode.answer_s
-        if mode == Mode.SPLIT:
-            return costs.placement(Mode.SPLIT, prefill, decode, considered)
+        if mode == Mode.DISAGGREGATED:
+            return costs.placement(Mode.DISAGGREGATED, prefill, decode, considered)
     both = costs.least(decodes, lambda terms: terms.first_s + terms.answer_s)
     # At equal costs the pools keep to their roles: the next ones to decode will not have this prompt beside them.
     if prefills and split_s <= both.first_s + both.answer_s + weights.interference * both.compute_s:
-        return costs.placement(Mode.SPLIT, prefill, decode, considered)
+        return costs.placement(Mode.DISAGGREGATED, prefill, decode, considered)
     return costs.placement(Mode.AGGREGATED, both, both, considered)
 
 
@@ -371,10 +371,10 @@ class _Costs:
             room_s=decodes.room_s,
             pull_s=computes.pull_s,
             compute_s=computes.compute_s,
-            exposed_s=decodes.exposed_s if mode is Mode.SPLIT else 0.0,
+            exposed_s=decodes.exposed_s if mode is Mode.DISAGGREGATED else 0.0,
             step_s=decodes.step_s,
         )
-        prefill_worker = computes.worker_id if mode is Mode.SPLIT else ""
+        prefill_worker = computes.worker_id if mode is Mode.DISAGGREGATED else ""
         source, num_tokens = "", 0
         if computes.num_pulled:
             source, num_tokens = self._owner().worker_id, self._longest

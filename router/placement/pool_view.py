@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import mode
 
 from baton import wire
-from baton.blocks import GRANULE
+from baton.blocks import HASH_BLOCK
 from baton.cluster import Role, Worker, WorkerInfo, WorkerState
 from baton.costs import StepCosts, least_of, lifted, typical
 from baton.messages import SequenceSpec
@@ -53,8 +53,8 @@ class PoolView:
         self._max_model_len: int | None = None
         self._short: dict[str, int] = {}
         """Workers that hold much less than others do -> the longest sequence that each of them holds."""
-        self._block_size = GRANULE
-        self._books: dict[tuple[str, int], LoadTracker] = {}
+        self._block_size = HASH_BLOCK
+        self._loads: dict[tuple[str, int], LoadTracker] = {}
         """Load by worker and epoch: an incarnation's jobs are none of the next one's."""
         self._ready: list[LoadTracker] = []
         """Load of the workers that take traffic."""
@@ -79,7 +79,7 @@ class PoolView:
 
     @property
     def block_size(self) -> int:
-        """The block size of most workers, in tokens; a granule while none is known."""
+        """The block size of most workers, in tokens; a hash block while none is known."""
         return self._block_size
 
     async def update(self, workers: Collection[Worker]) -> None:
@@ -91,21 +91,21 @@ class PoolView:
         lengths = {info.id: min(info.max_model_len, self._longest) for info in infos}
         self._short = self._much_shorter(infos, lengths)
         self._max_model_len = min((lengths[worker_id] for worker_id in lengths.keys() - self._short), default=None)
-        self._block_size = mode(info.block_size for info in infos) if infos else GRANULE
+        self._block_size = mode(info.block_size for info in infos) if infos else HASH_BLOCK
         lacking = {info.id: wire.fields_unknown_to(info.known_fields) for info in infos}
         self._lacking = {worker_id: fields for worker_id, fields in lacking.items() if fields}
         self._samplers = tuple(sorted({info.sampler for info in infos}))
         usual = {role: typical([w.load.costs for w in self._workers.values() if w.info.role is role]) for role in Role}
-        known = self._books
+        known = self._loads
         # A lease that is missing once must not make a worker look idle.
-        self._books = {incarnation: book for incarnation, book in known.items() if book.is_busy}
+        self._loads = {incarnation: book for incarnation, book in known.items() if book.is_busy}
         for worker in self._workers.values():
             incarnation = worker.info.id, worker.info.epoch
-            book = self._books[incarnation] = known.get(incarnation) or LoadTracker.of(worker, self._residence)
+            book = self._loads[incarnation] = known.get(incarnation) or LoadTracker.of(worker, self._residence)
             book.report(worker, usual[worker.info.role])
         self._ready, self._draining = (
             [
-                self._books[worker.info.id, worker.info.epoch]
+                self._loads[worker.info.id, worker.info.epoch]
                 for worker in self._workers.values()
                 if worker.load.state is state
             ]
@@ -159,7 +159,7 @@ class PoolView:
         return self._samplers
 
     def alike(self, candidates: Sequence[Candidate], only: str | None = None) -> list[Sequence[Candidate]]:
-        """Groups candidates that may share an answer that is drawn: those of one sampler. A hand-over, a move and a
+        """Groups candidates that may share an answer that is drawn: those of one sampler. A KV transfer, a move and a
         retry then give the tokens that one worker alone would have given.
 
         Args:
@@ -224,12 +224,12 @@ class PoolView:
 
     def wait_s(self, worker: Worker, turn: Turn) -> float:
         """Seconds of computing the prompts whose turn is not after `turn`."""
-        return self._books[worker.info.id, worker.info.epoch].wait_s(turn, self._clock())
+        return self._loads[worker.info.id, worker.info.epoch].wait_s(turn, self._clock())
 
     @contextlib.contextmanager
     def computing(self, worker: Worker, job: Job) -> Iterator[None]:
         """The job's prompt is queued on a worker's incarnation while the block is entered."""
-        book = self._books.get((worker.info.id, worker.info.epoch))
+        book = self._loads.get((worker.info.id, worker.info.epoch))
         if book is not None:
             book.queue(job, self._clock())
         try:
@@ -246,7 +246,7 @@ class PoolView:
     @contextlib.contextmanager
     def decoding(self, worker: Worker, job: Job) -> Iterator[None]:
         """The job's sequence is on the incarnation that decodes it, while the block is entered."""
-        book = self._books.get((worker.info.id, worker.info.epoch))
+        book = self._loads.get((worker.info.id, worker.info.epoch))
         if book is not None:
             book.decode(job, self._clock())
         try:

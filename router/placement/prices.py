@@ -14,7 +14,7 @@ class Prices:
     pull_s: float = 2e-3
     pull_s_per_token: float = 5e-6
     exposed_s: float = 2e-3
-    """Part of a hand-over that comes after the first token."""
+    """Part of a KV transfer that comes after the first token."""
     exposed_s_per_token: float = 1e-7
 
 
@@ -34,7 +34,7 @@ class PriceFit:
         self._pull.observe((1.0, num_tokens), took_s)
         self._update()
 
-    def handed_over(self, num_tokens: int, exposed_s: float) -> None:
+    def transferred(self, num_tokens: int, exposed_s: float) -> None:
         """Learns how long after the first token a prompt's KV arrived."""
         self._exposed.observe((1.0, num_tokens), exposed_s)
         self._update()

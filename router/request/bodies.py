@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.errors import Overloaded
-from baton.telemetry.booked import Booked
+from baton.telemetry.request_metrics import RequestMetrics
 from router.dispatch.events import EventKind, EventLog, error_text
 from router.request.record import FirstChoice, RequestRecord
 from router.request.request_log import RequestLog
@@ -30,13 +30,13 @@ class RefusedBody:
 
 
 class BodyBook:
-    """Books bodies in the metrics and among the requests, as `Settlement` books requests.
+    """Records bodies in the metrics and among the requests, as `Settlement` books requests.
 
     Args:
         model_id: the served model's name.
     """
 
-    def __init__(self, requests: RequestLog, instruments: Booked, model_id: str) -> None:
+    def __init__(self, requests: RequestLog, instruments: RequestMetrics, model_id: str) -> None:
         self._requests = requests
         self._instruments = instruments
         self._model = {"model": model_id}

@@ -58,7 +58,7 @@ class RequestLog:
     def __init__(self, router: str = "") -> None:
         self._router = router
         self._running: dict[Settlement, None] = {}
-        """Books that are open, in the order of their requests' arrival."""
+        """Records that are open, in the order of their requests' arrival."""
         self._latest: deque[RequestRecord] = deque()
         self._troubled: deque[RequestRecord] = deque(maxlen=TROUBLED)
 

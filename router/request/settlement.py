@@ -13,8 +13,8 @@ from baton.api import Chat, GenerateChunk, GenerateRequest, Timing, Usage
 from baton.errors import InvalidRequest, Overloaded, QuotaExceeded, Unsupported
 from baton.sampling import FinishReason, SamplingParams
 from baton.telemetry import logs, tracing
-from baton.telemetry.booked import TO_COMPUTE, prompt_class
 from baton.telemetry.instruments import Instruments
+from baton.telemetry.request_metrics import TO_COMPUTE, prompt_class
 from baton.timelines import RUNNING
 from kvstore.leases import RecordKey
 from router.admission import Charge, Claim, SloCounts
@@ -307,7 +307,7 @@ class Settlement:
         return outcome
 
     def _book_stages(self, claim: Claim, labels: dict[str, str]) -> SloOutcome:
-        """Books where the time of an answered request went, and which stage is to blame for a missed objective."""
+        """Records where the time of an answered request went, and which stage is to blame for a missed objective."""
         objective, stages = claim.objective, self._stages
         for stage, seconds in stages.by_stage().items():
             self._instruments.stage_duration.record(seconds, STAGE_LABELS[stage])

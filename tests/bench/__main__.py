@@ -22,7 +22,7 @@ BENCHMARKS = (
     "bookkeeping",
     "commands",
     "engine",
-    "handover",
+    "kv_transfer",
     "kv_dtypes",
     "members",
     "memory",

@@ -58,7 +58,7 @@ def measure(parts: list[Part], seconds: float, jobs: int = 0) -> Report:
         f"Autoscaler: {NUM_WORKERS} workers of {PROFILE}, {seconds:g} s of each trace",
         ("trace, load, TTFT/ITL", "best split", "good", "worst split", "good", *columns),
         note="good: share of the requests that met both objectives. The controller restarts in the middle and forgets "
-        "what it knew. Actions: workers that changed their role. All requests that were let in were served.",
+        "what it knew. Actions: workers that changed their role. All requests that were admitted were served.",
     )
     for part in parts:
         for load in part.loads:

@@ -11,7 +11,7 @@ from tests.integration.cluster import Cluster, request, running_cluster
 
 NUM_PROMPT_TOKENS = 400
 NUM_CHOICES = 8
-MODES = {"split": "1", "aggregated": "0"}
+MODES = {"disaggregated": "1", "aggregated": "0"}
 """Prefill workers of a cluster with one decode worker."""
 
 

@@ -83,7 +83,7 @@ def _rank(values: Sequence[float], percent: int) -> float:
 @contextmanager
 def _fleet() -> Iterator[Fleet]:
     """With a prefill and a decode worker."""
-    router = RouterConfig(mode="split", cache_secret="leaving")
+    router = RouterConfig(mode="disaggregated", cache_secret="leaving")
     with running_fleet(TransferConfig(), router, step_ms=STEP_MS, num_blocks=4096) as fleet:
         fleet.wait_for(fleet.add(Role.PREFILL), fleet.add(Role.DECODE))
         yield fleet

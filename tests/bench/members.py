@@ -34,7 +34,7 @@ GATE = 1.05
 
 @contextlib.contextmanager
 def served(config: Config, token_ids: list[int]) -> Iterator[dict[str, router.Arm]]:
-    """A router, its workers and its Redis. Yields how it is asked, by door."""
+    """A router, its workers and its Redis. Yields how it is asked, by endpoint."""
     with EmbeddedRedis() as redis, Peer("tests.bench.stub_worker") as stub:
         revision, secret = config.model.revision, config.cluster.secret
         stub.ask("start", redis_url=redis.url, revision=revision, token_ids=token_ids, secret=secret)
@@ -64,16 +64,16 @@ def run(quick: bool) -> Report:
         prompts = router.prompts_of(tokenizer)
         cpu_ms: dict[tuple[str, str], list[float]] = {key: [] for key in itertools.product(DOORS, ARMS)}
         for number, arm in enumerate(interleaved(ARMS, num_rounds + 1)):
-            for door in DOORS:
+            for endpoint in DOORS:
                 taken = list(itertools.islice(prompts, num_requests))
-                done = uvloop.run(router.load_with(arms[arm][door], taken, NUM_CLIENTS, NUM_TOKENS, INSTANT))
+                done = uvloop.run(router.load_with(arms[arm][endpoint], taken, NUM_CLIENTS, NUM_TOKENS, INSTANT))
                 if number >= len(ARMS):  # the first round warms up
-                    cpu_ms[door, arm].append(done.router_cpu_s / num_requests * 1e3)
+                    cpu_ms[endpoint, arm].append(done.router_cpu_s / num_requests * 1e3)
     table = Table(
         f"Router CPU of a request, ms; {NUM_CLIENTS} clients, {NUM_TOKENS} tokens, {num_rounds} rounds in turns",
-        ("door", *ARMS, f"ratio (gate {GATE})"),
+        ("endpoint", *ARMS, f"ratio (gate {GATE})"),
     )
-    for door in DOORS:
-        without, with_secret = (cpu_ms[door, arm] for arm in ARMS)
-        table.rows.append((door, spread(without), spread(with_secret), ratio(with_secret, without)))
+    for endpoint in DOORS:
+        without, with_secret = (cpu_ms[endpoint, arm] for arm in ARMS)
+        table.rows.append((endpoint, spread(without), spread(with_secret), ratio(with_secret, without)))
     return Report("members", [table])

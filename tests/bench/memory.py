@@ -94,7 +94,7 @@ def _cpu_s() -> float:
 
 def _measured(cache: Path, runner: str, workers: Sequence[str]) -> list[Measured]:
     """Starts a cluster, has each of its workers compute, and reads what they take."""
-    mode = "split" if workers == TWO else "aggregated"
+    mode = "disaggregated" if workers == TWO else "aggregated"
     settings = {"cache": str(cache), "engine_runner": runner, "engine_num_blocks": str(NUM_BLOCKS), "router_mode": mode}
     with running_cluster(*workers, **settings) as cluster:
         pids = [worker["pid"] for worker in cluster.client.status()["workers"]]

@@ -71,13 +71,13 @@ def _faults(num_kills: int, num_freezes: int) -> Table:
         f"The decode worker fails after {KILL_AT} of {NUM_TOKENS} tokens, a step every {WORKER_STEP_MS:.0f} ms",
         ("", "noticed, ms p50", "p99", "at most", "next token, ms p50", "p99", "at most"),
         note="From the signal on. The next token comes after the prompt and all tokens so far were computed again, "
-        "but for what a cache holds, and handed over.",
+        "but for what a cache holds, and transferred.",
     )
-    for mode in ("split", "aggregated"):
+    for mode in ("disaggregated", "aggregated"):
         for num_prompt_tokens in NUM_PROMPT_TOKENS:
             found = _recoveries(mode, num_prompt_tokens, signal.SIGKILL, num_kills)
             table.rows.append(_row(f"SIGKILL, {mode}, {num_prompt_tokens} prompt tokens, {num_kills} times", found))
-    found = _recoveries("split", NUM_PROMPT_TOKENS[0], signal.SIGSTOP, num_freezes)
+    found = _recoveries("disaggregated", NUM_PROMPT_TOKENS[0], signal.SIGSTOP, num_freezes)
     table.rows.append(_row(f"SIGSTOP, split, {NUM_PROMPT_TOKENS[0]} prompt tokens, {num_freezes} times", found))
     return table
 

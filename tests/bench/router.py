@@ -71,7 +71,7 @@ FREE_KEY, LIMITED_KEY = "key-free", "key-limited"
 WARM_UP = Prompt(("hello",), (1, 2, 3))
 ANSWER = (
     "The harbour lay quiet under a thin layer of fog, and the first boats were already on their way out. An old man "
-    "on the quay was mending a net; he looked up, nodded, and said that the wind would turn before noon. "
+    "on the quay was fixing a net; he looked up, nodded, and said that the wind would turn before noon. "
 )
 
 
@@ -149,7 +149,7 @@ def run(quick: bool) -> Report:
     with EmbeddedRedis() as redis, Peer("tests.bench.stub_worker") as stub:
         address = stub.ask("start", redis_url=redis.url, revision=model.revision, token_ids=answer_ids)["address"]
         config = replace(config, index=IndexConfig(redis_url=redis.url))
-        with running_router(config, "aggregated") as aggregated, running_router(config, "split") as split:
+        with running_router(config, "aggregated") as aggregated, running_router(config, "disaggregated") as split:
             arms = {
                 "direct Decode": Arm(lambda: Direct(address, split=False), None),
                 "gRPC": Arm(lambda: Grpc(aggregated.grpc), aggregated.pid, "direct Decode"),

@@ -70,7 +70,7 @@ def run(quick: bool = False, trace: Trace | None = None) -> Report:
     )  # fmt: skip
     fitted = Table(
         "Costs fitted from the replays, ms", ("workers", "a prompt token", "a step of one sequence", "a further one",
-                                              "request's overhead", "hand-over"),
+                                              "request's overhead", "KV transfer"),
     )  # fmt: skip
     for prefill, decode in POOLS:
         for load, rounds in _measure(trace, prefill, decode, 1 if quick else 3).items():

@@ -25,14 +25,14 @@ from baton.messages import (
     DecodeRequest,
     Event,
     FirstToken,
-    HandedOver,
     NewTokens,
     PrefillReport,
     PrefillRequest,
     Ticket,
+    Transferred,
 )
 from baton.rpc import RpcServer
-from baton.rpc.doors import WORKERS_RULES, member_doors
+from baton.rpc.member_auth import WORKERS_RULES, member_auth
 from baton.sampling import FinishReason
 from baton.tasks import cancel_and_wait
 from baton.trust import KeyFile, Principal
@@ -66,7 +66,7 @@ class _Answers:
 class _Worker:
     def __init__(self, answers: _Answers) -> None:
         self._answers = answers
-        self._handed_over: dict[str, asyncio.Event] = {}
+        self._transferred: dict[str, asyncio.Event] = {}
         self._num_transfers = 0
 
     async def decode(self, request: DecodeRequest, trace: Context) -> AsyncGenerator[Event]:
@@ -74,7 +74,7 @@ class _Worker:
         if request.await_kv:
             self._num_transfers += 1
             transfer_id = f"{self._num_transfers}"
-            arrived = self._handed_over[transfer_id] = asyncio.Event()
+            arrived = self._transferred[transfer_id] = asyncio.Event()
             yield Ticket(
                 transfer_id=transfer_id,
                 generation=1,
@@ -98,8 +98,8 @@ class _Worker:
             finish_reason=finish_reason,
             report=PrefillReport(),
         )
-        self._handed_over.pop(request.ticket.transfer_id).set()
-        yield HandedOver(1, 1, 0.0, 0.0)
+        self._transferred.pop(request.ticket.transfer_id).set()
+        yield Transferred(1, 1, 0.0, 0.0)
 
 
 async def _main() -> None:
@@ -111,7 +111,7 @@ async def _main() -> None:
         worker = _Worker(_Answers(token_ids))
         servicer = CallServicer(prefill=worker.prefill, decode=worker.decode)
         for role in Role:  # two workers of one address are not believed where there is a secret
-            rpc = RpcServer(("baton.v1.WorkerCalls",), member_doors(keys, f"bench-{role}", WORKERS_RULES))
+            rpc = RpcServer(("baton.v1.WorkerCalls",), member_auth(keys, f"bench-{role}", WORKERS_RULES))
             servers.append(rpc)
             worker_pb2_grpc.add_WorkerCallsServicer_to_server(servicer, rpc.server)
             address = f"{HOST}:{rpc.bind(HOST, 0)}"

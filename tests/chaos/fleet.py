@@ -48,7 +48,7 @@ from baton.config import (
 from baton.errors import Fenced
 from baton.rpc import RpcServer
 from baton.telemetry import logs
-from baton.tls import Tls, own_door_tls
+from baton.tls import Tls, own_endpoint_tls
 from baton.v1 import worker_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
 from deploy.models import cache_dir, resolve
@@ -73,7 +73,7 @@ class RouterProcess(Served):
 
     def __init__(self, config: Config) -> None:
         self.id = config.router.id
-        self.tls = own_door_tls(config)
+        self.tls = own_endpoint_tls(config)
         self.api_key = OPERATOR_KEY if config.router.tenants_file else ""
         self._log_file = tempfile.NamedTemporaryFile("w+", prefix=f"{self.id}-", suffix=".log")  # noqa: SIM115
         environment = {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}

@@ -35,7 +35,7 @@ from worker.process import running
 
 STEP_S = 0.02
 LINK_DELAY_MS = 20
-"""Before each chunk, so that there is a hand-over and a pull to break into."""
+"""Before each chunk, so that there is a KV transfer and a pull to break into."""
 NUM_BLOCKS = {Role.PREFILL: 128, Role.DECODE: 1024}
 """The prefill worker keeps one prompt at most, so that it has to pull those before from the decode worker."""
 NUM_PROMPT_TOKENS = 1500
@@ -53,7 +53,7 @@ class Phase(StrEnum):
     RESERVED = "reserved"
     PULLING = "pulling"
     PREFILLING = "prefilling"
-    HANDING_OVER = "handing over"
+    HANDING_OVER = "transferring"
     DECODING = "decoding"
 
 
@@ -215,7 +215,7 @@ class CancelBench:
 @contextlib.contextmanager
 def cancel_fleet() -> Iterator[Fleet]:
     """Router and Redis for `cancel_bench`, which brings the workers. To be entered before any event loop runs."""
-    router = RouterConfig(mode="split", cache_secret="cancel")
+    router = RouterConfig(mode="disaggregated", cache_secret="cancel")
     with running_fleet(TransferConfig(), router, lease_s=10.0, faults=f"link_delay_ms={LINK_DELAY_MS}") as fleet:
         yield fleet
 

@@ -43,7 +43,7 @@ class Load(Clients):
 def test_workers_join_and_leave_and_no_request_fails() -> None:
     rng = random.Random(7)
     transfer = TransferConfig(op_timeout_s=3.0, ping_s=0.5)
-    with running_fleet(transfer, RouterConfig(mode="split", max_attempts=8, cache_secret="chaos")) as fleet:
+    with running_fleet(transfer, RouterConfig(mode="disaggregated", max_attempts=8, cache_secret="chaos")) as fleet:
         alive = {role: [fleet.add(role), fleet.add(role)] for role in Role}
         fleet.wait_for(*(worker for workers in alive.values() for worker in workers))
         num_changes = 0

@@ -126,7 +126,10 @@ class Load:
     "num_requests", [250, pytest.param(10_000, marks=[pytest.mark.chaos, pytest.mark.timeout(900)])]
 )
 def test_nothing_grows_with_the_number_of_requests(num_requests: int) -> None:
-    transfer, router = TransferConfig(op_timeout_s=3.0, ping_s=0.5), RouterConfig(mode="split", cache_secret="endures")
+    transfer, router = (
+        TransferConfig(op_timeout_s=3.0, ping_s=0.5),
+        RouterConfig(mode="disaggregated", cache_secret="endures"),
+    )
     with (
         running_fleet(transfer, router, num_blocks=NUM_BLOCKS, step_ms=STEP_MS, lease_s=LEASE_S) as fleet,
         ThreadPoolExecutor(NUM_CLIENTS) as clients,

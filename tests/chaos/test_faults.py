@@ -61,7 +61,7 @@ class Cluster:
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     unhurried = {"default": SloClassConfig(ttft_ms=600_000.0)}  # nothing is shed where the machine is slow
-    router = RouterConfig(mode="split", cache_secret="faults", max_attempts=16, slo_classes=unhurried)
+    router = RouterConfig(mode="disaggregated", cache_secret="faults", max_attempts=16, slo_classes=unhurried)
     with running_fleet(TRANSFER, router, num_routers=2, step_ms=STEP_MS, lease_s=LEASE_S) as fleet:
         clocks: dict[str, SetClock] = {}
         for role in (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE):

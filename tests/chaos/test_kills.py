@@ -157,7 +157,7 @@ STRIDES = dict.fromkeys(REQUESTS, 1) if IS_LONG else {"greedy": 1, "seeded": 3, 
 """Tokens of the answer from one death to the next: in `make chaos` a worker dies at every single one."""
 
 
-@pytest.mark.parametrize("mode", ["split", pytest.param("aggregated", marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("mode", ["disaggregated", pytest.param("aggregated", marks=pytest.mark.chaos)])
 def test_the_decode_worker_dies_at_any_token(fleets: Fleets, mode: str) -> None:
     with killing(fleets(mode), Role.DECODE) as killer:
         for kind, make in REQUESTS.items():
@@ -180,7 +180,7 @@ def test_the_decode_worker_dies_at_any_token(fleets: Fleets, mode: str) -> None:
             wrong = [index for index, one in killed.items() if one.heard.answer != answer]
             assert not wrong, (kind, wrong, killed[wrong[0]].heard.answer, answer)
             # A worker that dies when it has drawn the last token may have sent it, and done its work.
-            num_to_draw = num_tokens - 1 if mode == "split" else num_tokens
+            num_to_draw = num_tokens - 1 if mode == "disaggregated" else num_tokens
             unfinished = [index for index, one in killed.items() if one.num_drawn < num_to_draw]
             num_retried = sum(one.is_retried for one in killed.values())
             print(
@@ -196,7 +196,7 @@ def test_the_decode_worker_dies_at_any_token(fleets: Fleets, mode: str) -> None:
 def test_the_prefill_worker_dies(fleets: Fleets, after_tokens: int, link_delay_ms: int) -> None:
     """Before the first token, at every stage of the prompt; and after it, while the last of its KV is on the way."""
     faults = f"link_delay_ms={link_delay_ms}" if link_delay_ms else ""
-    with killing(fleets("split"), Role.PREFILL, faults) as killer:
+    with killing(fleets("disaggregated"), Role.PREFILL, faults) as killer:
         unfinished = []
         num_retried = 0
         for number in range(20):
@@ -226,7 +226,7 @@ def placements_on(fleet: Fleet) -> dict[str, float]:
 @pytest.mark.chaos
 def test_a_long_answer_outlives_more_workers_than_may_fail_in_a_row(fleets: Fleets) -> None:
     num_deaths, num_between = 6, 70
-    with killing(fleets("split"), Role.DECODE) as killer:
+    with killing(fleets("disaggregated"), Role.DECODE) as killer:
         fleet = killer.fleet
         request = asks.seeded(prompt_of(4, 50), (num_deaths + 8) * num_between, seed=13)
         num_killed = 0

@@ -34,7 +34,7 @@ BREAKS = {"fails": Progress.lose_device, "hangs": Progress.hang_device}
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    transfer, router = TransferConfig(op_timeout_s=3.0), RouterConfig(mode="split")
+    transfer, router = TransferConfig(op_timeout_s=3.0), RouterConfig(mode="disaggregated")
     with running_fleet(transfer, router, step_ms=STEP_MS, step_timeout_s=STEP_TIMEOUT_S) as fleet:
         yield fleet
 

@@ -42,7 +42,9 @@ _NUMBERS = itertools.count()
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     transfer = TransferConfig(op_timeout_s=4.0, ping_s=0.5)
-    router = RouterConfig(mode="split", max_attempts=8, cache_secret="cut")  # a stream may meet all that are cut off
+    router = RouterConfig(
+        mode="disaggregated", max_attempts=8, cache_secret="cut"
+    )  # a stream may meet all that are cut off
     with running_fleet(transfer, router, step_ms=STEP_MS, lease_s=20.0) as fleet:
         yield fleet
 

@@ -94,7 +94,10 @@ def _decode_worker(cluster: Cluster, request_id: str) -> str:
 
 
 def test_streams_outlive_their_decode_worker(model_dir: Path) -> None:
-    with running_cluster("--decode", "2", router_mode="split") as cluster, ThreadPoolExecutor(len(REQUESTS)) as pool:
+    with (
+        running_cluster("--decode", "2", router_mode="disaggregated") as cluster,
+        ThreadPoolExecutor(len(REQUESTS)) as pool,
+    ):
         undisturbed = [ask(cluster, request).answer for request in REQUESTS]
         _check(undisturbed)
         for kill_after in (0, 2, 13, 20):  # of the first one; the others are somewhere on their way

@@ -81,7 +81,7 @@ class Watch:
 
 
 def test_the_replacement_of_a_worker_is_not_drowned() -> None:
-    router = RouterConfig(mode="split", max_attempts=8, cache_secret="replaced")
+    router = RouterConfig(mode="disaggregated", max_attempts=8, cache_secret="replaced")
     asked: list[tuple[float, Stream]] = []
 
     def script(fleet: Fleet, number: int) -> Requests:

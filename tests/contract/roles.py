@@ -27,7 +27,7 @@ def rules(file: str = "index.acl") -> dict[str, list[str]]:
     return dict(found)
 
 
-def let_in(url: str) -> None:
+def admitted(url: str) -> None:
     """Makes the users at a server whose default user may do all, and goes on to."""
     with Redis.from_url(url) as admin:
         for user, words in rules().items():

@@ -38,7 +38,7 @@ def test_an_eviction_policy_is_a_failure(policy: str, state: str) -> None:
         asyncio.run(set_policy(server.url, policy))
         check = eviction_check(server.url)
     assert (check.state, check.found) == (state, f"maxmemory-policy is {policy}")
-    assert ("noeviction" in check.mend) == (state == "fail")
+    assert ("noeviction" in check.fix) == (state == "fail")
 
 
 async def test_a_lease_that_cannot_be_read_is_told_and_hides_no_other(server: RedisServer, namespace: str) -> None:

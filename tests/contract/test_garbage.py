@@ -22,8 +22,8 @@ from kvstore.index import GarbageBook, IndexPublisher, Mirror, MirrorFollower, R
 from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper
 from router.admission import SloCounts
+from router.cluster.dependencies import Dependencies
 from router.cluster.registry import Registry
-from router.cluster.surroundings import Surroundings
 from router.dispatch.worker_client import WorkerClient
 from router.placement import Prompt
 from router.placement.pool_view import PoolView
@@ -75,7 +75,7 @@ class Plane:
             models=(),
             redis=self.redis,
             malformed=MalformedCount(),
-            surroundings=Surroundings(self.redis, {}),
+            surroundings=Dependencies(self.redis, {}),
             poll_s=POLL_S,
             lease_s=5 * POLL_S,
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from baton.errors import StoreUnavailable
-from baton.telemetry.booked import Booked
+from baton.telemetry.request_metrics import RequestMetrics
 from kvstore.index import RedisConnection, Seal
 from kvstore.index.keys import Keys
 from router.cluster.history import LATE_SLOTS, NUM_SLOTS, SLOT_S, ClusterHistory, HistorySlot, counted
@@ -62,8 +62,8 @@ class Router:
     """A router's counters and its history."""
 
     def __init__(self, store: HistoryStore, name: str, clock: Clock) -> None:
-        self.booked = Booked()
-        self.history = ClusterHistory(store, name, self.booked, clock)
+        self.metrics = RequestMetrics()
+        self.history = ClusterHistory(store, name, self.metrics, clock)
 
     def total(self, name: str) -> float:
         return sum(slot.counts.get(name, 0.0) for slot in self.history.slots().values())
@@ -72,15 +72,15 @@ class Router:
 async def test_every_router_has_the_history_of_all(store: HistoryStore, backend: Backend) -> None:
     clock = backend.clock
     first, second = Router(store, "r0/a", clock), Router(store, "r1/b", clock)
-    first.booked.requests_slo.add(3, MET)
-    first.booked.time_to_first_token.record(0.03, times=3)
-    second.booked.requests_slo.add(2, MET)
-    second.booked.requests_slo.add(1, LATE)
-    second.booked.slo_misses.add(1, {**LATE, "stage": "queue"})
+    first.metrics.requests_slo.add(3, MET)
+    first.metrics.time_to_first_token.record(0.03, times=3)
+    second.metrics.requests_slo.add(2, MET)
+    second.metrics.requests_slo.add(1, LATE)
+    second.metrics.slo_misses.add(1, {**LATE, "stage": "queue"})
     for router in (first, second):
         await router.history.look()
     clock.now += SLOT_S
-    second.booked.requests_slo.add(4, MET)
+    second.metrics.requests_slo.add(4, MET)
     for router in (first, second, first):
         await router.history.look()
     expected = {
@@ -98,9 +98,9 @@ async def test_a_router_that_starts_has_what_was_before_it_and_ends_nothing(
 ) -> None:
     clock = backend.clock
     gone = Router(store, "r0/a", clock)
-    gone.booked.requests_slo.add(3, MET)
+    gone.metrics.requests_slo.add(3, MET)
     await gone.history.look()
-    gone.booked.requests_slo.add(4, MET)
+    gone.metrics.requests_slo.add(4, MET)
     await gone.history.close()  # with what it has counted since
     clock.now += 5 * SLOT_S
     again = Router(store, "r0/b", clock)
@@ -115,7 +115,7 @@ async def test_an_hour_is_kept(store: HistoryStore, backend: Backend) -> None:
     clock = backend.clock
     router, other = Router(store, "r0", clock), Router(store, "r1", clock)
     for _ in range(NUM_SLOTS + 10):
-        router.booked.requests_slo.add(1, MET)
+        router.metrics.requests_slo.add(1, MET)
         clock.now += SLOT_S
         await router.history.look()
     await other.history.look()
@@ -136,7 +136,7 @@ async def test_while_the_store_is_away_own_counts_are_kept_and_then_written(
     for _ in range(2 * LATE_SLOTS):
         clock.now += SLOT_S
         for each in (router, other):
-            each.booked.requests_slo.add(1, MET)
+            each.metrics.requests_slo.add(1, MET)
         with pytest.raises(StoreUnavailable):
             await router.history.look()
         await other.history.look()
@@ -174,23 +174,23 @@ async def test_what_no_router_has_written_is_passed_over(server: RedisServer, na
 
 async def test_without_redis_there_is_the_own_history(backend: Backend) -> None:
     router = Router(RedisHistory(RedisConnection("redis://127.0.0.1:1/0"), "ns"), "r0", backend.clock)
-    router.booked.requests_slo.add(1, MET)
+    router.metrics.requests_slo.add(1, MET)
     with pytest.raises(StoreUnavailable):
         await router.history.look()
     assert router.total("requests/met/default") == 1
 
 
 def test_all_that_is_counted_has_a_name_and_zeros_are_left_out() -> None:
-    booked = Booked()
-    assert counted(booked) == {}
-    booked.prompt_tokens.add(5, {"model": "m"})
-    booked.generation_tokens.add(6, {"model": "m"})
-    booked.prefix_hit_tokens.add(2, {"model": "m"})
-    booked.prefix_ceiling_tokens.add(3, {"model": "m"})
-    booked.transfer_bytes.add(100)
-    booked.retries.add(1, {"kind": "WorkerFailed"})
-    booked.inter_token_latency.record(1e9)
-    assert counted(booked) == {
+    metrics = RequestMetrics()
+    assert counted(metrics) == {}
+    metrics.prompt_tokens.add(5, {"model": "m"})
+    metrics.generation_tokens.add(6, {"model": "m"})
+    metrics.prefix_hit_tokens.add(2, {"model": "m"})
+    metrics.prefix_ceiling_tokens.add(3, {"model": "m"})
+    metrics.transfer_bytes.add(100)
+    metrics.retries.add(1, {"kind": "WorkerFailed"})
+    metrics.inter_token_latency.record(1e9)
+    assert counted(metrics) == {
         "prompt_tokens": 5, "generated_tokens": 6, "cached_tokens": 2, "seen_tokens": 3, "kv_bytes": 100, "retries": 1,
         "itl/+Inf": 1,
     }  # fmt: skip

@@ -36,7 +36,7 @@ from kvstore.index import BlockEvent, IndexOutcome, Op, RedisConnection
 from kvstore.index.keys import Keys
 from kvstore.leases import LeaseKeeper, RedisLeases
 from kvstore.leases.codec import decode_worker, encode
-from router.cluster.surroundings import Surroundings
+from router.cluster.dependencies import Dependencies
 from tests.contract.roles import url_of
 from tests.support import builders
 from tests.support.waiting import until, wait_until
@@ -85,7 +85,7 @@ async def test_the_controller_is_known_as_it_describes_itself(backend: Backend) 
 async def test_a_router_may_ask_redis_for_its_memory(backend: Backend) -> None:
     if backend.router is None:
         return  # there is no Redis
-    surroundings = Surroundings(backend.router, {})
+    surroundings = Dependencies(backend.router, {})
     await surroundings.look(0.0)
     memory = surroundings.store_memory
     assert memory is not None

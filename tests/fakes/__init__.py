@@ -1,1 +1,1 @@
-"""A GPU and NCCL on a CPU: what the hand-over's order of work on a GPU depends on, and nothing else of one."""
+"""A GPU and NCCL on a CPU: what the KV transfer's order of work on a GPU depends on, and nothing else of one."""

@@ -71,7 +71,7 @@ class Hardware:
 
 
 class FakeStream:
-    """As much of a `torch.cuda.Stream` as the hand-over uses."""
+    """As much of a `torch.cuda.Stream` as the KV transfer uses."""
 
     def __init__(self, hardware: Hardware | LateHardware) -> None:
         self.hardware = hardware

@@ -48,7 +48,7 @@ def skip_unless_possible(mode: str) -> None:
         pytest.skip(f"needs NCCL 2.30 (pip install --no-deps nvidia-nccl-cu13==2.32.3); torch runs on {found}")
 
 
-def run(job: Job, mode: str, patience_s: float = 180.0) -> list[Any]:
+def run(job: Job, mode: str, timeout_s: float = 180.0) -> list[Any]:
     """What the two ends reported, the sender's first. Raises EOFError where an end has failed; its error is above."""
     skip_unless_possible(mode)
     os.environ.update(PINNED)
@@ -64,7 +64,7 @@ def run(job: Job, mode: str, patience_s: float = 180.0) -> list[Any]:
     for _, writer in outcomes:
         writer.close()  # so that an end that fails is noticed at once
     try:
-        assert all(reader.poll(patience_s) for reader, _ in outcomes)
+        assert all(reader.poll(timeout_s) for reader, _ in outcomes)
         return [reader.recv() for reader, _ in outcomes]
     finally:
         for process in processes:

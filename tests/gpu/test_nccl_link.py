@@ -168,6 +168,6 @@ def test_a_peer_that_dies_in_a_transfer_costs_the_link_and_not_the_gpu(mode: str
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.timeout(600)
 def test_links_come_and_go_without_leaking(mode: str) -> None:
-    for first, last in run(come_and_go, mode, patience_s=540.0):
+    for first, last in run(come_and_go, mode, timeout_s=540.0):
         print(f"free device memory after 3 links {first / 2**20:.0f} MiB, after {NUM_CYCLES} {last / 2**20:.0f} MiB")
         assert first - last < 64 * 2**20

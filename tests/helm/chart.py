@@ -112,7 +112,7 @@ TOGGLES: dict[str, tuple[str, ...]] = {
     ),
     "tls-kuberay": ("tls.existingSecret=certificates", "orchestrator=kuberay", "monitoring.podMonitor.enabled=true"),
     "gateway": (
-        *("gateway.enabled=true", "gateway.parentRefs[0].name=door", "gateway.hostnames[0]=baton.example"),
+        *("gateway.enabled=true", "gateway.parentRefs[0].name=endpoint", "gateway.hostnames[0]=baton.example"),
         *("gateway.grpcHostnames[0]=grpc.example", "gateway.timeouts.backendRequest=30m"),
     ),
     "policies": (

@@ -30,8 +30,8 @@ def place_of(pod: Pod) -> Place:
 
 
 def reaches(objects: tuple[Object, ...], source: Place, target: Place, port: int, protocol: str = "TCP") -> bool:
-    """Whether a connection from one place to a port of the other is let out and let in."""
-    return is_let_out(objects, source, target, port, protocol) and is_let_in(objects, source, target, port, protocol)
+    """Whether a connection from one place to a port of the other is let out and admitted."""
+    return is_let_out(objects, source, target, port, protocol) and is_admitted(objects, source, target, port, protocol)
 
 
 def is_let_out(objects: tuple[Object, ...], source: Place, target: Place, port: int, protocol: str = "TCP") -> bool:
@@ -42,7 +42,7 @@ def is_let_out(objects: tuple[Object, ...], source: Place, target: Place, port: 
     )
 
 
-def is_let_in(objects: tuple[Object, ...], source: Place, target: Place, port: int, protocol: str = "TCP") -> bool:
+def is_admitted(objects: tuple[Object, ...], source: Place, target: Place, port: int, protocol: str = "TCP") -> bool:
     """Whether the policies of the target let the connection pass."""
     rules = _rules(objects, target, "Ingress")
     return rules is None or any(

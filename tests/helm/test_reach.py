@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helm.chart import CHART, MATRIX, Object, Values, of_kind, pods, render
-from tests.helm.reach import Place, is_let_in, is_let_out, place_of, reaches
+from tests.helm.reach import Place, is_admitted, is_let_out, place_of, reaches
 
 RAY = (6380, 6381, 6382, 6383, 6384, 6385, 10_002, 19_999)
 WORKER = (32_768, 45_000, 60_999)
@@ -90,10 +90,10 @@ def test_the_table_is_what_the_policies_say(source: str) -> None:
 
 @pytest.mark.parametrize("source", ["router", "controller", "head", "worker", "redis", "ray-store", "test"])
 def test_either_side_alone_keeps_what_the_table_keeps(source: str) -> None:
-    """A door is shut from both sides, so that one policy too few opens none. To the routers all may come in."""
+    """An endpoint is shut from both sides, so that one policy too few opens none. To the routers all may come in."""
     objects = render()
     for column, (target, ports) in COLUMNS.items():
-        sides = [is_let_out, is_let_in] if target != "router" else [is_let_out]
+        sides = [is_let_out, is_admitted] if target != "router" else [is_let_out]
         for one in places(objects, source) if target else ():
             for other in places(objects, target):
                 found = {lets(objects, one, other, port) for lets in sides for port in ports}
@@ -104,7 +104,7 @@ VARIANTS = [name for name, values in MATRIX.items() if "networkPolicy" not in st
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_no_values_open_a_door_between_components(name: str) -> None:
+def test_no_values_open_a_endpoint_between_components(name: str) -> None:
     """Whatever else is switched on; what is not there cannot be reached."""
     values = MATRIX[name]
     objects = render(values)
@@ -139,16 +139,16 @@ def test_workers_speak_by_every_protocol_and_routers_by_tcp_alone() -> None:
     assert not reaches(objects, router, worker, 45_000, "UDP")
 
 
-def test_clients_and_monitoring_are_let_in_where_they_are_listed() -> None:
+def test_clients_and_monitoring_are_admitted_where_they_are_listed() -> None:
     objects = render(MATRIX["policies"])
     router, test = places(objects, "router")[0], places(objects, "test")[0]
     client = Place(labels={"app": "page"}, namespace={"team": "a"})
     prometheus = Place(labels={"app": "prometheus"}, namespace={"name": "monitoring"})
-    doors = {
+    endpoints = {
         name: [reaches(objects, place, router, port) for port in (50_051, 8000, 9464)]
         for name, place in (("client", client), ("prometheus", prometheus), ("stranger", STRANGER), ("test", test))
     }
-    assert doors == {
+    assert endpoints == {
         "client": [True, True, False],
         "prometheus": [False, False, True],
         "stranger": [False, False, False],

@@ -1,4 +1,4 @@
-"""The chart's Redis with certificates, as its pod starts it: whom it lets in, and that it follows renewed ones."""
+"""The chart's Redis with certificates, as its pod starts it: whom it admits, and that it follows renewed ones."""
 
 from __future__ import annotations
 

@@ -333,7 +333,7 @@ def test_what_the_runbook_names_is_in_the_chart() -> None:
 
 
 @every_values
-def test_doors_lead_to_the_router(values: Values) -> None:
+def test_endpoints_lead_to_the_router(values: Values) -> None:
     objects = render(values)
     service = next(s for s in of_kind(objects, "Service") if s["metadata"]["labels"][COMPONENT] == "router")
     ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}

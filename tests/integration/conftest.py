@@ -49,8 +49,8 @@ def trace_receiver() -> Iterator[tuple[TraceReceiver, str]]:
 
 @pytest.fixture(scope="module")
 def split_cluster(model_dir: Path) -> Iterator[Cluster]:
-    """The real model, one worker a pool, every prompt handed over. None is refused, however slow the machine."""
-    with running_cluster(router_mode="split", router_slo_classes='{"default": {"ttft_ms": 600000}}') as cluster:
+    """The real model, one worker a pool, every prompt transferred. None is refused, however slow the machine."""
+    with running_cluster(router_mode="disaggregated", router_slo_classes='{"default": {"ttft_ms": 600000}}') as cluster:
         yield cluster
 
 
@@ -83,7 +83,7 @@ def arithmetic_cluster(
             cluster = stack.enter_context(
                 running_cluster(
                     "--prefill", "2", "--decode", "2",
-                    engine_runner="arithmetic", engine_num_blocks="512", router_mode="split",
+                    engine_runner="arithmetic", engine_num_blocks="512", router_mode="disaggregated",
                     telemetry_otlp_endpoint=trace_receiver[1],
                 )
             )  # fmt: skip

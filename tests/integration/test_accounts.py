@@ -104,7 +104,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Billed]:
     folder = tmp_path_factory.mktemp("accounts")
     tenants, log = folder / "tenants.yaml", folder / "usage.jsonl"
     tenants.write_text(OPERATOR_ENTRY + "".join(map(entry, TENANTS)))
-    config = RouterConfig(mode="split", tenants_file=str(tenants), usage_log=str(log))
+    config = RouterConfig(mode="disaggregated", tenants_file=str(tenants), usage_log=str(log))
     with running_fleet(TransferConfig(), config, num_routers=2, step_ms=10) as fleet:
         fleet.fill(*Role)
         yield Billed(fleet, tenants, log)

@@ -1,4 +1,4 @@
-"""Who is let in when a worker is busy, who has to go, and how a request's placement is explained. Real processes.
+"""Who is admitted when a worker is busy, who has to go, and how a request's placement is explained. Real processes.
 
 The slow cluster's workers take a millisecond a token (asleep), so that queues last seconds and their lengths are known.
 """
@@ -165,7 +165,7 @@ class Asked(Stream):
         return (isinstance(self.error, grpc.RpcError) and self.error.details()) or ""
 
 
-@pytest.fixture(scope="module", params=["aggregated", "split"])
+@pytest.fixture(scope="module", params=["aggregated", "disaggregated"])
 def slow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlowCluster]:
     tenants = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
     hashes = {name: hashlib.sha256(key.encode()).hexdigest() for name, key in KEYS.items()}
@@ -221,7 +221,7 @@ def test_whoever_would_come_too_late_is_refused_at_once_and_told_when_to_come_ba
             assert answer["error"]["code"] == "rate_limit_exceeded"
             assert 1 <= int(headers["Retry-After"]) <= 6
         assert slow.metric("baton_requests_slo_total", 'outcome="rejected"', 'slo_class="custom"') == rejected + 3
-        assert slow.ask(200, slo={"ttft_ms": 20_000}).served(), "one that can wait is let in"
+        assert slow.ask(200, slo={"ttft_ms": 20_000}).served(), "one that can wait is admitted"
         assert not [one for one in before if one.error]
 
 
@@ -252,7 +252,7 @@ def test_a_higher_priority_goes_before_who_waits_and_costs_nobody_its_place(slow
 
 
 def test_who_is_held_up_for_too_long_by_what_came_later_is_told(slow: SlowCluster) -> None:
-    """It was let in, and would have been in time, if nobody more urgent had come."""
+    """It was admitted, and would have been in time, if nobody more urgent had come."""
     with queue(slow, 1, 400, request_id="held-up", slo={"ttft_ms": 1000}) as (held_up,):
         urgent = [slow.ask(1000, "urgent", priority=5) for _ in range(5)]
         held_up.refused()
@@ -328,7 +328,7 @@ def test_a_prompt_that_cannot_meet_its_objective_waits_for_all_others_but_not_fo
         assert max(before[0].served().arrived_s[0], other.served().arrived_s[0]) < last_s
 
 
-def test_who_is_let_in_and_meets_its_objective_counts_once_with_its_tokens(slow: SlowCluster) -> None:
+def test_who_is_admitted_and_meets_its_objective_counts_once_with_its_tokens(slow: SlowCluster) -> None:
     slow.rest()
     met = 'outcome="met"', 'slo_class="custom"'
     before = slow.metric("baton_requests_slo_total", *met), slow.metric("baton_tokens_slo_met_total")
@@ -392,6 +392,6 @@ def test_who_had_to_make_way_is_explained_so_and_tenants_may_use_the_same_id(slo
         by_tenant = {told["tenant"]: told["outcome"] for told in explain(slow.router, "mine")}
         assert by_tenant == {
             "large": "refused: the request had to make way for tenants with less in the queue",
-            "small": "let in",
+            "small": "admitted",
         }
         small.served()

@@ -100,7 +100,7 @@ APIS = {
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    router = RouterConfig(mode="split", cache_secret="agents", max_attempts=16)
+    router = RouterConfig(mode="disaggregated", cache_secret="agents", max_attempts=16)
     with running_fleet(TransferConfig(op_timeout_s=3.0, ping_s=0.5), router, step_ms=5.0, lease_s=4.0) as fleet:
         fleet.fill(Role.PREFILL, Role.DECODE)
         yield fleet

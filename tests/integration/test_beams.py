@@ -150,7 +150,7 @@ def test_a_search_that_gives_way_finds_the_same(tiny: Path) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("mode", ["split", "aggregated"])
+@pytest.mark.parametrize("mode", ["disaggregated", "aggregated"])
 def test_the_real_model_is_searched_as_transformers_does(mode: str, model_dir: Path) -> None:
     """Answers come without their scores: one that differs is compared by the score that transformers gives it."""
     model = load_reference(model_dir)
@@ -158,7 +158,9 @@ def test_the_real_model_is_searched_as_transformers_does(mode: str, model_dir: P
     prompts = [tokenizer.encode(text) for text in TEXTS]
     asked = [(prompt, width, penalty) for prompt in prompts for width in WIDTHS for penalty in PENALTIES]
     num_different = 0
-    with running_cluster("--prefill", "1" if mode == "split" else "0", "--decode", "1", router_mode=mode) as cluster:
+    with running_cluster(
+        "--prefill", "1" if mode == "disaggregated" else "0", "--decode", "1", router_mode=mode
+    ) as cluster:
         for prompt, width, penalty in asked:
             sampling = {"use_beam_search": True, "n": width, "length_penalty": penalty, "max_tokens": MAX_TOKENS}
             request = GenerateRequest(prompt=TokenIds(tuple(prompt)), sampling={**sampling, "logprobs": 0})

@@ -44,7 +44,7 @@ class Moment(StrEnum):
 
     AT_ONCE = "at once"
     SOON = "after a random time"
-    """Mostly before the first token: queued, reserved, prefilling, pulling or handing over."""
+    """Mostly before the first token: queued, reserved, prefilling, pulling or transferring."""
     FIRST_TOKEN = "at the first token"
     LATER = "while decoding"
     NEVER = "never"
@@ -172,7 +172,7 @@ async def _refusal(stub: inference_pb2_grpc.InferenceAsyncStub, number: int) -> 
     return await call.code()
 
 
-@pytest.mark.parametrize("mode", ["split", "aggregated"])
+@pytest.mark.parametrize("mode", ["disaggregated", "aggregated"])
 def test_random_cancels_leave_nothing(mode: str) -> None:
     router = RouterConfig(mode=mode, max_in_flight=MAX_IN_FLIGHT, cache_secret="cancel")
     with running_fleet(TransferConfig(), router, num_blocks=NUM_BLOCKS, lease_s=10.0, step_ms=2.0) as fleet:

@@ -51,8 +51,10 @@ def test_a_cluster_that_is_well_has_nothing_that_fails(arithmetic_cluster: Clust
     assert {name: checks[name]["state"] for name in well} == dict.fromkeys(well, "ok")
     # Four workers, the router's two ports, the controller.
     assert checks["reachable"]["found"] == "7 of 7 addresses of the cluster, from here"
-    doors = {name: check["state"] for name, check in checks.items() if name.startswith("door: ")}
-    assert doors == dict.fromkeys(("door: clients", "door: controller", "door: workers", "door: redis"), "ok")
+    endpoints = {name: check["state"] for name, check in checks.items() if name.startswith("endpoint: ")}
+    assert endpoints == dict.fromkeys(
+        ("endpoint: clients", "endpoint: controller", "endpoint: workers", "endpoint: redis"), "ok"
+    )
     assert f"port {arithmetic_cluster.grpc.rpartition(':')[2]}" not in checks, "the cluster itself has it"
 
 
@@ -65,7 +67,7 @@ def test_an_eviction_policy_that_somebody_sets_fails(arithmetic_cluster: Cluster
     assert (returncode, checks["redis eviction"]["state"]) == (1, "fail")
 
 
-def test_workers_that_cannot_hand_over_to_each_other_are_seen_in_their_leases(arithmetic_cluster: Cluster) -> None:
+def test_workers_that_cannot_transfer_to_each_other_are_seen_in_their_leases(arithmetic_cluster: Cluster) -> None:
     """A third one, of another build, is written into Redis as it would write itself."""
     keys = [key.decode() for key in asyncio.run(ask(arithmetic_cluster, "KEYS", "kv:*:workers"))]
     (workers,) = keys

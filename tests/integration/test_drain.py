@@ -78,7 +78,7 @@ def wait_for_tokens(streams: list[Stream], num_tokens: int) -> None:
 @pytest.fixture(scope="module")
 def split_fleet() -> Iterator[Fleet]:
     """A router; each test brings workers of its own."""
-    router = RouterConfig(mode="split", cache_secret="drain")
+    router = RouterConfig(mode="disaggregated", cache_secret="drain")
     with running_fleet(TRANSFER, router, step_ms=STEP_MS, lease_s=LEASE_S) as fleet:
         yield fleet
 
@@ -137,7 +137,7 @@ def wait_until_counted(fleet: Fleet, num_tokens: int) -> None:
     )
 
 
-@pytest.mark.parametrize("mode", ["split", pytest.param("aggregated", marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("mode", ["disaggregated", pytest.param("aggregated", marks=pytest.mark.chaos)])
 def test_a_draining_decode_worker_hands_over_its_running_choices(mode: str, request: pytest.FixtureRequest) -> None:
     max_tokens = 1000
     fleet: Fleet = request.getfixturevalue(f"{mode}_fleet")

@@ -897,7 +897,7 @@ async def test_a_token_id_without_an_embedding_is_refused_by_itself(tmp_path: Pa
     save_tiny("llama", {}, tmp_path)
     engine = make_engine(tmp_path)
     loop = EngineLoop(engine, max_waiting=8)
-    kv: Any = None  # nothing is handed over or pulled here
+    kv: Any = None  # nothing is transferred or pulled here
     good = make_spec("good", list(range(30)), 40, ignore_eos=True)
     bad = make_spec("bad", [*range(30), VOCAB_SIZE], 40, ignore_eos=True)
     servicer = CallServicer(decode=DecodeService(WorkerContext("worker-0", loop, kv)).decode)

@@ -33,7 +33,12 @@ def test_the_command_line_explains_where_a_request_went(arithmetic_cluster: Clus
     answer = arithmetic_cluster.generate(request_id=name, token_ids=prompt, sampling=sampling(8))
     timing = answer.timing
     (told,) = explain(arithmetic_cluster, name)
-    assert (told["request_id"], told["choice_index"], told["mode"], told["outcome"]) == (name, 0, "split", "let in")
+    assert (told["request_id"], told["choice_index"], told["mode"], told["outcome"]) == (
+        name,
+        0,
+        "disaggregated",
+        "admitted",
+    )
     assert (told["prefill_worker"], told["decode_worker"]) == (timing.prefill_worker, timing.decode_worker)
     assert (told["tenant"], told["slo_class"], told["priority"]) == ("default", "default", 0)
     assert (told["ttft_objective_s"], told["itl_objective_s"]) == (60.0, 1.0)
@@ -48,7 +53,7 @@ def test_the_command_line_explains_where_a_request_went(arithmetic_cluster: Clus
     shown = baton("status", "--explain", name, "--address", arithmetic_cluster.grpc)
     assert shown.returncode == 0, shown.stderr
     assert (
-        f"{name}/0: split on {timing.prefill_worker} (prefill) -> {timing.decode_worker} (decode); let in"
+        f"{name}/0: disaggregated on {timing.prefill_worker} (prefill) -> {timing.decode_worker} (decode); admitted"
         in shown.stdout
     )
     predicted, measured = told["predicted_ttft_s"], told["measured_ttft_s"]

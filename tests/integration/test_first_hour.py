@@ -23,11 +23,11 @@ FIELDS = {"check", "status", "seconds", "expected", "figures", "reason"}
 PATIENCE_S = 280.0
 
 
-def run(*arguments: str, patience_s: float = PATIENCE_S) -> list[dict[str, Any]]:
+def run(*arguments: str, timeout_s: float = PATIENCE_S) -> list[dict[str, Any]]:
     """Runs it from another folder, as a user may, with the packages of a bare machine without a GPU."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(BARE)}
     command = [sys.executable, str(SCRIPT), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment, timeout=patience_s)
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment, timeout=timeout_s)
     assert not done.stderr, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -83,7 +83,7 @@ def left_behind() -> Iterator[psutil.Process]:
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
 def test_what_says_something_on_a_cpu_is_right_there_with_six_packages() -> None:
-    lines = {line["check"]: line for line in run("--rehearse", "--budget", "1500", patience_s=1700.0)}
+    lines = {line["check"]: line for line in run("--rehearse", "--budget", "1500", timeout_s=1700.0)}
     rehearsed = [check for check in CHECKS.values() if check.rehearses and check.group != "harness"]
     found = {
         name: (lines[name]["status"], lines[name]["reason"])

@@ -204,7 +204,7 @@ CASES = {
     "a class beside code of the folder": Case(
         tokenizer=words, config={"tokenizer_class": "Qwen2Tokenizer", "auto_map": {"AutoTokenizer": ["code.T", None]}}
     ),
-    "Mistral with its words mended": Case(
+    "Mistral with its words fixed": Case(
         kind="mistral", tokenizer=lambda: many(pre_tokenizers.Split(" ", "isolated")),
         config={"fix_mistral_regex": True},
     ),

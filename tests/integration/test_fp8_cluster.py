@@ -31,7 +31,7 @@ def cluster() -> Iterator[Cluster]:
         engine_kv_dtype="fp8",
         engine_runner="transformers",
         engine_num_blocks="64",
-        router_mode="split",
+        router_mode="disaggregated",
         router_slo_classes='{"default": {"ttft_ms": 600000}}',
     ) as cluster:
         yield cluster
@@ -40,7 +40,7 @@ def cluster() -> Iterator[Cluster]:
 def test_streams_are_those_of_an_engine_alone(cluster: Cluster, model_dir: Path) -> None:
     prompts = [prompt_of(number, length) for number, length in enumerate(LENGTHS)]
     got = [cluster.generate(token_ids=prompt, sampling=sampling(NUM_TOKENS)) for prompt in prompts]
-    assert {(answer.timing.mode, answer.timing.retries) for answer in got} == {("split", 0)}
+    assert {(answer.timing.mode, answer.timing.retries) for answer in got} == {("disaggregated", 0)}
     config = EngineConfig(runner="transformers", kv_dtype="fp8", num_blocks=64)
     model = ModelConfig(path=str(model_dir), device="cpu")
     runner = make_runner(model, config, cache_dir(load().cluster))

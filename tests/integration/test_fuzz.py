@@ -71,7 +71,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     hashed = hashlib.sha256(b"key-of-fuzz").hexdigest()
     path.write_text(f"{OPERATOR_ENTRY}fuzz: {{key_sha256: [{hashed}], parse_special: true, operator: true}}")
     router = RouterConfig(
-        mode="split",
+        mode="disaggregated",
         tenants_file=str(path),
         strict=True,  # what the document describes
         max_in_flight=MAX_IN_FLIGHT,

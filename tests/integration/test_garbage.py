@@ -40,7 +40,7 @@ def asking(fleet: Fleet) -> Iterator[None]:
 
 def test_garbage_ends_no_process_and_refuses_no_request() -> None:
     """Regression: most of these ended every router, some a worker, one made every request too long."""
-    with running_fleet(TransferConfig(), RouterConfig(mode="split")) as fleet:
+    with running_fleet(TransferConfig(), RouterConfig(mode="disaggregated")) as fleet:
         router = fleet.fill(*Role)
         store: Any = redis.Redis.from_url(fleet.config.index.redis_url, socket_timeout=60, socket_connect_timeout=60)
         (ids,) = store.keys("kv:{*}:workers")
@@ -62,7 +62,7 @@ def test_garbage_ends_no_process_and_refuses_no_request() -> None:
                         store.execute_command(*command)
                 time.sleep(BETWEEN_S)
                 assert router.process.poll() is None, f"the router has ended by a {garbage}: {router.log}"
-            # Nobody writes these anew before the router has seen them, once it has mended the lists of their names.
+            # Nobody writes these anew before the router has seen them, once it has fixed the lists of their names.
             wait_until(lambda: store.type(keys.workers) == store.type(keys.routers) == b"set")
             store.hset(keys.lease("ghost"), mapping={"epoch": "x", "info": "x", "load": "x"})
             store.sadd(keys.workers, "ghost")

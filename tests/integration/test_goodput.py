@@ -97,7 +97,7 @@ class Injected:
 @pytest.fixture(scope="module")
 def injected(model_dir: Path, trace_receiver: tuple[TraceReceiver, str]) -> Iterator[Injected]:
     telemetry = TelemetryConfig(otlp_endpoint=trace_receiver[1], log_format="json", vllm_aliases=True)
-    router = RouterConfig(mode="split", worker_wait_s=20.0)
+    router = RouterConfig(mode="disaggregated", worker_wait_s=20.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")  # milliseconds until the router's spans are sent
         with running_fleet(TransferConfig(), router, telemetry=telemetry) as fleet:

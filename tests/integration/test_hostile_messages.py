@@ -55,8 +55,8 @@ from baton.messages import (
     Welcome,
 )
 from baton.rpc import channel
-from baton.rpc.doors import member_metadata
 from baton.rpc.errors import ERROR_KEY
+from baton.rpc.member_auth import member_metadata
 from baton.trust import PERMIT_S, Party, Permit, Principal, keys_digest
 from baton.v1 import kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from deploy.embedded_redis import EmbeddedRedis
@@ -234,7 +234,7 @@ SERVE, PULL, SESSION = "/baton.v1.WorkerCalls/Serve", "/baton.v1.KvControl/Pull"
 
 
 def proof(member: Member, caller: Principal, method: str) -> tuple[tuple[str, bytes], ...]:
-    """With which that caller's call of the member is let in, if it may call the method."""
+    """With which that caller's call of the member is admitted, if it may call the method."""
     return member_metadata(keys_of(caller), method, member.incarnation)
 
 
@@ -459,7 +459,7 @@ def test_what_ours_send_is_served(loop: Loop, cluster: Cluster, kind: str) -> No
         "decode": ("NewTokens",),
         "reserve": ("Ticket",),
         "fetch": ("Fetched", "CallEnded"),
-        "prefill": ("FirstToken", "HandedOver", "CallEnded"),
+        "prefill": ("FirstToken", "Transferred", "CallEnded"),
         "pull": ("PullResponse",),
     }
     if kind in expected:
@@ -537,7 +537,7 @@ DRAIN = "/baton.v1.WorkerControl/Drain"
     ("method", "caller"),
     [(SERVE, Principal.ROUTER), (DRAIN, Principal.CONTROLLER), (PULL, Principal.WORKER), (SESSION, Principal.WORKER)],
 )
-def test_a_door_opens_for_one_kind_of_member(loop: Loop, cluster: Cluster, method: str, caller: Principal) -> None:
+def test_a_endpoint_opens_for_one_kind_of_member(loop: Loop, cluster: Cluster, method: str, caller: Principal) -> None:
     """Not for a stranger, nor for a proof that was used, or was made for another worker."""
     member, other = cluster.prefill, cluster.decode
     used = proof(member, caller, method)
@@ -585,7 +585,7 @@ def test_a_message_that_no_router_could_send_is_not_even_parsed(loop: Loop, clus
 def test_a_token_that_is_none_of_the_models_never_reaches_the_engine(loop: Loop, cluster: Cluster) -> None:
     """It would fail the step of all that decode there."""
 
-    async def hand_over() -> None:
+    async def kv_transfer() -> None:
         spec = small_spec(f"token-{next(cluster.numbers)}", tuple(range(7, 7 + 32)))
         async with reserved(cluster, spec) as (ticket, stream):
             async with cluster.prefill.kv.sender.transfer(ticket) as transfer:
@@ -595,7 +595,7 @@ def test_a_token_that_is_none_of_the_models_never_reaches_the_engine(loop: Loop,
                 await stream.read()
             assert isinstance(caught.value.error, TransferCorrupted)
 
-    within_limits(loop, cluster, hand_over)
+    within_limits(loop, cluster, kv_transfer)
 
 
 # -- anything at all -------------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ class Beside:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    router = RouterConfig(mode="split")
+    router = RouterConfig(mode="disaggregated")
     with running_fleet(TransferConfig(), router, step_ms=STEP_MS, lease_s=15.0) as fleet:
         fleet.fill(Role.PREFILL, Role.DECODE)
         yield fleet

@@ -51,7 +51,7 @@ def cluster(redis_url: str) -> Iterator[Cluster]:
         engine_num_blocks="512",
         index_redis_url=redis_url,
         cluster_secret=secret_file(),
-        router_mode="split",
+        router_mode="disaggregated",
         router_slo_classes='{"default": {"ttft_ms": 600000}}',
     ) as cluster:
         yield cluster
@@ -110,7 +110,7 @@ def test_streams_are_those_of_an_engine_alone(cluster: Cluster, model_dir: Path)
     prompts = [prompt_of(number, length) for number, length in enumerate(LENGTHS)]
     for more in ({}, SEEDED):
         got = ask_all(cluster, prompts, **more)
-        assert {(answer.timing.mode, answer.timing.retries) for answer in got} == {("split", 0)}
+        assert {(answer.timing.mode, answer.timing.retries) for answer in got} == {("disaggregated", 0)}
         assert [answer.token_ids for answer in got] == alone(model_dir, "int8", prompts, **more)
     workers = {worker["role"]: worker for worker in cluster.wait_until_idle()["workers"]}
     assert {role: worker["engine"] for role, worker in workers.items()} == {"prefill": "native", "decode": "native"}

@@ -177,7 +177,7 @@ def test_pages_wider_than_the_arithmetic_change_nothing(uneven: Path) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [("int8", "int8"), ("bfloat16", "bfloat16"), ("bfloat16", "plain")])
-def test_a_sequence_goes_on_after_a_hand_over(first: str, second: str, uneven: Path) -> None:
+def test_a_sequence_goes_on_after_a_kv_transfer(first: str, second: str, uneven: Path) -> None:
     """Whole blocks arrive as they are; between two native workers the logits are those of one."""
     (prompt,) = draws(46, 60)
     prefill = native_runner(uneven, with_pages(first))

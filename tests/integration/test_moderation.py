@@ -1,4 +1,5 @@
-"""The operator's moderation in a running cluster: what it vetoes leaves through no door, and its workers are free."""
+"""The operator's moderation in a running cluster: what it vetoes leaves through no endpoint, and its workers are
+free."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ PROMPT = prompt_of(5, 40)
 ANSWER = expected_tokens(PROMPT, 60)
 
 
-@pytest.fixture(scope="module", params=["split", "aggregated"])
+@pytest.fixture(scope="module", params=["disaggregated", "aggregated"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Served]:
     router = RouterConfig(
         mode=request.param,

@@ -309,7 +309,7 @@ def test_weights_made_smaller_give_the_same_bits_however_they_are_computed(
 
 
 @pytest.mark.parametrize("native_first", [True, False])
-def test_a_sequence_goes_on_after_a_hand_over(native_first: bool, tmp_path: Path) -> None:
+def test_a_sequence_goes_on_after_a_kv_transfer(native_first: bool, tmp_path: Path) -> None:
     """Whole blocks arrive, with whatever is behind the last token in them."""
     save_tiny("llama", {}, tmp_path)
     plain = TransformersRunner(ModelConfig(path=str(tmp_path), device="cpu"), ENGINE)

@@ -51,7 +51,7 @@ def test_a_port_in_use(model_dir: Path) -> None:
 
 def test_pool_sizes_that_cannot_serve() -> None:
     refused_at_once(baton("up", "--decode", "0"), "there must be at least 1 decode worker")
-    refused_at_once(baton("up", "--prefill", "0", BATON_ROUTER_MODE="split"), "use --prefill 1")
+    refused_at_once(baton("up", "--prefill", "0", BATON_ROUTER_MODE="disaggregated"), "use --prefill 1")
 
 
 def test_settings_that_do_not_exist(tmp_path: Path) -> None:

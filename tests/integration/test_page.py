@@ -48,7 +48,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator
     """Two routers, a prefill worker and two decode workers, a tenant and an operator."""
     path = tmp_path_factory.mktemp("page") / "tenants.yaml"
     path.write_text(f"acme: {{key_sha256: ['{hashlib.sha256(TENANT_KEY.encode()).hexdigest()}']}}{OPERATOR_ENTRY}")
-    router = RouterConfig(mode="split", tenants_file=str(path))
+    router = RouterConfig(mode="disaggregated", tenants_file=str(path))
     with running_fleet(TransferConfig(), router, num_routers=2) as running:
         running.wait_for(*[running.add(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)])
         with ordered(running.redis.url, content_id(running.config.kv_identity), prefill=1, decode=2):

@@ -57,7 +57,7 @@ def test_streams_are_what_the_arithmetic_says(arithmetic_cluster: Cluster) -> No
         answers = list(pool.map(lambda p: arithmetic_cluster.generate(token_ids=p, sampling=sampling(40)), prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.token_ids == expected_tokens(prompt, 40)
-        assert answer.timing.mode == "split"
+        assert answer.timing.mode == "disaggregated"
         assert answer.timing.retries == 0
 
 
@@ -129,7 +129,7 @@ def test_a_killed_worker_loses_no_stream(
 
 @pytest.mark.timeout(600)
 def test_random_cancels_leave_nothing_behind(arithmetic_cluster: Cluster) -> None:
-    """100 requests, half of them cancelled at random points: in queue, prefill, hand-over or decode."""
+    """100 requests, half of them cancelled at random points: in queue, prefill, KV transfer or decode."""
     cluster = arithmetic_cluster
     dice = random.Random(1)
     plans = [
@@ -250,7 +250,7 @@ def test_redis_dies_and_nobody_notices(arithmetic_cluster: Cluster) -> None:
 
 def test_what_the_index_says_too_much_is_counted_once() -> None:
     """Redis stands still, and the only prefill worker evicts a prompt: nobody hears of it but by its answers."""
-    with running_fleet(TransferConfig(), RouterConfig(mode="split"), num_blocks=64) as fleet:
+    with running_fleet(TransferConfig(), RouterConfig(mode="disaggregated"), num_blocks=64) as fleet:
         cluster = fleet.fill(*Role)
         prompts = [prompt_of(1100 + index, 640) for index in range(3)]
         of_prefill = f'worker="{cluster.ids("prefill")[0]}"'
@@ -460,7 +460,7 @@ def test_the_router_restarts(arithmetic_cluster: Cluster) -> None:
 def test_pools_too_small_for_all_streams_preempt_and_stay_exact() -> None:
     """24 streams of 600 tokens and more, in pools of 1,024: received sequences are preempted and computed again."""
     prompts = [prompt_of(500 + i, 30 + 7 * i) for i in range(24)]
-    router = RouterConfig(mode="split")
+    router = RouterConfig(mode="disaggregated")
     with running_fleet(TransferConfig(), router, num_blocks=64, output_reservation=16) as fleet:
         cluster = fleet.fill(Role.PREFILL, Role.DECODE, Role.DECODE)
         with ThreadPoolExecutor(24) as pool:
@@ -474,7 +474,7 @@ def test_pools_too_small_for_all_streams_preempt_and_stay_exact() -> None:
 @pytest.fixture(scope="module")
 def spoiling_fleet() -> Iterator[Fleet]:
     """A router; each test brings workers of its own."""
-    with running_fleet(TransferConfig(), RouterConfig(mode="split")) as fleet:
+    with running_fleet(TransferConfig(), RouterConfig(mode="disaggregated")) as fleet:
         yield fleet
 
 
@@ -508,7 +508,7 @@ def test_spoiled_blocks_are_detected_and_recomputed(spoiling_fleet: Fleet) -> No
     cluster, prompts = fleet.routers[0], [prompt_of(1000 + i, 30 + i) for i in range(32)]
     answers = [cluster.generate(token_ids=prompt, sampling=sampling(20)) for prompt in prompts]
     assert [answer.token_ids for answer in answers] == [expected_tokens(prompt, 20) for prompt in prompts]
-    assert {answer.timing.mode for answer in answers} == {"split"}
+    assert {answer.timing.mode for answer in answers} == {"disaggregated"}
     num_retries = sum(answer.timing.retries for answer in answers)
     assert num_retries > 0
     assert metric(cluster, "baton_retries_total", 'error="TransferCorrupted"') >= num_retries
@@ -574,10 +574,10 @@ def test_metrics_tell_what_happened(arithmetic_cluster: Cluster) -> None:
 
 
 def test_metrics_and_status_tell_of_every_workers_transfers() -> None:
-    """From the leases: both sides of a hand-over count it, with the worker's id and role. A cluster that has had none
+    """From the leases: both sides of a KV transfer count it, with the worker's id and role. A cluster that has had none
     before, so that no lease can be of the time before.
     """
-    with running_fleet(TransferConfig(), RouterConfig(mode="split")) as fleet:
+    with running_fleet(TransferConfig(), RouterConfig(mode="disaggregated")) as fleet:
         cluster = fleet.fill(*Role)
         answer = cluster.generate(token_ids=prompt_of(75, 160), sampling=sampling(8))
         shown = {"open_pairs": 1, "slots_in_use": 0, "unsent_bytes": 0, "committed": 1, "failed": 0, "pulled_tokens": 0}

@@ -1,4 +1,5 @@
-"""A conversation's next turn finds what the turn before left, wherever it is; and no hand-over delays a first token."""
+"""A conversation's next turn finds what the turn before left, wherever it is; and no KV transfer delays a first
+token."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.first
 
 BLOCK = 16
 NUM_BLOCKS = 1024
-SPLIT = RouterConfig(mode="split")
+SPLIT = RouterConfig(mode="disaggregated")
 TWO_EACH = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
 TOKEN_MS = 3.0
 """What computing a token takes. Computing a turn's 300 tokens takes longer than any pull, even on a busy machine:
@@ -57,7 +58,7 @@ class Conversation:
             answer = cluster.generate(token_ids=self.first_prompt, sampling=sampling(self.num_answer))
             assert answer.token_ids == self.answer
             num_tokens[answer.timing.decode_worker] = self.num_held
-            if answer.timing.mode == "split":
+            if answer.timing.mode == "disaggregated":
                 num_tokens[answer.timing.prefill_worker] = whole_blocks(len(self.first_prompt))
         return answer
 
@@ -82,7 +83,7 @@ def test_the_next_turn_finds_what_decoding_left(fleet: Fleet) -> None:
     before = metric(cluster, "baton_kv_pulled_tokens_total")
     second = conversation.second_turn(cluster)
     assert second.usage.cached_tokens == conversation.num_held
-    assert (second.timing.mode, second.timing.retries) == ("split", 0)
+    assert (second.timing.mode, second.timing.retries) == ("disaggregated", 0)
     held_there = whole_blocks(len(conversation.first_prompt))
     cluster.wait_until_idle()
     wait_until(lambda: metric(cluster, "baton_kv_pulled_tokens_total") == before + conversation.num_held - held_there)
@@ -202,14 +203,14 @@ def connected_ports(pid: int) -> set[int]:
     return {c.raddr.port for c in connections if c.status == psutil.CONN_ESTABLISHED}
 
 
-# -- the first token waits for no hand-over ----------------------------------------------------------------------------
+# -- the first token waits for no KV transfer --------------------------------------------------------------------------
 
 LINK_DELAY_S = 1.0
 
 
 @pytest.mark.chaos
 def test_a_slow_link_delays_no_first_token() -> None:
-    """A second for every chunk of the hand-over: the second token waits for it, the first does not."""
+    """A second for every chunk of the KV transfer: the second token waits for it, the first does not."""
     with running_fleet(TransferConfig(), SPLIT, faults=f"link_delay_ms={1e3 * LINK_DELAY_S:.0f}") as fleet:
         cluster = fleet.fill(*Role)
         for seed in range(5):

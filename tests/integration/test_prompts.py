@@ -1,4 +1,4 @@
-"""What a prompt may be, over both doors: history with tools, continued messages, truncation, several prompts."""
+"""What a prompt may be, over both endpoints: history with tools, continued messages, truncation, several prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HISTORY: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=["split", "aggregated"])
+@pytest.fixture(scope="module", params=["disaggregated", "aggregated"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Served]:
     with running_fleet(TransferConfig(), RouterConfig(mode=request.param)) as fleet:
         yield fleet.fill(*Role)
@@ -81,7 +81,7 @@ def test_one_prompt_that_cannot_be_served_fails_all(cluster: Served) -> None:
         client_of(cluster).completions.create(model="", prompt=["x"] * 129, max_tokens=2)
 
 
-def test_a_history_with_calls_and_reasoning_is_served_over_both_doors(cluster: Served) -> None:
+def test_a_history_with_calls_and_reasoning_is_served_over_both_endpoints(cluster: Served) -> None:
     ids = tokens_of(cluster, messages=HISTORY)
     messages: Any = HISTORY
     answer = client_of(cluster).chat.completions.create(model="", messages=messages, max_tokens=3)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.integration]
 PROMPT = list(range(1, 60))
 
 
-def doors(router: RouterProcess) -> tuple[int, bool]:
+def endpoints(router: RouterProcess) -> tuple[int, bool]:
     """What a load balancer is told: the status of /readyz, and whether gRPC serves."""
     try:
         with urllib.request.urlopen(f"http://{router.http}/readyz", timeout=30) as answer:
@@ -39,14 +39,14 @@ def test_a_router_is_ready_while_requests_wait_for_workers_that_are_gone() -> No
     with running_fleet(TransferConfig(), RouterConfig(mode="auto", worker_wait_s=25.0), lease_s=1.0) as fleet:
         router = fleet.routers[0]
         fleet.wait_for()
-        assert doors(router) == (503, False)
+        assert endpoints(router) == (503, False)
         fleet.wait_for(first := fleet.add(Role.DECODE))
-        wait_until(lambda: doors(router) == (200, True))
+        wait_until(lambda: endpoints(router) == (200, True))
         fleet.remove(first, signal.SIGKILL)
         wait_until(lambda: not fleet.client.status()["workers"])
-        assert doors(router) == (200, True)
+        assert endpoints(router) == (200, True)
         waiting = router.inference.Generate(request(token_ids=PROMPT, sampling={"temperature": 0, "max_tokens": 5}))
         fleet.wait_for(second := fleet.add(Role.DECODE))
         assert [token for message in waiting for token in message.token_ids] == expected_tokens(PROMPT, 5)
         fleet.remove(second, signal.SIGKILL)
-        wait_until(lambda: doors(router) == (503, False), 120.0)
+        wait_until(lambda: endpoints(router) == (503, False), 120.0)

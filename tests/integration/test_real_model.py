@@ -137,7 +137,7 @@ def test_tokens_equal_generate(
         answers = list(pool.map(lambda prompt: greedy(split_cluster, prompt, num_tokens), prompts))
     excepted = 0
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.timing.mode == "split"
+        assert answer.timing.mode == "disaggregated"
         assert [answer.timing.prefill_worker] == split_cluster.ids("prefill")
         assert [answer.timing.decode_worker] == split_cluster.ids("decode")
         assert answer.usage.prompt_tokens == len(prompt)
@@ -154,7 +154,7 @@ def test_spoiled_blocks_change_the_answer_when_nobody_checks(
 ) -> None:
     """Proof that the comparison above sees one wrong block: the same faults, with checksums off."""
     chosen = [prompt for prompt in prompts if 30 <= len(prompt) <= 40]
-    with running_cluster(router_mode="split", transfer_checksum="off", faults=fault) as cluster:
+    with running_cluster(router_mode="disaggregated", transfer_checksum="off", faults=fault) as cluster:
         answers = [greedy(cluster, prompt).token_ids for prompt in chosen]
     assert any(
         got != want
@@ -164,9 +164,9 @@ def test_spoiled_blocks_change_the_answer_when_nobody_checks(
 
 @pytest.fixture(scope="module")
 def spoiling_cluster(model_dir: Path) -> Iterator[Cluster]:
-    """One worker a pool; of the blocks that are handed over some are spoiled, and the checksums tell."""
+    """One worker a pool; of the blocks that are transferred some are spoiled, and the checksums tell."""
     faults = "corrupt_chunk=17,drop_chunk=23,swap_blocks=29"
-    # While another is decoded there, nothing is computed on the decode worker that a hand-over could bring.
+    # While another is decoded there, nothing is computed on the decode worker that a KV transfer could bring.
     split_if_possible = json.dumps({"default": {"interference_weight": 1e12}})
     with running_cluster(faults=faults, router_slo_classes=split_if_possible) as cluster:
         yield cluster
@@ -191,7 +191,7 @@ def test_spoiled_blocks_are_detected_and_recomputed(
     for prompt, answer in zip(chosen, answers, strict=True):
         assert num_excepted(answer.token_ids, *reference.generate(prompt, NUM_NEW_TOKENS)) == 0
     assert sum(answer.timing.retries for answer in answers) > 0
-    assert {answer.timing.mode for answer in answers} == {"split", "aggregated"}
+    assert {answer.timing.mode for answer in answers} == {"disaggregated", "aggregated"}
     assert counted == sum(answer.timing.retries for answer in answers)
 
 
@@ -479,7 +479,7 @@ def test_aggregated_answers_are_the_same(split_cluster: Cluster, prompts: list[l
         aggregated = [cluster.generate(token_ids=prompt, sampling=sampling) for prompt, sampling in asked]
     for (prompt, sampling), whole in zip(asked, aggregated, strict=True):
         split = split_cluster.generate(token_ids=prompt, sampling=sampling)
-        assert (split.timing.mode, whole.timing.mode) == ("split", "aggregated")
+        assert (split.timing.mode, whole.timing.mode) == ("disaggregated", "aggregated")
         assert split.token_ids == whole.token_ids
         assert split.text == whole.text
         assert split.finish_reason == whole.finish_reason

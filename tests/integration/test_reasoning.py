@@ -1,4 +1,4 @@
-"""A model that reasons, over both doors: reasoning and content apart, whole and streamed, with budgets."""
+"""A model that reasons, over both endpoints: reasoning and content apart, whole and streamed, with budgets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = {"choice": ["yes, please", "not now"]}
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[Served]:
     model_path = reasoning_model(tmp_path_factory.mktemp("reasoning"), model_dir)
-    with running_fleet(TransferConfig(), RouterConfig(mode="split"), model_path=model_path) as fleet:
+    with running_fleet(TransferConfig(), RouterConfig(mode="disaggregated"), model_path=model_path) as fleet:
         yield fleet.fill(*Role)
 
 

@@ -430,13 +430,13 @@ def test_met_and_missed_are_counted(fleet: Fleet) -> None:
         (me,) = [r for r in router.client.status()["routers"] if r["grpc"] == router.grpc]
         return me["met"], me["missed"], me["rejected"]
 
-    def num_booked() -> int:
-        """What the router has booked so far, as it says itself; clients that left are in neither count."""
+    def num_recorded() -> int:
+        """What the router has recorded so far, as it says itself; clients that left are in neither count."""
         samples = [(name, value) for name, value in router.metrics() if name.startswith("baton_requests_slo_total")]
         return sum(int(value) for name, value in samples if 'outcome="cancelled"' not in name)
 
     # A router reads its own entry back from Redis.
-    wait_until(lambda: sum(counts()) == num_booked(), seen=lambda: (counts(), num_booked()))
+    wait_until(lambda: sum(counts()) == num_recorded(), seen=lambda: (counts(), num_recorded()))
     before = counts()
     Listener(replace(greedy(prompt_of(13, 20), 5), itl_ms=600_000)).listen(router)
     Listener(replace(greedy(prompt_of(14, 20), 5), itl_ms=0.001)).listen(router)

@@ -48,7 +48,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     tenants.write_text(OPERATOR_ENTRY + "".join(entries))
     unhurried = {"default": SloClassConfig(ttft_ms=600_000.0)}  # nothing is shed where the machine is slow
     router = RouterConfig(
-        mode="split", cache_secret="shared-ids", max_attempts=64, slo_classes=unhurried, tenants_file=str(tenants)
+        mode="disaggregated",
+        cache_secret="shared-ids",
+        max_attempts=64,
+        slo_classes=unhurried,
+        tenants_file=str(tenants),
     )
     with running_fleet(TRANSFER, router, num_routers=2, step_ms=8.0, lease_s=15.0) as fleet:
         fleet.wait_for(*(fleet.add(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)))

@@ -1,4 +1,4 @@
-"""Tenants of a running cluster: who is let in, through both doors, and that their caches are apart."""
+"""Tenants of a running cluster: who is admitted, through both endpoints, and that their caches are apart."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cluster(
     hashes = {name: hashlib.sha256(key.encode()).hexdigest() for name, key in KEYS.items()}
     path.write_text(OPERATOR_ENTRY + TENANTS.format(**hashes))
     router, telemetry = (
-        RouterConfig(mode="split", tenants_file=str(path)),
+        RouterConfig(mode="disaggregated", tenants_file=str(path)),
         TelemetryConfig(otlp_endpoint=trace_receiver[1]),
     )
     with running_fleet(TransferConfig(), router, telemetry=telemetry) as fleet:
@@ -131,7 +131,7 @@ def test_only_a_tenant_that_may_writes_special_tokens(cluster: Served) -> None:
     assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
-def test_a_tenant_is_served_through_both_doors(cluster: Served) -> None:
+def test_a_tenant_is_served_through_both_endpoints(cluster: Served) -> None:
     prompt = prompt_of(2, 64)
     assert ask(cluster, KEYS["alone"], prompt).token_ids == expected_tokens(prompt, 4)
     for headers in ({"Authorization": f"Bearer {KEYS['alone']}"}, {"x_api_key": KEYS["alone"]}):
@@ -262,7 +262,7 @@ def test_the_doctor_asks_for_a_key_and_tries_it(cluster: Served) -> None:
     for words in ((), ("--api-key", KEYS["alone"])):
         _, lesser = tried(*words)
         assert lesser["state"] == "warn"
-        assert "BATON_API_KEY" in lesser["mend"]
+        assert "BATON_API_KEY" in lesser["fix"]
     _, accepted = tried("--api-key", OPERATOR_KEY)
     assert accepted["state"] == "ok"
     returncode, wrong = tried(BATON_API_KEY="another")

@@ -211,7 +211,7 @@ class RankedFleet:
 
 
 def has_a_pair_for_each_two_ranks(status: dict[str, Any]) -> bool:
-    """Of the only prefill worker, which has one rank, and each decode worker of two that it has handed over to."""
+    """Of the only prefill worker, which has one rank, and each decode worker of two that it has transferred to."""
     pairs: dict[str, list[int]] = {role: [] for role in Role}
     for worker in status["workers"]:
         pairs[worker["role"]].append(worker["transfers"]["open_pairs"])
@@ -237,7 +237,7 @@ def test_workers_of_several_ranks_serve_and_die_whole(
 ) -> None:
     """KV goes from one rank to two; a rank that is killed or hangs takes its worker along, and no stream."""
     save_tiny("llama", {"max_position_embeddings": 1024}, tmp_path)
-    with running_fleet(TransferConfig(), RouterConfig(mode="split")) as fleet:
+    with running_fleet(TransferConfig(), RouterConfig(mode="disaggregated")) as fleet:
         ranked = RankedFleet(fleet, tmp_path)
         ranked.add(Role.PREFILL, "worker-0", 1)
         for worker_id in ("worker-1", "worker-2"):

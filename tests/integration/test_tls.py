@@ -1,4 +1,4 @@
-"""A cluster in which everything is encrypted: who is let in where, and a change of every certificate under load."""
+"""A cluster in which everything is encrypted: who is admitted where, and a change of every certificate under load."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def fleet(authority: Authority, client_files: CertificateFiles) -> Iterator[Flee
     tenants = authority.folder / "tenants.yaml"
     tenants.write_text(OPERATOR_ENTRY + 'archive: {certificates: ["DNS:archive.example"]}\n')
     members = ClusterConfig(**cluster_settings(authority.sign("member")))
-    router = RouterConfig(mode="split", tenants_file=str(tenants), tls_client_certificates="required")
+    router = RouterConfig(mode="disaggregated", tenants_file=str(tenants), tls_client_certificates="required")
     with running_fleet(TransferConfig(links=("tcp",)), router, cluster=members, step_ms=1.0) as fleet:
         fleet.fill(*Role)
         yield fleet
@@ -75,7 +75,7 @@ def _over_http(fleet: Fleet, tls: Tls, prompt: list[int]) -> tuple[str, int]:
     return answer["choices"][0]["text"], answer["usage"]["completion_tokens"]
 
 
-def test_a_certificate_opens_both_doors_and_the_command_line(
+def test_a_certificate_opens_both_endpoints_and_the_command_line(
     fleet: Fleet, authority: Authority, client_files: CertificateFiles
 ) -> None:
     tenant = Tls(client_files)

@@ -1,4 +1,4 @@
-"""Tools over both doors: forced calls are valid, streams are the wholes, and an agent's loop goes round."""
+"""Tools over both endpoints: forced calls are valid, streams are the wholes, and an agent's loop goes round."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAID: list[Any] = [{"role": "user", "content": "What is the weather?"}]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Served]:
-    with running_fleet(TransferConfig(), RouterConfig(mode="split")) as fleet:
+    with running_fleet(TransferConfig(), RouterConfig(mode="disaggregated")) as fleet:
         yield fleet.fill(*Role)
 
 
@@ -216,7 +216,7 @@ def test_what_cannot_be_is_refused_by_name(client: openai.OpenAI, asked: dict[st
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3, 6, 9, 12, 15])
-def test_a_forced_call_that_is_cut_off_is_no_content_at_any_door(client: openai.OpenAI, max_tokens: int) -> None:
+def test_a_forced_call_that_is_cut_off_is_no_content_at_any_endpoint(client: openai.OpenAI, max_tokens: int) -> None:
     """Nor is one of a tool that is not strict, of whose schema something cannot be enforced."""
     schema = {**CITY, "properties": {**CITY["properties"], "tags": {"type": "array", "uniqueItems": True}}}  # type: ignore[dict-item]
     function = {"name": "weather", "parameters": schema}

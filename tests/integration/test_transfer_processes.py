@@ -1,4 +1,4 @@
-"""Hand-overs between real processes, and what the death or silence of one does to the other."""
+"""KV transfers between real processes, and what the death or silence of one does to the other."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.unit.kvstore.transfer.peers import (
     Prefill,
     decode_side,
     filled_cache,
-    hand_over,
     is_blank,
+    kv_transfer,
     prefill_side,
     same_blocks,
     send,
@@ -56,14 +56,14 @@ def contents(cache: KVCache, blocks: list[int]) -> list[list[float]]:
 
 @contextlib.asynccontextmanager
 async def going_on(prefill: Prefill, decode: Decode) -> AsyncIterator[None]:
-    """Another pair, which hands over all the time, and must not notice anything."""
+    """Another pair, which transfers all the time, and must not notice anything."""
     count = 0
     stop = asyncio.Event()
 
     async def go_on() -> None:
         nonlocal count
         while not stop.is_set():
-            await hand_over(prefill, decode, [0, 1, 2], [3, 4, 5], name=f"bystander{count}")
+            await kv_transfer(prefill, decode, [0, 1, 2], [3, 4, 5], name=f"bystander{count}")
             await asyncio.sleep(0.005)
             count += 1
 
@@ -173,7 +173,7 @@ async def kill_sender(step: str, prefill: Child, decode: Decode) -> float:
             return bool(named.worker_id == "prefill-9")
         return step == ">rendezvous" or bool(named.transfer_id == ticket.transfer_id)
 
-    decode.door.watch = watch
+    decode.endpoint.watch = watch
     num_layers = 2 if step == "between chunks" else 5
     first_token = 1 if step in (">commit", "<commit_ack") else None
     prefill.pipe.send(("send", ticket, SOURCE, 160, num_layers, first_token))
@@ -198,7 +198,7 @@ async def kill_sender(step: str, prefill: Child, decode: Decode) -> float:
         assert same_blocks(filled_cache(1), SOURCE, decode.cache, TARGET)
     decode.cache.clear_blocks([TARGET] * 2)
     decode.receiver.check()
-    decode.door.watch = lambda kind, message: True
+    decode.endpoint.watch = lambda kind, message: True
     return took_s
 
 
@@ -258,7 +258,7 @@ async def test_a_prefill_worker_that_is_stopped_is_given_up_and_fenced(config: T
                 await decode.receiver.wait_committed(ticket)
             assert (await decode.receiver.release(ticket))[0] == tuple(TARGET)
         assert time.monotonic() - stopped_s < OP_TIMEOUT_S + 1.0
-        await hand_over(other, decode, SOURCE, TARGET, name="in its place")
+        await kv_transfer(other, decode, SOURCE, TARGET, name="in its place")
         prefill.signal(signal.SIGCONT)
         assert await answering in ("TransferError", "TransferTimeout", "WorkerFailed")
         await asyncio.sleep(0.3)

@@ -41,7 +41,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterat
     model_path = reasoning_model(folder, model_dir, TEMPLATE.replace("opens", "enable_thinking"))
     tenants = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
     tenants.write_text(f"{OPERATOR_ENTRY}acme:\n  key_sha256: [{hashlib.sha256(KEY.encode()).hexdigest()}]\n")
-    router = RouterConfig(mode="split", tenants_file=str(tenants))
+    router = RouterConfig(mode="disaggregated", tenants_file=str(tenants))
     with running_fleet(TransferConfig(), router, model_path=model_path, step_ms=2) as fleet:
         yield fleet.fill(*Role)
 

@@ -79,7 +79,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Pat
 @pytest.fixture(scope="module")
 def split_fleet(model_path: Path) -> Iterator[Fleet]:
     """Two routers; the first one does not survive the last test."""
-    with fleet_of("split", 2, model_path) as fleet:
+    with fleet_of("disaggregated", 2, model_path) as fleet:
         yield fleet
 
 
@@ -191,7 +191,7 @@ def test_split_or_not(split_fleet: Fleet, all_answers: list[Listening | ApiAnswe
     same(all_of(ALL, lambda request: heard_from(split_fleet, request)), all_answers)
 
 
-def test_a_prompt_is_computed_and_handed_over_once_for_all_its_answers(split_fleet: Fleet) -> None:
+def test_a_prompt_is_computed_and_transferred_once_for_all_its_answers(split_fleet: Fleet) -> None:
     """Each of the others computes one token of it at most, and has its own answer.
 
     They begin before the first has ended: from then on its prompt is found by whole blocks.
@@ -199,7 +199,7 @@ def test_a_prompt_is_computed_and_handed_over_once_for_all_its_answers(split_fle
     num_prompt, num_answer, num_choices = 400, 40, 8
 
     def served(prompt_number: int, n: int) -> tuple[int, float]:
-        """The tokens that were computed for a request, and the bytes that were handed over."""
+        """The tokens that were computed for a request, and the bytes that were transferred."""
         before = num_computed(split_fleet), metric(split_fleet.routers[0], "baton_transfer_bytes_total")
         request = asks.seeded(prompt_of(prompt_number, num_prompt), num_answer, seed=5, n=n)
         answer = listening_to(split_fleet, request).answer

@@ -166,8 +166,8 @@ def test_doctor_names_what_is_missing_and_the_command_that_brings_it(baton: Bato
     done = baton.run("doctor", "--json", "--address", f"127.0.0.1:{free_port()}")
     checks = {each["name"]: each for each in json.loads(done.stdout)}
     assert (done.returncode, done.stderr) == (1, "")
-    assert checks["packages"]["mend"] == GET_ALL
+    assert checks["packages"]["fix"] == GET_ALL
     assert "torch missing" in checks["packages"]["found"]
     failed = [name for name, check in checks.items() if check["state"] == "fail"]
     assert {"packages", "torch"} <= set(failed)
-    assert all("pip install 'baton-serving[" in checks[name]["mend"] for name in failed), checks
+    assert all("pip install 'baton-serving[" in checks[name]["fix"] for name in failed), checks

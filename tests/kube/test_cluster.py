@@ -121,7 +121,7 @@ def keeps_its_size_in_an_upgrade(release: Release) -> None:
 
 
 def scale_with_baton(release: Release) -> None:
-    """The other door to the same truth. The pod that goes is one whose worker has left."""
+    """The other endpoint to the same truth. The pod that goes is one whose worker has left."""
     release.baton("scale", "decode", "2")
     assert release.pool("decode")["spec"]["replicas"] == 2
     release.wait_for_pool("decode", 2)

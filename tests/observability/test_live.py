@@ -61,7 +61,7 @@ SETTINGS = {
     "router_slo_classes": json.dumps(SLO_CLASSES),
     "autoscale_enabled": "true", "autoscale_dry_run": "true", "autoscale_window_s": "1",
     "router_moderation": "tests.support.judges:judge", "router_moderation_tokens": "8",
-    "router_mode": "split", "index_renew_s": "0.5", "index_poll_s": "0.5",
+    "router_mode": "disaggregated", "index_renew_s": "0.5", "index_poll_s": "0.5",
     "faults": "corrupt_chunk=12",
 }  # fmt: skip
 SYSTEM_PROMPT = prompt_of(1, 32)
@@ -342,4 +342,4 @@ def test_nothing_is_exposed_that_the_catalogue_lacks(seen: Seen) -> None:
     exposed = {tuple(line.split(" ")[2:4]) for line in lines if line.startswith("# TYPE ")}
     known = {(each.name, each.kind) for each in definitions()}
     assert exposed <= known
-    assert {name for name, _ in known - exposed} == {"baton_certificate_validity_seconds"}, "booked under this load"
+    assert {name for name, _ in known - exposed} == {"baton_certificate_validity_seconds"}, "recorded under this load"

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from baton.config import SloClassConfig
-from baton.telemetry.booked import DURATION_BOUNDS, ERROR_BOUNDS, STAGE_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
 from baton.telemetry.instruments import Instruments
+from baton.telemetry.request_metrics import DURATION_BOUNDS, ERROR_BOUNDS, STAGE_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
 from tests.observability.prometheus import binaries
 from tests.observability.shipped import RULES, alerts, cases, dashboards, recorded, selectors
 from tests.support.builders import cluster_status
@@ -87,7 +87,7 @@ def _fired(rule: dict[str, Any], alert: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_what_is_recorded(tmp_path: Path) -> None:
-    """Two routers add up, each worker counts once, and what was never booked is 0."""
+    """Two routers add up, each worker counts once, and what was never recorded is 0."""
     slo, tokens = "baton_requests_slo_total", "baton_tokens_slo_met_total"
     blocks, transfers = "baton_kv_blocks", "baton_kv_transfers_total"
     series = {
@@ -109,7 +109,7 @@ def test_what_is_recorded(tmp_path: Path) -> None:
         'baton_stage_duration_seconds_sum{stage="decode"}': "0+30x400",
         'baton_stage_duration_seconds_count{stage="decode"}': "0+60x400",
         'baton_index_stale_hints_total{instance="a"}': "0+60x400",
-        'baton_placements_total{instance="a", mode="split"}': "0+240x400",
+        'baton_placements_total{instance="a", mode="disaggregated"}': "0+240x400",
     }
     for instance in "ab":
         for state, number in (("in_use", 24), ("cached", 6), ("free", 2)):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from baton.cluster import WorkerInfo
-from baton.rpc.doors import member_metadata
+from baton.rpc.member_auth import member_metadata
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from baton.v1 import worker_pb2_grpc
 from engine.core.engine import Engine

@@ -7,7 +7,7 @@ from xdist.scheduler import LoadFileScheduling
 
 ONE_CLUSTER = {
     f"tests/integration/test_{name}.py"
-    for name in ("plumbing", "doctor", "explain", "live", "node_clients", "surroundings")
+    for name in ("plumbing", "doctor", "explain", "live", "node_clients", "dependencies")
 }
 ONE_CHART = {f"tests/helm/test_{name}.py" for name in ("config", "policy", "relations", "render")}
 """Which ask for the same charts, each of which a process renders once."""

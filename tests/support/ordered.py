@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.cluster import ControllerInfo, PoolStatus, Role, Worker
 from baton.rpc import RpcServer, channel
-from baton.rpc.doors import CONTROLLERS_RULES, member_doors, member_metadata
+from baton.rpc.member_auth import CONTROLLERS_RULES, member_auth, member_metadata
 from baton.trust import Principal
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from deploy.controller.service import add_orders
@@ -60,7 +60,7 @@ def ordered(redis_url: str, content_id: str, **sizes: int) -> Iterator[None]:
         leases = RedisLeases(RedisConnection(redis_url), content_id, keys=keys_of(Principal.CONTROLLER))
         rpc = RpcServer(
             ("baton.v1.Admin",),
-            member_doors(keys_of(Principal.CONTROLLER), INCARNATION, CONTROLLERS_RULES),
+            member_auth(keys_of(Principal.CONTROLLER), INCARNATION, CONTROLLERS_RULES),
             describes_itself=False,
         )
         orders: Any = _Orders(leases)

@@ -36,7 +36,7 @@ def summary(number: int, outcome: str = "met") -> dict[str, Any]:
         "itl_objective_s": 0.06,
         "e2e_objective_s": None,
         "stages": dict(zip(STAGES, seconds, strict=True)),
-        "mode": "split" if is_placed else "",
+        "mode": "disaggregated" if is_placed else "",
         "prefill_worker": "worker-0" if is_placed else "",
         "decode_worker": "worker-2" if is_placed else "",
         "retries": 1 if outcome == "met" else 0,
@@ -61,11 +61,15 @@ def detail() -> dict[str, Any]:
     told = (
         (0.0, "arrived", "arrived"),
         (0.004, "admitted", "admitted, 37 prompt tokens"),
-        (0.02, "placed", "placed: split on worker-0 (prefill) -> worker-1 (decode); first token predicted in 0.131 s"),
+        (
+            0.02,
+            "placed",
+            "placed: disaggregated on worker-0 (prefill) -> worker-1 (decode); first token predicted in 0.131 s",
+        ),
         (0.143, "first_token", "worker-0 (prefill) has the first token: 0.002 s in its queue"),
-        (0.153, "handed_over", "KV is on worker-1 (decode): 2.0 MiB in 0.010 s"),
+        (0.153, "transferred", "KV is on worker-1 (decode): 2.0 MiB in 0.010 s"),
         (0.75, "failed", "failed on worker-1 (decode) after 31 tokens: WorkerFailed: worker-1 (decode) is gone"),
-        (0.76, "placed", "placed: split on worker-0 (prefill) -> worker-2 (decode)"),
+        (0.76, "placed", "placed: disaggregated on worker-0 (prefill) -> worker-2 (decode)"),
         (1.753, "finished", "finished: 64 tokens, stop"),
     )
     events = [
@@ -76,13 +80,13 @@ def detail() -> dict[str, Any]:
     option = {"num_cached_tokens": 16, **dict.fromkeys(terms, 0.01), "cost_s": 0.131}
     placement = {
         "choice_index": 0,
-        "mode": "split",
+        "mode": "disaggregated",
         "prefill_worker": "worker-0",
         "decode_worker": "worker-1",
         "source": "",
         "source_tokens": 0,
         "num_expected_tokens": 64,
-        "outcome": "let in",
+        "outcome": "admitted",
         "predicted_ttft_s": 0.131,
         "measured_ttft_s": 0.123,
         "predicted": dict.fromkeys(terms, 0.01),

@@ -43,7 +43,7 @@ def test_anchors_within_the_documents_exist() -> None:
 def test_private_words_are_few() -> None:
     rows = re.findall(r"^\| \*\*(.+?)\*\* \|", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
     assert rows == sorted(rows, key=str.lower)
-    assert 20 <= len(rows) <= 40
+    assert 15 <= len(rows) <= 25
 
 
 @pytest.mark.parametrize(

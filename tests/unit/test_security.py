@@ -1,4 +1,4 @@
-"""SECURITY.md names every door, and for each promise a test that holds it."""
+"""SECURITY.md names every endpoint, and for each promise a test that holds it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rows(heading: str) -> list[list[str]]:
     _, _, behind = TEXT.partition(f"\n## {heading}\n")
     lines = [line for line in behind.partition("\n## ")[0].splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [row for row in cells if not set(row[0]) <= {"-"} and row[0] not in ("Door", "Promise")]
+    return [row for row in cells if not set(row[0]) <= {"-"} and row[0] not in ("Endpoint", "Promise")]
 
 
 def test_every_promise_names_tests_that_are_there() -> None:
@@ -40,13 +40,13 @@ def test_every_promise_names_tests_that_are_there() -> None:
             assert test in found, f"{promise} {path} has no {test}"
 
 
-def test_every_service_and_every_address_of_the_settings_is_a_door() -> None:
-    doors = " ".join(row[0] for row in rows("Doors"))
+def test_every_service_and_every_address_of_the_settings_is_an_endpoint() -> None:
+    endpoints = " ".join(row[0] for row in rows("Endpoints"))
     for path in (ROOT / "proto").rglob("*.proto"):
         for service in re.findall(r"^service (\w+)", path.read_text(), re.MULTILINE):
-            assert f"`{service}`" in doors, service
-    assert {"/v1", "/metrics", "/healthz", "/readyz"} <= set(re.findall(r"/\w+", doors))
-    assert all(len(row) == 5 and row[0] and row[1] and row[4] for row in rows("Doors"))
+            assert f"`{service}`" in endpoints, service
+    assert {"/v1", "/metrics", "/healthz", "/readyz"} <= set(re.findall(r"/\w+", endpoints))
+    assert all(len(row) == 5 and row[0] and row[1] and row[4] for row in rows("Endpoints"))
 
 
 def dotted(called: ast.expr) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tools.dashboards import autoscaling, hand_over, hardware, overview, pools, prefix_cache, tenants
+from tools.dashboards import autoscaling, hardware, kv_transfer, overview, pools, prefix_cache, tenants
 from tools.dashboards.catalogue import catalogue
 from tools.dashboards.grafana import dashboard_json, places
 from tools.dashboards.model import Dashboard
@@ -13,7 +13,7 @@ from tools.dashboards.model import Dashboard
 DASHBOARDS: tuple[Dashboard, ...] = (
     overview.DASHBOARD,
     pools.DASHBOARD,
-    hand_over.DASHBOARD,
+    kv_transfer.DASHBOARD,
     prefix_cache.DASHBOARD,
     autoscaling.DASHBOARD,
     tenants.DASHBOARD,

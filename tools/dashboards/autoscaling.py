@@ -53,9 +53,9 @@ WORK = Section(
     (
         Panel(
             title="Placements by mode",
-            description="split: prefill and decode on different workers; aggregated: both on a decode worker, as "
-            "for short prompts "
-            "or where prefill workers are busy. Much aggregated with late tokens: more prefill workers.",
+            description="disaggregated: prefill and decode on different workers; aggregated: both on a decode worker, "
+            "for short prompts or if prefill workers are busy. If many are aggregated and tokens are late, add prefill "
+            "workers.",
             unit="ops",
             queries={"{{mode}}": "sum by (mode) (rate(baton_placements_total{$cluster}[$__rate_interval]))"},
             width=8,
@@ -92,7 +92,7 @@ WORK = Section(
         ),
         Panel(
             title="Leaving workers",
-            description="Workers that hand over their work before they end or change their role.",
+            description="Workers that transfer their work before they end or change their role.",
             unit="short",
             queries={
                 "{{role}}": 'sum by (role) (max by (worker, role) (baton_worker_state{$cluster, state="draining"})) '

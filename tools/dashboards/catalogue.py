@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from baton.cluster import ClusterStatus
-from baton.telemetry.booked import DURATION_BOUNDS, FIRST_BOUND, TOKEN_BOUNDS, TTFT_BOUNDS
 from baton.telemetry.instruments import Instruments
 from baton.telemetry.prometheus import Definition
+from baton.telemetry.request_metrics import DURATION_BOUNDS, FIRST_BOUND, TOKEN_BOUNDS, TTFT_BOUNDS
 
 HEAD = f"""\
 # Metrics

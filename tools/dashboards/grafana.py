@@ -7,7 +7,7 @@ from itertools import count
 from string import ascii_uppercase
 from typing import Any
 
-from baton.telemetry.booked import FIRST_BOUND
+from baton.telemetry.request_metrics import FIRST_BOUND
 from tools.dashboards.model import FIRING, JOB, NAMESPACE, Dashboard, Kind, Lead, Panel, Section, Variable, expanded
 
 Json = dict[str, Any]

@@ -139,7 +139,7 @@ GPUS = Section(
         ),
         Panel(
             title="NVLink and PCIe",
-            description="Bytes a second of a GPU over NVLink, as DCGM counts them, and over PCIe. Hand-overs between "
+            description="Bytes a second of a GPU over NVLink, as DCGM counts them, and over PCIe. KV transfers between "
             "GPUs "
             "of one node should be on NVLink; if they are on PCIe, see the pairs by transport. dcgm-exporter exports "
             "NVLink's only if DCGM_FI_PROF_NVLINK_TX_BYTES and DCGM_FI_PROF_NVLINK_RX_BYTES are in its list of "
@@ -151,7 +151,7 @@ GPUS = Section(
                 for way, name in (("TX", "sent"), ("RX", "received"))
             },
             width=8,
-            leads=(Lead("hand-over", "Pairs by transport"), Lead("hand-over", "Sent")),
+            leads=(Lead("kv-transfer", "Pairs by transport"), Lead("kv-transfer", "Sent")),
         ),
         Panel(
             title="Last error (XID)",
@@ -220,14 +220,14 @@ CONTAINERS = Section(
             title="Network",
             description="Bytes a second of a pod, without RDMA, which bypasses the pod's network. Near the card's "
             "limit, "
-            "hand-overs are slow: see the exposed time.",
+            "KV transfers are slow: see the exposed time.",
             unit="Bps",
             queries={
                 f"{name} {{{{pod}}}}": NETWORK.format(way=way, pods=OF_POD)
                 for way, name in (("transmit", "sent"), ("receive", "received"))
             },
             width=8,
-            leads=(Lead("hand-over", "Exposed time"),),
+            leads=(Lead("kv-transfer", "Exposed time"),),
         ),
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.telemetry.booked import DURATION_BOUNDS, ERROR_BOUNDS, STAGE_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
+from baton.telemetry.request_metrics import DURATION_BOUNDS, ERROR_BOUNDS, STAGE_BOUNDS, TOKEN_BOUNDS, TTFT_BOUNDS
 from tools.dashboards import answers
 from tools.dashboards.answers import GENERATED, OF_MODEL
 from tools.dashboards.model import FIRING, MODEL, SLO_CLASS, Dashboard, Kind, Lead, Panel, Section
@@ -141,7 +141,7 @@ GOODPUT = Section(
             title="Misses by stage to blame",
             description="Requests a second that were too late, by the stage that took most more than it should. "
             "queue, prefill: "
-            "more prefill workers. decode_admission, decode: more decode workers. transfer: see the hand-over's "
+            "more prefill workers. decode_admission, decode: more decode workers. transfer: see the KV transfer's "
             "dashboard. recovery: workers fail; see the pools'.",
             unit="reqps",
             queries={"{{stage}}, {{outcome}}": f"{MISSES} or $zero"},
@@ -149,7 +149,7 @@ GOODPUT = Section(
             leads=(
                 Lead("pools", "Waiting sequences"),
                 Lead("pools", "Running sequences"),
-                Lead("hand-over", "Stage transfer of requests"),
+                Lead("kv-transfer", "Stage transfer of requests"),
                 Lead("pools", "Takes traffic"),
             ),
         ),
@@ -287,14 +287,14 @@ TROUBLE = Section(
             description="Requests by the error that ended them; cancelled is a client that left. InvalidRequest is "
             "the client's, "
             "with a message that says what to change; WorkerFailed and TransferError are ours: see the pools' and "
-            "the hand-over's dashboards.",
+            "the KV transfer's dashboards.",
             unit="reqps",
             queries={
                 "{{error_type}}": "sum by (error_type) (rate(gen_ai_server_request_duration_seconds_count{$cluster, "
                 'error_type!="", gen_ai_request_model=~"$model"}[$__rate_interval])) or $zero'
             },
             width=8,
-            leads=(Lead("pools", "Takes traffic"), Lead("hand-over", "Failures by reason")),
+            leads=(Lead("pools", "Takes traffic"), Lead("kv-transfer", "Failures by reason")),
         ),
         Panel(
             title="Placed again",
@@ -304,7 +304,7 @@ TROUBLE = Section(
             unit="reqps",
             queries={"{{error}}": "sum by (error) (rate(baton_retries_total{$cluster}[$__rate_interval])) or $zero"},
             width=8,
-            leads=(Lead("pools", "Failures and room"), Lead("hand-over", "Failures by worker")),
+            leads=(Lead("pools", "Failures and room"), Lead("kv-transfer", "Failures by worker")),
         ),
         Panel(
             title="Made way",

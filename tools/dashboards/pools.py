@@ -25,7 +25,7 @@ SIZE = Section(
         ),
         Panel(
             title="Workers by state",
-            description="draining: the worker hands over its work and leaves. Work left after "
+            description="draining: the worker transfers its work and leaves. Work left after "
             "cluster.drain_timeout_s is computed again elsewhere.",
             unit="short",
             queries={"{{role}} {{state}}": f"sum by (role, state) ({STATES})"},
@@ -39,7 +39,7 @@ SIZE = Section(
             queries={"{{worker}} ({{role}})": f"max by (worker, role) (baton_worker_ready{{$cluster, {OF_WORKER}}})"},
             kind=Kind.STATES,
             bad_below=1,
-            leads=(Lead("hand-over", "Failures by worker", "worker"), Lead("hardware", "Why containers ended last")),
+            leads=(Lead("kv-transfer", "Failures by worker", "worker"), Lead("hardware", "Why containers ended last")),
         ),
         Panel(
             title="Workers",
@@ -92,7 +92,7 @@ LOAD = Section(
                 "{{worker}} ({{role}})": f"max by (worker, role) ("
                 f'baton_worker_sequences{{$cluster, state="waiting", {OF_WORKER}}})'
             },
-            leads=(Lead("autoscaling", "Utilisation"), Lead("hand-over", "Computed and not sent", "worker")),
+            leads=(Lead("autoscaling", "Utilisation"), Lead("kv-transfer", "Computed and not sent", "worker")),
         ),
         Panel(
             title="KV in use",

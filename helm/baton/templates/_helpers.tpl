@@ -168,7 +168,7 @@ karpenter.sh/do-not-disrupt: "true"
 {{ ceil .Values.config.cluster.drain_timeout_s | int }}
 {{- end }}
 
-{{/* A worker's pod leaves when its work is handed over and the worker that replaces it serves. */}}
+{{/* A worker's pod leaves when its work is transferred and the worker that replaces it serves. */}}
 {{- define "baton.leaveSeconds" -}}
 {{ add (include "baton.drainSeconds" . | int) (ceil .Values.config.cluster.start_timeout_s | int) }}
 {{- end }}

@@ -13,7 +13,7 @@ from baton.addresses import host_of, is_address
 from baton.errors import TransferRefused
 from baton.messages import FromReceiver, FromSender, Ping, Rendezvous
 from baton.rpc import channel as opened_channel
-from baton.rpc.doors import member_metadata
+from baton.rpc.member_auth import member_metadata
 from baton.rpc.server import MEMBER_CHANNEL_OPTIONS
 from baton.v1 import kv_pb2_grpc
 from kvstore.transfer.pipeline.driven import post

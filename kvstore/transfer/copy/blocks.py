@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class RankCache(Protocol):
-    """One rank's KV cache, as the hand-over reads and writes it. `KVCache` is one, and an engine may have its own."""
+    """One rank's KV cache, as the KV transfer reads and writes it. `KVCache` is one, and an engine may have its own."""
 
     @property
     def spec(self) -> KVSpec: ...

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from baton.blocks import GRANULE
+from baton.blocks import HASH_BLOCK
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def least_run(group: LayerGroup) -> int:
     """Returns elements of which the runs of a group are multiples, whatever heads and units a plan has."""
-    return math.gcd(GRANULE, group.block_size) * math.gcd(*group.page_dims)
+    return math.gcd(HASH_BLOCK, group.block_size) * math.gcd(*group.page_dims)
 
 
 @dataclass(frozen=True, slots=True)

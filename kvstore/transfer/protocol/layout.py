@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baton.blocks import GRANULE
+from baton.blocks import HASH_BLOCK
 from baton.errors import ConfigError
 from baton.kv_layout import GroupLayout, KvLayout, StateLayout
 from engine.core.kv_spec import DTYPE_BYTES, KVSpec, LayerGroup, PageOrder, StateSpec
@@ -41,11 +41,11 @@ def layout_of(spec: KVSpec, tp_size: int = 1, num_kv_heads: Sequence[int] = ()) 
             outnumber the heads; by default no head is held twice.
 
     Raises:
-        ConfigError: KV of this shape cannot be handed over.
+        ConfigError: KV of this shape cannot be transferred.
     """
     for group in spec.groups:
         if any(group.strides):
-            raise ConfigError(f"the hand-over copies blocks without gaps; those of group {group.name!r} have some")
+            raise ConfigError(f"the KV transfer copies blocks without gaps; those of group {group.name!r} have some")
     totals = num_kv_heads or tuple(group.num_kv_heads * tp_size for group in spec.groups)
     is_mixed = len({group.block_size for group in spec.groups}) > 1
     return KvLayout(
@@ -201,8 +201,10 @@ def _broken(layout: KvLayout) -> str:
     if not 1 <= layout.tp_size <= MAX_RANKS:
         return f"a layout has {layout.tp_size} ranks, and must have 1 to {MAX_RANKS}"
     for size in (layout.block_size, *(group.block_size or layout.block_size for group in layout.groups)):
-        if not 0 < size <= MAX_BLOCK_TOKENS or size % GRANULE:
-            return f"a layout has blocks of {size} tokens, and must have multiples of {GRANULE} to {MAX_BLOCK_TOKENS}"
+        if not 0 < size <= MAX_BLOCK_TOKENS or size % HASH_BLOCK:
+            return (
+                f"a layout has blocks of {size} tokens, and must have multiples of {HASH_BLOCK} to {MAX_BLOCK_TOKENS}"
+            )
         if layout.block_size % size:
             return f"a layout has blocks of {size} tokens, of which {layout.block_size} are no multiple"
     return ""

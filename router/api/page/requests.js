@@ -170,7 +170,7 @@ function phaseBar(detail) {
   return bar;
 }
 
-const TERMS = { wait_s: "wait", room_s: "wait for room", pull_s: "pull of a prefix", compute_s: "compute", exposed_s: "hand-over after it", step_s: "a token" };
+const TERMS = { wait_s: "wait", room_s: "wait for room", pull_s: "pull of a prefix", compute_s: "compute", exposed_s: "KV transfer after it", step_s: "a token" };
 
 function placementOf(placement) {
   const rows = [["first token", placement.predicted_ttft_s, placement.measured_ttft_s], ...Object.entries(TERMS).map(([term, name]) =>

@@ -88,7 +88,7 @@ def require_kind(kind: str) -> None:
         raise NotRun(f"not built: this version has no {kind} transport")
 
 
-def two(job: Job, patience_s: float = 60.0, environment: dict[str, str] | None = None, victim: int = -1) -> list[Any]:
+def two(job: Job, timeout_s: float = 60.0, environment: dict[str, str] | None = None, victim: int = -1) -> list[Any]:
     """Runs a job on both sides, and returns what each reports, the sender's first; a victim's is None.
 
     Raises:
@@ -105,12 +105,12 @@ def two(job: Job, patience_s: float = 60.0, environment: dict[str, str] | None =
     for end in (*pipes, *(writer for _, writer in outcomes)):
         end.close()
     reports: list[Any] = [None, None]
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     try:
         for rank, (reader, _) in enumerate(outcomes):
             if rank != victim:
                 assert reader.poll(max(0.0, deadline - time.monotonic())), (
-                    f"side {rank} said nothing in {patience_s:g} s"
+                    f"side {rank} said nothing in {timeout_s:g} s"
                 )
                 ok, reports[rank], fallbacks = _received(reader)
                 FALLBACKS.note(fallbacks)

@@ -20,7 +20,7 @@ from kvstore.transfer.protocol.plan import Chunk
 from kvstore.transfer.transport.streams import own_stream
 from tests.gpu.hour.checks import Found, is_rehearsal, judged, report_part
 from tests.gpu.hour.ends import Side, header_of, taken, two
-from tests.gpu.hour.handover import EPOCH, KV_OF_8B, Always, Setting, dtype, in_thread, seen_by
+from tests.gpu.hour.kv_transfer import EPOCH, KV_OF_8B, Always, Setting, dtype, in_thread, seen_by
 from tests.gpu.hour.models import SMALL, device_name, synchronize
 
 KIND = "ipc"

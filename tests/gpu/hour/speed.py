@@ -108,7 +108,7 @@ def _rate(kind: str, sizes: list[int], side: Side) -> dict[str, float]:
 
 
 def slots(kind: str) -> Found:
-    """A transport's rate by the size of its slots, without gathers and checksums; `handover-*` has those."""
+    """A transport's rate by the size of its slots, without gathers and checksums; `kv_transfer-*` has those."""
     require_kind(kind)
     sizes = [2**16, 2**18] if is_rehearsal() else [2**22, 2**24, 2**25, 2**26]
     _, received = two(partial(_rate, kind, sizes), 100.0)

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.errors import BatonError, InvalidRequest, NotWhole
 from baton.rpc import RpcServer, arrivals, channel, from_rpc_error
 from baton.rpc.arrivals import HELD_BYTES, MESSAGE_S, OPEN_HELD_BYTES
-from baton.rpc.doors import WORKERS_RULES, member_doors
+from baton.rpc.member_auth import WORKERS_RULES, member_auth
 from baton.rpc.server import UNREAD_BYTES
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from baton.v1 import inference_pb2, inference_pb2_grpc
@@ -63,8 +63,8 @@ async def served(rpc: RpcServer) -> AsyncIterator[str]:
         await rpc.stop(0)
 
 
-def routers(message_s: float = MESSAGE_S, *doors: Any) -> RpcServer:
-    return RpcServer(SERVICE_NAMES, doors, max_message_bytes=MAX_MESSAGE_BYTES, message_s=message_s)
+def routers(message_s: float = MESSAGE_S, *endpoints: Any) -> RpcServer:
+    return RpcServer(SERVICE_NAMES, endpoints, max_message_bytes=MAX_MESSAGE_BYTES, message_s=message_s)
 
 
 def with_tenants(folder: Path) -> RpcServer:
@@ -75,8 +75,8 @@ def with_tenants(folder: Path) -> RpcServer:
 
 def workers(folder: Path) -> RpcServer:
     write_private(folder / "secret", draw_secret())
-    doors = member_doors(KeyFile(folder / "secret", Principal.WORKER), "a1", WORKERS_RULES)
-    return RpcServer((), doors, max_message_bytes=MAX_MESSAGE_BYTES, describes_itself=False)
+    endpoints = member_auth(KeyFile(folder / "secret", Principal.WORKER), "a1", WORKERS_RULES)
+    return RpcServer((), endpoints, max_message_bytes=MAX_MESSAGE_BYTES, describes_itself=False)
 
 
 @contextlib.asynccontextmanager
@@ -105,7 +105,7 @@ async def is_healthy(address: str) -> bool:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-# -- who is not let in -------------------------------------------------------------------------------------------------
+# -- who is not admitted -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

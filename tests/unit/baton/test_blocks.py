@@ -32,8 +32,8 @@ def test_a_changed_token_changes_its_block_and_all_that_follow(tokens: list[int]
 @given(TOKENS)
 def test_a_larger_block_is_named_by_its_last_granule(tokens: list[int]) -> None:
     keys = block_keys(SEED, tokens)
-    for granules in (2, 3, 4):
-        assert block_keys(SEED, tokens, 16 * granules) == keys[granules - 1 :: granules]
+    for num_parts in (2, 3, 4):
+        assert block_keys(SEED, tokens, 16 * num_parts) == keys[num_parts - 1 :: num_parts]
 
 
 @given(TOKENS, st.integers(0, 200), st.sampled_from([16, 32, 48]))

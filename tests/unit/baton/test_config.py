@@ -72,7 +72,14 @@ def another(name: str, value: Any) -> Any:
         case float() | int() if name == "ping_s":  # must not exceed others
             return value + 1
         case str():
-            other = {"full": "off", "auto": "split", "info": "debug", "text": "json", "end": "pass", "exact": "int8g"}
+            other = {
+                "full": "off",
+                "auto": "disaggregated",
+                "info": "debug",
+                "text": "json",
+                "end": "pass",
+                "exact": "int8g",
+            }
             return (other | {"off": "optional"}).get(value, value + "x")
         case tuple():
             return ("nccl",) if name == "plain_links" else ("gloo",)
@@ -237,7 +244,7 @@ def test_of_an_unknown_variable_the_nearest_name_is_given(name: str, advice: str
         ("model: {id: }", "model.id must be of type str, got None"),
         ("transfer: {links: 5}", "transfer.links must be a list, got 5"),
         ("transfer: {checksum: Full}", "transfer.checksum must be one of full, off; got 'Full'"),
-        ("router: {mode: both}", "router.mode must be one of auto, split, aggregated; got 'both'"),
+        ("router: {mode: both}", "router.mode must be one of auto, disaggregated, aggregated; got 'both'"),
         ("engine: {runner: vllm}", "engine.runner must be one of auto, native, transformers, arithmetic; got 'vllm'"),
         ("engine: {block_size: 20}", "engine.block_size must be a multiple of 16, got 20"),
         ("engine: {block_size: 0}", "engine.block_size must be a multiple of 16, got 0"),

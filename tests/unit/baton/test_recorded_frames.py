@@ -43,7 +43,7 @@ FOLDER = Path(__file__).with_name("recorded_frames")
 RELEASES = sorted(FOLDER.glob("*.json"))
 SLOT_BYTES = 2**20
 VERSION_AT = 4
-"""Byte of a header that has the version of the hand-over's protocol."""
+"""Byte of a header that has the version of the KV transfer's protocol."""
 OF_ONE_PROTOCOL = {"header of a chunk", "transfer hash", "plan digest", "plan digest of unequal layouts"}
 """Between workers of unequal protocol versions nothing of these is sent: they refuse each other's greeting."""
 
@@ -225,7 +225,7 @@ FRAMES = {
         TICKET,
         m.FirstToken(0, FinishReason.LENGTH, REPORT),
         m.FirstToken(None, None, m.PrefillReport()),
-        m.HandedOver(2**33, 12, 0.5, 0.25),
+        m.Transferred(2**33, 12, 0.5, 0.25),
         m.NewTokens(token_ids=(5, 300, 49151), finish_reason=None, report=REPORT),
         m.NewTokens(token_ids=(), finish_reason=FinishReason.STOP),
         m.Fetched(64),

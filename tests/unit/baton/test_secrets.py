@@ -103,7 +103,7 @@ def test_a_tenants_file_that_cannot_be_read_is_not_quoted(tmp_path: Path) -> Non
 
 def planted() -> Config:
     index = IndexConfig(redis_url=f"redis://:{PLANTED}-redis@h:1/0", lease_s=7.0)
-    return Config(router=RouterConfig(cache_secret=f"{PLANTED}-scopes", mode="split"), index=index)
+    return Config(router=RouterConfig(cache_secret=f"{PLANTED}-scopes", mode="disaggregated"), index=index)
 
 
 def test_workers_and_the_controller_get_what_they_need_alone() -> None:
@@ -112,7 +112,7 @@ def test_workers_and_the_controller_get_what_they_need_alone() -> None:
     controllers = planted().for_controller().to_json()
     assert f"{PLANTED}-scopes" not in controllers
     assert Config.from_json(controllers).index == planted().index
-    assert Config.from_json(controllers).router.mode == "split"
+    assert Config.from_json(controllers).router.mode == "disaggregated"
 
 
 def test_a_worker_has_redis_password_from_its_nodes_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import pytest
 from baton.config import ClusterConfig, Config, RouterConfig, TransferConfig
 from baton.errors import ConfigError, NotAMember
 from baton.rpc import RpcServer, channel, from_rpc_error, members_only
-from baton.tls import CertificateFiles, Tls, door_tls, member_tls, names_in_call, names_in_connection
+from baton.tls import CertificateFiles, Tls, endpoint_tls, member_tls, names_in_call, names_in_connection
 from tests.support.certificates import Authority, cluster_settings, copy, serial_of
 
 WAIT_S = 30.0
@@ -164,8 +164,8 @@ async def _seen(port: int, client: ssl.SSLContext) -> tuple[int, str]:
 
 async def test_a_server_on_ssl_goes_on_with_new_files_and_asks_for_the_client(tmp_path: Path) -> None:
     authority = Authority.make(tmp_path)
-    files = authority.sign("door")
-    door = Tls(files, clients="optional")
+    files = authority.sign("endpoint")
+    endpoint = Tls(files, clients="optional")
     tenant = Tls(authority.sign("tenant", ["tenant.example", "spiffe://x/tenant", "127.0.0.9"]))
     anonymous = ssl.create_default_context(cafile=authority.path)
 
@@ -173,14 +173,14 @@ async def test_a_server_on_ssl_goes_on_with_new_files_and_asks_for_the_client(tm
         writer.write(" ".join(names_in_connection(writer.get_extra_info("peercert"))).encode())
         writer.close()
 
-    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=door.server_context()) as server:
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=endpoint.server_context()) as server:
         port = server.sockets[0].getsockname()[1]
         names = "CN:tenant DNS:tenant.example URI:spiffe://x/tenant IP:127.0.0.9"
         assert await _seen(port, tenant.client_context()) == (serial_of(files.certificate), names)
         assert await _seen(port, anonymous) == (serial_of(files.certificate), "")
         before = serial_of(files.certificate)
         other = Authority.make(tmp_path, "other")
-        authority.sign("door")
+        authority.sign("endpoint")
         assert before != serial_of(files.certificate)
         assert await _seen(port, anonymous) == (serial_of(files.certificate), "")
         copy(other.path, authority.path)
@@ -209,29 +209,29 @@ def test_wrong_files_are_refused_in_a_sentence(
 
 def test_settings_that_need_each_other(tmp_path: Path) -> None:
     assert member_tls(ClusterConfig()) is None
-    assert door_tls(Config()) is None
+    assert endpoint_tls(Config()) is None
     for part in ("tls_certificate", "tls_key", "tls_ca"):
         settings: dict[str, Any] = {"tls_certificate": "a", "tls_key": "b", "tls_ca": "c"} | {part: ""}
         with pytest.raises(ConfigError, match="need each other"):
             member_tls(ClusterConfig(**settings))
     with pytest.raises(ConfigError, match="need each other"):
-        door_tls(Config(router=RouterConfig(tls_key="a.key")))
+        endpoint_tls(Config(router=RouterConfig(tls_key="a.key")))
     with pytest.raises(ConfigError, match="needs a certificate"):
-        door_tls(Config(router=RouterConfig(tls_client_certificates="required", tls_client_ca="ca.pem")))
+        endpoint_tls(Config(router=RouterConfig(tls_client_certificates="required", tls_client_ca="ca.pem")))
     with pytest.raises(ConfigError, match="and authorities"):
-        door_tls(Config(router=RouterConfig(tls_client_certificates="optional", tls_certificate="a", tls_key="b")))
+        endpoint_tls(Config(router=RouterConfig(tls_client_certificates="optional", tls_certificate="a", tls_key="b")))
     files = Authority.make(tmp_path).sign("member")
     with pytest.raises(ConfigError, match="gloo, which cannot encrypt"):
         Config(cluster=ClusterConfig(**cluster_settings(files)), transfer=TransferConfig(links=("gloo", "tcp")))
-    own = Authority.make(tmp_path, "public").sign("door")
+    own = Authority.make(tmp_path, "public").sign("endpoint")
     config = Config(
         cluster=ClusterConfig(**cluster_settings(files)),
         router=RouterConfig(tls_certificate=own.certificate, tls_key=own.key, tls_client_certificates="required"),
     )
-    door = door_tls(config)
-    assert door is not None
-    assert door.now().certificate == Path(own.certificate).read_bytes()
-    assert door.now().authorities == Path(files.authorities[0]).read_bytes(), "of clients: the cluster's"
+    endpoint = endpoint_tls(config)
+    assert endpoint is not None
+    assert endpoint.now().certificate == Path(own.certificate).read_bytes()
+    assert endpoint.now().authorities == Path(files.authorities[0]).read_bytes(), "of clients: the cluster's"
 
 
 def test_the_commands_of_the_page_make_what_members_need(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_doctor_says_how_to_get_what_a_check_cannot_import() -> None:
 
     (check,) = guarded("torch", look)  # type: ignore[arg-type]
     assert (check.state, check.found) == ("fail", "this needs no_such_torch, which is not installed")
-    assert check.mend == "get it with: pip install 'baton-serving[worker]'"
+    assert check.fix == "get it with: pip install 'baton-serving[worker]'"
 
 
 @pytest.mark.usefixtures("installed")

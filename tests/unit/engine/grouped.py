@@ -21,7 +21,7 @@ MASK = 0x5A5A5A5A
 
 
 class PlainCache:
-    """A rank's cache in any page order, for the hand-over alone. Everything in it is junk at first."""
+    """A rank's cache in any page order, for the KV transfer alone. Everything in it is junk at first."""
 
     def __init__(self, spec: KVSpec, num_blocks: Iterable[int]) -> None:
         self.spec = spec

@@ -3,7 +3,7 @@
 It computes prompts in small parts and gives a sequence blocks only as it needs them; it reports once per part, with a
 fence of its own; it generates none to three tokens at a time; and it preempts an answer once, of its own accord. Its
 model is the arithmetic one, so every token can be worked out by hand. KV is in the cache only once its fence was
-waited for, so a reader that waits for another fence, or for none, hands over junk.
+waited for, so a reader that waits for another fence, or for none, transfers junk.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from baton.errors import ConfigError, TransferError, TransferRefused
 from baton.messages import (
     DecodeRequest,
     FirstToken,
-    HandedOver,
     NewTokens,
     PrefillRequest,
     SequenceSpec,
     Ticket,
+    Transferred,
 )
 from baton.scores import TokenScores
 from decode_worker.service import DecodeService
@@ -88,7 +88,7 @@ async def split(
             on_ticket(ticket)
         computing = PrefillService(prefill).prefill(PrefillRequest(spec, ticket), Context())
         events = [event async for event in computing]
-        assert [type(event) for event in events] == [FirstToken, HandedOver]
+        assert [type(event) for event in events] == [FirstToken, Transferred]
         tokens = [e.token_id for e in events if isinstance(e, FirstToken) and e.token_id is not None]
         async for message in answers:
             assert isinstance(message, NewTokens)
@@ -183,7 +183,7 @@ async def test_opaque_blocks_of_another_kind_are_refused_by_name() -> None:
             await split(prefill, decode, make_spec(PROMPT, 4))
 
 
-async def test_a_prompt_that_is_preempted_while_it_is_handed_over_fails_this_hand_over_only() -> None:
+async def test_a_prompt_that_is_preempted_while_it_is_transferred_fails_this_kv_transfer_only() -> None:
     engine = ScriptedEngine()
     async with (
         asyncio.timeout(20),
@@ -196,7 +196,7 @@ async def test_a_prompt_that_is_preempted_while_it_is_handed_over_fails_this_han
             assert isinstance(ticket, Ticket)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("tests.unit.engine.scripted.ScriptedSequence._compute_prompt", _preempted_at_once)
-                with pytest.raises(TransferError, match="lost its blocks while it was handed over: Preempted"):
+                with pytest.raises(TransferError, match="lost its blocks while it was transferred: Preempted"):
                     await anext(PrefillService(prefill).prefill(PrefillRequest(spec, ticket), Context()))
     assert engine.num_free == engine.num_blocks
 
@@ -242,7 +242,7 @@ async def test_a_ticket_may_leave_the_last_token_of_a_prompt_to_the_receiver() -
 
 @pytest.mark.parametrize("decoding", ["ours", "scripted", "scripted, all but the last token"])
 @pytest.mark.parametrize("draws_with_prompt", [True, False])
-async def test_a_hand_over_needs_neither_the_last_tokens_kv_nor_a_first_token(
+async def test_a_kv_transfer_needs_neither_the_last_tokens_kv_nor_a_first_token(
     decoding: str, draws_with_prompt: bool
 ) -> None:
     """The receiver computes the last token itself, and draws the first one where none comes."""
@@ -428,7 +428,7 @@ def group(**changes: Any) -> LayerGroup:
     return LayerGroup(**shape | changes)
 
 
-def test_a_shape_that_an_engine_or_the_hand_over_cannot_do_is_refused_by_name_at_start() -> None:
+def test_a_shape_that_an_engine_or_the_kv_transfer_cannot_do_is_refused_by_name_at_start() -> None:
     with pytest.raises(ValueError, match="block_size must be a multiple of 16, got 24"):
         group(block_size=24)
     with pytest.raises(ValueError, match=r"dtype must be one of float64, .*, got 'float12'"):

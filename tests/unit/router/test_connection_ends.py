@@ -40,7 +40,7 @@ WEBSOCKET = UPGRADE % b"websocket" + b"sec-websocket-version: 13\r\nsec-websocke
 H2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
-class Door:
+class Endpoint:
     """A port of a router, and what a client does there."""
 
     def __init__(self, server: HttpServer, service: Service, port: int, tls: ssl.SSLContext | None) -> None:
@@ -66,11 +66,11 @@ class Door:
         return opened
 
 
-def says(*pieces: bytes, reads: bool = True, half: bool = False) -> Callable[[Door], Awaitable[None]]:
+def says(*pieces: bytes, reads: bool = True, half: bool = False) -> Callable[[Endpoint], Awaitable[None]]:
     """A client sends pieces, closes its half if it is to, reads until the other side closes, and leaves."""
 
-    async def way(door: Door) -> None:
-        async with door.client() as (reader, writer):
+    async def way(endpoint: Endpoint) -> None:
+        async with endpoint.client() as (reader, writer):
             for piece in pieces:
                 writer.write(piece)
                 await asyncio.sleep(0.02)
@@ -83,11 +83,11 @@ def says(*pieces: bytes, reads: bool = True, half: bool = False) -> Callable[[Do
     return way
 
 
-def resets(said: bytes) -> Callable[[Door], Awaitable[None]]:
+def resets(said: bytes) -> Callable[[Endpoint], Awaitable[None]]:
     """A client sends something, and its machine drops the connection."""
 
-    async def way(door: Door) -> None:
-        async with door.client() as (_, writer):
+    async def way(endpoint: Endpoint) -> None:
+        async with endpoint.client() as (_, writer):
             opened: socket.socket = writer.get_extra_info("socket")
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.write(said)
@@ -97,64 +97,64 @@ def resets(said: bytes) -> Callable[[Door], Awaitable[None]]:
     return way
 
 
-async def leaves_while_it_is_answered(door: Door) -> None:
-    async with door.client() as (_, writer):
+async def leaves_while_it_is_answered(endpoint: Endpoint) -> None:
+    async with endpoint.client() as (_, writer):
         writer.write(POST + b"\r\n" + PROMPT)
-        await until(lambda: bool(door.service.asked) or not door.open.num_of)
+        await until(lambda: bool(endpoint.service.asked) or not endpoint.open.num_of)
 
 
-async def asks_for_a_websocket(door: Door) -> None:
+async def asks_for_a_websocket(endpoint: Endpoint) -> None:
     """It is answered as if it had not."""
-    async with door.client() as (reader, writer):
+    async with endpoint.client() as (reader, writer):
         writer.write(GET + WEBSOCKET)
         assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
 
 
-async def reads_nothing(door: Door) -> None:
-    async with door.client() as (reader, writer):
+async def reads_nothing(endpoint: Endpoint) -> None:
+    async with endpoint.client() as (reader, writer):
         reader._transport.pause_reading()  # type: ignore[attr-defined]
         writer.write((b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n") * 200)
-        await until(lambda: door.open.num_of.total() > 0)
-        await until(lambda: not door.open.num_of)
+        await until(lambda: endpoint.open.num_of.total() > 0)
+        await until(lambda: not endpoint.open.num_of)
 
 
-async def is_one_of_too_many(door: Door) -> None:
+async def is_one_of_too_many(endpoint: Endpoint) -> None:
     async with contextlib.AsyncExitStack() as stack:
         for number in range(1, 3 * MOST):
-            opened = stack.enter_context(await door.plain())
-            await until(lambda number=number: door.open.num_of.total() >= min(number, MOST))  # type: ignore[misc]
+            opened = stack.enter_context(await endpoint.plain())
+            await until(lambda number=number: endpoint.open.num_of.total() >= min(number, MOST))  # type: ignore[misc]
             opened.setblocking(False)
-        await until(lambda: 0 < door.open.num_of.total() <= MOST)
+        await until(lambda: 0 < endpoint.open.num_of.total() <= MOST)
 
 
-async def hangs_in_its_handshake(door: Door) -> None:
-    with await door.plain() as opened:
+async def hangs_in_its_handshake(endpoint: Endpoint) -> None:
+    with await endpoint.plain() as opened:
         opened.sendall(b"\x16\x03\x01\x02\x00\x01")
-        await until(lambda: not door.open.num_of)
+        await until(lambda: not endpoint.open.num_of)
 
 
-async def fails_in_its_handshake(door: Door) -> None:
-    with await door.plain() as opened:
+async def fails_in_its_handshake(endpoint: Endpoint) -> None:
+    with await endpoint.plain() as opened:
         opened.sendall(b"\x16\x03\x01\x00\x05hello")
-        await until(lambda: not door.open.num_of)
+        await until(lambda: not endpoint.open.num_of)
 
 
-async def leaves_its_handshake(door: Door) -> None:
-    (await door.plain()).close()
+async def leaves_its_handshake(endpoint: Endpoint) -> None:
+    (await endpoint.plain()).close()
 
 
-async def stays_when_the_router_ends(door: Door) -> None:
+async def stays_when_the_router_ends(endpoint: Endpoint) -> None:
     """Idle, in a head, in a body, and with a request that is computed."""
     async with contextlib.AsyncExitStack() as stack:
         for said in (b"", b"GET", POST + b"\r\n{", POST + b"\r\n" + PROMPT)[:MOST]:
-            _, writer = await stack.enter_async_context(door.client())
+            _, writer = await stack.enter_async_context(endpoint.client())
             writer.write(said)
-        await until(lambda: door.open.num_of.total() == MOST)
-        door.server.should_exit = True
-        await until(lambda: not door.open.num_of)
+        await until(lambda: endpoint.open.num_of.total() == MOST)
+        endpoint.server.should_exit = True
+        await until(lambda: not endpoint.open.num_of)
 
 
-WAYS: dict[str, Callable[[Door], Awaitable[None]]] = {
+WAYS: dict[str, Callable[[Endpoint], Awaitable[None]]] = {
     "reads its answer and closes": says(GET + b"\r\n", reads=False),
     "asks for the end": says(GET + b"connection: close\r\n\r\n"),
     "speaks HTTP/1.0": says(GET.replace(b"1.1", b"1.0") + b"\r\n"),
@@ -209,8 +209,8 @@ def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "LINGER_S", 0.1)
 
 
-async def attempt(way: Callable[[Door], Awaitable[None]], is_scraped: bool, authority: Authority | None) -> None:
-    files = authority.sign("door") if authority else None
+async def attempt(way: Callable[[Endpoint], Awaitable[None]], is_scraped: bool, authority: Authority | None) -> None:
+    files = authority.sign("endpoint") if authority else None
     router = RouterConfig(
         max_connections_per_client=MOST,
         stall_s=0.5,
@@ -224,23 +224,23 @@ async def attempt(way: Callable[[Door], Awaitable[None]], is_scraped: bool, auth
     servers = http_servers(config, service, TenantBook.open_to_all(), lambda: "", lambda: b"figures")
     serving = [asyncio.create_task(server.serve_all()) for server in servers]
     tls = ssl.create_default_context(cafile=authority.path) if authority else None
-    door = Door(servers[is_scraped], service, ports[is_scraped], tls)
+    endpoint = Endpoint(servers[is_scraped], service, ports[is_scraped], tls)
     try:
         async with asyncio.timeout(PATIENCE_S):
             await until(lambda: all(server.started for server in servers))
-            await way(door)
-            await until(lambda: not door.open.num_of, seen=lambda: door.open.num_of)
-            assert not door.open.num_held
-            if not door.server.should_exit:
-                async with door.client() as (reader, writer):
+            await way(endpoint)
+            await until(lambda: not endpoint.open.num_of, seen=lambda: endpoint.open.num_of)
+            assert not endpoint.open.num_held
+            if not endpoint.server.should_exit:
+                async with endpoint.client() as (reader, writer):
                     writer.write(GET + b"connection: close\r\n\r\n")
                     assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
     finally:
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*serving)
-    assert not door.open.num_of
-    assert not door.open.num_held
+    assert not endpoint.open.num_of
+    assert not endpoint.open.num_held
 
 
 @pytest.mark.usefixtures("_hurried")

@@ -1,6 +1,6 @@
-"""A request that cannot be served is refused at either door with a sentence, before any worker hears of it.
+"""A request that cannot be served is refused at either endpoint with a sentence, before any worker hears of it.
 
-The doors are the real ones, gRPC on a socket and HTTP in the process, over the real service and the default model's
+The endpoints are the real ones, gRPC on a socket and HTTP in the process, over the real service and the default model's
 tokenizer. Its dispatcher notes whether it was asked.
 """
 
@@ -116,7 +116,7 @@ class ManyTokens(OneToken):
 
 
 class Router:
-    """Both doors of a router.
+    """Both endpoints of a router.
 
     Attributes:
         dispatcher: what its workers would have been asked.
@@ -568,7 +568,7 @@ def is_crowded(router: Router) -> None:
     """Has the router refuse a request for want of places."""
     most = router.limiter.max_in_flight
     with router.limiter.slot("all", most), contextlib.suppress(Overloaded), router.limiter.slot("one more", 1):
-        raise AssertionError("let in")
+        raise AssertionError("admitted")
 
 
 @pytest.mark.parametrize("crowded", ["as one was refused", "as one waits", ""])

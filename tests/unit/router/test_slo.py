@@ -19,7 +19,8 @@ SECONDS = st.floats(0, 1000)
 
 
 def served() -> StageLog:
-    """Placed at 11, a ticket at 13, first token at 20, second at 21, on the last of which the hand-over took 0.5 s."""
+    """Placed at 11, a ticket at 13, first token at 20, second at 21, on the last of which the KV transfer took 0.5
+    s."""
     log = StageLog()
     log.attempt(11.0)
     log.asks_for_room(12.0)
@@ -27,7 +28,7 @@ def served() -> StageLog:
     log.computed(20.0, 4.0)
     log.last_token_s = 20.0
     log.decodes(21.0)
-    log.handed_over(21.5, 0.5)
+    log.transferred(21.5, 0.5)
     return log
 
 
@@ -67,17 +68,17 @@ def test_where_one_worker_does_both_its_wait_for_room_comes_before_the_prompt() 
     ]
 
 
-def test_a_hand_over_takes_no_longer_than_to_the_second_token() -> None:
+def test_a_kv_transfer_takes_no_longer_than_to_the_second_token() -> None:
     """Whether its report comes before that token or after it."""
-    for booked in ("after", "before"):
+    for recorded in ("after", "before"):
         log = StageLog()
         log.attempt(1.0)
         log.computed(2.0, 0.5)
-        if booked == "after":
+        if recorded == "after":
             log.decodes(2.75)
-            log.handed_over(9.0, 5.0)
+            log.transferred(9.0, 5.0)
         else:
-            log.handed_over(2.75, 5.0)
+            log.transferred(2.75, 5.0)
             log.decodes(3.0)
         assert log.noted[-1] == (TRANSFER, 2.0, 2.75)
 
@@ -116,7 +117,7 @@ def test_after_it_recovery_is_the_gap_that_the_client_sees() -> None:
     log.has_room(27.7)
     log.computed(29.0, 1.0)
     log.decodes(29.5)
-    log.handed_over(29.6, 0.25)
+    log.transferred(29.6, 0.25)
     life = phases(10.0, 20.0, 32.0, log.until(32.0))
     assert life[4:] == [
         (TRANSFER, 20.0, 20.5),

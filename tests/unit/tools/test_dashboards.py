@@ -19,9 +19,9 @@ from baton.cluster import (
     RouterInfo,
     WorkerLoad,
 )
-from baton.telemetry.booked import FIRST_BOUND
 from baton.telemetry.instruments import Instruments
 from baton.telemetry.prometheus import Histogram
+from baton.telemetry.request_metrics import FIRST_BOUND
 from tests.observability import exporters
 from tests.observability.shipped import (
     DASHBOARDS,

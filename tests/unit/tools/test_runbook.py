@@ -42,18 +42,18 @@ def test_the_index_has_every_alert_in_its_group_with_its_severity() -> None:
 
 
 @pytest.mark.parametrize("rule", alerts(), ids=lambda rule: str(rule["alert"]))
-def test_a_page_has_symptom_commands_and_cures(rule: dict[str, Any]) -> None:
+def test_a_page_has_symptom_commands_and_fix(rule: dict[str, Any]) -> None:
     after = f"after {rule['for']}" if "for" in rule else "at once"
     title, begun, rest = PAGES[rule["alert"]].split("\n\n", 2)
     assert title == f"# {rule['alert']}"
     assert begun == f"*{rule['labels']['severity']}, {after}*"
-    found = re.fullmatch(r"## Symptom\n\n(.+)\n## Commands\n\n(.+)\n## Cure\n\n(.+)", rest, re.DOTALL)
+    found = re.fullmatch(r"## Symptom\n\n(.+)\n## Commands\n\n(.+)\n## Fix\n\n(.+)", rest, re.DOTALL)
     assert found
-    symptom, commands, cure = found.groups()
+    symptom, commands, fix = found.groups()
     assert len(symptom.split()) > 10
     (block,) = re.findall(r"```sh\n(.*?)```", commands, re.DOTALL)
     assert all(re.fullmatch(r"\S.*\S +# \S.*", line) for line in block.splitlines()), "what each is for"
-    rows = [line for line in cure.splitlines() if line.startswith("| ")]
+    rows = [line for line in fix.splitlines() if line.startswith("| ")]
     assert rows[0] == "| What you see | What it means | What to do |"
     assert len(rows) > 2
     # A cell may be code with bars: none has any, so that three cells are three.

@@ -26,10 +26,10 @@ from baton.cluster import (
     WorkerState,
 )
 from baton.config import SloClassConfig
-from baton.telemetry.booked import FIRST_BOUND, LENGTH_BOUNDS
 from baton.telemetry.instruments import Instruments
 from baton.telemetry.observed import OBSERVED, TransferRows
 from baton.telemetry.prometheus import Histogram
+from baton.telemetry.request_metrics import FIRST_BOUND, LENGTH_BOUNDS
 from tests.support.builders import cluster_status, worker, worker_info
 
 COUNTS = TransferCounts(**{field.name: i for i, field in enumerate(dataclasses.fields(TransferCounts), 1)})
@@ -122,7 +122,7 @@ def test_a_bucket_holds_its_bound_and_every_row_has_every_label() -> None:
     assert f'{name}_bucket{{{chat},le="+Inf"}} 3.0' in found
     assert f"{name}_sum{{{chat}}} 100.021" in found
     assert f'{name}_count{{error_type="Overloaded",gen_ai_operation_name="chat"}} 1.0' in found
-    assert not any("baton_retries" in line for line in found), "nothing was booked"
+    assert not any("baton_retries" in line for line in found), "nothing was recorded"
 
 
 NOBODY = cluster_status()
@@ -363,7 +363,7 @@ def test_vllms_names_show_the_same_values() -> None:
         f"vllm:request_prefill_time_seconds_sum{{{model}}} 0.5",
         f"vllm:request_decode_time_seconds_count{{{model}}} 1.0",
         f"vllm:request_decode_time_seconds_sum{{{model}}} 2.0",
-    }, "the refused one is none; nothing is booked of first tokens and of generated ones"
+    }, "the refused one is none; nothing is recorded of first tokens and of generated ones"
     assert f'vllm:e2e_request_latency_seconds_bucket{{le="0.32",{model}}} 1.0' in lines
     assert "# TYPE vllm:e2e_request_latency_seconds histogram" in lines
 

@@ -351,7 +351,7 @@ async def dispatching(
         yield pools, serve
 
 
-@pytest.mark.parametrize("mode", ["aggregated", "split"])
+@pytest.mark.parametrize("mode", ["aggregated", "disaggregated"])
 async def test_a_request_goes_only_to_workers_that_know_all_of_it(mode: str) -> None:
     known = {"d-old": OLDER, "d-new": wire.KNOWN_FIELDS, "p-old": OLDER, "p-new": wire.KNOWN_FIELDS}
     async with dispatching(Workers(), known, mode) as (_, serve):
@@ -364,8 +364,8 @@ async def test_a_request_goes_only_to_workers_that_know_all_of_it(mode: str) -> 
                 ) == [5]
                 assert record.retries == 0
                 names |= {record.decode_worker, record.prefill_worker} - {""}
-    assert served[WITH_MIN_P] == ({"d-new", "p-new"} if mode == "split" else {"d-new"})
-    assert served[SPEC] == (known.keys() if mode == "split" else {"d-new", "d-old"})
+    assert served[WITH_MIN_P] == ({"d-new", "p-new"} if mode == "disaggregated" else {"d-new"})
+    assert served[SPEC] == (known.keys() if mode == "disaggregated" else {"d-new", "d-old"})
 
 
 async def test_where_nobody_knows_all_of_a_request_it_is_refused_by_name_and_at_once() -> None:
@@ -380,7 +380,7 @@ async def test_where_nobody_knows_all_of_a_request_it_is_refused_by_name_and_at_
 
 async def test_who_waits_in_vain_for_one_that_knows_is_told_so() -> None:
     """A decode worker knows all of it, and there may soon be a prefill worker that does."""
-    async with dispatching(Workers(), {"d-new": wire.KNOWN_FIELDS, "p-old": OLDER}, "split") as (_, serve):
+    async with dispatching(Workers(), {"d-new": wire.KNOWN_FIELDS, "p-old": OLDER}, "disaggregated") as (_, serve):
         with pytest.raises(Unsupported, match=r"no worker is ready that knows SamplingParams\.min_p \(5\)"):
             await serve(WITH_MIN_P, new_choice())
 

@@ -1,4 +1,4 @@
-"""Mistakes of newcomers: what they type, and the sentence that names the cure."""
+"""Mistakes of newcomers: what they type, and the sentence that names the fix."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ MISTAKES = {
         sentence="start one with `ray start --head`, or leave the address out",
     ),
     "a tenants' file that is not there": Mistake(
-        words="up", settings={"router_tenants_file": "/none.yaml"}, sentence="mend the file, or mount the secret"
+        words="up", settings={"router_tenants_file": "/none.yaml"}, sentence="fix the file, or mount the secret"
     ),
     "a certificate that is not there": Mistake(
         words="up",

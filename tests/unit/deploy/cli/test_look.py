@@ -19,7 +19,7 @@ from deploy.cli.app import app
 from deploy.cli.conversation import talk
 from deploy.local.log_files import follow, last_lines, log_files
 from deploy.operator.client import Access
-from deploy.operator.http_door import HttpDoor, is_url
+from deploy.operator.http_client import HttpClient, is_url
 from deploy.operator.talk import HttpSpeaker
 from deploy.operator.worker_log import new_lines
 from deploy.operator.worker_log import read as read_worker_log
@@ -170,7 +170,7 @@ def router() -> Iterator[str]:
 
 
 def test_a_chat_over_http_is_streamed_with_the_key_and_the_model_that_is_served(router: str) -> None:
-    speaker = HttpSpeaker(HttpDoor(router, Access("key"), 10), {"max_tokens": 3})
+    speaker = HttpSpeaker(HttpClient(router, Access("key"), 10), {"max_tokens": 3})
     said = ChatMessage(role="user", content="Hi")
     assert [piece for piece in speaker.answer([said]) if piece] == ["Hel", "lo"]
     assert Router.asked[0] == ("/v1/models", "Bearer key", None)
@@ -185,18 +185,18 @@ def test_a_chat_over_http_is_streamed_with_the_key_and_the_model_that_is_served(
 
 
 def test_a_workers_log_comes_from_the_first_router_that_answers(router: str) -> None:
-    doors = [HttpDoor("http://127.0.0.1:1", Access(), 10), HttpDoor(router, Access(), 10)]
-    assert read_worker_log(doors, "decode-0") == ["one", "two"]
+    endpoints = [HttpClient("http://127.0.0.1:1", Access(), 10), HttpClient(router, Access(), 10)]
+    assert read_worker_log(endpoints, "decode-0") == ["one", "two"]
     with pytest.raises(Forbidden, match="operators only"):
-        read_worker_log(doors, "decode-1")
+        read_worker_log(endpoints, "decode-1")
     with pytest.raises(NoWorker, match=r"no router answers at http://127\.0\.0\.1:1 "):
-        read_worker_log(doors[:1], "decode-0")
+        read_worker_log(endpoints[:1], "decode-0")
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host:1", "http://host:1/v1/models", "http://"])
 def test_what_is_no_address_of_a_router_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest, match="is not http://HOST:PORT"):
-        HttpDoor(url, Access(), 1)
+        HttpClient(url, Access(), 1)
 
 
 def test_a_url_is_known_from_an_address() -> None:

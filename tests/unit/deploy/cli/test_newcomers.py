@@ -1,4 +1,4 @@
-"""A newcomer's mistake gets one sentence that names the cure, before anything starts, wherever the command is run.
+"""A newcomer's mistake gets one sentence that names the fix, before anything starts, wherever the command is run.
 
 Every one is tried in this process; `make chaos` tries each as a user does, too: a process of its own, from an empty
 folder and from one with a `router.py`.

@@ -694,7 +694,7 @@ async def test_an_actor_that_takes_long_to_make_is_still_known(monkeypatch: pyte
 
 
 async def test_the_sizes_are_those_of_the_serving_pools(tmp_path: Path) -> None:
-    """As far as such pools can serve; a paused one is not followed; and both doors lead to the same size."""
+    """As far as such pools can serve; a paused one is not followed; and both endpoints lead to the same size."""
     async with bench(tmp_path) as it:
         it.controller.follow(Role.DECODE, PoolSpec(size=3, asked=3, max_size=4))
         await until(lambda: num_ready(it) == 3)

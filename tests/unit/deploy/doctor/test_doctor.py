@@ -62,7 +62,7 @@ def test_gpus_are_there_where_the_configuration_asks_for_them(
     wanted: str, num_gpus: int, cuda: str, driver: str, state: str, words: str
 ) -> None:
     check = machine.gpu(wanted, 0, machine.Gpus(num=num_gpus, names="H200", cuda=cuda, driver=driver))
-    assert (check.state, bool(check.mend)) == (state, state != "ok")
+    assert (check.state, bool(check.fix)) == (state, state != "ok")
     assert words in check.found
 
 
@@ -71,7 +71,7 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over(wanted: str, state: str)
     old = machine.Gpus(num=0, names="", cuda="13.0", driver="550.1", sign="/dev/nvidia0")
     check = machine.gpu(wanted, 0, old)
     assert check.state == state
-    assert ("model.device to cpu" in check.mend) == (wanted == "auto")
+    assert ("model.device to cpu" in check.fix) == (wanted == "auto")
 
 
 def test_an_instance_of_a_gpu_is_named_as_such() -> None:
@@ -79,7 +79,7 @@ def test_an_instance_of_a_gpu_is_named_as_such() -> None:
     check = machine.gpu("auto", 0, mig)
     assert check.state == "warn"
     assert "give every worker of this machine the first instance" in check.found
-    assert "worker.gpu.resource" in check.mend
+    assert "worker.gpu.resource" in check.fix
 
 
 def test_every_rank_of_a_worker_needs_a_gpu() -> None:
@@ -124,9 +124,9 @@ def test_nccl_between_machines_needs_a_trusted_network_beside_certificates() -> 
     (check,) = look("tls.crt")
     assert check.state == "warn"
     assert "KV goes over tcp: nccl cannot encrypt, and cluster.tls_certificate is set" in check.found
-    assert "transfer.plain_links" in check.mend
+    assert "transfer.plain_links" in check.fix
     (check,) = look("tls.crt", "nccl")
-    assert (check.state, check.mend) == ("ok", "")
+    assert (check.state, check.fix) == ("ok", "")
 
 
 def rdma_device(folder: Path, name: str, state: str) -> None:
@@ -144,9 +144,9 @@ def test_rdma_devices_have_to_be_active_open_and_lockable(tmp_path: Path) -> Non
 
     assert look() == Check("rdma", "ok", "no devices: NCCL uses TCP between nodes")
     rdma_device(devices, "mlx5_0", "DOWN")
-    assert "no port is active" in look().mend
+    assert "no port is active" in look().fix
     rdma_device(devices, "mlx5_1", "ACTIVE")
-    assert "device plugin" in look().mend
+    assert "device plugin" in look().fix
     (nodes / "uverbs0").touch()
     assert look() == Check("rdma", "ok", "mlx5_0 DOWN, mlx5_1 ACTIVE")
     assert look(memlock=-1).state == "ok"
@@ -154,7 +154,7 @@ def test_rdma_devices_have_to_be_active_open_and_lockable(tmp_path: Path) -> Non
     refused = look(memlock=65536)
     assert refused.state == "fail"
     assert "the memlock limit is 64 KiB, and CapEff has no IPC_LOCK" in refused.found
-    assert "LimitMEMLOCK=infinity" in refused.mend
+    assert "LimitMEMLOCK=infinity" in refused.fix
     assert "NCCL_IB_DISABLE=1" in look(is_disabled=True).found
 
 
@@ -191,14 +191,14 @@ def test_a_driver_is_known_by_the_kernels_word_or_by_its_tool(tmp_path: Path, mo
 def test_open_files_suffice_for_the_clients() -> None:
     assert machine.file_limit(768, 768, 768).state == "ok"
     assert machine.file_limit(-1, -1, 768).state == "ok"
-    assert machine.file_limit(767, 4096, 768).mend == "ulimit -n 768"
-    assert "the hard limit is 512" in machine.file_limit(512, 512, 768).mend
+    assert machine.file_limit(767, 4096, 768).fix == "ulimit -n 768"
+    assert "the hard limit is 512" in machine.file_limit(512, 512, 768).fix
 
 
 def test_a_small_shared_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "MIN_SHM_MIB", 10**12)
     (check,) = machine.shared_memory(path=tmp_path)
-    assert (check.state, "medium Memory" in check.mend) == ("warn", True)
+    assert (check.state, "medium Memory" in check.fix) == ("warn", True)
     monkeypatch.setattr(machine, "MIN_SHM_MIB", 0)
     assert next(machine.shared_memory(path=tmp_path)).state == "ok"
     assert "there is no" in next(machine.shared_memory(path=tmp_path / "none")).found
@@ -220,7 +220,7 @@ def test_who_has_a_port_is_named() -> None:
         check = next(c for c in machine.ports(config) if c.name == f"port {port}")
     assert check.state == "fail"
     assert f"(pid {os.getpid()})" in check.found
-    assert "BATON_GRPC_PORT" in check.mend
+    assert "BATON_GRPC_PORT" in check.fix
     assert next(machine.ports(config)).state == "ok", "it is free again"
 
 
@@ -300,8 +300,8 @@ def test_a_part_that_breaks_does_not_hide_the_others() -> None:
         yield Check("a", "ok", "well")
         raise OSError("gone")
 
-    assert guarded("b", look, "mend it") == [Check("a", "ok", "well"), Check("b", "fail", "OSError: gone", "mend it")]
-    assert guarded("b", look)[1].mend == "install it again: pip install 'baton-serving[local,worker]' --force-reinstall"
+    assert guarded("b", look, "fix it") == [Check("a", "ok", "well"), Check("b", "fail", "OSError: gone", "fix it")]
+    assert guarded("b", look)[1].fix == "install it again: pip install 'baton-serving[local,worker]' --force-reinstall"
 
 
 def test_long_lists_are_cut() -> None:
@@ -328,7 +328,7 @@ def findings(**changed: Any) -> dict[str, Check]:
     return {check.name: check for check in redis.server("redis://h:1/0", redis.Look(replace(FACTS, **changed), ()))}
 
 
-def test_a_redis_as_it_should_be_has_nothing_to_mend() -> None:
+def test_a_redis_as_it_should_be_has_nothing_to_fix() -> None:
     assert {check.state for check in findings().values()} == {"ok"}
 
 
@@ -349,7 +349,7 @@ def test_a_redis_as_it_should_be_has_nothing_to_mend() -> None:
 def test_what_is_wrong_with_a_redis_is_told(changed: dict[str, Any], name: str, state: str) -> None:
     found = findings(**changed)
     assert {check.name: check.state for check in found.values() if check.state != "ok"} == {name: state}
-    assert found[name].mend
+    assert found[name].fix
 
 
 def test_a_version_is_compared_by_numbers() -> None:
@@ -371,7 +371,7 @@ def lease_findings(*workers: Worker, left_s: float = 9.0, ahead_s: float = 0.0) 
     return {check.name: check for check in redis.leases(look, lease_s=10.0, now_s=lambda: 100.0)}
 
 
-def test_leases_in_order_have_nothing_to_mend() -> None:
+def test_leases_in_order_have_nothing_to_fix() -> None:
     found = lease_findings(worker("d0"), worker("p0", Role.PREFILL))
     assert {check.state for check in found.values()} == {"ok"}
     assert set(found) == {"leases", "clocks of the nodes", "kv compatibility"}
@@ -445,10 +445,10 @@ def test_addresses_that_do_not_answer_are_told_by_what_blocks_them() -> None:
         ("fail", "refused: c (c:1)"),
         ("fail", "timed out: b (b:1), d (d:1)"),
     ]
-    assert "NetworkPolicy" in checks[2].mend
+    assert "NetworkPolicy" in checks[2].fix
     outside = list(reachability(targets, is_inside=False, knock=answers.__getitem__))
     assert {c.state for c in outside[1:]} == {"warn"}
-    assert all("outside of the cluster" in c.mend for c in outside[1:])
+    assert all("outside of the cluster" in c.fix for c in outside[1:])
 
 
 def test_addresses_that_are_somebody_elses_to_everybody_are_told() -> None:
@@ -479,7 +479,7 @@ def test_a_drain_that_does_not_move_is_told() -> None:
     (moving,) = cluster.drains(status(draining(5)), lambda: status(draining(6)), wait_s=0)
     assert moving.state == "ok"
     (empty,) = cluster.drains(status(draining(5, running=0)), lambda: status(draining(5, running=0)), wait_s=0)
-    assert "replacement" in empty.mend
+    assert "replacement" in empty.fix
     assert not list(cluster.drains(status(draining(5)), lambda: status(), wait_s=0)), "it is gone"
     assert not list(cluster.drains(status(draining(5, "ready")), lambda: status(), wait_s=0))
 
@@ -526,7 +526,7 @@ def test_what_a_gpu_worker_has_fallen_back_to_is_told_with_the_reason() -> None:
         ("warn", "attention is by torch: no compiler (d1 (decode), d2 (decode))"),
         ("warn", "KV is copied by torch: too old (d1 (decode))"),
     ]
-    assert all("docs/gpu.md" in each.mend for each in checks)
+    assert all("docs/gpu.md" in each.fix for each in checks)
     (well,) = cluster.computing(status(workers[0]))
     assert well.state == "ok"
     assert "L4, bfloat16, attention kernels" in well.found
@@ -601,8 +601,8 @@ def test_a_configuration_that_cannot_be_read_is_a_check_too() -> None:
 def test_a_redis_that_is_away_says_where_it_was_looked_for_without_its_password() -> None:
     (check,) = redis.server("redis://:secret@h:1/0", StoreUnavailable("Redis: refused"))
     assert check.state == "warn"
-    assert "secret" not in check.mend
-    assert "h:1" in check.mend
+    assert "secret" not in check.fix
+    assert "h:1" in check.fix
 
 
 COMMAND = """

@@ -73,7 +73,7 @@ def test_what_is_wrong_is_the_check_that_fails(
     (failed,) = [each for checks in found(folder).values() for each in checks if each.state == "fail"]
     assert failed.name == check
     assert sentence in failed.found
-    assert failed.mend
+    assert failed.fix
 
 
 def test_a_template_that_is_not_valid_is_one(folder: Path) -> None:

@@ -98,7 +98,7 @@ def test_what_cannot_run_with_these_settings_comes_with_its_own_remedy() -> None
             "get it with: pip; or set index.redis_url",
         )
     ]
-    assert guarded("redis", raiser("it cannot be"))[0].mend == ""
+    assert guarded("redis", raiser("it cannot be"))[0].fix == ""
 
 
 def raiser(sentence: str) -> Callable[..., NoReturn]:

@@ -436,8 +436,8 @@ def test_a_damaged_folder_is_made_anew(tiny: CatalogueModel, tmp_path: Path, fol
     flip_a_byte(folder)
     seen: list[Progress] = []
     assert catalogue_folder(tiny, tmp_path / "cache", seen.append) == folder
-    mend = Progress(stage="mend", done=0, total=0, detail=f"{folder} (model.safetensors is not as it was written)")
-    assert seen[0] == mend
+    fix = Progress(stage="fix", done=0, total=0, detail=f"{folder} (model.safetensors is not as it was written)")
+    assert seen[0] == fix
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
     assert {path.name for path in folder.parent.iterdir()} == {tiny.folder_name, f"{tiny.folder_name}.lock"}
 

@@ -55,12 +55,12 @@ EXPLANATION = Explanation(
     itl_objective_s=0.05,
     num_prompt_tokens=2000,
     num_expected_tokens=128,
-    mode="split",
+    mode="disaggregated",
     prefill_worker="worker-12",
     decode_worker="worker-3",
     source="worker-4",
     source_tokens=1024,
-    outcome="let in",
+    outcome="admitted",
     predicted_ttft_s=14.095,
     measured_ttft_s=15.5,
     predicted=PlacementSeconds(wait_s=1.25, room_s=0.0, pull_s=0.5, compute_s=12.345, exposed_s=0.125, step_s=0.0625),
@@ -90,7 +90,7 @@ SUMMARY = RequestSummary(
     ttft_objective_s=2.5,
     itl_objective_s=0.05,
     stages=StageSeconds(queue=2.5, prefill=12.5, recovery=0.5, decode=4.5),
-    mode="split",
+    mode="disaggregated",
     prefill_worker="worker-12",
     decode_worker="worker-3",
     retries=1,
@@ -154,7 +154,10 @@ def test_a_placement_says_where_to_and_why_with_predicted_and_measured_seconds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = placed(capsys, EXPLANATION)
-    assert "req-7/1: split on worker-12 (prefill) -> worker-3 (decode), pulls 1024 tokens from worker-4; let in" in out
+    assert (
+        "req-7/1: disaggregated on worker-12 (prefill) -> worker-3 (decode), pulls 1024 tokens from worker-4; admitted"
+        in out
+    )
     assert "2000 prompt tokens, room for 128 tokens of answer" in out
     assert "first token: predicted 14.095 s, measured 15.500 s" in out
 

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from baton.config import SloClassConfig
 from baton.errors import InvalidRequest, NoWorker
-from baton.telemetry.booked import TOKEN_BOUNDS, TTFT_BOUNDS
 from baton.telemetry.instruments import Instruments
+from baton.telemetry.request_metrics import TOKEN_BOUNDS, TTFT_BOUNDS
 from deploy.operator.scrape import Samples, Scraper, parse, seen_from
 from deploy.operator.watch import (
     ClassView,

@@ -117,7 +117,7 @@ class AheadMachine(EngineMachine):
                 pages[:, list(output.block_ids[0][output.num_cached_tokens // BLOCK :])] = GARBAGE
 
 
-def test_a_prompt_that_is_handed_over_is_computed_once() -> None:
+def test_a_prompt_that_is_transferred_is_computed_once() -> None:
     engine = make_engine()
     engine.add(make_spec(numbers(1, 20)), Purpose.PREFILL, 0.0)
     batch, _ = engine.schedule(0.0)

@@ -282,11 +282,11 @@ def test_a_search_that_is_preempted_again_and_again_never_stands_still(prompt: i
     """Also where all that its beams begin with is in the cache."""
     engine = engine_of()
     spec = spec_of("again", prompt, ignore_eos=True, max_tokens=24)
-    trunk = engine.add(spec, Purpose.GENERATE, 0.0)
+    parent = engine.add(spec, Purpose.GENERATE, 0.0)
     found: list[tuple[int, ...]] = []
     for now in itertools.count():
-        if now % 5 == 4 and trunk.status is Status.BRANCHED:
-            engine.scheduler._preempt(trunk)
+        if now % 5 == 4 and parent.status is Status.BRANCHED:
+            engine.scheduler._preempt(parent)
         step, _ = engine.schedule(0.0)
         assert step
         for output in engine.commit(step, engine.runner.execute(step), 0.0):
@@ -402,7 +402,7 @@ def test_beams_that_fit_nowhere_are_refused() -> None:
     assert engine.is_idle
 
 
-def test_the_prompt_alone_is_computed_for_a_hand_over() -> None:
+def test_the_prompt_alone_is_computed_for_a_kv_transfer() -> None:
     engine = engine_of()
     held = engine.add(spec_of("sent", 20), Purpose.PREFILL, 0.0)
     outputs = run_step(engine)
@@ -416,7 +416,7 @@ def test_the_prompt_alone_is_computed_for_a_hand_over() -> None:
     assert engine.is_idle
 
 
-def test_a_search_begins_after_a_hand_over_whatever_token_came_with_it() -> None:
+def test_a_search_begins_after_a_kv_transfer_whatever_token_came_with_it() -> None:
     spec = spec_of("received", 33)
     source, engine = engine_of(), engine_of()
     sent = source.add(spec, Purpose.PREFILL, 0.0)

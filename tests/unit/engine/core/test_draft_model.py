@@ -27,7 +27,7 @@ from tests.support.builders import sequence_spec, step_costs
 from tests.support.guessing import FREE, run
 from tests.unit.engine.core.test_drafting import SAMPLING, VOCAB_SIZE, numbers_of, sampling_of
 from tests.unit.engine.core.test_drafting import make_engine as make_plain_engine
-from tests.unit.engine.core.test_engine import drain, generated, hand_over, is_empty, reserved_for
+from tests.unit.engine.core.test_engine import drain, generated, is_empty, kv_transfer, reserved_for
 
 STEP_S = 0.01
 
@@ -334,7 +334,7 @@ def test_a_received_prompt_is_computed_by_the_draft_model_itself() -> None:
     _, said = target.schedule(0.0)
     reserved = reserved_for(sequence)
     assert said == [reserved]
-    hand_over(source, held, target, reserved)
+    kv_transfer(source, held, target, reserved)
     source.end(held)
     target.insert(sequence, first[0], 0.0)
     assert [*first, *generated(drain(target), sequence)] == told.token_ids

@@ -31,8 +31,8 @@ from tests.support.guessing import FREE, Known, Told, run
 from tests.unit.engine.core.test_engine import (
     drain,
     generated,
-    hand_over,
     is_empty,
+    kv_transfer,
     numbers,
     reserved_for,
 )
@@ -394,7 +394,7 @@ def test_a_received_prompt_is_answered_with_drafts() -> None:
     _, said = target.schedule(0.0)
     reserved = reserved_for(sequence)
     assert said == [reserved]
-    hand_over(source, held, target, reserved)
+    kv_transfer(source, held, target, reserved)
     source.end(held)
     target.insert(sequence, first[0], 0.0)
     assert target.scheduler.drafter is not None

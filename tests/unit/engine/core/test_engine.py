@@ -123,7 +123,7 @@ def is_empty(engine: Engine) -> bool:
     return counts.in_use == 0 and counts.free + counts.cached == counts.total and load.running + load.waiting == 0
 
 
-def hand_over(source: Engine, held: Sequence, target: Engine, reserved: Reserved) -> None:
+def kv_transfer(source: Engine, held: Sequence, target: Engine, reserved: Reserved) -> None:
     """What the KV transfer does, by hand: the blocks the receiver lacks, and the state."""
     skip = reserved.num_cached_tokens // BLOCK
     num_blocks = -(-(held.num_tokens - 1) // BLOCK)
@@ -245,7 +245,7 @@ def test_staggered_arrivals_share_steps_and_stay_exact(with_state: bool) -> None
 @pytest.mark.parametrize("what", ["lose", "alter keys", "alter values", "swap"])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_damaged_block_changes_the_answer(what: str, layer: int) -> None:
-    """The tests of scheduling and hand-over stand on this: wrong KV never goes unnoticed, in whichever layer."""
+    """The tests of scheduling and KV transfer stand on this: wrong KV never goes unnoticed, in whichever layer."""
     engine = make_engine()
     prompt = numbers(1, 40)
     sequence = engine.add(make_spec(prompt, 4), Purpose.GENERATE, 0.0)
@@ -498,7 +498,7 @@ def test_max_tokens_counts_what_a_resumed_sequence_brought() -> None:
     assert finish_of(outputs) is FinishReason.LENGTH
 
 
-def test_times_are_booked() -> None:
+def test_times_are_recorded() -> None:
     engine = make_engine(max_num_batched_tokens=16)
     sequence = engine.add(make_spec(numbers(2, 30), 2), Purpose.GENERATE, 1.0)
     step(engine, 2.0)
@@ -556,7 +556,7 @@ def test_a_token_id_without_a_logit_is_refused(asked: dict[str, Any]) -> None:
     assert is_empty(engine)
 
 
-# -- hand-over ---------------------------------------------------------------------------------------------------------
+# -- KV transfer -------------------------------------------------------------------------------------------------------
 
 
 def test_prefill_holds_its_blocks_until_it_is_ended() -> None:
@@ -611,7 +611,7 @@ def test_prefill_says_when_the_first_token_is_the_last() -> None:
 
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 64, 100])
-def test_handed_over_it_gives_the_same_tokens(num_tokens: int, with_state: bool) -> None:
+def test_transferred_it_gives_the_same_tokens(num_tokens: int, with_state: bool) -> None:
     prefill, decode = (make_engine(with_state=with_state) for _ in range(2))
     decode.add(make_spec(numbers(50, 33), 50, name="neighbour"), Purpose.GENERATE, 0.0)  # so that block tables differ
     step(decode)
@@ -623,7 +623,7 @@ def test_handed_over_it_gives_the_same_tokens(num_tokens: int, with_state: bool)
     assert receiver.status is Status.RESERVED
     _, first = drain(prefill)
     assert isinstance(first, Generated)
-    hand_over(prefill, held, decode, reserved)
+    kv_transfer(prefill, held, decode, reserved)
     assert decode.insert(receiver, first.token_ids[0], 3.0) is None
     prefill.end(held)
     outputs = drain(decode)
@@ -642,7 +642,7 @@ def test_without_the_state_the_answer_is_wrong() -> None:
     _, first = drain(prefill)
     assert isinstance(reserved, Reserved)
     assert isinstance(first, Generated)
-    hand_over(prefill, held, decode, reserved)
+    kv_transfer(prefill, held, decode, reserved)
     decode.runner.caches[0].states["token_sum"].zero_()
     decode.insert(receiver, first.token_ids[0], 0.0)
     assert generated(drain(decode), receiver) != expected_tokens([4, 5, 6], 8, with_state=True)[1:]
@@ -660,7 +660,7 @@ def test_a_receiver_skips_what_it_holds_already(num_tokens: int, skip: int) -> N
     (reserved,) = drain(decode)
     assert reserved == reserved_for(receiver, skip)
     assert isinstance(first, Generated)
-    hand_over(prefill, held, decode, reserved)
+    kv_transfer(prefill, held, decode, reserved)
     decode.insert(receiver, first.token_ids[0], 0.0)
     assert [first.token_ids[0], *generated(drain(decode), receiver)] == expected_tokens(prompt, 20)
     assert is_empty(decode)
@@ -676,7 +676,7 @@ def test_received_blocks_are_cached_for_others() -> None:
     assert isinstance(first, Generated)
     assert isinstance(reserved, Reserved)
     assert decode.pool.keys() == [], "nothing is readable before the commit"
-    hand_over(prefill, held, decode, reserved)
+    kv_transfer(prefill, held, decode, reserved)
     decode.insert(receiver, first.token_ids[0], 0.0)
     assert len(decode.pool.keys()) == 2
     drain(decode)
@@ -720,7 +720,7 @@ def test_a_received_sequence_survives_preemption() -> None:
         receiver = decode.add(spec, Purpose.RECEIVE, float(now))
         reserved = next(o for o in decode.schedule(0.0)[1] if isinstance(o, Reserved))
         assert isinstance(first, Generated)
-        hand_over(prefill, held, decode, reserved)
+        kv_transfer(prefill, held, decode, reserved)
         receivers.append(receiver)
     for spec, receiver in zip(specs, receivers, strict=True):
         decode.insert(receiver, expected_tokens(spec.token_ids, 1)[0], 0.0)
@@ -732,7 +732,8 @@ def test_a_received_sequence_survives_preemption() -> None:
 
 
 def test_a_prefill_keeps_its_blocks_whoever_needs_them() -> None:
-    """The youngest, and others grow until nothing is left: they wait for its hand-over rather than take its blocks."""
+    """The youngest, and others grow until nothing is left: they wait for its KV transfer rather than take its
+    blocks."""
     engine = make_engine(8, output_reservation=0)
     prompts = [numbers(i, 20) for i in range(2)]
     others = [engine.add(make_spec(prompts[i], 60, name=f"r{i}"), Purpose.GENERATE, float(i)) for i in range(2)]

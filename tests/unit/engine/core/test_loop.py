@@ -204,7 +204,7 @@ Told = list[KvProgress]
 
 @pytest.mark.parametrize("num_cached", [0, 32])
 async def test_progress_is_told_layer_by_layer_and_is_true(num_cached: int) -> None:
-    """With pins taken at admission: exactly what a hand-over does that follows the computing."""
+    """With pins taken at admission: exactly what a KV transfer does that follows the computing."""
     runner = ArithmeticRunner(64, num_layers=4, layer_s=0.001)
     async with running(EngineLoop(engine_of(runner), 64)) as loop:
         prompt = numbers(1, 150)

@@ -153,7 +153,7 @@ async def test_answers_are_the_same(seed: int) -> None:
 
 @pytest.mark.parametrize("runner_type", [CountingRunner, DeviceRunner])
 @pytest.mark.parametrize("seed", range(3))
-async def test_cancelled_and_handed_over_at_any_moment(runner_type: type[CountingRunner], seed: int) -> None:
+async def test_cancelled_and_transferred_at_any_moment(runner_type: type[CountingRunner], seed: int) -> None:
     draw = random.Random(seed)
     runner = runner_type(14)
     loop = loop_of(runner)

@@ -1,4 +1,4 @@
-"""What steps, pulls and hand-overs cost: the model, and how its coefficients are learned."""
+"""What steps, pulls and KV transfers cost: the model, and how its coefficients are learned."""
 
 from __future__ import annotations
 
@@ -264,25 +264,25 @@ def test_moving_kv_costs_what_it_has_cost() -> None:
     for _ in range(500):
         num_tokens = rng.randrange(100, 8000)
         fit.pulled(num_tokens, (1e-3 + 2e-6 * num_tokens) * rng.uniform(0.9, 1.1))
-        fit.handed_over(num_tokens, 5e-3 * rng.uniform(0.9, 1.1))
+        fit.transferred(num_tokens, 5e-3 * rng.uniform(0.9, 1.1))
     assert (fit.prices.pull_s, fit.prices.pull_s_per_token) == near((1e-3, 2e-6), 0.1)
     assert fit.prices.exposed_s == near(5e-3, 0.05)
     assert fit.prices.exposed_s_per_token < 1e-7
 
 
-def test_hand_overs_say_nothing_of_pulls() -> None:
+def test_kv_transfers_say_nothing_of_pulls() -> None:
     fit = PriceFit()
-    fit.handed_over(1000, 0.5)
+    fit.transferred(1000, 0.5)
     assert (fit.prices.pull_s, fit.prices.pull_s_per_token) == (DEFAULT_PRICES.pull_s, DEFAULT_PRICES.pull_s_per_token)
     assert fit.prices.exposed_s == near(0.5)
 
 
-def test_hand_overs_that_take_longer_the_longer_the_prompt_are_learned_as_such() -> None:
+def test_kv_transfers_that_take_longer_the_longer_the_prompt_are_learned_as_such() -> None:
     rng = random.Random(1)
     fit = PriceFit()
     for _ in range(500):
         num_tokens = rng.randrange(100, 8000)
-        fit.handed_over(num_tokens, (1e-3 + 2e-6 * num_tokens) * rng.uniform(0.9, 1.1))
+        fit.transferred(num_tokens, (1e-3 + 2e-6 * num_tokens) * rng.uniform(0.9, 1.1))
     assert (fit.prices.exposed_s, fit.prices.exposed_s_per_token) == near((1e-3, 2e-6), 0.1)
 
 

@@ -1,4 +1,4 @@
-"""One side of a hand-over in a process of its own, which can be killed or stopped.
+"""One side of a KV transfer in a process of its own, which can be killed or stopped.
 
 Children are forked by a server process that has imported everything before, so that each starts within milliseconds.
 """
@@ -123,7 +123,7 @@ async def _serve(
 ) -> None:
     if role == "decode":
         async with decode_side(config, "decode-9", incarnation=incarnation, caches=[cache]) as decode:
-            decode.door.watch = lambda kind, message: kind != die_at or _die(pipe)
+            decode.endpoint.watch = lambda kind, message: kind != die_at or _die(pipe)
             await _serve_decode(pipe, decode)
     else:
         async with prefill_side(config, faults, "prefill-9", incarnation=incarnation, caches=[cache]) as prefill:

@@ -1,4 +1,4 @@
-"""Both sides of a hand-over, over real gRPC and real links; what the tests of the hand-over share."""
+"""Both sides of a KV transfer, over real gRPC and real links; what the tests of the KV transfer share."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import torch
 
 from baton.config import FaultsConfig, TransferConfig
 from baton.kv_layout import KvLayout
-from baton.messages import HandedOver, PrefixSource, SequenceSpec, Ticket
+from baton.messages import PrefixSource, SequenceSpec, Ticket, Transferred
 from baton.rpc.arrivals import Arrivals
-from baton.rpc.doors import WORKERS_RULES, member_doors
 from baton.rpc.errors import ErrorInterceptor, MalformedCount
+from baton.rpc.member_auth import WORKERS_RULES, member_auth
 from baton.rpc.server import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from baton.tasks import cancel_and_wait
 from baton.tls import Tls
@@ -127,7 +127,7 @@ Watch = Callable[[str, Any], bool]
 """Told the kind of a session's message, as in `>offer` or `<grant`, and the message. False: it gets lost."""
 
 
-class Door(kv_pb2_grpc.KvControlServicer):
+class Endpoint(kv_pb2_grpc.KvControlServicer):
     """The server side of sessions, where every message can be counted, and lost.
 
     Attributes:
@@ -143,7 +143,7 @@ class Door(kv_pb2_grpc.KvControlServicer):
         await self._receiver.session(self._requests(request_iterator), _Answers(context, self))
 
     async def Pull(self, request: Any, context: Any) -> Any:  # noqa: N802
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no sender behind this door")
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no sender behind this endpoint")
 
     async def _requests(self, requests: Any) -> AsyncGenerator[Any]:
         async for request in requests:
@@ -170,16 +170,16 @@ class Door(kv_pb2_grpc.KvControlServicer):
 class _Answers:
     """A handler's context."""
 
-    def __init__(self, context: Any, door: Door) -> None:
+    def __init__(self, context: Any, endpoint: Endpoint) -> None:
         self._context = context
-        self._door = door
+        self._endpoint = endpoint
 
     def peer(self) -> str:
         peer: str = self._context.peer()
         return peer
 
     async def write(self, message: Any) -> None:
-        if self._door.passes("<", message):
+        if self._endpoint.passes("<", message):
             await self._context.write(message)
 
 
@@ -187,7 +187,7 @@ class _Answers:
 class Decode:
     receiver: KvReceiver
     caches: tuple[KVCache, ...]
-    door: Door
+    endpoint: Endpoint
 
     @property
     def cache(self) -> KVCache:
@@ -213,11 +213,11 @@ class Prefill:
 @contextlib.asynccontextmanager
 async def served(
     servicer: kv_pb2_grpc.KvControlServicer,
-    doors: Sequence[grpc.aio.ServerInterceptor] = (),
+    endpoints: Sequence[grpc.aio.ServerInterceptor] = (),
     tls: Tls | None = None,
 ) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     """The address at which it answers, and the server."""
-    interceptors = [ErrorInterceptor(MalformedCount()), *doors, Arrivals(MAX_MESSAGE_BYTES)]
+    interceptors = [ErrorInterceptor(MalformedCount()), *endpoints, Arrivals(MAX_MESSAGE_BYTES)]
     server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
     kv_pb2_grpc.add_KvControlServicer_to_server(servicer, server)
     if tls is None:
@@ -267,11 +267,11 @@ async def decode_side(
 ) -> AsyncIterator[Decode]:
     caches = tuple(caches) or (KVCache(SPEC, NUM_BLOCKS, 8),)
     receiver = KvReceiver(local_worker(name, incarnation, caches, compat, heads, tls=tls), config)
-    door = Door(receiver)
-    async with served(door, tls=tls) as (address, _):
+    endpoint = Endpoint(receiver)
+    async with served(endpoint, tls=tls) as (address, _):
         receiver.kv_address = address
         try:
-            yield Decode(receiver, tuple(caches), door)
+            yield Decode(receiver, tuple(caches), endpoint)
         finally:
             receiver.check()
             await receiver.close()
@@ -299,26 +299,26 @@ async def prefill_side(
 
 async def send(
     prefill: Prefill, ticket: Ticket, block_ids: Sequence[int], first_token: int | None = 1234, state_slot: int = 3
-) -> HandedOver:
+) -> Transferred:
     """A prompt that is computed already."""
     async with prefill.sender.transfer(ticket) as transfer:
         transfer.extend(tables_of(transfer, block_ids, state_slot))
         return await transfer.finish(first_token)
 
 
-async def hand_over(
+async def kv_transfer(
     prefill: Prefill, decode: Decode, source: Sequence[int], target: Sequence[int], num_tokens: int = 0, name: str = "t"
-) -> HandedOver:
+) -> Transferred:
     """One transfer from beginning to end, of whole blocks where `num_tokens` is not given; its blocks are compared."""
     num_tokens = num_tokens or len(source) * prefill.sender.layout.block_size
     ticket = decode.receiver.expect(name, num_tokens, 0, tables_of(decode.receiver, target, 3))
-    handed_over = await send(prefill, ticket, source)
+    transferred = await send(prefill, ticket, source)
     arrival = await decode.receiver.wait_committed(ticket)
     assert (arrival.num_tokens, arrival.first_token) == (num_tokens, 1234)
     assert (await decode.receiver.release(ticket))[0] == tuple(target)
     assert same_blocks(prefill.cache, source, decode.cache, target)
     decode.receiver.check()
-    return handed_over
+    return transferred
 
 
 # -- workers with an engine ------------------------------------------------------------------------------------------
@@ -372,12 +372,12 @@ async def engine_worker(
     incarnation: int = 1,
     on_event: OnEngineEvent = lambda event: None,
     keys: KeyFile | None = None,
-    door: Callable[[KvEndpoint], kv_pb2_grpc.KvControlServicer] = lambda kv: kv,
+    endpoint: Callable[[KvEndpoint], kv_pb2_grpc.KvControlServicer] = lambda kv: kv,
 ) -> AsyncIterator[Worker]:
     """A worker with an engine that runs; at the end it must still be running.
 
     Args:
-        door: what other workers reach in the place of its endpoint.
+        endpoint: what other workers reach in the place of its endpoint.
         keys: by which it proves who it is, and asks others to.
     """
     limits = SchedulerLimits(
@@ -389,7 +389,7 @@ async def engine_worker(
     local = local_worker(name, incarnation, runner.caches, keys=keys)
     kv = KvEndpoint(local, loop, config, FaultsConfig(spec=faults))
     running = asyncio.create_task(loop.run())
-    async with served(door(kv), member_doors(keys, local.incarnation, WORKERS_RULES)) as (address, server):
+    async with served(endpoint(kv), member_auth(keys, local.incarnation, WORKERS_RULES)) as (address, server):
         kv.receiver.kv_address = address
         try:
             yield Worker(

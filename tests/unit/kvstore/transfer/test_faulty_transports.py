@@ -43,7 +43,7 @@ from tests.unit.kvstore.transfer.peers import (
     decode_side,
     filled_cache,
     footprint,
-    hand_over,
+    kv_transfer,
     prefill_side,
     same_blocks,
     tables_of,
@@ -188,7 +188,7 @@ class Outcome:
 
 
 class TransportLoop:
-    """Senders that hand over to one receiver, again and again."""
+    """Senders that transfer to one receiver, again and again."""
 
     def __init__(self, prefills: list[Prefill], decode: Decode, cancel_rate: float) -> None:
         self.outcome = Outcome()
@@ -280,7 +280,7 @@ async def test_not_one_wrong_byte_is_taken_for_right(link: str, case: str, injec
     async with contextlib.AsyncExitStack() as warm:  # what a process keeps once it has had a pair
         decode = await warm.enter_async_context(decode_side(config, caches=[KVCache(SPEC, NUM_BLOCKS, 1)]))
         prefill = await warm.enter_async_context(prefill_side(config, caches=[filled_cache(5, SPEC, NUM_BLOCKS)]))
-        await hand_over(prefill, decode, [1, 2, 3], [3, 1, 2])
+        await kv_transfer(prefill, decode, [1, 2, 3], [3, 1, 2])
     injected.links.clear()
     before = footprint()
     async with contextlib.AsyncExitStack() as stack:

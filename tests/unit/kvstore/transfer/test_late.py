@@ -1,4 +1,4 @@
-"""The hand-over on GPUs that are late: a wait that is missing gives wrong bytes.
+"""The KV transfer on GPUs that are late: a wait that is missing gives wrong bytes.
 
 `tools/mutants.yaml` takes each of them away: in copies, in the loops of sender and receiver, and in the NCCL transport.
 """
@@ -28,7 +28,7 @@ from tests.unit.kvstore.transfer.peers import (
     SPEC,
     decode_side,
     filled_cache,
-    hand_over,
+    kv_transfer,
     prefill_side,
     same_blocks,
     scattered,
@@ -123,10 +123,10 @@ async def test_whole_transfers_over_both_kinds_one_after_the_other(gpus: list[Fa
         decode_side(config, caches=[on_gpu(KVCache(SPEC, NUM_BLOCKS, 8), there)]) as decode,
         prefill_side(config, caches=[on_gpu(filled_cache(1), here)]) as prefill,
     ):
-        await hand_over(prefill, decode, SOURCE, TARGET, name="first")
+        await kv_transfer(prefill, decode, SOURCE, TARGET, name="first")
         await until(lambda: prefill.sender.open_kinds == ["nccl"], SOON_S)
         for number in range(3):
-            await hand_over(prefill, decode, TARGET, SOURCE, name=f"t{number}")
+            await kv_transfer(prefill, decode, TARGET, SOURCE, name=f"t{number}")
             with own_stream(here.device):
                 prefill.cache.groups[0].mul_(-2.0)
                 here.current_stream().synchronize()
@@ -148,4 +148,4 @@ async def test_a_chunk_that_is_spoiled_on_its_way_is_found(link: str, fault: str
         prefill_side(config, f"{fault}=2", caches=[on_gpu(filled_cache(1), here)]) as prefill,
     ):
         with pytest.raises(TransferCorrupted, match="its checksum"):
-            await hand_over(prefill, decode, SOURCE, TARGET, name="spoiled")
+            await kv_transfer(prefill, decode, SOURCE, TARGET, name="spoiled")

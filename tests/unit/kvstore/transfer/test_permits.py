@@ -21,7 +21,7 @@ from baton.blocks import block_keys, prefix_keys
 from baton.cluster import Role
 from baton.config import RouterConfig
 from baton.messages import PrefixSource, Pull, SequenceSpec, Ticket
-from baton.rpc.doors import member_metadata
+from baton.rpc.member_auth import member_metadata
 from baton.telemetry.instruments import Instruments
 from baton.trust import PERMIT_S, KeyFile, Party, Permit, Principal, draw_secret, keys_digest, write_private
 from baton.v1 import kv_pb2_grpc
@@ -200,7 +200,7 @@ async def test_a_thief_gets_no_blocks_with_a_permit_that_it_has_stolen(secret: P
             kind, text = await refusal(source, Pull(ticket, tuple(keys), stolen), KeyFile(secret, Principal.WORKER))
             assert kind == "TransferRefused"
             assert said in text
-        assert not thief.door.messages, "nobody has come to the thief"
+        assert not thief.endpoint.messages, "nobody has come to the thief"
         assert source.kv.counts().open_pairs == 0
         await thief.receiver.release(own)
         await source.check_idle()

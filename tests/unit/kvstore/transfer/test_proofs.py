@@ -69,7 +69,7 @@ async def test_who_is_no_worker_of_this_cluster_gets_nothing(secret: Path, tmp_p
 
 
 async def test_kv_goes_to_no_receiver_that_refuses_the_sender(secret: Path) -> None:
-    """The pull is let in; the session by which it would be answered is not."""
+    """The pull is admitted; the session by which it would be answered is not."""
     assert await pulled(secret, KeyFile(secret, Principal.WORKER), KeyFile(secret, Principal.WORKER)) == (96, 0)
     async with (
         engine_worker("here", ArithmeticRunner(64), CONFIG, keys=KeyFile(secret, Principal.WORKER)) as here,

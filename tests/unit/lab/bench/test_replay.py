@@ -120,7 +120,7 @@ def observed(
 ) -> ReplayedRequest:
     """A request that was served."""
     usage = Usage(one.num_prompt_tokens, one.num_output_tokens, cached)
-    mode = "split" if prefill else "aggregated"
+    mode = "disaggregated" if prefill else "aggregated"
     timing = Timing(prefill_worker=prefill, decode_worker=decode, mode=mode, retries=retries)
     return ReplayedRequest(
         request=one,
@@ -183,7 +183,7 @@ def test_the_figures_by_hand() -> None:
     assert result.goodput_per_s == pytest.approx(2 / 8.0), "by the seconds of the trace that were judged"
     assert result.num_late == 1
     assert result.latest_s == pytest.approx(0.5)
-    assert result.modes == {"aggregated": 1, "split": 3}
+    assert result.modes == {"aggregated": 1, "disaggregated": 3}
     assert result.num_retries == 2
     assert result.lasted_s == 4.9
     assert result.output_tokens_per_s == pytest.approx(8 / 4.9)
@@ -303,7 +303,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer, admin_pb2_grpc.AdminS
             yield inference_pb2.GenerateResponse(
                 finish_reason="length",
                 usage=inference_pb2.Usage(prompt_tokens=len(message.token_ids.ids), completion_tokens=num_tokens),
-                timing=inference_pb2.Timing(mode="split", prefill_worker="p0", decode_worker="d0"),
+                timing=inference_pb2.Timing(mode="disaggregated", prefill_worker="p0", decode_worker="d0"),
             )
         finally:
             self.num_in_flight -= 1

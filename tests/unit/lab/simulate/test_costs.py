@@ -55,7 +55,7 @@ def trace(*requests: TraceRequest) -> Trace:
 
 
 class Split:
-    name = "split"
+    name = "disaggregated"
 
     def place(
         self, request: TraceRequest, prefill: Sequence[Any], decode: Sequence[Any], now_s: float
@@ -120,7 +120,7 @@ def observed(
     one: TraceRequest, sent_s: float, *token_times: tuple[float, int], cached: int = 0, **timing: Any
 ) -> ReplayedRequest:
     usage = Usage(one.num_prompt_tokens, one.num_output_tokens, cached)
-    defaults: dict[str, Any] = {"decode_worker": "d0", "prefill_worker": "p0", "mode": "split"}
+    defaults: dict[str, Any] = {"decode_worker": "d0", "prefill_worker": "p0", "mode": "disaggregated"}
     return ReplayedRequest(
         request=one,
         sent_s=sent_s,

@@ -177,7 +177,7 @@ def test_whatever_the_pools_become_every_request_is_served_whole(
             assert sum(interval * count for interval, count in served.intervals) == pytest.approx(waited_s)
     for worker in world.workers:
         assert worker.engine.is_idle
-        assert (worker.queued_tokens, worker.booked_tokens, worker.num_requests) == (0, 0, 0)
+        assert (worker.queued_tokens, worker.reserved_tokens, worker.num_requests) == (0, 0, 0)
     assert all(member.num_awaited == 0 for member in world.members.all)
     assert not any(member.state is WorkerState.DRAINING for member in world.members.all)
 
@@ -212,7 +212,7 @@ class Checked(Production):
         return decision
 
 
-def test_the_routers_own_books_follow_and_nobody_let_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_routers_own_books_follow_and_nobody_admitted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ordering(monkeypatch, lambda before, now_s: Sizes(1, 2) if int(now_s / 40) % 2 else Sizes(0, 3))
     prices = Prices(0.25, 0.125, 0.25, 0.0)
     placer = Checked(RouterConfig(expected_output_floor=3), Objective(40.0, math.inf), prices)
@@ -226,8 +226,8 @@ def test_the_routers_own_books_follow_and_nobody_let_in_is_refused(monkeypatch: 
     assert any(one.is_refused for one in served)
     assert all(one.worker < 0 if one.is_refused else one.finished_s < math.inf for one in served)
     assert not placer._placed
-    assert not placer._let_in
-    for book in placer._books.values():
+    assert not placer._admit
+    for book in placer._loads.values():
         assert not book.is_busy
 
 
@@ -245,7 +245,7 @@ def scaled(prefill: int, decode: int, scaling: Scaling | None) -> Result:
         prefill=prefill,
         decode=decode,
         objective=OBJECTIVE,
-        router=RouterConfig(mode="split"),
+        router=RouterConfig(mode="disaggregated"),
         scaling=scaling,
     )
     return run_policy("baton", scenario)
@@ -270,7 +270,7 @@ def test_from_a_bad_split_the_autoscaler_comes_near_the_best(
     statics: dict[int, float], restarts_s: tuple[float, ...]
 ) -> None:
     config = AutoscaleConfig(window_s=5.0, cool_down_s=10.0)
-    result = scaled(1, 3, Scaling(config=config, objective=OBJECTIVE, mode="split", restarts_s=restarts_s))
+    result = scaled(1, 3, Scaling(config=config, objective=OBJECTIVE, mode="disaggregated", restarts_s=restarts_s))
     assert statics[1] < 0.8 * max(statics.values()), "else the split is not bad"
     assert result.good_share >= 0.9 * max(statics.values())
     assert 1 <= result.num_actions <= 6
@@ -279,10 +279,10 @@ def test_from_a_bad_split_the_autoscaler_comes_near_the_best(
 
 def test_few_workers_become_as_many_as_are_needed() -> None:
     config = AutoscaleConfig(window_s=5.0, cool_down_s=10.0, max_workers=6)
-    few, grown = scaled(1, 1, None), scaled(1, 1, Scaling(config=config, objective=OBJECTIVE, mode="split"))
+    few, grown = scaled(1, 1, None), scaled(1, 1, Scaling(config=config, objective=OBJECTIVE, mode="disaggregated"))
     assert grown.good_share > 1.3 * few.good_share
     assert 2.5 < grown.mean_workers <= 6
-    again = scaled(1, 1, Scaling(config=config, objective=OBJECTIVE, mode="split"))
+    again = scaled(1, 1, Scaling(config=config, objective=OBJECTIVE, mode="disaggregated"))
     assert again == grown, "the same arguments give the same figures and reasons"
 
 
@@ -302,7 +302,7 @@ def test_other_policies_serve_pools_that_change_too() -> None:
 
 
 def test_the_routers_own_placement_knows_who_has_changed_its_role() -> None:
-    placer = Production(RouterConfig(mode="split"), Objective(100.0, math.inf), Prices(0.0, 0.0, 0.0, 0.0))
+    placer = Production(RouterConfig(mode="disaggregated"), Objective(100.0, math.inf), Prices(0.0, 0.0, 0.0, 0.0))
     for prefill, decode in ((3, 4), (4, 3), (3, 4)):
         decision = placer.place(request(0.0, 80, 5), [view(prefill)], [view(decode)], 0.0)
         assert decision is not None

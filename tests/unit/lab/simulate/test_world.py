@@ -199,7 +199,7 @@ def test_views_tell_what_is_queued_and_used() -> None:
     )
     (first, idle), (second, _), (third, _) = (decode for _, decode in placer.seen)
     assert (first.queued_tokens, first.num_requests, first.used_blocks) == (0, 0, 0)
-    assert (second.queued_tokens, second.booked_tokens, second.num_requests) == (40, 40, 1)
+    assert (second.queued_tokens, second.reserved_tokens, second.num_requests) == (40, 40, 1)
     assert (second.used_blocks, second.num_blocks) == (3, 8), "40 tokens and 8 more"
     assert (third.queued_tokens, third.num_requests, third.num_waiting) == (64, 2, 1)
     assert (idle.queued_tokens, idle.kv_use) == (0, 0.0)
@@ -272,7 +272,7 @@ def test_every_request_is_served_whole_and_nothing_is_left(
         assert served.num_cached_tokens < served.request.num_prompt_tokens
     for worker in world.workers:
         assert worker.engine.is_idle
-        assert (worker.queued_tokens, worker.booked_tokens, worker.num_requests) == (0, 0, 0)
+        assert (worker.queued_tokens, worker.reserved_tokens, worker.num_requests) == (0, 0, 0)
 
 
 PREEMPTED_AFTER_A_LEAP = trace(
@@ -354,8 +354,8 @@ def test_who_is_refused_never_reaches_a_worker_and_counts_in_goodputs_denominato
     assert world.workers[0].computed_tokens == 48 + 10, "the second prompt begins as the first one"
     assert [told for told, *_ in placer.told] == ["computed", "finished"] * 2
     result = result_of("fixed", world, served, Objective(6.0, 2.0))
-    let_in = [served[0], served[2]]
-    alone = result_of("fixed", world, let_in, Objective(6.0, 2.0))
+    admitted = [served[0], served[2]]
+    alone = result_of("fixed", world, admitted, Objective(6.0, 2.0))
     assert (result.num_requests, result.num_refused, alone.num_refused) == (4, 2, 0)
     assert (result.good_share, alone.good_share) == (0.5, 1.0)
     assert result.goodput_per_s == pytest.approx(2 / 60)
@@ -414,7 +414,7 @@ def view(index: int, num_cached_tokens: int = 0) -> WorkerView:
         index=index,
         num_cached_tokens=num_cached_tokens,
         queued_tokens=0,
-        booked_tokens=0,
+        reserved_tokens=0,
         num_requests=0,
         num_waiting=0,
         used_blocks=0,
@@ -442,7 +442,7 @@ def test_the_routers_own_placement_decides_with_its_settings() -> None:
     never = placed(Production(RouterConfig(pull_above_tokens=65), Objective(), FREE), 20, [], pool)
     assert {decision.source for decision in never} == {None}
     assert {decision.computes for decision in never} == {3, 4, 5}
-    split = placed(Production(RouterConfig(mode="split"), Objective(4.0, 2.0), FREE), 1, [pool[0]], pool[1:])
+    split = placed(Production(RouterConfig(mode="disaggregated"), Objective(4.0, 2.0), FREE), 1, [pool[0]], pool[1:])
     assert [(decision.computes, decision.ttft_s, decision.itl_s) for decision in split] == [(3, 4.0, 2.0)]
 
 
@@ -471,14 +471,14 @@ def test_who_is_faster_than_one_would_think_does_not_get_everything() -> None:
 
 
 def test_predictions_that_err_refuse_more_or_fewer() -> None:
-    def num_let_in(error: float) -> int:
+    def num_admitted(error: float) -> int:
         return len(placed(Production(RouterConfig(), Objective(30.0, math.inf), FREE, error), 40, [], [view(0)]))
 
-    assert num_let_in(2.0) < num_let_in(1.0) < num_let_in(0.5)
+    assert num_admitted(2.0) < num_admitted(1.0) < num_admitted(0.5)
 
 
 def test_under_overload_the_routers_own_admission_serves_those_whom_it_lets_in_on_time() -> None:
-    """Three prompts of a second and more for each that a worker can compute: whoever is let in, is on time."""
+    """Three prompts of a second and more for each that a worker can compute: whoever is admitted, is on time."""
     requests = trace(*(request(1.0 + 0.7 * n, 60, 3, 10 * n) for n in range(120)))
     objective = Objective(15.0, math.inf)
     costs = CostModel(steps=replace(HIDDEN, s_weights=0.1), transfer_latency_s=0.01, transfer_s_per_token=0.0)
@@ -487,9 +487,9 @@ def test_under_overload_the_routers_own_admission_serves_those_whom_it_lets_in_o
     served = world.run()
     result = result_of("baton", world, served, objective)
     assert 10 < result.num_refused < 110
-    let_in = [one for one in served if not one.is_refused]
-    num_late = sum(one.ttft_s > objective.ttft_s for one in let_in)
-    assert num_late <= 0.1 * len(let_in)
+    admitted = [one for one in served if not one.is_refused]
+    num_late = sum(one.ttft_s > objective.ttft_s for one in admitted)
+    assert num_late <= 0.1 * len(admitted)
     without = World(
         requests,
         Fixed(RoutingDecision(computes=0, decodes=0), RoutingDecision(computes=1, decodes=1)),

@@ -19,7 +19,7 @@ def requests(limit: int, need: int = 1, amount: int = 1) -> LedgerEntry:
     return replace(FREE, limits=(limit, None, None), needs=(need, 0, 0), amounts=(amount, 0, 0))
 
 
-def test_the_limit_is_reached_and_what_was_booked_first_leaves_first() -> None:
+def test_the_limit_is_reached_and_what_was_recorded_first_leaves_first() -> None:
     account = Account()
     for second in range(3):
         assert account.book(requests(3), NOW + second * 1000).refused_by is None
@@ -37,23 +37,23 @@ def test_no_window_ever_holds_more_than_the_limit_and_little_room_is_lost(
     limit: int, asked: list[tuple[int, int]]
 ) -> None:
     account, now = Account(), NOW
-    booked: list[tuple[int, int]] = []
+    recorded: list[tuple[int, int]] = []
     for pause, amount in asked:
         now += pause
         answer = account.book(requests(limit, amount, amount), now)
-        recent = sum(num for at, num in booked if at > now - MINUTE - SPAN)
+        recent = sum(num for at, num in recorded if at > now - MINUTE - SPAN)
         if answer.refused_by is None:
-            booked.append((now, amount))
+            recorded.append((now, amount))
         else:
             assert recent + amount > limit, "refused though there was room for a span more than the window"
             if amount <= limit:
                 later = Account(tuple(dict(window) for window in account.windows))
                 assert later.book(requests(limit, amount, amount), now + answer.retry_ms - 1).refused_by == 0
                 assert later.book(requests(limit, amount, amount), now + answer.retry_ms).refused_by is None
-        assert sum(num for at, num in booked if at > now - MINUTE) <= limit
+        assert sum(num for at, num in recorded if at > now - MINUTE) <= limit
 
 
-def test_an_entry_is_booked_in_all_windows_or_in_none() -> None:
+def test_an_entry_is_recorded_in_all_windows_or_in_none() -> None:
     account = Account()
     entry = replace(FREE, limits=(5, 100, 120), needs=(1, 100, 100), amounts=(1, 100, 100))
     assert account.book(entry, NOW).used == (1, 100, 100)
@@ -62,7 +62,7 @@ def test_an_entry_is_booked_in_all_windows_or_in_none() -> None:
     assert account.book(replace(FREE, limits=(5, 100, 120)), NOW + 2 * MINUTE).used == (0, 0, 100)
 
 
-def test_what_is_owed_is_booked_beyond_the_limit_and_what_has_no_limit_is_not_counted() -> None:
+def test_what_is_owed_is_recorded_beyond_the_limit_and_what_has_no_limit_is_not_counted() -> None:
     account = Account()
     owed = replace(FREE, limits=(None, 10, None), amounts=(3, 25, 25))
     assert account.book(owed, NOW).used == (0, 25, 0)
@@ -109,4 +109,4 @@ def test_an_answer_that_is_refused_is_not_held() -> None:
     assert account.book(entry, NOW).refused_by is None
     assert account.book(replace(entry, version=2, num_held=2), NOW).refused_by == 0
     assert account.book(seats("b", 1, 2, 2), NOW).refused_by is None
-    assert account.book(seats("b", 2, 2), NOW).used == (1, 0, 0), "the refused request is not booked either"
+    assert account.book(seats("b", 2, 2), NOW).used == (1, 0, 0), "the refused request is not recorded either"

@@ -187,7 +187,7 @@ async def test_the_next_request_books_what_the_answer_before_it_used(ledger: Sha
     assert [entry.amounts[1] for entry in ledger.entries] == [10, 27, 37]
     large = books.arrive(tenant, 1)
     with pytest.raises(QuotaExceeded, match="tokens_per_minute"):
-        await large.book(20)  # 74 are booked, and 7 are owed
+        await large.book(20)  # 74 are recorded, and 7 are owed
     large.settle(0)
     await books.flush()
     assert (len(ledger.entries), ledger.entries[-1].amounts) == (5, (0, 7, 7)), "what was refused books nothing"
@@ -195,7 +195,7 @@ async def test_the_next_request_books_what_the_answer_before_it_used(ledger: Sha
 
 
 @pytest.mark.parametrize(("max_in_flight", "is_at_once"), [(None, False), (4, False), (3, True)])
-async def test_answers_that_end_are_booked_at_once_only_where_others_may_wait_for_them(
+async def test_answers_that_end_are_recorded_at_once_only_where_others_may_wait_for_them(
     ledger: Shared, monkeypatch: pytest.MonkeyPatch, max_in_flight: int | None, is_at_once: bool
 ) -> None:
     monkeypatch.setattr(accounts, "DEBT_S", 0.3)
@@ -214,7 +214,7 @@ async def test_answers_that_end_are_booked_at_once_only_where_others_may_wait_fo
     running.cancel()
 
 
-async def test_what_a_request_owes_is_booked_once_while_the_ledger_hangs(ledger: Shared) -> None:
+async def test_what_a_request_owes_is_recorded_once_while_the_ledger_hangs(ledger: Shared) -> None:
     books, tenant = router(ledger), Tenant(id="acme", tokens_per_minute=100)
     first = books.arrive(tenant, 1)
     await first.book(10)

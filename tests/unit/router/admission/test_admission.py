@@ -83,7 +83,7 @@ def test_the_model_may_be_left_out_but_not_mistaken() -> None:
 
 
 @pytest.mark.parametrize("prompt", [[0], [499], [1] * 99])
-def test_prompts_at_the_edges_are_let_in(prompt: list[int]) -> None:
+def test_prompts_at_the_edges_are_admit(prompt: list[int]) -> None:
     check_prompt(prompt, FACTS)
     check_vocabulary(prompt, FACTS)
 
@@ -272,8 +272,8 @@ class InFlight:
         self.limiter = Limiter(max_in_flight)
         self.open: list[tuple[Tenant, contextlib.ExitStack]] = []
 
-    def let_in(self, tenant: Tenant, num_requests: int = 100) -> int:
-        """How many of so many requests are let in."""
+    def admitted(self, tenant: Tenant, num_requests: int = 100) -> int:
+        """How many of so many requests are admitted."""
         for num in range(num_requests):
             stack = contextlib.ExitStack()
             try:
@@ -290,41 +290,41 @@ class InFlight:
 
 
 def test_a_tenant_that_is_alone_may_take_everything() -> None:
-    assert InFlight(10).let_in(A) == 10
+    assert InFlight(10).admitted(A) == 10
 
 
 def test_near_the_limit_each_tenant_gets_its_share() -> None:
     in_flight = InFlight(20)
-    assert in_flight.let_in(B, 1) == 1
-    assert in_flight.let_in(A) == CROWDED * 20 - 1, "up to there anybody takes what is free"
-    assert in_flight.let_in(B) == 4, "the rest is kept for who has less than its half"
+    assert in_flight.admitted(B, 1) == 1
+    assert in_flight.admitted(A) == CROWDED * 20 - 1, "up to there anybody takes what is free"
+    assert in_flight.admitted(B) == 4, "the rest is kept for who has less than its half"
     assert in_flight.limiter.num_in_flight == 20
 
 
 def test_what_becomes_free_goes_to_who_has_less_than_its_share() -> None:
     in_flight = InFlight(20)
-    assert (in_flight.let_in(B, 1), in_flight.let_in(A, 19)) == (1, 15)
-    assert in_flight.let_in(B, 4) == 4
+    assert (in_flight.admitted(B, 1), in_flight.admitted(A, 19)) == (1, 15)
+    assert in_flight.admitted(B, 4) == 4
     for _ in range(5):
         in_flight.leave(A, 1)
-        assert (in_flight.let_in(A), in_flight.let_in(B)) == (0, 1)
+        assert (in_flight.admitted(A), in_flight.admitted(B)) == (0, 1)
     in_flight.leave(A, 1)
-    assert (in_flight.let_in(B), in_flight.let_in(A)) == (0, 1), "each has its half"
+    assert (in_flight.admitted(B), in_flight.admitted(A)) == (0, 1), "each has its half"
 
 
 def test_shares_go_by_weight_among_those_that_are_served() -> None:
     in_flight = InFlight(20)
-    assert (in_flight.let_in(A, 8), in_flight.let_in(HEAVY, 8)) == (8, 8)
-    assert in_flight.let_in(A) == 0, "more than a quarter"
-    assert in_flight.let_in(HEAVY) == 4, "less than three quarters"
+    assert (in_flight.admitted(A, 8), in_flight.admitted(HEAVY, 8)) == (8, 8)
+    assert in_flight.admitted(A) == 0, "more than a quarter"
+    assert in_flight.admitted(HEAVY) == 4, "less than three quarters"
     in_flight.leave(A, 8)
-    assert in_flight.let_in(HEAVY) == 8, "nobody else is there now"
+    assert in_flight.admitted(HEAVY) == 8, "nobody else is there now"
 
 
 def test_a_tenant_is_told_how_many_are_its_own() -> None:
     in_flight = InFlight(5)
-    in_flight.let_in(A, 3)
-    in_flight.let_in(B, 1)
+    in_flight.admitted(A, 3)
+    in_flight.admitted(B, 1)
     with pytest.raises(Overloaded, match="4 of at most 5 answers are being generated, 3 of them yours"):
         in_flight.limiter.slot("r", 1, A).__enter__()
     with pytest.raises(Overloaded, match="4 of at most 5 answers are being generated, 0 of them yours"):
@@ -358,7 +358,7 @@ def test_the_limit_holds_and_the_books_return_to_empty(arrivals: list[tuple[Tena
         if is_leaving:
             in_flight.leave(tenant, num)
         else:
-            in_flight.let_in(tenant, num)
+            in_flight.admitted(tenant, num)
         assert in_flight.limiter.num_in_flight == len(in_flight.open) <= 12
     for tenant in (A, B, HEAVY):
         in_flight.leave(tenant, 12)
@@ -383,7 +383,7 @@ def test_retry_after_follows_how_long_requests_take() -> None:
         with limiter.slot("a", 1):
             try:
                 with limiter.slot("b", 1):
-                    raise AssertionError("let in")
+                    raise AssertionError("admitted")
             except Overloaded as refusal:
                 return refusal.retry_after_s
 

@@ -1,4 +1,4 @@
-"""Who is let in, who is refused, and who has to go for it. Predictions are made up, or come from a load book."""
+"""Who is admitted, who is refused, and who has to go for it. Predictions are made up, or come from a load book."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.cluster import BlockCounts, Role, WorkerLoad
 from baton.errors import Overloaded
-from router.admission import PATIENCE, Gate, QueueEntry
+from router.admission import TTFT_DEADLINE_FACTOR, Gate, QueueEntry
 from router.admission.gate import CAUTION
 from router.admission.tenants import Tenant
 from router.placement import Job, LoadTracker, Mode, Placement, Prediction, Residence, Turn
@@ -41,7 +41,7 @@ def queued(
     priority: int = 0,
     worker_id: str = "w",
 ) -> list[QueueEntry]:
-    """Entries that were let in while nobody waited."""
+    """Entries that were admitted while nobody waited."""
     entries = [QueueEntry(tenant=tenant, priority=priority, ttft_s=100.0) for _ in range(num)]
     for entry in entries:
         assert admit(gate, entry, prediction(0.0, compute_s), worker_id) == []
@@ -52,7 +52,7 @@ def is_empty(gate: Gate) -> bool:
     return not any(gate._queues.values()) and not gate._shares
 
 
-def test_who_comes_in_time_is_let_in() -> None:
+def test_who_comes_in_time_is_admit() -> None:
     gate = Gate(caution=1.0)
     assert admit(gate, QueueEntry(tenant=A, priority=0, ttft_s=5.0), prediction(4.0)) == []
     assert admit(gate, QueueEntry(tenant=A, priority=0, ttft_s=5.0), prediction(3.0, pull_s=1.0)) == []
@@ -85,11 +85,11 @@ def test_who_would_come_too_late_is_told_when_to_come_back(late: Prediction, lat
 
 
 def test_who_cannot_come_in_time_even_alone_waits_for_two_objectives() -> None:
-    assert PATIENCE == 2.0
+    assert TTFT_DEADLINE_FACTOR == 2.0
     gate = Gate(caution=1.0)
-    assert admit(gate, QueueEntry(tenant=A, priority=0, ttft_s=2.0), prediction(PATIENCE * 2.0, 2.5)) == []
+    assert admit(gate, QueueEntry(tenant=A, priority=0, ttft_s=2.0), prediction(TTFT_DEADLINE_FACTOR * 2.0, 2.5)) == []
     with pytest.raises(Overloaded) as refusal:
-        admit(gate, QueueEntry(tenant=A, priority=0, ttft_s=2.0), prediction(PATIENCE * 2.0 + 3.0, 2.5))
+        admit(gate, QueueEntry(tenant=A, priority=0, ttft_s=2.0), prediction(TTFT_DEADLINE_FACTOR * 2.0 + 3.0, 2.5))
     assert refusal.value.retry_after_s == pytest.approx(3.0)
 
 
@@ -109,7 +109,7 @@ def test_it_is_queued_where_its_prompt_is_computed() -> None:
     entry = QueueEntry(tenant=A, priority=0, ttft_s=9.0)
     entry.is_placed(
         Placement(
-            mode=Mode.SPLIT,
+            mode=Mode.DISAGGREGATED,
             decode_worker="d",
             prefill_worker="p",
             prediction=prediction(3.0, 2.0, room_s=5.0, pull_s=0.5),
@@ -229,7 +229,7 @@ def test_whatever_is_predicted_the_books_are_right_and_shedding_is_fair(
         else:
             inside.append(entry)
             is_doomed = compute_s > ttft_s
-            late_s = wait_s - (PATIENCE * ttft_s if is_doomed else ttft_s - compute_s)
+            late_s = wait_s - (TTFT_DEADLINE_FACTOR * ttft_s if is_doomed else ttft_s - compute_s)
             assert bool(victims) == (late_s > 0)
             if victims:
                 assert sum(victim.compute_s for victim in victims) >= late_s
@@ -275,8 +275,8 @@ class Router:
         others_s = self.book.wait_s(turn, 0.0)
         job = self.jobs[entry] = Job(turn=turn, compute_s=compute_s, num_prompt_tokens=100, num_expected_tokens=10)
         self.book.queue(job, 0.0)
-        patience_s = PATIENCE * ttft_s if turn[1] else ttft_s - compute_s
-        assert others_s <= patience_s + 1e-9, "whoever is let in, comes in time once the others have gone"
+        timeout_s = TTFT_DEADLINE_FACTOR * ttft_s if turn[1] else ttft_s - compute_s
+        assert others_s <= timeout_s + 1e-9, "whoever is admitted, comes in time once the others have gone"
         return victims
 
 
@@ -336,7 +336,7 @@ def test_who_waits_for_room_to_decode_displaces_nobody_from_the_queue() -> None:
         max_size=30,
     )
 )
-def test_whoever_is_let_in_comes_in_time(arrivals: list[tuple[Tenant, int, float, float]]) -> None:
+def test_whoever_is_admitted_comes_in_time(arrivals: list[tuple[Tenant, int, float, float]]) -> None:
     router = Router()
     for tenant, priority, ttft_s, compute_s in arrivals:
         router.ask(tenant, priority, ttft_s, compute_s)

@@ -12,7 +12,7 @@ import pytest
 from baton.cluster import ControllerInfo
 from baton.errors import Conflict, NoController
 from baton.rpc import RpcServer
-from baton.rpc.doors import CONTROLLERS_RULES, member_doors
+from baton.rpc.member_auth import CONTROLLERS_RULES, member_auth
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from baton.v1 import admin_pb2
 from deploy.controller.service import add_orders
@@ -47,8 +47,8 @@ def secret(tmp_path: Path) -> Path:
 
 @contextlib.asynccontextmanager
 async def controlling(secret: Path, orders: Any) -> AsyncIterator[ControllerInfo]:
-    doors = member_doors(KeyFile(secret, Principal.CONTROLLER), "c1", CONTROLLERS_RULES)
-    rpc = RpcServer(("baton.v1.Admin",), doors, describes_itself=False)
+    endpoints = member_auth(KeyFile(secret, Principal.CONTROLLER), "c1", CONTROLLERS_RULES)
+    rpc = RpcServer(("baton.v1.Admin",), endpoints, describes_itself=False)
     add_orders(rpc.server, orders)
     port = rpc.bind("127.0.0.1", 0)
     await rpc.start()

@@ -40,7 +40,7 @@ async def _scheme(scope: Any, receive: Any, send: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Endpoint:
     port: int
     open: OpenConnections
     client: ssl.SSLContext
@@ -61,21 +61,21 @@ class Door:
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Callable[..., Any]:
+def endpoint(tmp_path: Path) -> Callable[..., Any]:
     @asynccontextmanager
-    async def opened(**limits: Any) -> AsyncIterator[Door]:
+    async def opened(**limits: Any) -> AsyncIterator[Endpoint]:
         authority = Authority.make(tmp_path)
         most = {"max_connections": 100, "max_per_client": 100}
         open_connections = OpenConnections(limits=ConnectionLimits(**(most | limits)))
         protocol: Any = partial(BoundedProtocol, open_connections)
         sockets = bound(HOST, 0, shares_port=False)
         config = uvicorn.Config(_scheme, http=protocol, interface="asgi3", log_config=None, lifespan="off")
-        server = HttpServer(config, sockets, open_connections, Tls(authority.sign("door")))
+        server = HttpServer(config, sockets, open_connections, Tls(authority.sign("endpoint")))
         serving = asyncio.create_task(server.serve_all())
         await until(lambda: server.started)
         client = ssl.create_default_context(cafile=authority.path)
         try:
-            yield Door(sockets[0].getsockname()[1], open_connections, client)
+            yield Endpoint(sockets[0].getsockname()[1], open_connections, client)
         finally:
             server.should_exit = True
             await serving
@@ -83,8 +83,8 @@ def door(tmp_path: Path) -> Callable[..., Any]:
     return opened
 
 
-async def test_who_says_nothing_is_counted_and_closed_in_the_time_of_a_head(door: Callable[..., Any]) -> None:
-    async with door(head_s=0.3) as it, asyncio.timeout(PATIENCE_S):
+async def test_who_says_nothing_is_counted_and_closed_in_the_time_of_a_head(endpoint: Callable[..., Any]) -> None:
+    async with endpoint(head_s=0.3) as it, asyncio.timeout(PATIENCE_S):
         reader, writer = await it.silent()
         await until(lambda: it.open.num_of == CLIENT)
         assert await reader.read() == b""
@@ -94,9 +94,9 @@ async def test_who_says_nothing_is_counted_and_closed_in_the_time_of_a_head(door
         await until(lambda: not it.open.num_of)
 
 
-def test_it_is_the_same_on_the_loop_of_a_router(door: Callable[..., Any]) -> None:
+def test_it_is_the_same_on_the_loop_of_a_router(endpoint: Callable[..., Any]) -> None:
     async def scenario() -> None:
-        async with door(max_per_client=1, head_s=0.5) as it, asyncio.timeout(PATIENCE_S):
+        async with endpoint(max_per_client=1, head_s=0.5) as it, asyncio.timeout(PATIENCE_S):
             for _ in range(3):
                 assert (await it.says()).endswith(b"https")
                 await until(lambda: not it.open.num_of)
@@ -109,8 +109,8 @@ def test_it_is_the_same_on_the_loop_of_a_router(door: Callable[..., Any]) -> Non
     uvloop.run(scenario())
 
 
-async def test_one_too_many_is_closed_before_its_handshake(door: Callable[..., Any]) -> None:
-    async with door(max_per_client=2, head_s=PATIENCE_S) as it, asyncio.timeout(PATIENCE_S):
+async def test_one_too_many_is_closed_before_its_handshake(endpoint: Callable[..., Any]) -> None:
+    async with endpoint(max_per_client=2, head_s=PATIENCE_S) as it, asyncio.timeout(PATIENCE_S):
         _, first = await it.silent()
         await until(lambda: it.open.num_of == CLIENT)
         assert (await it.says()).endswith(b"https"), "the last place is one: nothing is counted twice"
@@ -125,8 +125,8 @@ async def test_one_too_many_is_closed_before_its_handshake(door: Callable[..., A
 
 
 @pytest.mark.parametrize("sent", [ASK, b"\x16\x03\x01\xff\xff" + b"x" * 100, b""], ids=["plain", "broken", "gone"])
-async def test_what_is_no_handshake_leaves_nothing(door: Callable[..., Any], sent: bytes) -> None:
-    async with door(head_s=PATIENCE_S) as it, asyncio.timeout(PATIENCE_S):
+async def test_what_is_no_handshake_leaves_nothing(endpoint: Callable[..., Any], sent: bytes) -> None:
+    async with endpoint(head_s=PATIENCE_S) as it, asyncio.timeout(PATIENCE_S):
         with only_new_objects_are_collected():
             num_open = _num_descriptors()
             for _ in range(20):
@@ -140,9 +140,9 @@ async def test_what_is_no_handshake_leaves_nothing(door: Callable[..., Any], sen
             await until(lambda: _num_descriptors() <= num_open)
 
 
-async def test_a_server_that_ends_ends_the_handshakes(door: Callable[..., Any]) -> None:
+async def test_a_server_that_ends_ends_the_handshakes(endpoint: Callable[..., Any]) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        async with door(head_s=600.0) as it:
+        async with endpoint(head_s=600.0) as it:
             reader, writer = await it.silent()
             await until(lambda: it.open.num_of == CLIENT)
         assert await reader.read() == b""
@@ -150,7 +150,9 @@ async def test_a_server_that_ends_ends_the_handshakes(door: Callable[..., Any]) 
         assert not it.open.num_of
 
 
-async def test_it_goes_on_after_it_could_not_accept(door: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_goes_on_after_it_could_not_accept(
+    endpoint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There may be no descriptor left, for a moment."""
     monkeypatch.setattr(handshake, "PAUSE_S", 0.01)
     loop_type = type(asyncio.get_running_loop())
@@ -162,7 +164,7 @@ async def test_it_goes_on_after_it_could_not_accept(door: Callable[..., Any], mo
         return await accept(self, listening)
 
     monkeypatch.setattr(loop_type, "sock_accept", sock_accept)
-    async with door() as it:
+    async with endpoint() as it:
         assert (await it.says()).endswith(b"https")
     assert not failures
 

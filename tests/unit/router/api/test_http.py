@@ -17,7 +17,7 @@ from baton.chat import ChatMessage
 from baton.errors import InvalidRequest
 from baton.sampling import FinishReason
 from baton.structure import StructuredOutputs
-from baton.telemetry.booked import Booked
+from baton.telemetry.request_metrics import RequestMetrics
 from router.admission.tenants import DEFAULT_TENANT, Tenant
 from router.answer import PLAIN
 from router.api.http import create_app
@@ -39,8 +39,8 @@ class Service:
 
     def __init__(self) -> None:
         self.requests = RequestLog()
-        self.booked = Booked()
-        self.bodies = BodyBook(self.requests, self.booked, "m")
+        self.metrics = RequestMetrics()
+        self.bodies = BodyBook(self.requests, self.metrics, "m")
         self.asked: list[GenerateRequest] = []
         self.may_answer = asyncio.Event()
         self.cancelled = asyncio.Event()

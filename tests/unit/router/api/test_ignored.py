@@ -1,4 +1,4 @@
-"""Fields that change no answer are accepted in all APIs, at any depth, and named; what is refused is booked."""
+"""Fields that change no answer are accepted in all APIs, at any depth, and named; what is refused is recorded."""
 
 from __future__ import annotations
 
@@ -197,8 +197,8 @@ async def test_what_is_refused_is_counted_and_listed(
     response = await post(path, body, service)
     assert response.status_code == 400
     assert response.json()["error"].get("param") == param
-    assert service.booked.refused_fields.totals("field") == {(label,): 1}
-    assert service.booked.requests.totals("model", "outcome") == {("m", "invalid"): 1}
+    assert service.metrics.refused_fields.totals("field") == {(label,): 1}
+    assert service.metrics.requests.totals("model", "outcome") == {("m", "invalid"): 1}
     (listed,) = service.requests.listed(RequestFilter()).requests
     assert (listed.request_id, listed.outcome) == (response.headers["x-request-id"], "invalid")
     assert listed.error.endswith(f": {label}")
@@ -223,7 +223,7 @@ async def test_what_is_ignored_is_counted_by_names_that_are_known() -> None:
     service = Answering()
     for body in ({"cache_prompt": True, "user": "me"}, {"made_up_by_a_client_id": 1}, {"so_id": 1, "other_id": 1}):
         assert (await post(CHAT, body, service)).status_code == 200
-    assert service.booked.ignored_fields.totals("field") == {("cache_prompt",): 1, ("user",): 1, ("other",): 3}
+    assert service.metrics.ignored_fields.totals("field") == {("cache_prompt",): 1, ("user",): 1, ("other",): 3}
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])

@@ -18,9 +18,9 @@ from baton.cluster import VERSION, PoolStatus, Role
 from baton.config import SloClassConfig
 from baton.errors import Conflict, WorkerFailed
 from baton.rpc import RpcServer
-from baton.rpc.doors import WORKERS_RULES, member_doors
+from baton.rpc.member_auth import WORKERS_RULES, member_auth
 from baton.telemetry import logs
-from baton.telemetry.booked import TO_COMPUTE, Booked, prompt_class
+from baton.telemetry.request_metrics import TO_COMPUTE, RequestMetrics, prompt_class
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from baton.v1 import admin_pb2, worker_pb2_grpc
 from router.admission.tenants import TenantBook
@@ -70,7 +70,7 @@ class Logs:
         return (f"{asked.info.id} joins",)
 
 
-class Door:
+class Endpoint:
     """The HTTP port of a router, with a tenant and an operator, or with nobody."""
 
     def __init__(self, tmp_path: Path, has_tenants: bool = True) -> None:
@@ -79,10 +79,10 @@ class Door:
         path.write_text(
             f"acme: {{key_sha256: [{hashes[0]}]}}\noperations: {{key_sha256: [{hashes[1]}], operator: true}}\n"
         )
-        self.orders, self.booked = Orders(), Booked()
+        self.orders, self.metrics = Orders(), RequestMetrics()
         pools = {"decode": PoolStatus(desired=2, ready=1)}
         status = cluster_status(worker("w0"), worker("old", Role.PREFILL), pools=pools)
-        history = ClusterHistory(MemoryHistory(), "router-0", self.booked, lambda: 1005.0)
+        history = ClusterHistory(MemoryHistory(), "router-0", self.metrics, lambda: 1005.0)
         self.connections = OpenConnections(limits=ConnectionLimits(max_connections=64, max_per_client=8))
         load = LoadMeter(lambda: self.connections.filled, lambda: (2, 16))
         stand_ins: dict[str, Any] = {"orders": self.orders, "workers": Logs()}
@@ -110,17 +110,17 @@ class Door:
 
 @pytest.mark.parametrize("path", ["/api/status", "/api/history", "/api/workers/w0/log"])
 async def test_the_cluster_is_shown_to_operators_alone(tmp_path: Path, path: str) -> None:
-    door = Door(tmp_path)
-    answers = [await door.ask("GET", path, key) for key in ("", *KEYS)]
+    endpoint = Endpoint(tmp_path)
+    answers = [await endpoint.ask("GET", path, key) for key in ("", *KEYS)]
     assert [answer.status_code for answer in answers] == [401, 403, 200]
     assert answers[-1].headers["cache-control"] == "no-store"
 
 
 @pytest.mark.parametrize("path", ["/api/status", "/api/history", "/api/requests"])
 async def test_reports_are_written_one_at_a_time_and_clients_take_turns(tmp_path: Path, path: str) -> None:
-    door = Door(tmp_path)
+    endpoint = Endpoint(tmp_path)
     owners: list[str] = []
-    reports: PacedWork = door.app.state.reports
+    reports: PacedWork = endpoint.app.state.reports
     plain = reports.turn
 
     @contextlib.asynccontextmanager
@@ -131,12 +131,12 @@ async def test_reports_are_written_one_at_a_time_and_clients_take_turns(tmp_path
 
     reports.turn = turn
     with contextlib.suppress(AttributeError):  # there is no service that has requests
-        await door.ask("GET", path)
+        await endpoint.ask("GET", path)
     assert owners == ["127.0.0.1"]
 
 
 async def test_the_status_is_that_of_the_terminal_and_says_what_the_page_needs(tmp_path: Path) -> None:
-    status = (await Door(tmp_path).ask("GET", "/api/status")).json()
+    status = (await Endpoint(tmp_path).ask("GET", "/api/status")).json()
     assert [(each["id"], each["state"]) for each in status["workers"]] == [("w0", "ready"), ("old", "ready")]
     assert (status["version"], status["router"], status["not_ready"]) == (VERSION, "router-0", "no worker")
     assert status["takes_orders"] is True
@@ -145,9 +145,9 @@ async def test_the_status_is_that_of_the_terminal_and_says_what_the_page_needs(t
 
 
 async def test_the_status_has_alerts_and_the_load_of_the_router(tmp_path: Path) -> None:
-    door = Door(tmp_path)
-    place = door.connections.enter("127.0.0.1")
-    status = (await door.ask("GET", "/api/status")).json()
+    endpoint = Endpoint(tmp_path)
+    place = endpoint.connections.enter("127.0.0.1")
+    status = (await endpoint.ask("GET", "/api/status")).json()
     assert [(each["name"], each["about"], each["since_s"], each["is_firing"]) for each in status["alerts"]] == [
         ("BatonControllerDown", "", 1005.0, False),
         ("BatonPoolBelowDesired", "decode", 1005.0, False),
@@ -155,14 +155,14 @@ async def test_the_status_has_alerts_and_the_load_of_the_router(tmp_path: Path) 
     assert (status["load"]["connections"], status["load"]["max_connections"]) == (1, 64)
     assert (status["load"]["in_flight"], status["load"]["max_in_flight"]) == (2, 16)
     place.leave()
-    assert (await door.ask("GET", "/api/status")).json()["load"]["connections"] == 0
+    assert (await endpoint.ask("GET", "/api/status")).json()["load"]["connections"] == 0
 
 
 async def test_first_tokens_are_counted_by_the_prompt_tokens_to_compute(tmp_path: Path) -> None:
-    door = Door(tmp_path)
+    endpoint = Endpoint(tmp_path)
     for num_to_compute, seconds in ((0, 0.03), (256, 0.03), (257, 0.1), (4097, 30.0)):
-        door.booked.time_to_first_token.record(seconds, {TO_COMPUTE: prompt_class(num_to_compute)})
-    history = (await door.ask("GET", "/api/history")).json()
+        endpoint.metrics.time_to_first_token.record(seconds, {TO_COMPUTE: prompt_class(num_to_compute)})
+    history = (await endpoint.ask("GET", "/api/history")).json()
     assert history["bounds"]["ttft_of"] == [256, 1024, 4096]
     assert history["slots"][0]["counts"] == {
         "ttft/0.032": 2, "ttft/0.1": 1, "ttft/32.0": 1,
@@ -171,20 +171,20 @@ async def test_first_tokens_are_counted_by_the_prompt_tokens_to_compute(tmp_path
 
 
 async def test_the_history_comes_from_a_slot_on(tmp_path: Path) -> None:
-    door = Door(tmp_path)
-    door.booked.requests_slo.add(2, {"slo_class": "default", "outcome": "met"})
-    history = (await door.ask("GET", "/api/history")).json()
+    endpoint = Endpoint(tmp_path)
+    endpoint.metrics.requests_slo.add(2, {"slo_class": "default", "outcome": "met"})
+    history = (await endpoint.ask("GET", "/api/history")).json()
     assert history["slots"] == [{"slot": 100, "num_routers": 1, "counts": {"requests/met/default": 2}}]
-    assert (history["slot_s"], history["bounds"]["ttft"]) == (10, list(door.booked.time_to_first_token.bounds))
-    assert (await door.ask("GET", "/api/history?since=101")).json()["slots"] == []
-    assert (await door.ask("GET", "/api/history?since=x")).status_code == 400
+    assert (history["slot_s"], history["bounds"]["ttft"]) == (10, list(endpoint.metrics.time_to_first_token.bounds))
+    assert (await endpoint.ask("GET", "/api/history?since=101")).json()["slots"] == []
+    assert (await endpoint.ask("GET", "/api/history?since=x")).status_code == 400
 
 
 async def test_a_worker_without_a_log_is_named(tmp_path: Path) -> None:
-    door = Door(tmp_path)
-    assert (await door.ask("GET", "/api/workers/w0/log")).json() == {"worker": "w0", "lines": ["w0 joins"]}
+    endpoint = Endpoint(tmp_path)
+    assert (await endpoint.ask("GET", "/api/workers/w0/log")).json() == {"worker": "w0", "lines": ["w0 joins"]}
     for path, status, sentence in (("old", 503, "a release without"), ("gone", 404, "no worker 'gone'")):
-        answer = await door.ask("GET", f"/api/workers/{path}/log")
+        answer = await endpoint.ask("GET", f"/api/workers/{path}/log")
         assert answer.status_code == status
         assert sentence in answer.json()["error"]["message"]
 
@@ -200,27 +200,27 @@ ORDERS: tuple[tuple[str, dict[str, Any], tuple[Any, ...], int], ...] = (
 async def test_an_operators_order_reaches_the_controller(
     tmp_path: Path, path: str, body: dict[str, Any], order: tuple[Any, ...], status: int
 ) -> None:
-    door = Door(tmp_path)
-    assert (await door.ask("POST", path, json=body)).status_code == status
-    assert door.orders.heard == [order]
+    endpoint = Endpoint(tmp_path)
+    assert (await endpoint.ask("POST", path, json=body)).status_code == status
+    assert endpoint.orders.heard == [order]
 
 
 @pytest.mark.parametrize(("path", "body", "order", "status"), ORDERS)
 async def test_without_an_operators_key_no_order_is_given(
     tmp_path: Path, path: str, body: dict[str, Any], order: object, status: int
 ) -> None:
-    door, nobodys = Door(tmp_path), Door(tmp_path, has_tenants=False)
-    refused = [await door.ask("POST", path, key, json=body) for key in ("", "acme")]
+    endpoint, nobodys = Endpoint(tmp_path), Endpoint(tmp_path, has_tenants=False)
+    refused = [await endpoint.ask("POST", path, key, json=body) for key in ("", "acme")]
     refused += [await nobodys.ask("POST", path, key, json=body) for key in ("", "operations")]
     assert [answer.status_code for answer in refused] == [401, 403, 403, 403]
     assert "router.tenants_file is not set" in refused[-1].json()["error"]["message"]
     assert (await nobodys.ask("GET", "/api/status")).json()["takes_orders"] is False
-    assert door.orders.heard == nobodys.orders.heard == []
+    assert endpoint.orders.heard == nobodys.orders.heard == []
 
 
 async def test_an_order_is_json_and_nothing_else(tmp_path: Path) -> None:
     """A browser asks another website's host first before it sends that, and a client's certificate with it."""
-    door = Door(tmp_path)
+    endpoint = Endpoint(tmp_path)
     for path, body, *_ in ORDERS:
         plain = {"content": json.dumps(body)}
         for more in (
@@ -229,17 +229,17 @@ async def test_an_order_is_json_and_nothing_else(tmp_path: Path) -> None:
             {"json": {"workers": "3", "role": "both"}},
             {"content": ""},
         ):
-            assert (await door.ask("POST", path, **more)).status_code in (400, 415), (path, more)
-        assert (await door.ask("POST", path, **plain)).status_code == 415
-    assert door.orders.heard == []
+            assert (await endpoint.ask("POST", path, **more)).status_code in (400, 415), (path, more)
+        assert (await endpoint.ask("POST", path, **plain)).status_code == 415
+    assert endpoint.orders.heard == []
 
 
 async def test_the_document_describes_all_that_operators_ask(tmp_path: Path) -> None:
-    door, whole = Door(tmp_path), document(APIS)
-    door.booked.requests_slo.add(2, {"slo_class": "default", "outcome": "met"})
+    endpoint, whole = Endpoint(tmp_path), document(APIS)
+    endpoint.metrics.requests_slo.add(2, {"slo_class": "default", "outcome": "met"})
     served = {
         (path.replace(":path}", "}"), method.lower())
-        for route in door.app.routes
+        for route in endpoint.app.routes
         for path, method in itertools.product([getattr(route, "path", "")], getattr(route, "methods", None) or ())
         if path.startswith("/api/") and method != "HEAD"
     }
@@ -252,11 +252,11 @@ async def test_the_document_describes_all_that_operators_ask(tmp_path: Path) -> 
     places = [(each["name"], each["in"]) for each in asked]
     assert places == [*((name, "query") for name in ("tenant", "slo_class", "outcome", "limit")), ("pool", "path")]
     for path in ("/api/status", "/api/history", "/version"):
-        check_described(path, (await door.ask("GET", path)).json())
-    check_described("/api/workers/{worker_id}/log", (await door.ask("GET", "/api/workers/w0/log")).json())
-    drained = await door.ask("POST", "/api/workers/w0/drain", json={})
+        check_described(path, (await endpoint.ask("GET", path)).json())
+    check_described("/api/workers/{worker_id}/log", (await endpoint.ask("GET", "/api/workers/w0/log")).json())
+    drained = await endpoint.ask("POST", "/api/workers/w0/drain", json={})
     check_described("/api/workers/{worker_id}/drain", drained.json(), "post")
-    scaled = await door.ask("POST", "/api/pools/decode", json={"workers": 3})
+    scaled = await endpoint.ask("POST", "/api/pools/decode", json={"workers": 3})
     check_described("/api/pools/{pool}", scaled.json(), "post")
     with pytest.raises(jsonschema.ValidationError):
         check_described("/api/pools/{pool}", {**scaled.json(), "more": 1}, "post")
@@ -277,8 +277,8 @@ def test_the_document_says_that_orders_alone_always_need_a_key() -> None:
 
 @contextlib.asynccontextmanager
 async def logging_worker(secret: Path) -> AsyncIterator[Any]:
-    doors = member_doors(KeyFile(secret, Principal.WORKER), "w1", WORKERS_RULES)
-    rpc = RpcServer(("baton.v1.WorkerLog",), doors, describes_itself=False)
+    endpoints = member_auth(KeyFile(secret, Principal.WORKER), "w1", WORKERS_RULES)
+    rpc = RpcServer(("baton.v1.WorkerLog",), endpoints, describes_itself=False)
     worker_pb2_grpc.add_WorkerLogServicer_to_server(WorkerLog("w0"), rpc.server)
     port = rpc.bind("127.0.0.1", 0)
     await rpc.start()

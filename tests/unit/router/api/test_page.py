@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 from baton.errors import Unauthenticated
-from baton.telemetry.booked import TO_COMPUTE, Booked, prompt_class
+from baton.telemetry.request_metrics import TO_COMPUTE, RequestMetrics, prompt_class
 from deploy.operator.watch import Quantile, quantile
 from router.api.http import create_app
 from router.api.page import FILES
@@ -198,16 +198,16 @@ def test_slots_are_replaced_and_an_hour_of_them_is_kept() -> None:
 
 @needs_node
 def test_quantiles_are_those_of_prometheus_and_of_the_terminal() -> None:
-    booked = Booked()
+    metrics = RequestMetrics()
     for value, times in ((0.0004, 5), (0.03, 5), (0.09, 70), (0.3, 19), (1e9, 1)):
-        booked.time_to_first_token.record(value, times=times)
-    bounds = list(booked.time_to_first_token.bounds)
+        metrics.time_to_first_token.record(value, times=times)
+    bounds = list(metrics.time_to_first_token.bounds)
     code = """
         const found = [0.04, 0.5, 0.98, 1].map((q) => f.quantile(q, given.counts, "ttft", { ttft: given.bounds }));
         return [found, found.map(f.latencyText), f.quantile(0.5, {}, "ttft", {})];
     """
-    found, texts, none = figures(code, {"counts": counted(booked), "bounds": bounds})
-    ends, total, cumulative = booked.time_to_first_token.totals(), 0, {}
+    found, texts, none = figures(code, {"counts": counted(metrics), "bounds": bounds})
+    ends, total, cumulative = metrics.time_to_first_token.totals(), 0, {}
     for bound, count in ends.items():
         total += count
         cumulative[float(bound)] = float(total)
@@ -223,16 +223,16 @@ def test_quantiles_are_those_of_prometheus_and_of_the_terminal() -> None:
 
 @needs_node
 def test_first_tokens_of_long_prompts_do_not_hide_those_of_short_ones() -> None:
-    booked = Booked()
+    metrics = RequestMetrics()
     for num_to_compute, seconds in ((10, 0.03), (10, 0.03), (10, 0.03), (5680, 38.0)):
-        booked.time_to_first_token.record(seconds, {TO_COMPUTE: prompt_class(num_to_compute)})
-    bounds = {"ttft": list(booked.time_to_first_token.bounds), "ttft_of": [256.0, 1024.0, 4096.0]}
+        metrics.time_to_first_token.record(seconds, {TO_COMPUTE: prompt_class(num_to_compute)})
+    bounds = {"ttft": list(metrics.time_to_first_token.bounds), "ttft_of": [256.0, 1024.0, 4096.0]}
     code = """
         const slots = f.remember(new Map(), given);
         const at = { nowS: given.now_s, slotS: given.slot_s, spanS: 300, bounds: given.bounds };
         return ["", "256", "+Inf"].map((prompts) => f.overview(slots, { ...at, prompts }));
     """
-    whole, short, long = figures(code, answer((999, counted(booked))) | {"bounds": bounds})
+    whole, short, long = figures(code, answer((999, counted(metrics))) | {"bounds": bounds})
     assert [(each["id"], each["name"], each["count"]) for each in whole["lengths"]] == [
         ("256", "up to 256", 3),
         ("1024", "257 to 1,024", 0),

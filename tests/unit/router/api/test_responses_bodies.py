@@ -16,7 +16,7 @@ from baton.api import Chat, GenerateChunk, GenerateRequest
 from baton.chat import ChatMessage
 from baton.errors import InvalidRequest, WorkerFailed
 from baton.structure import StructuredOutputs
-from baton.telemetry.booked import Booked
+from baton.telemetry.request_metrics import RequestMetrics
 from baton.tools import Tool, ToolChoice, ToolUse
 from router.admission.tenants import DEFAULT_TENANT
 from router.api.http import create_app
@@ -42,7 +42,7 @@ class Service:
 
     def __init__(self, refusal: InvalidRequest | None = None) -> None:
         self.asked: list[GenerateRequest] = []
-        self.bodies = BodyBook(RequestLog(), Booked(), "m")
+        self.bodies = BodyBook(RequestLog(), RequestMetrics(), "m")
         self._refusal = refusal
 
     def is_crowded(self) -> bool:

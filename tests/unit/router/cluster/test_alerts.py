@@ -23,7 +23,7 @@ from baton.cluster import (
     WorkerLoad,
     WorkerState,
 )
-from baton.telemetry.booked import Booked
+from baton.telemetry.request_metrics import RequestMetrics
 from router.cluster.alerts import RULES, WINDOWS_S, Condition, Outcomes, RouterView, conditions
 from router.cluster.history import SLOT_S, ClusterHistory
 from router.cluster.history_store import MemoryHistory
@@ -255,12 +255,12 @@ def watch(history: ClusterHistory, clock: Callable[[], float]) -> AlertWatch:
 
 async def test_requests_of_all_routers_count_for_as_long_as_the_rule_says() -> None:
     clock, store = Clock(), MemoryHistory()
-    booked, others = Booked(), Booked()
-    history, other = ClusterHistory(store, "r0", booked, clock), ClusterHistory(store, "r1", others, clock)
+    metrics, others = RequestMetrics(), RequestMetrics()
+    history, other = ClusterHistory(store, "r0", metrics, clock), ClusterHistory(store, "r1", others, clock)
     look = watch(history, clock)
     assert look() == []
     others.requests_slo.add(3, {"slo_class": "default", "outcome": "error"})
-    booked.requests_slo.add(7, {"slo_class": "default", "outcome": "met"})
+    metrics.requests_slo.add(7, {"slo_class": "default", "outcome": "met"})
     await other.look()
     await history.look()
     assert [(name, text) for name, _, text in look()] == [

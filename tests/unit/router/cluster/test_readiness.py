@@ -14,10 +14,10 @@ PREFILL, DECODE = worker("prefill-0", role=Role.PREFILL), worker("decode-0")
 
 
 class Router:
-    def __init__(self, needs_prefill: bool = False, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, needs_prefill: bool = False, timeout_s: float = PATIENCE_S) -> None:
         self.clock = Clock()
         self.pools = PoolView(lambda keys: {}, self.clock)
-        self.readiness = Readiness(self.pools, needs_prefill, patience_s, self.clock)
+        self.readiness = Readiness(self.pools, needs_prefill, timeout_s, self.clock)
 
     async def sees(self, *workers: Worker) -> str:
         await self.pools.update(workers)
@@ -28,9 +28,9 @@ class Router:
         return self.readiness.why_not()
 
 
-@pytest.mark.parametrize("patience_s", [PATIENCE_S, math.inf])
-async def test_a_router_is_not_ready_before_its_first_workers(patience_s: float) -> None:
-    router = Router(patience_s=patience_s)
+@pytest.mark.parametrize("timeout_s", [PATIENCE_S, math.inf])
+async def test_a_router_is_not_ready_before_its_first_workers(timeout_s: float) -> None:
+    router = Router(timeout_s=timeout_s)
     assert await router.sees() == "no decode worker is ready"
     assert await router.sees(PREFILL) == "no decode worker is ready"
     assert await router.sees(DECODE) == ""
@@ -49,7 +49,7 @@ async def test_workers_that_are_gone_are_waited_for_as_long_as_requests_wait() -
 
 @pytest.mark.parametrize("needs_prefill", [True, False])
 async def test_prefill_workers_are_needed_where_every_prompt_goes_to_one(needs_prefill: bool) -> None:
-    reason = "no prefill worker is ready, and router.mode is split" if needs_prefill else ""
+    reason = "no prefill worker is ready, and router.mode is disaggregated" if needs_prefill else ""
     router = Router(needs_prefill)
     assert await router.sees(DECODE) == reason
     assert await router.sees(DECODE, PREFILL) == ""

@@ -16,8 +16,8 @@ from baton.tasks import cancel_and_wait
 from kvstore.index import MemoryIndex, MemoryStore, Mirror, MirrorFollower, RedisConnection
 from kvstore.leases import MemoryLeases
 from router.admission import SloCounts
+from router.cluster.dependencies import Dependencies
 from router.cluster.registry import Registry
-from router.cluster.surroundings import Surroundings
 from router.dispatch.worker_client import WorkerClient
 from router.placement.pool_view import PoolView
 from tests.support.builders import worker_info
@@ -57,7 +57,7 @@ async def followed(
         models=(),
         redis=redis,
         malformed=MalformedCount(),
-        surroundings=Surroundings(redis, {}),
+        surroundings=Dependencies(redis, {}),
         poll_s=poll_s,
         lease_s=lease_s,
     )

@@ -28,7 +28,7 @@ def placement() -> Placement:
     found = place(
         Prompt(100, (), 40),
         POOL,
-        "split",
+        "disaggregated",
         weights=Weights(1.0, 0.05),
         prices=Prices(0.0, 0.0, 5e-3, 0.0),
         pull_above_tokens=1,
@@ -44,7 +44,7 @@ def noted(log: DecisionLog, request_id: str, choice_index: int = 0, claim: Claim
 
 def test_what_became_of_a_decision_shows() -> None:
     decision = noted(DecisionLog(), "r")
-    assert (decision.outcome, decision.ttft_s) == ("let in", 0.0)
+    assert (decision.outcome, decision.ttft_s) == ("admitted", 0.0)
     decision.outcome, decision.ttft_s = "refused: too late", 0.7
     decision.measured.wait_s, decision.measured.exposed_s = 0.5, 0.0
     explanation = explained(decision)
@@ -66,10 +66,10 @@ def test_an_explanation_says_what_was_asked_and_what_was_chosen() -> None:
     assert (explanation.tenant, explanation.slo_class, explanation.priority) == ("acme", "interactive", 3)
     assert (explanation.ttft_objective_s, explanation.itl_objective_s) == (0.5, 0.05)
     assert (explanation.num_prompt_tokens, explanation.num_expected_tokens) == (100, 40)
-    assert (explanation.mode, explanation.prefill_worker, explanation.decode_worker) == ("split", "quick", "d")
+    assert (explanation.mode, explanation.prefill_worker, explanation.decode_worker) == ("disaggregated", "quick", "d")
     assert (explanation.source, explanation.source_tokens) == ("", 0)
     assert explanation.predicted_ttft_s == 1.08, "the room comes after 1 s"
-    assert (explanation.outcome, explanation.measured_ttft_s) == ("let in", 0.0)
+    assert (explanation.outcome, explanation.measured_ttft_s) == ("admitted", 0.0)
     assert explanation.measured == PlacementSeconds()
     assert explanation.predicted == PlacementSeconds(
         wait_s=0.0, room_s=1.0, pull_s=0.0, compute_s=0.08, exposed_s=0.005, step_s=0.002

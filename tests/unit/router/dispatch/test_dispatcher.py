@@ -36,13 +36,13 @@ from baton.messages import (
     Fetched,
     FetchRequest,
     FirstToken,
-    HandedOver,
     Migrate,
     NewTokens,
     PrefillReport,
     PrefillRequest,
     PrefixSource,
     SequenceSpec,
+    Transferred,
 )
 from baton.sampling import FinishReason
 from baton.tasks import cancel_and_wait
@@ -141,10 +141,10 @@ async def test_a_failed_attempt_leaves_nothing_to_the_garbage_collector() -> Non
         gc.enable()
 
 
-async def test_kv_is_handed_over_to_where_the_decode_workers_lease_is_from() -> None:
+async def test_kv_is_transferred_to_where_the_decode_workers_lease_is_from() -> None:
     """Not to where its ticket says."""
     workers = ScriptedWorkers(prefill=[[FIRST_IS_LAST]], decode=[[ticket]])
-    async with bench_of(workers, PAIR, "split") as bench:
+    async with bench_of(workers, PAIR, "disaggregated") as bench:
         assert await collected(bench.tokens()) == [5]
     (asked,) = (request for request in workers.requests if isinstance(request, PrefillRequest))
     assert asked.ticket == replace(ticket(SPEC), kv_address=bench.address)
@@ -159,13 +159,13 @@ async def test_kv_is_handed_over_to_where_the_decode_workers_lease_is_from() -> 
         (TransferError("d0 is gone"), PAIR, True),
     ],
 )
-async def test_who_did_not_answer_in_a_hand_over_is_left_at_once(
+async def test_who_did_not_answer_in_a_kv_transfer_is_left_at_once(
     failure: BatonError, roles: dict[str, Role], stays: bool
 ) -> None:
     """The prefill worker says so: the decode worker's own stream, which hangs, may tell seconds later."""
     workers = ScriptedWorkers(decode=[[ticket], [ticket]], prefill=[[failure], [FIRST_IS_LAST]])
     record = new_choice()
-    async with bench_of(workers, roles, "split", {"d0": 4}) as bench:
+    async with bench_of(workers, roles, "disaggregated", {"d0": 4}) as bench:
         assert await collected(bench.tokens(record)) == [5]
     assert (record.retries, record.decode_worker == "d0") == (1, stays)
 
@@ -200,7 +200,7 @@ async def test_of_two_that_do_not_fit_each_other_neither_is_asked_again() -> Non
     )
     record = new_choice()
     roles = {**PAIR, "p1": Role.PREFILL, "d1": Role.DECODE}
-    async with bench_of(workers, roles, "split", {"p0": 8, "d0": 4}) as bench:
+    async with bench_of(workers, roles, "disaggregated", {"p0": 8, "d0": 4}) as bench:
         assert await collected(bench.tokens(record)) == [5]
     assert (record.retries, record.prefill_worker, record.decode_worker) == (1, "p1", "d1")
 
@@ -212,7 +212,7 @@ async def test_a_doubted_prefill_worker_that_has_no_other_beside_it_takes_no_dou
         prefill=[[], [TransferError("d0 is silent")], [FIRST_IS_LAST]],
     )
     record = new_choice()
-    async with bench_of(workers, {**PAIR, "d1": Role.DECODE}, "split", {"d0": 4}) as bench:
+    async with bench_of(workers, {**PAIR, "d1": Role.DECODE}, "disaggregated", {"d0": 4}) as bench:
         assert await collected(bench.tokens(record)) == [5]
     assert (record.retries, record.decode_worker) == (2, "d1")
 
@@ -222,12 +222,12 @@ async def test_a_decode_worker_that_dies_while_the_prompt_is_computed_is_left_at
     is_computed = asyncio.Event()
     workers = ScriptedWorkers(decode=[[ticket, GONE], [ticket]], prefill=[[is_computed], [FIRST_IS_LAST]])
     record = new_choice()
-    async with bench_of(workers, {**PAIR, "d1": Role.DECODE}, "split", {"d0": 4}) as bench:
+    async with bench_of(workers, {**PAIR, "d1": Role.DECODE}, "disaggregated", {"d0": 4}) as bench:
         assert await asyncio.wait_for(collected(bench.tokens(record)), 10) == [5]
     assert (record.retries, record.decode_worker) == (1, "d1")
 
 
-async def test_who_could_not_hand_over_is_no_source_of_the_next_attempt() -> None:
+async def test_who_could_not_transfer_is_no_source_of_the_next_attempt() -> None:
     """It holds the longest prefix of all, and would send it over the same way."""
     roles = {**PAIR, "p1": Role.PREFILL}
     workers = ScriptedWorkers(decode=[[ticket], [LAST]], prefill=[[TransferRefused("of another shape")]])
@@ -243,7 +243,7 @@ async def test_who_could_not_hand_over_is_no_source_of_the_next_attempt() -> Non
     [[TransferCorrupted("once"), TransferCorrupted("twice")], [TransferRefused("of another shape")]],
     ids=["failed twice", "refused once"],
 )
-async def test_when_hand_overs_fail_the_decode_worker_computes_the_prompt(failures: list[BatonError]) -> None:
+async def test_when_kv_transfers_fail_the_decode_worker_computes_the_prompt(failures: list[BatonError]) -> None:
     workers = ScriptedWorkers(decode=[*[[ticket]] * len(failures), [LAST]], prefill=[[failure] for failure in failures])
     record = new_choice()
     async with bench_of(workers, PAIR, "auto", {"p0": 20}) as bench:
@@ -421,14 +421,14 @@ async def test_a_choice_that_has_to_make_way_is_refused_at_once() -> None:
         await asyncio.wait(waiting)
 
 
-@pytest.mark.parametrize("mode", [Mode.AGGREGATED, Mode.SPLIT])
+@pytest.mark.parametrize("mode", [Mode.AGGREGATED, Mode.DISAGGREGATED])
 async def test_it_is_crowded_while_a_choice_waits_long_for_room(monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
     """Not while its prompt is computed elsewhere, and not while it is decoded."""
     monkeypatch.setattr(exchange, "LONG_S", 0.1)
     has_room, computes, goes_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
     first = NewTokens(token_ids=(4,), finish_reason=None, report=PrefillReport())
     workers = ScriptedWorkers(decode=[[has_room, first, goes_on, LAST]])
-    if mode is Mode.SPLIT:
+    if mode is Mode.DISAGGREGATED:
         workers = ScriptedWorkers(decode=[[has_room, ticket]], prefill=[[computes, FIRST_IS_LAST]])
     async with bench_of(workers, PAIR, mode) as bench:
         tokens = asyncio.create_task(collected(bench.tokens()))
@@ -463,11 +463,11 @@ async def test_it_is_not_crowded_while_a_prompt_is_computed_as_long_as_was_predi
         await asyncio.wait([tokens])
 
 
-@pytest.mark.parametrize("mode", [Mode.AGGREGATED, Mode.SPLIT])
+@pytest.mark.parametrize("mode", [Mode.AGGREGATED, Mode.DISAGGREGATED])
 async def test_the_queues_forget_a_prompt_when_it_is_computed(mode: Mode) -> None:
     """A long answer is no part of its tenant's share of the queues."""
     waits, ends = asyncio.Event(), asyncio.Event()
-    if mode is Mode.SPLIT:
+    if mode is Mode.DISAGGREGATED:
         workers = ScriptedWorkers(
             decode=[[ticket, ends, LAST]],
             prefill=[
@@ -478,14 +478,14 @@ async def test_the_queues_forget_a_prompt_when_it_is_computed(mode: Mode) -> Non
                         finish_reason=None,
                         report=PrefillReport(),
                     ),
-                    HandedOver(10, 1, 0.0, 0.0),
+                    Transferred(10, 1, 0.0, 0.0),
                 ]
             ],
         )
     else:
         workers = ScriptedWorkers(decode=[[waits, NewTokens(token_ids=(4,), finish_reason=None), ends, LAST]])
     async with bench_of(workers, PAIR, mode) as bench:
-        gate, books = bench.dispatcher._patience.gate, bench.pools._books.values()
+        gate, books = bench.dispatcher._waits.gate, bench.pools._loads.values()
         answer = bench.tokens()
         first = asyncio.ensure_future(anext(answer))
         await until(lambda: any(gate._queues.values()))
@@ -499,10 +499,10 @@ async def test_the_queues_forget_a_prompt_when_it_is_computed(mode: Mode) -> Non
         assert await collected(answer) == [5]
 
 
-# -- hand-over ---------------------------------------------------------------------------------------------------------
+# -- KV transfer -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_report_on_the_hand_over_that_comes_late_is_booked_and_holds_up_no_token() -> None:
+async def test_a_report_on_the_kv_transfer_that_comes_late_is_recorded_and_holds_up_no_token() -> None:
     """The prefill worker reports only after the other has sent its last token, which waits until the client has seen
     the token before.
     """
@@ -525,13 +525,13 @@ async def test_a_report_on_the_hand_over_that_comes_late_is_booked_and_holds_up_
                     report=PrefillReport(),
                 ),
                 all_sent,
-                HandedOver(10, 1, 0.5, 0.25),
+                Transferred(10, 1, 0.5, 0.25),
             ]
         ],
     )
     record = new_choice()
     tokens: list[int] = []
-    async with bench_of(workers, PAIR, "split") as bench:
+    async with bench_of(workers, PAIR, "disaggregated") as bench:
         async for token in bench.tokens(record):
             tokens.append(token)
             if tokens == [5, 6]:
@@ -549,7 +549,7 @@ async def test_a_first_token_that_is_the_last_is_waited_for_when_nobody_wants_th
         decode=[[ticket, cancelled, TransferCancelled("the sender gave up")]], prefill=[[told, FIRST_IS_LAST]]
     )
     record = new_choice()
-    async with bench_of(workers, PAIR, "split") as bench:
+    async with bench_of(workers, PAIR, "disaggregated") as bench:
         answer = asyncio.ensure_future(anext(bench.tokens(record)))
         await until(lambda: PrefillRequest in workers.kinds)
         cancelled.set()
@@ -558,7 +558,7 @@ async def test_a_first_token_that_is_the_last_is_waited_for_when_nobody_wants_th
     assert record.retries == 0
 
 
-@pytest.mark.parametrize(("mode", "held"), [("split", {"p": 10, "d": 20}), ("aggregated", {"d": 10, "p": 20})])
+@pytest.mark.parametrize(("mode", "held"), [("disaggregated", {"p": 10, "d": 20}), ("aggregated", {"d": 10, "p": 20})])
 @pytest.mark.parametrize(
     ("num_cached", "num_pulled", "num_stale"),
     [(320, 160, 0), (160, 0, 0), (320, 320, 160), (0, 0, 160), (0, 80, 160)],
@@ -574,7 +574,7 @@ async def test_what_was_pulled_neither_makes_nor_hides_a_stale_hint(
         report=PrefillReport(num_cached_tokens=num_cached, num_pulled_tokens=num_pulled),
     )
     workers = ScriptedWorkers(
-        decode=[[ticket if mode == "split" else found]],
+        decode=[[ticket if mode == "disaggregated" else found]],
         prefill=[
             [
                 FirstToken(
@@ -591,7 +591,7 @@ async def test_what_was_pulled_neither_makes_nor_hides_a_stale_hint(
     async with bench_of(workers, {"p": Role.PREFILL, "d": Role.DECODE}, mode, held) as bench:
         assert await collected(bench.tokens(record)) == [5]
         counted = bench.instruments.exposition().decode()
-    assert (record.mode, record.source) == (mode, "d" if mode == "split" else "p")
+    assert (record.mode, record.source) == (mode, "d" if mode == "disaggregated" else "p")
     assert ("baton_index_stale_hints_total 1.0" in counted) == bool(num_stale)
     assert (f"baton_index_stale_tokens_total {num_stale:.1f}" in counted) == bool(num_stale)
 
@@ -600,7 +600,7 @@ async def test_what_was_pulled_neither_makes_nor_hides_a_stale_hint(
 async def test_how_far_predictions_were_off_is_measured(prefill_s: float) -> None:
     first = FirstToken(token_id=5, finish_reason=FinishReason.LENGTH, report=PrefillReport(prefill_s=prefill_s))
     workers = ScriptedWorkers(decode=[[ticket]], prefill=[[first]])
-    async with bench_of(workers, PAIR, "split") as bench:
+    async with bench_of(workers, PAIR, "disaggregated") as bench:
         assert await collected(bench.tokens(new_choice())) == [5]
         counted = bench.instruments.exposition().decode()
     assert 'baton_placement_prediction_error_count{of="ttft"} 1.0' in counted
@@ -612,12 +612,12 @@ async def test_how_far_predictions_were_off_is_measured(prefill_s: float) -> Non
         assert found is None, "nothing was computed"
 
 
-async def test_a_hand_over_is_priced_as_it_was_measured() -> None:
+async def test_a_kv_transfer_is_priced_as_it_was_measured() -> None:
     """Else placement would go on with the prices that it began with."""
     first = FirstToken(token_id=5, finish_reason=None, report=PrefillReport())
-    slow = HandedOver(num_bytes=1, num_chunks=1, transfer_s=5.0, exposed_s=4.0)
+    slow = Transferred(num_bytes=1, num_chunks=1, transfer_s=5.0, exposed_s=4.0)
     workers = ScriptedWorkers(decode=[[ticket, LAST]], prefill=[[first, slow]])
-    async with bench_of(workers, PAIR, "split") as bench:
+    async with bench_of(workers, PAIR, "disaggregated") as bench:
         before = bench.dispatcher._selector.prices.prices
         assert await collected(bench.tokens(new_choice())) == [5, 5]
         after = bench.dispatcher._selector.prices.prices
@@ -805,16 +805,16 @@ TRIO = {"p": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
 
 def computes(finish_reason: FinishReason | None = None) -> Script:
     first = FirstToken(token_id=4, finish_reason=finish_reason, report=PrefillReport())
-    return [first] if finish_reason else [first, HandedOver(10, 1, 0.0, 0.0)]
+    return [first] if finish_reason else [first, Transferred(10, 1, 0.0, 0.0)]
 
 
-async def test_the_prompt_of_several_choices_is_computed_and_handed_over_once() -> None:
+async def test_the_prompt_of_several_choices_is_computed_and_transferred_once() -> None:
     """The others follow once it is there, to the worker that has it."""
     arrives = asyncio.Event()
     workers = ScriptedWorkers(
         decode=[[ticket, arrives, *answers(1), LAST], [*answers(2), LAST], [*answers(3), LAST]], prefill=[computes()]
     )
-    async with bench_of(workers, TRIO, "split") as bench:
+    async with bench_of(workers, TRIO, "disaggregated") as bench:
         group, came = group_of(3), list[int]()
         async for choice, message in bench.dispatcher.run(group):
             if not came:
@@ -828,22 +828,22 @@ async def test_the_prompt_of_several_choices_is_computed_and_handed_over_once() 
     assert [r.await_kv for r in workers.requests if isinstance(r, DecodeRequest)] == [True, False, False]
     leader, *followers = group.choices
     assert {choice.decode_worker for choice in followers} == {leader.decode_worker}
-    assert [choice.mode for choice in group.choices] == ["split", "aggregated", "aggregated"]
+    assert [choice.mode for choice in group.choices] == ["disaggregated", "aggregated", "aggregated"]
     assert sorted(came) == [1, 2, 3, 4, 5, 5, 5]
 
 
-async def test_choices_go_their_own_way_where_the_first_one_needs_no_hand_over() -> None:
+async def test_choices_go_their_own_way_where_the_first_one_needs_no_kv_transfer() -> None:
     """Its first token was the last: nobody decodes it, and nobody has the KV."""
     workers = ScriptedWorkers(
         decode=[[ticket], [ticket, *answers(1), LAST], [ticket, *answers(2), LAST]],
         prefill=[computes(FinishReason.LENGTH), computes(), computes()],
     )
-    async with bench_of(workers, TRIO, "split") as bench:
+    async with bench_of(workers, TRIO, "disaggregated") as bench:
         group = group_of(3)
         async for _ in bench.dispatcher.run(group):
             pass
         await workers.servicer.wait_until_idle()
-    assert [choice.mode for choice in group.choices] == ["split"] * 3
+    assert [choice.mode for choice in group.choices] == ["disaggregated"] * 3
     assert sorted(len(choice.emitted) for choice in group.choices) == [1, 3, 3]
 
 
@@ -905,10 +905,10 @@ async def test_leaving_the_choices_early_leaves_nothing_running(num_choices: int
 
 
 @pytest.mark.parametrize("has_first_token", [False, True])
-async def test_leaving_a_hand_over_leaves_no_task_behind(has_first_token: bool) -> None:
+async def test_leaving_a_kv_transfer_leaves_no_task_behind(has_first_token: bool) -> None:
     first = FirstToken(token_id=4, finish_reason=None, report=PrefillReport())
     workers = ScriptedWorkers(decode=[[ticket]], prefill=[[first] if has_first_token else []])
-    async with bench_of(workers, PAIR, "split") as bench:
+    async with bench_of(workers, PAIR, "disaggregated") as bench:
         answer = bench.tokens()
         if has_first_token:
             assert await anext(answer) == 4
@@ -960,7 +960,7 @@ def leaving_worker(*later: asyncio.Event | NewTokens | Migrate) -> ScriptedWorke
                     finish_reason=None,
                     report=PrefillReport(),
                 ),
-                HandedOver(10, 1, 0.0, 0.0),
+                Transferred(10, 1, 0.0, 0.0),
             ]
         ],
     )
@@ -996,7 +996,7 @@ async def test_a_choice_moves_to_nobody_without_room(
         assert workers.kinds == [DecodeRequest]
         await bench.lease("d2", Role.DECODE)
         assert await moved == 6
-        await until(lambda: workers.servicer.num_running == 2)  # d0 decodes no more; it hands over
+        await until(lambda: workers.servicer.num_running == 2)  # d0 decodes no more; it transfers
         assert await collected(answer) == [7]
         await workers.servicer.wait_until_idle()
     assert (record.decode_worker, record.retries) == ("d2", 0)
@@ -1069,7 +1069,7 @@ async def test_tokens_come_on_while_the_next_worker_pulls_their_kv() -> None:
                     finish_reason=None,
                     report=PrefillReport(),
                 ),
-                HandedOver(10, 1, 0.0, 0.0),
+                Transferred(10, 1, 0.0, 0.0),
             ]
         ],
     )
@@ -1171,15 +1171,15 @@ async def test_a_first_token_may_come_from_the_worker_that_decodes() -> None:
     """The prefill worker's engine draws none with the prompt; what it reports of the prompt counts all the same."""
     computed = FirstToken(token_id=None, finish_reason=None, report=PrefillReport(num_cached_tokens=160))
     tokens = NewTokens(token_ids=(5, 6), finish_reason=None)
-    workers = ScriptedWorkers(decode=[[ticket, tokens, LAST]], prefill=[[computed, HandedOver(10, 1, 0.5, 0.25)]])
+    workers = ScriptedWorkers(decode=[[ticket, tokens, LAST]], prefill=[[computed, Transferred(10, 1, 0.5, 0.25)]])
     record = new_choice()
-    async with bench_of(workers, PAIR, "split", {"p0": 10}) as bench:
+    async with bench_of(workers, PAIR, "disaggregated", {"p0": 10}) as bench:
         assert await collected(bench.tokens(record)) == [5, 6, *LAST.token_ids]
     assert (record.num_cached_tokens, record.retries) == (160, 0)
 
 
 @pytest.mark.parametrize("token_id", [4, None])
-async def test_a_hand_over_that_fails_behind_the_prompt_ends_the_wait_for_the_decode_worker(
+async def test_a_kv_transfer_that_fails_behind_the_prompt_ends_the_wait_for_the_decode_worker(
     token_id: int | None,
 ) -> None:
     """The decode worker's own stream, which hangs, would say nothing."""
@@ -1254,10 +1254,12 @@ async def test_what_is_drawn_waits_for_the_same_sampler_and_not_for_ever() -> No
 
 
 @pytest.mark.parametrize(("spec", "prefill_worker"), [(DRAWN, "p1"), (SPEC, "p0")], ids=["drawn", "greedy"])
-async def test_a_hand_over_of_what_is_drawn_is_between_equal_samplers(spec: SequenceSpec, prefill_worker: str) -> None:
+async def test_a_kv_transfer_of_what_is_drawn_is_between_equal_samplers(
+    spec: SequenceSpec, prefill_worker: str
+) -> None:
     """The prefill worker draws the first token."""
     workers, choice = ScriptedWorkers(decode=[[ticket]], prefill=[[FIRST_IS_LAST]]), new_choice()
-    async with bench_with(workers, {"p0": "a", "p1": "b", "d0": "b"}, {"p0": 20}, "split") as bench:
+    async with bench_with(workers, {"p0": "a", "p1": "b", "d0": "b"}, {"p0": 20}, "disaggregated") as bench:
         assert await collected(bench.tokens(choice, spec=spec)) == [5]
     assert (choice.prefill_worker, choice.decode_worker) == (prefill_worker, "d0")
 
@@ -1297,6 +1299,6 @@ async def test_where_it_is_not_known_what_drew_a_clients_tokens_there_must_be_on
 async def test_a_doubted_worker_is_taken_where_the_others_have_another_sampler() -> None:
     workers = ScriptedWorkers(decode=[[ticket], [ticket]], prefill=[[TransferError("lost")], [FIRST_IS_LAST]])
     choice = new_choice()
-    async with bench_with(workers, {"p0": "a", "d0": "a", "d1": "b"}, {"d0": 20}, "split") as bench:
+    async with bench_with(workers, {"p0": "a", "d0": "a", "d1": "b"}, {"d0": 20}, "disaggregated") as bench:
         assert await collected(bench.tokens(choice, spec=DRAWN)) == [5]
     assert (choice.decode_worker, choice.retries) == ("d0", 1)

@@ -35,7 +35,7 @@ from baton.messages import (
     Ticket,
 )
 from baton.rpc import RpcServer, channel
-from baton.rpc.doors import WORKERS_RULES, member_doors
+from baton.rpc.member_auth import WORKERS_RULES, member_auth
 from baton.sampling import FinishReason
 from baton.scores import TokenScores
 from baton.tasks import cancel_and_wait
@@ -112,10 +112,10 @@ def serving(
 async def served(
     servicer: worker_pb2_grpc.WorkerCallsServicer,
     port: int = 0,
-    doors: Sequence[grpc.aio.ServerInterceptor] = (),
+    endpoints: Sequence[grpc.aio.ServerInterceptor] = (),
     tls: Tls | None = None,
 ) -> AsyncIterator[tuple[RpcServer, int]]:
-    rpc = RpcServer(("baton.v1.WorkerCalls",), doors)
+    rpc = RpcServer(("baton.v1.WorkerCalls",), endpoints)
     worker_pb2_grpc.add_WorkerCallsServicer_to_server(servicer, rpc.server)
     port = rpc.bind("127.0.0.1", port, tls)
     await rpc.start()
@@ -627,10 +627,10 @@ async def test_a_worker_that_refuses_this_router_is_lost_to_it_until_its_next_le
     """The client's own key is not at fault. One proof opens a stream for all calls."""
     write_private(tmp_path / "secret", draw_secret())
     engine = Engine()
-    doors = member_doors(KeyFile(tmp_path / "secret", Principal.WORKER), "now", WORKERS_RULES)
+    endpoints = member_auth(KeyFile(tmp_path / "secret", Principal.WORKER), "now", WORKERS_RULES)
     servicer = CallServicer(decode=engine.decode)
     async with (
-        served(servicer, doors=doors) as (_, port),
+        served(servicer, endpoints=endpoints) as (_, port),
         router(KeyFile(tmp_path / "secret", Principal.ROUTER)) as calls,
         router() as stranger,
     ):

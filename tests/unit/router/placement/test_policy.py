@@ -31,7 +31,7 @@ NUM_WORKERS = 8
 COSTS = step_costs(s_per_token=1e-3)
 """A token takes a millisecond, of a prompt or of an answer."""
 PRICES = Prices(0.0, 5e-5, 0.0, 1e-5)
-"""Twenty tokens are pulled, and a hundred handed over, in the time of computing one."""
+"""Twenty tokens are pulled, and a hundred transferred, in the time of computing one."""
 WEIGHTS = Weights(affinity=1.0, interference=0.05)
 
 
@@ -75,7 +75,7 @@ def chosen(pool: list[Candidate], mode: str = "auto", **others: Any) -> tuple[st
     return placement.computes, placement.decode_worker
 
 
-def source_of(pool: list[Candidate], mode: str = "split", **others: Any) -> tuple[str, int]:
+def source_of(pool: list[Candidate], mode: str = "disaggregated", **others: Any) -> tuple[str, int]:
     placement = placed(pool, mode, **others)
     return placement.source, placement.source_tokens
 
@@ -83,14 +83,14 @@ def source_of(pool: list[Candidate], mode: str = "split", **others: Any) -> tupl
 def test_the_owner_wins_when_loads_are_equal() -> None:
     pool = [prefill(f"p{i}", 0.5, 640 if i == 5 else 0) for i in range(8)]
     pool += [decode(f"d{i}", 0.3, 64 if i == 2 else 0) for i in range(8)]
-    assert chosen(pool, "split") == ("p5", "d2"), "d2 gets less handed over"
+    assert chosen(pool, "disaggregated") == ("p5", "d2"), "d2 gets less transferred"
     assert chosen(pool, "aggregated") == ("d2", "d2")
 
 
 def test_load_beats_a_smaller_overlap_and_not_a_larger_one() -> None:
     def computes(wait_of_owner: float, **others: Any) -> str:
         pool = [decode("d"), prefill("owner", wait_of_owner, 160), prefill("idle")]
-        return chosen(pool, "split", **others)[0]
+        return chosen(pool, "disaggregated", **others)[0]
 
     # The idle one computes 840 tokens as well, pulls 160 in 8 ms and holds them a second time: 840 + 8 + 160.
     assert computes(0.155) == "owner"
@@ -126,7 +126,7 @@ def test_who_only_decodes_is_chosen_by_what_it_decodes() -> None:
     batch = decode("batch", num_decoding=5, num_kv_tokens=3000, costs=costs)
     prompt = prompt_of(list(range(1000)), 5)  # in steps of 18 and of 46 ms
     assert chosen([queue, batch], prompt=prompt) == ("batch", "batch")
-    assert chosen([queue, batch, prefill("p")], "split", prompt=prompt) == ("p", "queue")
+    assert chosen([queue, batch, prefill("p")], "disaggregated", prompt=prompt) == ("p", "queue")
 
 
 def test_a_prefix_that_everybody_holds_attracts_nobody() -> None:
@@ -139,13 +139,13 @@ def test_a_prefix_that_everybody_holds_attracts_nobody() -> None:
 @pytest.mark.parametrize(
     ("mode", "pool", "expected"),
     [
-        ("auto", "pd", Mode.SPLIT),
+        ("auto", "pd", Mode.DISAGGREGATED),
         ("auto", "d", Mode.AGGREGATED),
         ("auto", "p", None),
         ("auto", "", None),
-        ("split", "pd", Mode.SPLIT),
-        ("split", "d", None),
-        ("split", "p", None),
+        ("disaggregated", "pd", Mode.DISAGGREGATED),
+        ("disaggregated", "d", None),
+        ("disaggregated", "p", None),
         ("aggregated", "pd", Mode.AGGREGATED),
         ("aggregated", "d", Mode.AGGREGATED),
         ("aggregated", "p", None),
@@ -157,16 +157,16 @@ def test_the_mode_by_who_is_there(mode: str, pool: str, expected: Mode | None) -
     assert (placement and placement.mode) == expected
     if placement is not None:
         assert placement.decode_worker == "d0"
-        assert placement.prefill_worker == ("p0" if expected is Mode.SPLIT else "")
+        assert placement.prefill_worker == ("p0" if expected is Mode.DISAGGREGATED else "")
 
 
-@pytest.mark.parametrize(("num_tokens", "expected"), [(100, Mode.AGGREGATED), (160, Mode.SPLIT)])
-def test_at_rest_a_prompt_is_handed_over_if_that_is_worth_it(num_tokens: int, expected: Mode) -> None:
-    """A hand-over takes 7 ms, and a prompt beside those that decode next counts a twentieth of its computing."""
+@pytest.mark.parametrize(("num_tokens", "expected"), [(100, Mode.AGGREGATED), (160, Mode.DISAGGREGATED)])
+def test_at_rest_a_prompt_is_transferred_if_that_is_worth_it(num_tokens: int, expected: Mode) -> None:
+    """A KV transfer takes 7 ms, and a prompt beside those that decode next counts a twentieth of its computing."""
     prices = Prices(0.0, 5e-5, 7e-3, 0.0)
     pool = [prefill("p"), decode("d")]
     assert placed(pool, prompt=prompt_of([0] * num_tokens), prices=prices).mode is expected
-    assert placed(pool, "split", prompt=prompt_of([0] * num_tokens), prices=prices).mode is Mode.SPLIT
+    assert placed(pool, "disaggregated", prompt=prompt_of([0] * num_tokens), prices=prices).mode is Mode.DISAGGREGATED
 
 
 def test_split_against_aggregated_goes_by_seconds() -> None:
@@ -185,7 +185,7 @@ def test_split_against_aggregated_goes_by_seconds() -> None:
 def test_a_short_uncached_rest_is_computed_where_it_decodes() -> None:
     pool = [prefill("p"), decode("d", 0.0, 960)]
     assert chosen(pool) == ("d", "d")
-    assert chosen(pool, "split") == ("p", "d")
+    assert chosen(pool, "disaggregated") == ("p", "d")
 
 
 def test_the_prediction_is_that_of_the_workers_chosen() -> None:
@@ -194,9 +194,9 @@ def test_the_prediction_is_that_of_the_workers_chosen() -> None:
     p = prefill("p", 0.5, 200, costs=costs, chunk_tokens=100)
     d = decode("d", 0.25, 400, num_decoding=2, num_kv_tokens=3000, room_tokens=600, freed_tokens_per_s=64, costs=costs)
     prices = Prices(1e-2, 1e-4, 2e-2, 1e-5)
-    split = placed([p, d], "split", prompt, prices=prices)
+    split = placed([p, d], "disaggregated", prompt, prices=prices)
     # 200 tokens are pulled; 600 computed in 6 steps. The decode worker lacks 600 + 128 - 600 tokens of room, gets 600
-    # handed over, and then decodes 3 sequences over 4,000 tokens, while it reads its weights.
+    # transferred, and then decodes 3 sequences over 4,000 tokens, while it reads its weights.
     assert astuple(split.prediction) == pytest.approx((0.5, 2.0, 0.03, 0.612, 0.026, 0.019))
     assert split.prediction.ttft_s == pytest.approx(2.642), "the room comes after the queue"
     aggregated = placed([p, d], "aggregated", prompt, prices=prices)
@@ -227,9 +227,9 @@ def test_steps_above_the_objective_come_after_all_others() -> None:
     crowded = decode("crowded", num_decoding=5, costs=costs)
     full = decode("full", num_decoding=3, costs=costs, room_tokens=128, freed_tokens_per_s=100)
     pool = [crowded, full, prefill("p")]
-    assert chosen(pool, "split", prompt=prompt) == ("p", "crowded")
-    assert chosen(pool, "split", prompt=prompt, objective=Objective(itl_s=0.0601)) == ("p", "crowded")
-    assert chosen(pool, "split", prompt=prompt, objective=Objective(itl_s=0.05)) == ("p", "full")
+    assert chosen(pool, "disaggregated", prompt=prompt) == ("p", "crowded")
+    assert chosen(pool, "disaggregated", prompt=prompt, objective=Objective(itl_s=0.0601)) == ("p", "crowded")
+    assert chosen(pool, "disaggregated", prompt=prompt, objective=Objective(itl_s=0.05)) == ("p", "full")
 
 
 def test_room_is_waited_for_while_the_queue_is() -> None:
@@ -239,7 +239,7 @@ def test_room_is_waited_for_while_the_queue_is() -> None:
             decode("d", wait_s, room_tokens=room_tokens, freed_tokens_per_s=100) for room_tokens in (0, 1000)
         )
         assert placed([full]).prediction.ttft_s == pytest.approx(expected)
-        assert placed([full, prefill("p", wait_s)], "split").prediction.ttft_s == pytest.approx(expected)
+        assert placed([full, prefill("p", wait_s)], "disaggregated").prediction.ttft_s == pytest.approx(expected)
         assert placed([roomy]).prediction.ttft_s == pytest.approx(wait_s + 1.0)
     both = decode("both", 10.0, room_tokens=0, freed_tokens_per_s=100)
     assert placed([both, decode("queue", 12.0)]).computes == "both", "11 s against 13"
@@ -264,11 +264,11 @@ def test_a_longer_answer_needs_more_room() -> None:
 def test_a_slower_worker_gets_less() -> None:
     slow = step_costs(s_per_token=2e-3)
     pool = [prefill("slow", costs=slow), prefill("quick", 0.5), decode("d")]
-    assert chosen(pool, "split")[0] == "quick"
-    assert chosen([*pool[:1], prefill("quick", 1.1), decode("d")], "split")[0] == "slow"
+    assert chosen(pool, "disaggregated")[0] == "quick"
+    assert chosen([*pool[:1], prefill("quick", 1.1), decode("d")], "disaggregated")[0] == "slow"
 
 
-@pytest.mark.parametrize("mode", ["split", "aggregated"])
+@pytest.mark.parametrize("mode", ["disaggregated", "aggregated"])
 def test_the_source_is_the_longest_prefix_elsewhere_of_either_role(mode: str) -> None:
     """Whoever computes is busy elsewhere, so that the owners are not chosen themselves."""
     pool = [prefill("p"), decode("d"), prefill("p-owner", 5.0, 320), decode("d-owner", 5.0, 640)]
@@ -277,13 +277,13 @@ def test_the_source_is_the_longest_prefix_elsewhere_of_either_role(mode: str) ->
 
 
 def test_the_source_is_compared_with_the_worker_that_computes() -> None:
-    """In split mode with the prefill worker's prefix, in aggregated mode with the decode worker's."""
+    """In disaggregated mode with the prefill worker's prefix, in aggregated mode with the decode worker's."""
     pool = [prefill("p", 0.0, 480), decode("d", 0.0, 640)]
-    assert source_of(pool, "split", pull_above_tokens=160) == ("d", 640)
-    assert source_of(pool, "split", pull_above_tokens=161) == ("", 0)
+    assert source_of(pool, "disaggregated", pull_above_tokens=160) == ("d", 640)
+    assert source_of(pool, "disaggregated", pull_above_tokens=161) == ("", 0)
     assert source_of(pool, "aggregated", pull_above_tokens=1) == ("", 0)
     assert source_of([prefill("p", 0.0, 800), decode("d", 0.0, 640)], "aggregated", pull_above_tokens=1) == ("p", 800)
-    assert source_of([prefill("p"), decode("d")], "split", pull_above_tokens=1) == ("", 0)
+    assert source_of([prefill("p"), decode("d")], "disaggregated", pull_above_tokens=1) == ("", 0)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_the_source_is_compared_with_the_worker_that_computes() -> None:
 )
 def test_a_prefix_is_pulled_only_where_that_is_quicker(prices: Prices, num_held: int, is_pulled: bool) -> None:
     pool = [prefill("p"), decode("d"), decode("owner", 9.0, num_held)]
-    placement = placed(pool, "split", prices=prices)
+    placement = placed(pool, "disaggregated", prices=prices)
     assert placement.source == ("owner" if is_pulled else "")
     seconds = prices.pull_s + num_held * prices.pull_s_per_token if is_pulled else 0.0
     assert placement.prediction.pull_s == pytest.approx(seconds)
@@ -327,7 +327,7 @@ def test_sources_that_hold_the_same_go_by_load_and_then_by_session() -> None:
     sources = set()
     for start in range(100):
         prompt = prompt_of([start] * 800)
-        placements = [placed(pool, "split", prompt=prompt) for pool in (equal, equal[::-1])]
+        placements = [placed(pool, "disaggregated", prompt=prompt) for pool in (equal, equal[::-1])]
         assert placements[0] == placements[1], "the order of the pool decides nothing"
         sources.add(placements[0].source)
     assert sources == {f"owner{i}" for i in range(6)}
@@ -338,8 +338,10 @@ def test_a_source_that_is_ruled_out_is_replaced_by_the_next_best() -> None:
     assert source_of(pool, not_from={"best"}) == ("next", 320)
     assert source_of(pool, not_from={"best", "next"}) == ("", 0)
     own = [prefill("p", 0.0, 640), decode("d")]
-    assert chosen(own, "split", not_from={"p"}) == ("p", "d"), "it may compute, and what it holds it need not pull"
-    assert placed(own, "split", not_from={"p"}).prediction.compute_s == pytest.approx(0.36)
+    assert chosen(own, "disaggregated", not_from={"p"}) == ("p", "d"), (
+        "it may compute, and what it holds it need not pull"
+    )
+    assert placed(own, "disaggregated", not_from={"p"}).prediction.compute_s == pytest.approx(0.36)
 
 
 def test_a_prefix_that_has_to_be_pulled_anyway_is_pulled_to_where_it_is_decoded() -> None:
@@ -349,7 +351,7 @@ def test_a_prefix_that_has_to_be_pulled_anyway_is_pulled_to_where_it_is_decoded(
     assert (chosen(pool), source_of(pool, "auto")) == (("d", "d"), ("owner", 960))
     free = Prices(0.0, 5e-5, 0.0, 0.0)
     assert chosen(pool, prices=free) == ("p", "d"), "at equal costs the pools keep to their roles"
-    assert chosen([prefill("p", 0.0, 960), decode("d"), owner]) == ("p", "d"), "handed over anyway"
+    assert chosen([prefill("p", 0.0, 960), decode("d"), owner]) == ("p", "d"), "transferred anyway"
     assert source_of([prefill("p", 0.0, 960), decode("d"), owner], "auto") == ("", 0)
     assert chosen([prefill("p"), decode("d", 0.0, 960)]) == ("d", "d")
 
@@ -419,7 +421,7 @@ CANDIDATES = st.fixed_dictionaries(
 @settings(max_examples=60)
 @given(
     fields=st.lists(CANDIDATES, max_size=6),
-    mode=st.sampled_from(["auto", "split", "aggregated"]),
+    mode=st.sampled_from(["auto", "disaggregated", "aggregated"]),
     itl_s=st.sampled_from([1e-3, 1.0, math.inf]),
     not_from=st.sets(st.sampled_from(["w0", "w1", "w2"])),
     pull_above=st.integers(1, 200),
@@ -439,10 +441,10 @@ def test_whatever_the_pool_the_workers_have_their_roles_and_the_order_decides_no
     by_id = {candidate.worker_id: candidate for candidate in pool}
     roles = [candidate.role for candidate in pool]
     if placement is None:
-        assert Role.DECODE not in roles or (mode == "split" and Role.PREFILL not in roles)
+        assert Role.DECODE not in roles or (mode == "disaggregated" and Role.PREFILL not in roles)
         return
     assert by_id[placement.decode_worker].role is Role.DECODE
-    assert (placement.mode is Mode.SPLIT) == bool(placement.prefill_worker)
+    assert (placement.mode is Mode.DISAGGREGATED) == bool(placement.prefill_worker)
     assert mode in ("auto", placement.mode)
     if placement.prefill_worker:
         assert by_id[placement.prefill_worker].role is Role.PREFILL
@@ -480,7 +482,7 @@ def test_in_a_large_pool_the_least_busy_are_found_beside_the_owners(role: Role) 
         pool = [worker(f"owner{i}", 5.0, 992) for i in range(10)]
         pool += [worker("between", wait_s, 960)]
         pool += [worker(f"idle{i}") for i in range(30)]
-        mode = Mode.SPLIT if role is Role.PREFILL else Mode.AGGREGATED
+        mode = Mode.DISAGGREGATED if role is Role.PREFILL else Mode.AGGREGATED
         return chosen([*pool, decode("d")] if role is Role.PREFILL else pool, mode)[0]
 
     assert computes(wait_s=2.0).startswith("idle"), "which pulls the prefix: 0.05 s, and 0.992 s for a second copy"
@@ -488,7 +490,7 @@ def test_in_a_large_pool_the_least_busy_are_found_beside_the_owners(role: Role) 
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 2**32), mode=st.sampled_from(["split", "aggregated"]))
+@given(seed=st.integers(0, 2**32), mode=st.sampled_from(["disaggregated", "aggregated"]))
 def test_in_a_large_pool_nobody_who_is_not_looked_at_costs_less(seed: int, mode: str) -> None:
     """Among workers of one speed. Those that decode have prompts to compute, if at all, as much as they decode."""
     rng = random.Random(seed)
@@ -496,12 +498,12 @@ def test_in_a_large_pool_nobody_who_is_not_looked_at_costs_less(seed: int, mode:
     for i in range(rng.randrange(policy.LARGE_POOL + 1, 100)):
         to_do = rng.choice([1.0, 10.0]) * rng.random()
         worker: dict[str, Any] = {"num_cached_tokens": rng.choice([0, 160, 16 * rng.randrange(63)]), "costs": PRIOR}
-        if mode == "split" and i % 2:
+        if mode == "disaggregated" and i % 2:
             pool.append(prefill(f"p{i}", to_do / 10, **worker))
         else:
             worker |= {"num_decoding": int(8 * to_do), "num_kv_tokens": int(8e3 * to_do)}
             worker |= {"room_tokens": int(5e3 - 8e2 * to_do), "freed_tokens_per_s": 500.0}
-            pool.append(decode(f"d{i}", 0.0 if mode == "split" else to_do / 10, **worker))
+            pool.append(decode(f"d{i}", 0.0 if mode == "disaggregated" else to_do / 10, **worker))
     prompt = prompt_of(list(range(1000)), 128)
     near = placed(pool, mode, prompt, pull_above_tokens=1)
     costs = policy._Costs(
@@ -509,7 +511,7 @@ def test_in_a_large_pool_nobody_who_is_not_looked_at_costs_less(seed: int, mode:
     )
     pools = {role: [c for c in pool if c.role is role] for role in Role}
     decodes = {terms.worker_id: terms for terms in costs.on_decode(pools[Role.DECODE])}
-    if mode == "split":
+    if mode == "disaggregated":
         prefills = {terms.worker_id: terms for terms in costs.on_prefill(pools[Role.PREFILL])}
         first_s = {worker_id: terms.first_s for worker_id, terms in prefills.items()}
         rest_s = {worker_id: terms.room_s + terms.exposed_s + terms.answer_s for worker_id, terms in decodes.items()}
@@ -524,10 +526,12 @@ def test_in_a_large_pool_nobody_who_is_not_looked_at_costs_less(seed: int, mode:
 def test_in_a_large_pool_at_rest_every_worker_gets_sessions() -> None:
     pool = [prefill(f"p{i}") for i in range(40)] + [decode(f"d{i}") for i in range(40)]
     prompts = [prompt_of([session] * 32) for session in range(400)]
-    placements = [placed(pool, "split", prompt=prompt) for prompt in prompts]
+    placements = [placed(pool, "disaggregated", prompt=prompt) for prompt in prompts]
     assert len({placement.prefill_worker for placement in placements}) == 40
     assert len({placement.decode_worker for placement in placements}) == 40
-    assert placements == [placed(pool, "split", prompt=prompt) for prompt in prompts], "and each stays where it is"
+    assert placements == [placed(pool, "disaggregated", prompt=prompt) for prompt in prompts], (
+        "and each stays where it is"
+    )
 
 
 class Simulation:
@@ -555,7 +559,7 @@ class Simulation:
             return 0.0 if self.is_blind else self.queued[worker] * COSTS.s_per_token
 
         pool = [prefill(str(i), wait_s(i), self.held(i, prompt)) for i in range(num_workers)]
-        placement = placed([*pool, decode("d")], "split", prompt=prompt)
+        placement = placed([*pool, decode("d")], "disaggregated", prompt=prompt)
         worker = int(placement.prefill_worker)
         uncached = prompt.num_tokens - max(self.held(worker, prompt), placement.source_tokens)
         self.caches[worker].update(prompt.block_keys)
@@ -636,7 +640,7 @@ def test_sessions_stay_with_their_cache_and_are_spread() -> None:
     assert sum(simulation.computed) < 0.2 * simulation.num_tokens
 
 
-@pytest.mark.parametrize("mode", ["aggregated", "split", "auto"])
+@pytest.mark.parametrize("mode", ["aggregated", "disaggregated", "auto"])
 def test_who_takes_no_work_is_a_source_at_most(mode: str) -> None:
     """A worker that drains, though it is idle and holds the whole prompt."""
     leaving = [decode("a", num_cached_tokens=992, takes_work=False), prefill("b", takes_work=False)]

@@ -15,7 +15,7 @@ import pytest
 from baton.api import GenerateRequest, TokenIds
 from baton.cluster import Role
 from baton.errors import InvalidRequest, NoWorker, WorkerFailed
-from baton.messages import FirstToken, HandedOver, NewTokens, PrefillReport
+from baton.messages import FirstToken, NewTokens, PrefillReport, Transferred
 from baton.sampling import FinishReason
 from router.admission.tenants import DEFAULT_TENANT, Tenant
 from router.dispatch.choice import Choice, ChoiceGroup
@@ -33,7 +33,7 @@ SETTINGS = {"max_tokens": 5, "temperature": 0.0, "ignore_eos": True}
 FIRST = FirstToken(
     token_id=5, finish_reason=None, report=PrefillReport(num_cached_tokens=16, queue_s=0.02, prefill_s=0.03)
 )
-HANDED_OVER = HandedOver(exposed_s=0.001, transfer_s=0.002, num_bytes=2**20, num_chunks=1)
+TRANSFERRED = Transferred(exposed_s=0.001, transfer_s=0.002, num_bytes=2**20, num_chunks=1)
 LAST = NewTokens(token_ids=(8,), finish_reason=FinishReason.LENGTH)
 
 
@@ -84,10 +84,10 @@ async def test_the_life_of_a_request_whose_worker_died_is_accounted_for(tokenize
             [ticket, two, dies, WorkerFailed("killed")],
             [ticket, NewTokens(token_ids=(7,), finish_reason=None), goes_on, LAST],
         ],
-        prefill=[[FIRST, HANDED_OVER], [FIRST, HANDED_OVER]],
+        prefill=[[FIRST, TRANSFERRED], [FIRST, TRANSFERRED]],
     )
     roles = {"p0": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
-    async with served(tokenizer, workers, roles, "split") as (router, _):
+    async with served(tokenizer, workers, roles, "disaggregated") as (router, _):
         answering = asyncio.create_task(answered(router, request()))
         for event in (dies, goes_on):
             await asyncio.sleep(1.0)
@@ -108,7 +108,7 @@ async def test_the_life_of_a_request_whose_worker_died_is_accounted_for(tokenize
     died = happened.index(("failed", 0))
     assert happened[:2] == [("arrived", 0), ("admitted", 0)]
     assert set(happened[2:died]) == {
-        ("placed", 0), ("room", 0), ("computed", 0), ("first_token", 0), ("handed_over", 0)
+        ("placed", 0), ("room", 0), ("computed", 0), ("first_token", 0), ("transferred", 0)
     }  # fmt: skip
     assert happened[died + 1 : died + 4] == [("placed", 1), ("room", 1), ("computed", 1)]
     assert {what for what, _ in happened[-2:]} == {"finished", "ended"}
@@ -122,9 +122,9 @@ async def test_the_life_of_a_request_whose_worker_died_is_accounted_for(tokenize
 
 async def test_what_was_measured_stands_beside_what_was_predicted(tokenizer: Tokenizer) -> None:
     workers = ScriptedWorkers(
-        decode=[[ticket, NewTokens(token_ids=(6, 7), finish_reason=None), LAST]], prefill=[[FIRST, HANDED_OVER]]
+        decode=[[ticket, NewTokens(token_ids=(6, 7), finish_reason=None), LAST]], prefill=[[FIRST, TRANSFERRED]]
     )
-    async with served(tokenizer, workers, {"p0": Role.PREFILL, "d0": Role.DECODE}, "split") as (router, _):
+    async with served(tokenizer, workers, {"p0": Role.PREFILL, "d0": Role.DECODE}, "disaggregated") as (router, _):
         await answered(router, request())
         (timeline,) = router.service.requests.explain("r")
     (placement,) = timeline.placements
@@ -137,12 +137,12 @@ async def test_what_was_measured_stands_beside_what_was_predicted(tokenizer: Tok
     assert placement.predicted.compute_s is not None
     assert [option.worker_id for option in placement.options] == ["p0", "d0"]
     texts = {event.what: event.text for event in timeline.events}
-    assert texts["placed"].startswith("placed: split on p0 (prefill) -> d0 (decode); first token predicted in ")
+    assert texts["placed"].startswith("placed: disaggregated on p0 (prefill) -> d0 (decode); first token predicted in ")
     assert (
         texts["computed"]
         == "p0 (prefill) has the first token: 0.020 s in its queue, 0.030 s computing; 16 tokens were cached"
     )
-    assert texts["handed_over"].startswith(
+    assert texts["transferred"].startswith(
         "KV is on d0 (decode): 1.0 MiB in 0.002 s, of which 0.001 s after the prompt"
     )
     assert texts["finished"] == "finished after 4 tokens: length"

@@ -23,7 +23,7 @@ from tests.unit.kvstore.transfer.peers import (
     Prefill,
     decode_side,
     filled_cache,
-    hand_over,
+    kv_transfer,
     prefill_side,
     scattered,
 )
@@ -69,7 +69,7 @@ async def test_the_first_transfer_finds_an_nccl_pair(knobs: Knobs) -> None:
         assert not await prefill.sender.open_ahead(peers)
         await until(lambda: kinds(prefill) == ["nccl", "nccl"], SOON_S)
         for side in sides:
-            await hand_over(prefill, side, SOURCE, TARGET, name="t")
+            await kv_transfer(prefill, side, SOURCE, TARGET, name="t")
             assert side.num_pairs_ever == 2, "over tcp at first, then over nccl; none for the transfer"
         assert kinds(prefill) == ["nccl", "nccl"]
 
@@ -82,7 +82,7 @@ async def test_no_more_than_the_limit_are_opened_and_none_is_closed_for_them(kno
             await until(lambda: "tcp" not in kinds(prefill), SOON_S)
         assert not await prefill.sender.open_ahead(peers)
         assert [side.num_pairs_ever for side in sides] == [2, 2, 0]
-        await hand_over(prefill, sides[2], SOURCE, TARGET, name="needed")
+        await kv_transfer(prefill, sides[2], SOURCE, TARGET, name="needed")
 
 
 async def test_a_pair_that_hangs_holds_up_no_transfer_and_is_tried_again(
@@ -94,7 +94,7 @@ async def test_a_pair_that_hangs_holds_up_no_transfer_and_is_tried_again(
         peers = [peer_of(decode)]
         opening = asyncio.create_task(prefill.sender.open_ahead(peers))
         await until(lambda: kinds(prefill) == ["tcp"], SOON_S)
-        await hand_over(prefill, decode, SOURCE, TARGET, name="meanwhile")
+        await kv_transfer(prefill, decode, SOURCE, TARGET, name="meanwhile")
         assert await opening
         assert kinds(prefill) == ["tcp"]
         knobs.never_opens = False
@@ -131,7 +131,7 @@ async def test_a_transfer_does_not_fail_with_the_opening_ahead_that_it_waits_for
         lost = asyncio.Event()
         session = decode.receiver.session
 
-        async def door(requests: object, context: object) -> None:
+        async def endpoint(requests: object, context: object) -> None:
             nonlocal num_sessions
             num_sessions += 1
             if num_sessions == 1:
@@ -139,10 +139,10 @@ async def test_a_transfer_does_not_fail_with_the_opening_ahead_that_it_waits_for
                 raise RuntimeError("lost")
             await session(requests, context)
 
-        monkeypatch.setattr(decode.receiver, "session", door)
+        monkeypatch.setattr(decode.receiver, "session", endpoint)
         opening = asyncio.create_task(prefill.sender.open_ahead([peer_of(decode)]))
         await until(lambda: num_sessions == 1, SOON_S)
-        transfer = asyncio.create_task(hand_over(prefill, decode, SOURCE, TARGET, name="t"))
+        transfer = asyncio.create_task(kv_transfer(prefill, decode, SOURCE, TARGET, name="t"))
         await asyncio.sleep(0.1)
         lost.set()
         await transfer

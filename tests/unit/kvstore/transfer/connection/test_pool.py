@@ -39,7 +39,7 @@ from tests.unit.kvstore.transfer.peers import (
 TWO_KINDS = dataclasses.replace(CONFIG, links=("shm", "gloo"))
 
 
-async def hand_over(prefill: Prefill, decode: Decode, name: str) -> str:
+async def kv_transfer(prefill: Prefill, decode: Decode, name: str) -> str:
     """ "" or what went wrong."""
     ticket = decode.receiver.expect(name, 640, 0, tables_of(decode.receiver, range(40), 3))
     try:
@@ -64,7 +64,7 @@ async def test_what_is_given_up_while_its_pair_opens_is_never_offered(yields: in
             await transfer.close()
             await asyncio.sleep(0.05)
         assert not prefill.sender._live
-        assert await hand_over(prefill, decode, "next") == "", "the pair is well"
+        assert await kv_transfer(prefill, decode, "next") == "", "the pair is well"
         await decode.receiver.release(ticket)
 
 
@@ -87,7 +87,7 @@ async def test_a_burst_to_more_peers_than_pairs_is_served_and_the_surplus_closed
         decodes = [await stack.enter_async_context(decode_side(config, f"d{n}")) for n in range(6)]
         prefill = await stack.enter_async_context(prefill_side(config))
         for number in range(3):
-            outcomes = await asyncio.gather(*(hand_over(prefill, d, f"t{number}") for d in decodes))
+            outcomes = await asyncio.gather(*(kv_transfer(prefill, d, f"t{number}") for d in decodes))
             assert outcomes == [""] * 6
             kinds = {pair.transport_kind for pair in prefill.sender._connections._alive}
             assert kinds == {"shm"}, "none is taken for a broken link"
@@ -104,7 +104,7 @@ async def test_a_link_that_only_the_receiver_cannot_open_gives_way_to_the_next_k
 
     monkeypatch.setattr("kvstore.transfer.connection.incoming.open_receiver", refuse_shm)
     async with decode_side(TWO_KINDS) as decode, prefill_side(TWO_KINDS) as prefill:
-        assert await asyncio.gather(*(hand_over(prefill, decode, f"t{n}") for n in range(3))) == [""] * 3
+        assert await asyncio.gather(*(kv_transfer(prefill, decode, f"t{n}") for n in range(3))) == [""] * 3
         assert [pair.transport_kind for pair in prefill.sender._connections._alive if not pair.failure] == ["gloo"]
         assert same_blocks(prefill.cache, range(40), decode.cache, range(40))
 
@@ -128,16 +128,16 @@ async def test_a_link_that_could_not_be_opened_is_tried_again_after_longer_and_l
     monkeypatch.setattr("kvstore.transfer.connection.incoming.open_receiver", refuse_shm_three_times)
     monkeypatch.setattr("kvstore.transfer.connection.pauses.FIRST_PAUSE_S", 0.05)
     async with decode_side(TWO_KINDS) as decode, prefill_side(TWO_KINDS) as prefill:
-        assert await hand_over(prefill, decode, "first") == ""
+        assert await kv_transfer(prefill, decode, "first") == ""
         assert good_kinds(prefill) == ["gloo"]
         (route,) = prefill.sender._connections._routes.values()
         async with asyncio.timeout(SOON_S):
             while good_kinds(prefill) != ["shm"]:
-                assert await hand_over(prefill, decode, "again") == ""
+                assert await kv_transfer(prefill, decode, "again") == ""
                 await asyncio.sleep(0.01)
         assert route.pauses.pause_s == 0.2, "the third, after 0.05 and 0.1"
         assert prefill.sender._connections.num_failed_openings == 3
-        assert await hand_over(prefill, decode, "last") == ""
+        assert await kv_transfer(prefill, decode, "last") == ""
         assert good_kinds(prefill) == ["shm"]
 
 
@@ -157,7 +157,7 @@ async def test_a_link_that_could_not_be_opened_is_left_alone_until_its_pause_is_
     monkeypatch.setattr("kvstore.transfer.connection.pauses.FIRST_PAUSE_S", 60.0)
     async with decode_side(TWO_KINDS) as decode, prefill_side(TWO_KINDS) as prefill:
         for name in ("first", "second", "third"):
-            assert await hand_over(prefill, decode, name) == ""
+            assert await kv_transfer(prefill, decode, name) == ""
             await asyncio.sleep(0.02)  # a link is opened beside the transfer
     assert num_asked == 1
 
@@ -175,7 +175,7 @@ async def test_kv_travels_otherwise_while_a_slow_link_is_opened_which_then_takes
     monkeypatch.setitem(KINDS, "shm", dataclasses.replace(KINDS["shm"], opens_slowly=True))
     config = dataclasses.replace(TWO_KINDS, open_timeout_s=SOON_S, nccl_open_timeout_s=SOON_S)
     async with decode_side(config) as decode, prefill_side(config) as prefill:
-        assert await hand_over(prefill, decode, "first") == ""
+        assert await kv_transfer(prefill, decode, "first") == ""
         ticket = decode.receiver.expect("long", 640, 0, tables_of(decode.receiver, range(40), 3))
         async with prefill.sender.transfer(ticket) as transfer:
             await until(lambda: all(part.granted for part in transfer._parts.values()), SOON_S)
@@ -187,7 +187,7 @@ async def test_kv_travels_otherwise_while_a_slow_link_is_opened_which_then_takes
             await transfer.finish(1)
         await decode.receiver.release(ticket)
         await until(lambda: good_kinds(prefill) == ["shm"], SOON_S)
-        assert await hand_over(prefill, decode, "last") == ""
+        assert await kv_transfer(prefill, decode, "last") == ""
         assert good_kinds(prefill) == ["shm"]
         assert decode.num_pairs_ever == 2
 
@@ -217,9 +217,9 @@ async def test_a_sender_opens_one_slow_link_after_the_other(monkeypatch: pytest.
     async with contextlib.AsyncExitStack() as stack:
         decodes = [await stack.enter_async_context(decode_side(config, f"d{n}")) for n in range(3)]
         prefill = await stack.enter_async_context(prefill_side(config))
-        assert await asyncio.gather(*(hand_over(prefill, d, "first") for d in decodes)) == [""] * 3
+        assert await asyncio.gather(*(kv_transfer(prefill, d, "first") for d in decodes)) == [""] * 3
         await until(lambda: under_way > 0, SOON_S)
-        assert await asyncio.gather(*(hand_over(prefill, d, "second") for d in decodes)) == [""] * 3
+        assert await asyncio.gather(*(kv_transfer(prefill, d, "second") for d in decodes)) == [""] * 3
         let_open.set()
         await until(lambda: good_kinds(prefill).count("shm") == 3, SOON_S)
         assert most == 1
@@ -230,10 +230,10 @@ async def test_a_better_link_that_the_receiver_refuses_is_not_asked_for_again_so
 ) -> None:
     monkeypatch.setitem(KINDS, "shm", dataclasses.replace(KINDS["shm"], opens_slowly=True))
     async with decode_side(dataclasses.replace(CONFIG, links=("gloo",))) as decode, prefill_side(TWO_KINDS) as prefill:
-        assert await hand_over(prefill, decode, "first") == ""
+        assert await kv_transfer(prefill, decode, "first") == ""
         (route,) = prefill.sender._connections._routes.values()
         await until(lambda: route.pauses.pause_s == LONGEST_PAUSE_S, SOON_S)
-        assert await hand_over(prefill, decode, "next") == ""
+        assert await kv_transfer(prefill, decode, "next") == ""
         assert good_kinds(prefill) == ["gloo"]
 
 
@@ -243,7 +243,7 @@ async def test_memory_is_shared_on_one_host_only(links: tuple[str, ...], monkeyp
     monkeypatch.setattr("kvstore.transfer.sender.host_id", lambda: "another host")
     config = dataclasses.replace(CONFIG, links=links)
     async with decode_side(config) as decode, prefill_side(config) as prefill:
-        failure = await hand_over(prefill, decode, "t")
+        failure = await kv_transfer(prefill, decode, "t")
         if "tcp" in links:
             assert failure == ""
             assert {pair.transport_kind for pair in prefill.sender._connections._alive} == {"tcp"}
@@ -272,7 +272,7 @@ async def test_a_sender_that_is_still_talking_hears_why_its_session_failed(monke
     async with decode_side(TWO_KINDS) as decode:
         for number in range(5):
             async with prefill_side(TWO_KINDS, name=f"p{number}") as prefill:
-                assert await hand_over(prefill, decode, f"t{number}") == ""
+                assert await kv_transfer(prefill, decode, f"t{number}") == ""
                 assert [pair.transport_kind for pair in prefill.sender._connections._alive if not pair.failure] == [
                     "gloo"
                 ]
@@ -313,7 +313,7 @@ async def test_a_sender_that_falls_silent_is_left_and_its_blocks_come_back() -> 
         )
         assert (await decode.receiver.release(ticket))[0] == (0, 1)
         await until(lambda: not decode.receiver._threads, SOON_S)
-        assert await hand_over(prefill, decode, "next") == ""
+        assert await kv_transfer(prefill, decode, "next") == ""
 
 
 def session_tasks() -> list[str]:
@@ -349,7 +349,7 @@ async def test_pools_too_small_for_all_pairs_starve_none(num_slots: int) -> None
         prefills = [await stack.enter_async_context(prefill_side(config, name=f"p{n}")) for n in range(3)]
         for number in range(3):
             cross = [(p, d) for p in prefills for d in decodes]
-            outcomes = await asyncio.gather(*(hand_over(p, d, f"{number}/{n}") for n, (p, d) in enumerate(cross)))
+            outcomes = await asyncio.gather(*(kv_transfer(p, d, f"{number}/{n}") for n, (p, d) in enumerate(cross)))
             assert outcomes == [""] * 9
         sides = [p.sender for p in prefills] + [d.receiver for d in decodes]
         await until(lambda: all(side.slots_in_use <= 2 for side in sides), SOON_S)
@@ -375,7 +375,7 @@ async def test_open_connections_are_counted_by_kind_on_both_sides(monkeypatch: p
         prefill_side(TWO_KINDS) as prefill,
     ):
         assert worker.kv.links() == (OpenLinks("nccl", "NET/Socket", 1), OpenLinks("nccl", "P2P", 2))
-        assert await hand_over(prefill, decode, "t") == ""
+        assert await kv_transfer(prefill, decode, "t") == ""
         assert prefill.sender.open_kinds == decode.receiver.open_kinds == ["shm"]
         monkeypatch.setattr(worker.kv, "sender", prefill.sender)
         monkeypatch.setattr(worker.kv, "receiver", decode.receiver)

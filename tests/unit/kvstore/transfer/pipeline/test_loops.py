@@ -167,7 +167,7 @@ class Sides:
         assert type(received) is type(sent)
         return received
 
-    async def hand_over(self, block: int) -> BatonError | None:
+    async def kv_transfer(self, block: int) -> BatonError | None:
         generation = self.offer(block)
         self.finish(generation)
         return await self.outcome(generation)
@@ -273,7 +273,7 @@ async def test_transfers_that_share_a_link_arrive_whole_whatever_the_window(kind
         assert [await sides.outcome(generation) for generation in generations] == [None] * 5
         assert sides.same(0, 1, 2, 3, 4)
         assert all(sides.untouched(block) for block in (5, 6, 7))
-        assert await sides.hand_over(5) is None, "and the link goes on"
+        assert await sides.kv_transfer(5) is None, "and the link goes on"
     assert sides.inflow.num_fenced == 0
     assert [pool.num_discarded for pool in sides.pools] == [0, 0] or kind == "gloo", "gloo loses what it had posted"
     assert [pool.in_use for pool in sides.pools] == [0, 0]
@@ -297,7 +297,7 @@ async def test_a_transfer_that_is_given_up_leaves_nothing_on_the_link(kind: str,
         assert isinstance(await sides.outcome(generation), TransferError)
         assert at_chunk == NUM_CHUNKS or not sides.same(0)
         for block in (1, 2):
-            assert await sides.hand_over(block) is None
+            assert await sides.kv_transfer(block) is None
         assert sides.same(1, 2)
         assert not sides.sender.ended.done()
 
@@ -317,7 +317,7 @@ async def test_chunks_of_a_transfer_that_has_failed_here_are_written_nowhere(kin
         sides.at_ledger.apply(lambda ledger: ledger.fail("t0", generation, TransferTimeout("too late")))
         go_on.set()
         assert isinstance(await sides.outcome(generation), TransferTimeout)
-        assert await sides.hand_over(1) is None
+        assert await sides.kv_transfer(1) is None
         assert sides.untouched(0)
         assert sides.inflow.num_fenced >= 1, "those that were gathered before the sender knew; the others were void"
 
@@ -325,8 +325,8 @@ async def test_chunks_of_a_transfer_that_has_failed_here_are_written_nowhere(kin
 @every_kind
 async def test_a_corrupt_chunk_fails_its_transfer_and_no_other(kind: str) -> None:
     async with running(kind, faults=Faults(corrupt_chunk=NUM_CHUNKS + 3)) as sides:
-        assert await sides.hand_over(0) is None
-        error = await sides.hand_over(1)
+        assert await sides.kv_transfer(0) is None
+        error = await sides.kv_transfer(1)
         assert isinstance(error, TransferCorrupted)
         assert "chunk 2 of generation 2: its checksum" in str(error)
         assert sides.same(0)
@@ -388,7 +388,7 @@ async def test_the_ledger_has_the_last_word_on_what_is_written() -> None:
         go_on.set()
         async with asyncio.timeout(10):
             assert isinstance(await sides.sent[generation], TransferError)
-        assert await sides.hand_over(1) is None
+        assert await sides.kv_transfer(1) is None
         assert sides.ledger.num_fenced >= NUM_CHUNKS, "every chunk came"
         assert sides.untouched(0)
 
@@ -457,7 +457,7 @@ async def test_a_chunk_number_beyond_the_plan_is_corruption() -> None:
 async def test_an_idle_link_lives_on_its_heartbeat(kind: str) -> None:
     async with running(kind, op_timeout_s=0.6, heartbeat_s=0.1) as sides:
         await asyncio.sleep(1.5)
-        assert await sides.hand_over(0) is None
+        assert await sides.kv_transfer(0) is None
 
 
 @every_kind

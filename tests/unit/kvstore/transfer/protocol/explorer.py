@@ -1,4 +1,4 @@
-"""Every way in which hand-overs can go: the real `ReceiveState` and `SendState` in a small model of the world.
+"""Every way in which KV transfers can go: the real `ReceiveState` and `SendState` in a small model of the world.
 
     request --reserve, release--> ReceiveState <--control messages, a queue a direction--> SendState <--offer, finish,
                                      ^                                                        |              abort
@@ -73,7 +73,7 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What there is to hand over, and how much may go wrong in one run.
+    """What there is to transfer, and how much may go wrong in one run.
 
     Generations are 1, 2, ... in the order of the transfers, whose reservations are made in this order.
     """
@@ -236,7 +236,7 @@ class World:
     """Still to happen, at most."""
     cancels: int
     benign: bool
-    """Nothing has happened that a hand-over does not survive."""
+    """Nothing has happened that a KV transfer does not survive."""
 
 
 Key = tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""The hand-over's two state machines against everything that can go wrong once; and broken ones, which must be found.
+"""The KV transfer's two state machines against everything that can go wrong once; and broken ones, which must be found.
 
 What can go wrong twice, and two transfers at a time, is `test_explorer_of_two_faults.py`.
 """

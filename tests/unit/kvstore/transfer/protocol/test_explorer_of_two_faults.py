@@ -1,4 +1,4 @@
-"""The hand-over's two state machines against everything that can go wrong once or twice, exhaustively.
+"""The KV transfer's two state machines against everything that can go wrong once or twice, exhaustively.
 
 What the worlds are, and what must hold in them: `explorer`. That broken machines are found is shown in
 `test_explorer.py`. The largest worlds, some minutes of them, are explored by `make chaos`.

@@ -32,7 +32,7 @@ from tests.unit.kvstore.transfer.child import Child, child
 from tests.unit.kvstore.transfer.peers import (
     CONFIG,
     decode_side,
-    hand_over,
+    kv_transfer,
     prefill_side,
     send,
     served,
@@ -248,7 +248,7 @@ async def test_gloo_is_for_those_who_ask_for_it() -> None:
             "TransferRefused: worker prefill-0 offers the transports gloo, worker decode-0 can use shm, tcp"
         )
         async with prefill_side(dataclasses.replace(CONFIG, links=("gloo", "tcp"))) as prefill:
-            await hand_over(prefill, decode, [4, 5], [20, 21])
+            await kv_transfer(prefill, decode, [4, 5], [20, 21])
             assert [pair.transport_kind for pair in prefill.sender._connections._alive] == ["tcp"], (
                 "what both have is used"
             )
@@ -265,4 +265,4 @@ async def test_a_receiver_chooses_among_what_it_was_offered() -> None:
         with pytest.raises(BatonError, match="worker decode-0 chose a 'gloo' transport, this worker offered tcp"):
             await send(prefill, dataclasses.replace(ticket, kv_address=address), list(range(10)))
         await decode.receiver.release(ticket)
-        await hand_over(prefill, decode, [4, 5], [20, 21])
+        await kv_transfer(prefill, decode, [4, 5], [20, 21])

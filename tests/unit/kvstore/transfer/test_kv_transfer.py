@@ -1,4 +1,4 @@
-"""Hand-overs over real gRPC and real links, both sides in this process."""
+"""KV transfers over real gRPC and real links, both sides in this process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from baton.errors import (
     TransferTimeout,
     WorkerFailed,
 )
-from baton.messages import FirstToken, HandedOver, NewTokens, PrefillRequest, Ticket
+from baton.messages import FirstToken, NewTokens, PrefillRequest, Ticket, Transferred
 from decode_worker.service import DecodeService
 from engine.core.kv_spec import EMPTY_PLACE, KVSpec, LayerGroup
 from engine.core.runner import Fence, OnLayerDone, StepInput, StepOutput, ignore_layer
@@ -59,8 +59,8 @@ from tests.unit.kvstore.transfer.peers import (
     engine_worker,
     filled_cache,
     footprint,
-    hand_over,
     is_blank,
+    kv_transfer,
     make_spec,
     prefill_side,
     read_all,
@@ -104,7 +104,7 @@ async def test_blocks_and_states_arrive_as_they_were_and_nothing_else_changes(
         num_blocks, skip = -(-num_tokens // 16), skip_tokens // 16
         source, target = scattered(num_blocks, 1), scattered(num_blocks + 2, 2)
         ticket = decode.receiver.expect("t", num_tokens, skip_tokens, tables_of(decode.receiver, target, 5))
-        handed_over = await send(prefill, ticket, source, state_slot=3)
+        transferred = await send(prefill, ticket, source, state_slot=3)
         assert await decode.receiver.wait_committed(ticket) == Arrival(num_tokens, 1234)
         written = target[skip:num_blocks]
         rest = [b for b in range(NUM_BLOCKS) if b not in written]
@@ -112,8 +112,8 @@ async def test_blocks_and_states_arrive_as_they_were_and_nothing_else_changes(
         assert same_blocks(before, rest, decode.cache, rest)
         assert torch.equal(prefill.cache.states["conv"][3], decode.cache.states["conv"][5])
         assert not decode.cache.states["conv"][[0, 1, 2, 3, 4, 6, 7]].any()
-        assert handed_over.num_bytes == (num_blocks - skip) * SPEC.block_bytes + 33 * 4
-        assert handed_over.num_bytes == decode.receiver.stats.num_bytes == prefill.sender.stats.num_bytes
+        assert transferred.num_bytes == (num_blocks - skip) * SPEC.block_bytes + 33 * 4
+        assert transferred.num_bytes == decode.receiver.stats.num_bytes == prefill.sender.stats.num_bytes
         assert (await decode.receiver.release(ticket))[0] == tuple(target)
         assert await decode.receiver.release(ticket) == ()
 
@@ -125,7 +125,7 @@ async def test_transfers_over_two_pairs_at_once_do_not_mix(link: str) -> None:
             for index in range(16):
                 target = range(index // 2 * 8, index // 2 * 8 + 6)
                 tasks.create_task(
-                    hand_over(prefill, (d0, d1)[index % 2], scattered(6, index), target, name=f"t{index}")
+                    kv_transfer(prefill, (d0, d1)[index % 2], scattered(6, index), target, name=f"t{index}")
                 )
         stats = prefill.sender.stats
         assert (stats.committed, d0.receiver.stats.committed, d1.receiver.stats.committed) == (16, 8, 8)
@@ -182,11 +182,11 @@ async def test_wire_data_types(wire_dtype: str, exact: torch.dtype | None) -> No
     ):
         source, target = scattered(4, 1), scattered(4, 2)
         ticket = decode.receiver.expect("t", 60, 0, tables_of(decode.receiver, target))
-        handed_over = await send(prefill, ticket, source)
+        transferred = await send(prefill, ticket, source)
         await decode.receiver.wait_committed(ticket)
         width = {"float32": 4, "int8": 1}.get(wire_dtype, 2)
         num_scales = 3 * 3 * 2 * 4 if wire_dtype == "int8" else 0  # layers, heads, pages, blocks
-        assert handed_over.num_bytes == 4 * 16 * 3 * 10 * 3 * width + num_scales * 4
+        assert transferred.num_bytes == 4 * 16 * 3 * 10 * 3 * width + num_scales * 4
         sent = tokens_in(prefill.sender.layout, prefill.caches, source, 60)
         for one, other in zip(sent, tokens_in(decode.receiver.layout, decode.caches, target, 60), strict=True):
             if exact is not None:
@@ -299,7 +299,7 @@ async def test_stalled_transfers_hold_nobody_up(link: str) -> None:
             half_way.extend(tables_of(half_way, [0, 1, 2, 3], 0))
             half_way.advance(64, 2)
             for number in range(8):
-                await hand_over(prefill, decode, scattered(6, number), range(20, 26), name=f"quick{number}")
+                await kv_transfer(prefill, decode, scattered(6, number), range(20, 26), name=f"quick{number}")
             waiting.extend(tables_of(waiting, [4, 5, 6, 7], 1))
             await asyncio.gather(waiting.finish(1), half_way.finish(1))
         for ticket, target in zip(tickets, ([0, 1, 2, 3], [4, 5, 6, 7]), strict=True):
@@ -317,7 +317,7 @@ async def test_a_short_transfer_does_not_wait_for_a_long_one(link: str) -> None:
             long.extend(tables_of(long, range(50), 0))
             finishing = asyncio.create_task(long.finish(1))
             await until(lambda: not is_blank(decode.cache, range(50)), SOON_S)
-            short = await hand_over(prefill, decode, [60], [60])
+            short = await kv_transfer(prefill, decode, [60], [60])
             assert not finishing.done()
             await finishing
         assert short.num_chunks < 8
@@ -346,9 +346,9 @@ async def test_the_number_of_messages_does_not_grow_with_layers_or_chunks(link: 
         ):
             chunks = 0
             for number in range(3):
-                chunks += (await hand_over(prefill, decode, scattered(9, number), range(9))).num_chunks
+                chunks += (await kv_transfer(prefill, decode, scattered(9, number), range(9))).num_chunks
             assert chunks > 3 * num_layers
-            said = {kind: decode.door.messages[kind] for kind in CONTROL if decode.door.messages[kind]}
+            said = {kind: decode.endpoint.messages[kind] for kind in CONTROL if decode.endpoint.messages[kind]}
             assert said == {">offer": 3, "<grant": 3, ">commit": 3, "<commit_ack": 3}
 
 
@@ -367,7 +367,7 @@ async def test_a_pool_of_two_slots_serves_four_pairs_on_either_side() -> None:
                     if case[0][1] is case[1][1]:  # one receiver has the blocks of all
                         target = range(index * 2, index * 2 + 2)
                     source = scattered(len(target), index)
-                    tasks.create_task(hand_over(prefill, decode, source, target, name=f"t{index}"))
+                    tasks.create_task(kv_transfer(prefill, decode, source, target, name=f"t{index}"))
             assert time.monotonic() - started < 20
         everyone = [side.sender for side in prefills] + [side.receiver for side in decodes]
         await until(lambda: not any(side.slots_in_use for side in everyone), SOON_S)
@@ -388,7 +388,7 @@ async def test_new_prompts_wait_while_too_much_is_unsent(link: str) -> None:
         decode_side(config, caches=[KVCache(spec, 4, 1)]) as decode,
         prefill_side(config, caches=[filled_cache(1, spec, 4)]) as prefill,
     ):
-        decode.door.lose("<grant")
+        decode.endpoint.lose("<grant")
         ticket = decode.receiver.expect("t", 64, 0, tables_of(decode.receiver, [0, 1, 2, 3]))
         async with prefill.sender.transfer(ticket) as transfer:
             transfer.extend(tables_of(transfer, [3, 2, 1, 0]))
@@ -473,7 +473,7 @@ async def test_sides_that_do_not_fit_are_refused_in_words() -> None:
         ):
             assert "32 (source) and 48 (destination) neither divides the other" in await refusal(two, decode)
         async with decode_side(config) as decode:
-            await hand_over(prefill, decode, [1], [1])
+            await kv_transfer(prefill, decode, [1], [1])
         pairs = prefill.sender._connections
         pairs._hello = dataclasses.replace(pairs._hello, protocol_version=9)
         async with decode_side(config, "d9") as decode:
@@ -483,8 +483,8 @@ async def test_sides_that_do_not_fit_are_refused_in_words() -> None:
 @pytest.mark.parametrize("receivers", [4096, 16384])
 async def test_slots_may_be_larger_at_the_receiver(link: str, receivers: int) -> None:
     async with decode_side(with_link(link, slot_bytes=receivers)) as decode, prefill_side(with_link(link)) as prefill:
-        await hand_over(prefill, decode, scattered(4, 1), scattered(4, 2))
-        await hand_over(prefill, decode, scattered(4, 3), scattered(4, 4), name="again")
+        await kv_transfer(prefill, decode, scattered(4, 1), scattered(4, 2))
+        await kv_transfer(prefill, decode, scattered(4, 3), scattered(4, 4), name="again")
 
 
 async def test_chunks_are_as_large_as_suits_the_link_once_it_is_known(
@@ -499,26 +499,26 @@ async def test_chunks_are_as_large_as_suits_the_link_once_it_is_known(
         return True
 
     async with sides(with_link(link)) as (prefill, decode):
-        decode.door.watch = note
+        decode.endpoint.watch = note
         for number in range(3):
-            await hand_over(prefill, decode, [number], [number], name=f"t{number}")
+            await kv_transfer(prefill, decode, [number], [number], name=f"t{number}")
     warm = 1536 if link == "tcp" else 4096
     assert offered == [4096, warm, warm]
 
 
 async def test_an_offer_of_impossible_chunks_is_refused_and_harms_no_other() -> None:
     async with sides(with_link("tcp")) as (prefill, decode):
-        await hand_over(prefill, decode, [4], [0])
+        await kv_transfer(prefill, decode, [4], [0])
         target = decode.receiver.expect("good", 32, 0, tables_of(decode.receiver, [1, 2], 0))
         async with prefill.sender.transfer(target) as good:
-            await until(lambda: decode.door.messages["<grant"] == 2, SOON_S)
+            await until(lambda: decode.endpoint.messages["<grant"] == 2, SOON_S)
 
             def shrink(kind: str, message: Any) -> bool:
                 if kind == ">offer":
                     message.offer.chunk_bytes = 0
                 return True
 
-            decode.door.watch = shrink
+            decode.endpoint.watch = shrink
             assert "does not fit a slot of 0" in await refusal(prefill, decode)
             good.extend(tables_of(good, [5, 6], 0))
             await good.finish(1)
@@ -528,9 +528,9 @@ async def test_an_offer_of_impossible_chunks_is_refused_and_harms_no_other() -> 
 
 async def test_a_ticket_of_a_past_incarnation_is_refused_and_leaves_the_good_pair_alone(link: str) -> None:
     async with sides(with_link(link)) as (prefill, decode):
-        await hand_over(prefill, decode, [4], [0])
+        await kv_transfer(prefill, decode, [4], [0])
         assert "decode-0.1 answers" in await refusal(prefill, decode, incarnation="decode-0.0")
-        await hand_over(prefill, decode, [5], [1])
+        await kv_transfer(prefill, decode, [5], [1])
         assert (decode.num_pairs_ever, prefill.sender.num_connections) == (2, 1), "one for the ticket of the past"
 
 
@@ -584,7 +584,7 @@ async def test_pings_renew_a_lease_that_is_shorter_than_the_prefill(link: str) -
             await transfer.finish(1)
         assert same_blocks(prefill.cache, [4, 5], decode.cache, [0, 1])
 
-        decode.door.watch = lambda kind, message: kind != ">ping"
+        decode.endpoint.watch = lambda kind, message: kind != ">ping"
         ticket = decode.receiver.expect("t", 32, 0, tables_of(decode.receiver, [0, 1], 0))
         async with prefill.sender.transfer(ticket) as transfer:
             started = time.monotonic()
@@ -605,9 +605,9 @@ async def test_pings_renew_a_lease_that_is_shorter_than_the_prefill(link: str) -
 @pytest.mark.parametrize("kind", [">offer", "<grant", ">commit", "<commit_ack"])
 async def test_a_lost_message_is_said_again(kind: str) -> None:
     async with sides(CONFIG) as (prefill, decode):
-        await hand_over(prefill, decode, [4], [0])
-        decode.door.lose(kind)
-        await hand_over(prefill, decode, [5], [1])
+        await kv_transfer(prefill, decode, [4], [0])
+        decode.endpoint.lose(kind)
+        await kv_transfer(prefill, decode, [5], [1])
         assert prefill.sender.stats.resent >= 1
         assert decode.receiver.stats.committed == 2
 
@@ -615,24 +615,24 @@ async def test_a_lost_message_is_said_again(kind: str) -> None:
 @pytest.mark.parametrize("kind", [">abort", "<abort_ack"])
 async def test_a_lost_abort_is_said_again_and_nobody_waits_for_it(kind: str) -> None:
     async with sides(CONFIG) as (prefill, decode):
-        decode.door.lose(kind)
+        decode.endpoint.lose(kind)
         ticket = decode.receiver.expect("t", 16, 0, tables_of(decode.receiver, [0], 0))
         async with prefill.sender.transfer(ticket) as transfer:
             transfer.extend(tables_of(transfer, [4], 0))
-            await until(lambda: decode.door.messages["<grant"] == 1, SOON_S)
+            await until(lambda: decode.endpoint.messages["<grant"] == 1, SOON_S)
             started = time.monotonic()
         assert time.monotonic() - started < 0.1
         with pytest.raises(TransferError, match="gave the transfer up"):
             await decode.receiver.wait_committed(ticket)
-        await until(lambda: prefill.sender.stats.resent == 1 and decode.door.messages["<abort_ack"] >= 1, SOON_S)
+        await until(lambda: prefill.sender.stats.resent == 1 and decode.endpoint.messages["<abort_ack"] >= 1, SOON_S)
         assert (await decode.receiver.release(ticket))[0] == (0,)
-        await hand_over(prefill, decode, [5], [0])
+        await kv_transfer(prefill, decode, [5], [0])
 
 
 async def test_what_is_never_answered_is_given_up_in_time() -> None:
     async with sides(dataclasses.replace(CONFIG, op_timeout_s=1.0, ping_s=0.2)) as (prefill, decode):
-        await hand_over(prefill, decode, [4], [0])
-        decode.door.lose("<grant", times=99)
+        await kv_transfer(prefill, decode, [4], [0])
+        decode.endpoint.lose("<grant", times=99)
         started = time.monotonic()
         ticket = decode.receiver.expect("t", 16, 0, tables_of(decode.receiver, [0], 0))
         with pytest.raises(TransferTimeout, match="no answer to an offer"):
@@ -641,8 +641,8 @@ async def test_what_is_never_answered_is_given_up_in_time() -> None:
         with pytest.raises(TransferTimeout):
             await decode.receiver.wait_committed(ticket)
         assert (await decode.receiver.release(ticket))[0] == (0,)
-        decode.door.lose("", times=0)
-        await hand_over(prefill, decode, [6], [0])
+        decode.endpoint.lose("", times=0)
+        await kv_transfer(prefill, decode, [6], [0])
         assert decode.num_pairs_ever == 1
 
 
@@ -662,7 +662,7 @@ async def test_a_spoiled_chunk_fails_the_transfer_and_only_that(link: str, fault
         assert (await decode.receiver.release(ticket))[0] == (0, 1, 2, 3)
         for stats in (prefill.sender.stats, decode.receiver.stats):
             assert (stats.committed, stats.failed, stats.corrupted) == (0, 1, 1)
-        await hand_over(prefill, decode, [9], [0])  # 4 chunks
+        await kv_transfer(prefill, decode, [9], [0])  # 4 chunks
         assert decode.num_pairs_ever == 1, "over the same pair"
 
 
@@ -701,12 +701,12 @@ STAGES = ("opening", "offered", "granted", "attached", "half computed", "under w
 
 async def reach(
     stage: str, transfer: OutgoingTransfer, decode: Decode, source: Sequence[int], target: Sequence[int]
-) -> asyncio.Task[HandedOver] | None:
+) -> asyncio.Task[Transferred] | None:
     """Brings a transfer of 160 tokens to a stage. Returns what finishes it, where that has begun."""
-    place, said = STAGES.index(stage), decode.door.messages
+    place, said = STAGES.index(stage), decode.endpoint.messages
     finishing = None
     if stage == "offered":
-        decode.door.lose("<grant", times=99)
+        decode.endpoint.lose("<grant", times=99)
         await until(lambda: said[">offer"] == 2, SOON_S)
     if place >= STAGES.index("granted"):
         await until(lambda: said["<grant"] == 2, SOON_S)
@@ -722,7 +722,7 @@ async def reach(
     if place >= STAGES.index("computed"):
         await until(lambda: not is_blank(decode.cache, target[-1:], slice(1, 2), group=1), SOON_S)
     if stage == "committing":
-        decode.door.lose(">commit", times=99)
+        decode.endpoint.lose(">commit", times=99)
         finishing = asyncio.create_task(transfer.finish(1))
         await until(lambda: said[">commit"] == 2, SOON_S)
     return finishing
@@ -741,7 +741,7 @@ async def test_giving_up_at_any_stage_leaves_the_link_for_the_next_transfer(
         prefill,
         decode,
     ):
-        await hand_over(prefill, decode, [4], [0], name="first")
+        await kv_transfer(prefill, decode, [4], [0], name="first")
         source, target = list(range(20, 30)), list(range(30, 40))
         ticket = decode.receiver.expect("given up", 160, 0, tables_of(decode.receiver, target, 0))
         async with prefill.sender.transfer(ticket) as transfer:
@@ -754,7 +754,7 @@ async def test_giving_up_at_any_stage_leaves_the_link_for_the_next_transfer(
                     await (finishing or transfer.finish(1))
         left_s = time.monotonic()
         assert left_s - began_s < 1.0
-        decode.door.lose("", times=0)
+        decode.endpoint.lose("", times=0)
         if who == "sender":
             if finishing is not None:
                 with pytest.raises(TransferError, match="gave the transfer up"):
@@ -764,7 +764,7 @@ async def test_giving_up_at_any_stage_leaves_the_link_for_the_next_transfer(
                     await decode.receiver.wait_committed(ticket)
             assert (await decode.receiver.release(ticket))[0] == tuple(target)
             decode.cache.clear_blocks([target] * 2)
-        await hand_over(prefill, decode, scattered(6, 3), range(6), name="next")
+        await kv_transfer(prefill, decode, scattered(6, 3), range(6), name="next")
         assert is_blank(decode.cache, target), "nothing is written into blocks that are given back"
         assert read_s.pop("given up", 0.0) <= left_s, "nothing reads blocks that are let go"
         assert set(read_s) == {"first", "next"}
@@ -791,7 +791,7 @@ async def test_places_that_were_announced_are_filled_with_void_chunks(
             transfer.extend(tables_of(transfer, range(20), 0))
             transfer.advance(320, 5)
             await until(lambda: not is_blank(decode.cache, range(20)), SOON_S)
-        await hand_over(prefill, decode, [4], [40])
+        await kv_transfer(prefill, decode, [4], [40])
         void = [header for header in seen if header.flags & VOID]
         assert 1 <= len(void) <= 4
         assert all(header.generation == 0 for header in void)
@@ -835,7 +835,7 @@ async def test_cancels_at_any_moment_leave_both_sides_whole(link: str) -> None:
             free.update(released[0])
             outcomes[f"{who} {outcome}"] += 1
 
-        await hand_over(prefill, decode, [0], [0])
+        await kv_transfer(prefill, decode, [0], [0])
         for start in range(0, 80, 4):
             async with asyncio.TaskGroup() as tasks:
                 for index in range(start, start + 4):
@@ -861,12 +861,12 @@ async def test_the_pair_that_was_idle_longest_makes_room(link: str) -> None:
         busy = decodes[0].receiver.expect("busy", 16, 0, tables_of(decodes[0].receiver, [9], 0))
         async with prefill.sender.transfer(busy) as transfer:
             for number in (1, 2, 3):
-                await hand_over(prefill, decodes[number], [number], [0])
+                await kv_transfer(prefill, decodes[number], [number], [0])
             await until(lambda: [d.receiver.num_connections for d in decodes] == [1, 0, 0, 1], SOON_S)
             transfer.extend(tables_of(transfer, [8], 0))
             await transfer.finish(1)
         assert same_blocks(prefill.cache, [8], decodes[0].cache, [9])
-        await hand_over(prefill, decodes[1], [5], [5])
+        await kv_transfer(prefill, decodes[1], [5], [5])
         assert [d.num_pairs_ever for d in decodes] == [1, 2, 1, 1]
 
 
@@ -874,13 +874,13 @@ async def test_the_pair_that_was_idle_longest_makes_room(link: str) -> None:
 async def test_where_the_best_link_cannot_be_made_the_next_one_is_used(lost: str) -> None:
     config = dataclasses.replace(CONFIG, links=("shm", "gloo"), open_timeout_s=0.5)
     async with sides(config) as (prefill, decode):
-        await hand_over(prefill, decode, [4], [0])
+        await kv_transfer(prefill, decode, [4], [0])
         assert [pair.transport_kind for pair in prefill.sender._connections._alive] == ["shm"]
         async with decode_side(config, "decode-1") as other:
-            other.door.watch = lambda kind, message: kind != lost or not message.rendezvous.key.startswith("shm")
+            other.endpoint.watch = lambda kind, message: kind != lost or not message.rendezvous.key.startswith("shm")
             source = scattered(6, 3)
             await asyncio.gather(
-                *(hand_over(prefill, other, source, range(n * 6, n * 6 + 6), name=f"t{n}") for n in range(3))
+                *(kv_transfer(prefill, other, source, range(n * 6, n * 6 + 6), name=f"t{n}") for n in range(3))
             )
             kinds = {
                 pair.peer.worker_id: pair.transport_kind
@@ -888,16 +888,16 @@ async def test_where_the_best_link_cannot_be_made_the_next_one_is_used(lost: str
                 if not pair.failure
             }
             assert kinds == {"decode-0": "shm", "decode-1": "gloo"}
-            await hand_over(prefill, decode, [5], [1])
+            await kv_transfer(prefill, decode, [5], [1])
 
 
 async def test_where_no_link_can_be_made_every_transfer_says_so() -> None:
     async with sides(dataclasses.replace(CONFIG, open_timeout_s=0.4)) as (prefill, decode):
-        decode.door.watch = lambda kind, message: not kind.endswith("rendezvous")
+        decode.endpoint.watch = lambda kind, message: not kind.endswith("rendezvous")
         ticket = decode.receiver.expect("t", 16, 0, tables_of(decode.receiver, [0], 0))
         with pytest.raises(TransferError, match="did not join the transport"):
             await send(prefill, ticket, [4])
-        decode.door.lose("", times=0)
+        decode.endpoint.lose("", times=0)
         await send(prefill, ticket, [4])
         assert same_blocks(prefill.cache, [4], decode.cache, [0])
 
@@ -905,7 +905,7 @@ async def test_where_no_link_can_be_made_every_transfer_says_so() -> None:
 async def test_closing_leaves_no_thread_file_or_task(link: str) -> None:
     async def cycle() -> None:
         async with sides(with_link(link)) as (prefill, decode):
-            await hand_over(prefill, decode, range(7), range(7))
+            await kv_transfer(prefill, decode, range(7), range(7))
             pending = decode.receiver.expect("pending", 100, 0, tables_of(decode.receiver, list(range(7, 14)), 1))
             cancelled = asyncio.create_task(send(prefill, pending, list(range(7))))
             await asyncio.sleep(0.001)
@@ -931,7 +931,7 @@ async def test_a_closing_decode_worker_fails_what_waits_on_both_sides(link: str)
             async with prefill.sender.transfer(waiting) as transfer:
                 transfer.extend(tables_of(transfer, [1], 0))
                 wait = asyncio.create_task(decode.receiver.wait_committed(waiting))
-                await until(lambda: decode.door.messages["<grant"] == 2, SOON_S)
+                await until(lambda: decode.endpoint.messages["<grant"] == 2, SOON_S)
                 await decode.receiver.close()
                 with pytest.raises(TransferError, match="shuts down"):
                     await wait
@@ -1163,7 +1163,7 @@ class LayerGatedRunner(ArithmeticRunner):
         return super().execute(step, tell_and_stop)
 
 
-async def test_the_services_hand_over_layer_by_layer_while_the_prompt_is_computed(link: str) -> None:
+async def test_the_services_transfer_layer_by_layer_while_the_prompt_is_computed(link: str) -> None:
     runner = LayerGatedRunner(num_layers=5)
     config = with_link(link, slot_bytes=1024, span_tokens=64, lease_s=0.6, ping_s=0.1)  # a chunk a layer
     async with (
@@ -1172,7 +1172,7 @@ async def test_the_services_hand_over_layer_by_layer_while_the_prompt_is_compute
     ):
         spec = make_spec(PROMPT, num_tokens=6)
         cache = decode.runner.cache.groups[0]
-        answers = DecodeService(decode.context)._after_hand_over(spec)
+        answers = DecodeService(decode.context)._after_kv_transfer(spec)
         ticket = await anext(answers)
         assert isinstance(ticket, Ticket)
         answering = asyncio.ensure_future(anext(answers))
@@ -1193,9 +1193,9 @@ async def test_the_services_hand_over_layer_by_layer_while_the_prompt_is_compute
         runner.allowed.release()
         token = await first
         assert isinstance(token, FirstToken)
-        handed_over = await anext(events)
-        assert isinstance(handed_over, HandedOver)
-        assert handed_over.transfer_s > 0.7 > 0.3 > handed_over.exposed_s
+        transferred = await anext(events)
+        assert isinstance(transferred, Transferred)
+        assert transferred.transfer_s > 0.7 > 0.3 > transferred.exposed_s
         await events.aclose()
         tokens = [token.token_id, *(await answering).token_ids]  # type: ignore[union-attr]
         async for message in answers:

@@ -75,11 +75,9 @@ class Always:
         self.error = error
         return self._one_more()
 
-    def until(self, number: int, patience_s: float) -> None:
+    def until(self, number: int, timeout_s: float) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: self.num_done >= number or self.error, patience_s), (
-                "chunks are missing"
-            )
+            assert self.changed.wait_for(lambda: self.num_done >= number or self.error, timeout_s), "chunks are missing"
         if self.error is not None:
             raise self.error
 
@@ -251,12 +249,12 @@ def step_tokens() -> int:
     return 64 if is_rehearsal() else 1024
 
 
-def measure(kind: str, slot_bytes: int, num_tokens: int, fields: dict[str, Any], patience_s: float) -> dict[str, Any]:
+def measure(kind: str, slot_bytes: int, num_tokens: int, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """Hands three prompts over, and compares the answers with those of one process."""
     require_kind(kind)
     folder = make_folder(fields, dtype=dtype())
     try:
-        sent, received = two(partial(_both, kind, str(folder), num_tokens, slot_bytes), patience_s)
+        sent, received = two(partial(_both, kind, str(folder), num_tokens, slot_bytes), timeout_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     (_, computed_s), arrived_s = sent["times"][1], received["times"][1]
@@ -274,7 +272,7 @@ def measure(kind: str, slot_bytes: int, num_tokens: int, fields: dict[str, Any],
 
 
 def whole(kind: str) -> Found:
-    """A whole hand-over between two processes on one GPU: tokens, the tail behind the last layer, and the rate."""
+    """A whole KV transfer between two processes on one GPU: tokens, the tail behind the last layer, and the rate."""
     slot_bytes, num_tokens = (2**16, 300) if is_rehearsal() else (32 * 2**20, 4096)
     found = measure(kind, slot_bytes, num_tokens, {} if is_rehearsal() else KV_OF_8B, 110.0)
     is_right = found["same_tokens"]
@@ -299,9 +297,9 @@ def _opens(side: Side) -> None:
 
 
 def sanitizer(tool: str) -> Found:
-    """A small hand-over over tcp under a tool that finds races or bad accesses of the device."""
+    """A small KV transfer over tcp under a tool that finds races or bad accesses of the device."""
     environment = dict(os.environ)
-    command = [sys.executable, "-m", "tests.gpu.first_hour", "--check", "handover-small"]
+    command = [sys.executable, "-m", "tests.gpu.first_hour", "--check", "kv_transfer-small"]
     if tool == "torch":
         environment["TORCH_CUDA_SANITIZER"] = "1"
     else:
@@ -316,7 +314,7 @@ def sanitizer(tool: str) -> Found:
     is_right = '"status": "pass"' in said and not complaints
     return judged(
         is_right,
-        "it complains, or the hand-over failed under it",
+        "it complains, or the KV transfer failed under it",
         complaints=complaints[:5],
         first=lines[first : first + 40],
         end=said[-600:],
@@ -324,6 +322,6 @@ def sanitizer(tool: str) -> Found:
 
 
 def small(kind: str) -> Found:
-    """A hand-over of a small model, for tools that are slow."""
+    """A KV transfer of a small model, for tools that are slow."""
     found = measure(kind, 2**18, 300, {}, 120.0)
     return judged(found["same_tokens"], "other tokens than in one process", **found)

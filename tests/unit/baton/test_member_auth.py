@@ -19,16 +19,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.config import ClusterConfig, Config, IndexConfig
 from baton.errors import ConfigError, NotAMember
 from baton.rpc import RpcServer, channel, from_rpc_error
-from baton.rpc.doors import (
+from baton.rpc.errors import CLIENTS_METHODS
+from baton.rpc.member_auth import (
     CONTROLLERS_RULES,
     WORKERS_RULES,
     Rules,
     is_loopback,
-    member_doors,
+    member_auth,
     member_metadata,
     require_keys,
 )
-from baton.rpc.errors import CLIENTS_METHODS
 from baton.trust import KeyFile, Principal, draw_secret, write_private
 from deploy.controller import process as controller
 from router import server as router
@@ -58,7 +58,7 @@ MEMBERS_METHODS = [
 ]
 
 
-class Doors:
+class Endpoints:
     """A server that answers every method alike, and what it has read."""
 
     def __init__(self, folder: Path, rules: Rules, methods: list[str]) -> None:
@@ -66,7 +66,7 @@ class Doors:
         write_private(self.secret, draw_secret())
         self.parsed: list[bytes] = []
         keys = KeyFile(self.secret, Principal.WORKER)
-        self.rpc = RpcServer((), member_doors(keys, INCARNATION, rules), describes_itself=False)
+        self.rpc = RpcServer((), member_auth(keys, INCARNATION, rules), describes_itself=False)
         handler: grpc.RpcMethodHandler[Any, bytes] = grpc.unary_unary_rpc_method_handler(
             self._answer, request_deserializer=self._parse
         )
@@ -104,36 +104,36 @@ class Doors:
 
 
 @pytest.fixture
-async def doors(tmp_path: Path) -> AsyncIterator[Doors]:
-    found = Doors(tmp_path, {"test.Closed": frozenset({Principal.ROUTER})}, [CALL, UNRULED])
+async def endpoints(tmp_path: Path) -> AsyncIterator[Endpoints]:
+    found = Endpoints(tmp_path, {"test.Closed": frozenset({Principal.ROUTER})}, [CALL, UNRULED])
     await found.rpc.start()
     yield found
     await found.rpc.stop(0)
 
 
-async def test_a_proof_is_good_once_and_for_one_member_method_and_process(doors: Doors) -> None:
-    used = doors.proof(Principal.ROUTER)
-    assert await doors.lets_in(CALL, used)
+async def test_a_proof_is_good_once_and_for_one_member_method_and_process(endpoints: Endpoints) -> None:
+    used = endpoints.proof(Principal.ROUTER)
+    assert await endpoints.lets_in(CALL, used)
     for metadata in (
         (),
         used,
-        doors.proof(Principal.ROUTER, callee="b2"),
-        doors.proof(Principal.ROUTER, callee=""),
-        doors.proof(Principal.ROUTER, "/test.Closed/Other"),
-        doors.proof(Principal.WORKER),
+        endpoints.proof(Principal.ROUTER, callee="b2"),
+        endpoints.proof(Principal.ROUTER, callee=""),
+        endpoints.proof(Principal.ROUTER, "/test.Closed/Other"),
+        endpoints.proof(Principal.WORKER),
         (("baton-proof-bin", b"\0" * 97),),
         (("baton-proof-bin", b""),),
         (("baton-proof", "text"),),
     ):
-        assert not await doors.lets_in(CALL, metadata)
+        assert not await endpoints.lets_in(CALL, metadata)
 
 
-async def test_what_no_rule_opens_is_shut_and_probes_are_answered(doors: Doors) -> None:
-    assert not await doors.lets_in(UNRULED, ())
+async def test_what_no_rule_opens_is_shut_and_probes_are_answered(endpoints: Endpoints) -> None:
+    assert not await endpoints.lets_in(UNRULED, ())
     for member in Principal:
-        assert not await doors.lets_in(UNRULED, doors.proof(member, UNRULED))
-    await doors.rpc.set_serving(True)
-    async with channel(doors.address) as link:
+        assert not await endpoints.lets_in(UNRULED, endpoints.proof(member, UNRULED))
+    await endpoints.rpc.set_serving(True)
+    async with channel(endpoints.address) as link:
         answer = await health_pb2_grpc.HealthStub(link).Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -144,16 +144,18 @@ async def test_what_no_rule_opens_is_shut_and_probes_are_answered(doors: Doors) 
 async def test_every_method_of_every_contract_takes_its_own_callers_alone(tmp_path: Path) -> None:
     for rules in (WORKERS_RULES, CONTROLLERS_RULES):
         methods = {method: allowed for these, method, allowed in MEMBERS_METHODS if these is rules}
-        doors = Doors(tmp_path, rules, list(methods))
-        await doors.rpc.start()
+        endpoints = Endpoints(tmp_path, rules, list(methods))
+        await endpoints.rpc.start()
         for method, allowed in methods.items():
-            assert not await doors.lets_in(method, ())
-            let_in = {member for member in Principal if await doors.lets_in(method, doors.proof(member, method))}
-            assert let_in == allowed, method
-        await doors.rpc.stop(0)
+            assert not await endpoints.lets_in(method, ())
+            admitted = {
+                member for member in Principal if await endpoints.lets_in(method, endpoints.proof(member, method))
+            }
+            assert admitted == allowed, method
+        await endpoints.rpc.stop(0)
 
 
-def test_every_service_has_a_door() -> None:
+def test_every_service_has_an_endpoint() -> None:
     """One that is new belongs to clients, to workers or to the controller, and says so."""
     named = {service.full_name for service in services()}
     of_clients = {re.sub("/", "", prefix) for prefix in CLIENTS_METHODS}
@@ -168,13 +170,13 @@ def test_every_service_has_a_door() -> None:
     assert WORKERS_RULES["baton.v1.WorkerControl"] == {Principal.CONTROLLER}, "nobody else ends or flips a worker"
 
 
-async def test_a_thousand_wrong_calls_leave_nothing(doors: Doors) -> None:
+async def test_a_thousand_wrong_calls_leave_nothing(endpoints: Endpoints) -> None:
     async def stray(number: int) -> None:
-        proof = (("baton-proof-bin", os.urandom(97)),) if number % 2 else doors.proof(Principal.OPERATOR)
-        assert not await doors.lets_in(CALL, proof)
+        proof = (("baton-proof-bin", os.urandom(97)),) if number % 2 else endpoints.proof(Principal.OPERATOR)
+        assert not await endpoints.lets_in(CALL, proof)
 
     async def knock(number: int) -> None:
-        _, writer = await asyncio.open_connection(*doors.address.split(":"))
+        _, writer = await asyncio.open_connection(*endpoints.address.split(":"))
         writer.write((b"", b"\0" * 9, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", os.urandom(64))[number % 4])
         writer.close()
         await writer.wait_closed()
@@ -190,7 +192,7 @@ async def test_a_thousand_wrong_calls_leave_nothing(doors: Doors) -> None:
         await asyncio.gather(*(knock(number) for number in range(begin, begin + 50)))
     await _settled(process, at_most=before_fds)
     assert process.memory_info().rss - before_bytes < 64 * 2**20
-    assert await doors.lets_in(CALL, doors.proof(Principal.ROUTER))
+    assert await endpoints.lets_in(CALL, endpoints.proof(Principal.ROUTER))
 
 
 async def _settled(process: psutil.Process, at_most: int) -> None:
@@ -198,7 +200,7 @@ async def _settled(process: psutil.Process, at_most: int) -> None:
 
 
 async def test_without_a_secret_calls_have_no_proof_and_need_none() -> None:
-    assert member_doors(None, INCARNATION, WORKERS_RULES) == ()
+    assert member_auth(None, INCARNATION, WORKERS_RULES) == ()
     assert member_metadata(None, CALL, INCARNATION) == ()
 
 

@@ -1,8 +1,8 @@
-"""The KV hand-over between two processes against a raw TCP socket that moves as many bytes between the same two.
+"""The KV transfer between two processes against a raw TCP socket that moves as many bytes between the same two.
 
-The hand-over is whole: gather from scattered blocks, checksum, the link, verify, scatter, commit. Offer and grant pass
-before, as they do while a prompt waits for its turn. The socket does `sendall` and `recv_into` of one flat buffer: what
-the machine can do, not what would serve.
+The KV transfer is whole: gather from scattered blocks, checksum, the link, verify, scatter, commit. Offer and grant
+pass before, as they do while a prompt waits for its turn. The socket does `sendall` and `recv_into` of one flat buffer:
+what the machine can do, not what would serve.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.bench.handover_peer import LINKS, TLS
+from tests.bench.kv_transfer_peer import LINKS, TLS
 from tests.bench.peer import Peer
 from tests.bench.report import Report, Table
 from tests.bench.stats import interleaved, ratio, spread
@@ -42,7 +42,7 @@ class Moved:
         return self.cpu_s / self.num_bytes * 1e9
 
 
-class HandoverPair:
+class TransferPair:
     """A prefill and a decode process with everything open between them."""
 
     def __init__(self, prefill: Peer, decode: Peer) -> None:
@@ -53,11 +53,11 @@ class HandoverPair:
         prefill.ask("open_raw", port=port)
         decode.answer()
 
-    def hand_over(self, num_tokens: int, mode: str) -> Moved:
-        return self._transfer("hand_over", num_tokens, mode)
+    def kv_transfer(self, num_tokens: int, mode: str) -> Moved:
+        return self._transfer("kv_transfer", num_tokens, mode)
 
-    def hand_over_layers(self, num_tokens: int, mode: str, streamed: bool) -> Moved:
-        return self._transfer("hand_over_layers", num_tokens, mode, layer_s=LAYER_S, streamed=streamed)
+    def kv_transfer_layers(self, num_tokens: int, mode: str, streamed: bool) -> Moved:
+        return self._transfer("kv_transfer_layers", num_tokens, mode, layer_s=LAYER_S, streamed=streamed)
 
     def raw_flat(self, num_bytes: int) -> Moved:
         for peer in (self._decode, self._prefill):
@@ -76,24 +76,24 @@ def run(quick: bool) -> Report:
     num_rounds, total_bytes = (3, 200_000_000) if quick else (9, 750_000_000)
     with (
         tempfile.TemporaryDirectory() as folder,
-        handover_peer("decode", Path(folder)) as decode,
-        handover_peer("prefill", Path(folder)) as prefill,
+        kv_transfer_peer("decode", Path(folder)) as decode,
+        kv_transfer_peer("prefill", Path(folder)) as prefill,
     ):
-        pair = HandoverPair(prefill, decode)
+        pair = TransferPair(prefill, decode)
         tables = [_end_to_end(pair, num_rounds, total_bytes), _tail(pair, num_rounds)]
-        return Report("handover", [*tables, _tls(pair, num_rounds, total_bytes)])
+        return Report("kv_transfer", [*tables, _tls(pair, num_rounds, total_bytes)])
 
 
-def handover_peer(role: str, folder: Path) -> Peer:
+def kv_transfer_peer(role: str, folder: Path) -> Peer:
     """One end, with the certificates of that folder, which are made where it has none."""
     if not (folder / "member.crt").exists():
         Authority.make(folder).sign("member")
-    return Peer("tests.bench.handover_peer", role, str(folder))
+    return Peer("tests.bench.kv_transfer_peer", role, str(folder))
 
 
-def _end_to_end(pair: HandoverPair, num_rounds: int, total_bytes: int) -> Table:
+def _end_to_end(pair: TransferPair, num_rounds: int, total_bytes: int) -> Table:
     table = Table(
-        f"KV hand-over, two processes, SmolLM2-135M's KV in {BLOCK_TOKENS}-token blocks, {num_rounds} rounds",
+        f"KV transfer, two processes, SmolLM2-135M's KV in {BLOCK_TOKENS}-token blocks, {num_rounds} rounds",
         ("", "GB/s", "of raw TCP", "CPU-s/GB", "ms a prompt"),
         note="Gates: a network link at least 0.8 of raw TCP, shm at least 2.",
     )
@@ -102,7 +102,7 @@ def _end_to_end(pair: HandoverPair, num_rounds: int, total_bytes: int) -> Table:
         repeats = max(1, total_bytes // num_bytes)
 
         def once(arm: str, num_tokens: int = num_tokens, num_bytes: int = num_bytes) -> Moved:
-            return pair.raw_flat(num_bytes) if arm == "raw TCP" else pair.hand_over(num_tokens, arm)
+            return pair.raw_flat(num_bytes) if arm == "raw TCP" else pair.kv_transfer(num_tokens, arm)
 
         found = measure(once, ARMS, num_rounds, repeats)
         for arm in ARMS:
@@ -119,7 +119,7 @@ def _end_to_end(pair: HandoverPair, num_rounds: int, total_bytes: int) -> Table:
     return table
 
 
-def _tls(pair: HandoverPair, num_rounds: int, total_bytes: int) -> Table:
+def _tls(pair: TransferPair, num_rounds: int, total_bytes: int) -> Table:
     """Plain and encrypted alone beside each other: where other arms lie between, the machine has changed."""
     table = Table(
         f"KV over tcp with TLS against tcp without, {num_rounds} rounds",
@@ -132,7 +132,7 @@ def _tls(pair: HandoverPair, num_rounds: int, total_bytes: int) -> Table:
             arms = (f"tcp, checksum {checksum}", f"{TLS}, checksum {checksum}")
 
             def once(arm: str, num_tokens: int = num_tokens) -> Moved:
-                return pair.hand_over(num_tokens, arm)
+                return pair.kv_transfer(num_tokens, arm)
 
             plain, tls = measure(once, arms, num_rounds, repeats).values()
             speeds, costs = (
@@ -152,7 +152,7 @@ def _tls(pair: HandoverPair, num_rounds: int, total_bytes: int) -> Table:
     return table
 
 
-def _tail(pair: HandoverPair, num_rounds: int) -> Table:
+def _tail(pair: TransferPair, num_rounds: int) -> Table:
     table = Table(
         f"After the last layer: 30 layers, one every {LAYER_S * 1e3:.0f} ms, 2,000 tokens, {num_rounds} rounds",
         ("", "streamed, ms to the commit", "all at the end, ms", "ratio"),
@@ -161,7 +161,7 @@ def _tail(pair: HandoverPair, num_rounds: int) -> Table:
     for mode in ("gloo, checksum full", "tcp, checksum full", "shm, checksum full"):
 
         def once(arm: str, mode: str = mode) -> Moved:
-            return pair.hand_over_layers(2000, mode, streamed=arm == "streamed")
+            return pair.kv_transfer_layers(2000, mode, streamed=arm == "streamed")
 
         found = measure(once, ("streamed", "at the end"), num_rounds, 1)
         ms = [[m.wall_s * 1e3 for m in found[arm]] for arm in ("streamed", "at the end")]

@@ -16,7 +16,7 @@ LOOK_S = 10.0
 """Seconds between two questions for Redis' memory."""
 
 
-class Surroundings:
+class Dependencies:
     """What a router sees of them.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Instruments on which the router books what happens to requests. A new one is one field of `Booked`.
+"""Instruments on which the router books what happens to requests. A new one is one field of `RequestMetrics`.
 
 Names are OpenTelemetry's. Prometheus shows them with underscores and units: `gen_ai.server.request.duration` is
 `gen_ai_server_request_duration_seconds` there. Durations are differences of one process's monotonic clock.
@@ -53,7 +53,7 @@ def _counter(name: str, description: str, unit: str = "") -> Counter:
 
 
 @dataclass(kw_only=True, eq=False)
-class Booked:
+class RequestMetrics:
     """One field per instrument, in the order of the catalogue; its description is the one that Prometheus shows."""
 
     request_duration: Histogram = _histogram(
@@ -79,10 +79,10 @@ class Booked:
     )
     transfer_duration: Histogram = _histogram(
         "baton.transfer.duration",
-        "Duration of a KV hand-over, from its first chunk to the acknowledged commit.",
+        "Duration of a KV transfer, from its first chunk to the acknowledged commit.",
         DURATION_BOUNDS,
     )
-    transfer_bytes: Counter = _counter("baton.transfer", "KV bytes handed over.", "By")
+    transfer_bytes: Counter = _counter("baton.transfer", "KV bytes transferred.", "By")
     prediction_error: Histogram = _histogram(
         "baton.placement.prediction_error",
         "Relative error of placement's predictions, |predicted - measured| / measured, by what was predicted.",

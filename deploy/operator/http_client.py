@@ -25,7 +25,7 @@ def is_url(address: str) -> bool:
     return address.startswith(("http://", "https://"))
 
 
-class HttpDoor:
+class HttpClient:
     """Calls the HTTP port of one router.
 
     Args:

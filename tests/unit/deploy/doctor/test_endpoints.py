@@ -1,4 +1,4 @@
-"""Which doors `baton doctor` names as open to others."""
+"""Which endpoints `baton doctor` names as open to others."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from baton.config import ClusterConfig, Config, IndexConfig, RouterConfig, TelemetryConfig
-from deploy.doctor import Check, DoctorPart, diagnose, doors
-from deploy.doctor.doors import Doors, announced, configured
+from deploy.doctor import Check, DoctorPart, diagnose, endpoints
+from deploy.doctor.endpoints import Endpoints, announced, configured
 from deploy.doctor.reach import takes_anybody
 from deploy.embedded_redis import EmbeddedRedis
 from kvstore.index import RedisConnection
 from tests.integration.cluster import free_port
 
 TOKEN = {"RAY_AUTH_MODE": "token"}
-WIDE = Doors(
+WIDE = Endpoints(
     clients=("0.0.0.0",),
     asks_key=False,
     metrics="0.0.0.0",
@@ -42,15 +42,15 @@ GUARDED = replace(
 )
 
 
-def found(given: Doors) -> dict[str, Check]:
-    return {check.name.removeprefix("door: "): check for check in doors.checks(given)}
+def found(given: Endpoints) -> dict[str, Check]:
+    return {check.name.removeprefix("endpoint: "): check for check in endpoints.checks(given)}
 
 
-def is_open(given: Doors) -> set[str]:
+def is_open(given: Endpoints) -> set[str]:
     return {name for name, check in found(given).items() if check.state != "ok"}
 
 
-def test_one_machine_has_no_open_door() -> None:
+def test_one_machine_has_no_open_endpoint() -> None:
     """`baton up` without a setting, and with everything else on this machine."""
     assert is_open(configured(Config(), {})) == set()
     local = Config(
@@ -62,7 +62,7 @@ def test_one_machine_has_no_open_door() -> None:
     assert is_open(configured(Config(index=IndexConfig(redis_url="unix:///run/redis.sock")), {})) == set()
 
 
-def test_every_door_that_is_open_to_others_is_named_with_what_it_gives_and_what_to_do() -> None:
+def test_every_endpoint_that_is_open_to_others_is_named_with_what_it_gives_and_what_to_do() -> None:
     checks = found(WIDE)
     assert (
         is_open(WIDE)
@@ -72,15 +72,15 @@ def test_every_door_that_is_open_to_others_is_named_with_what_it_gives_and_what_
             *("redis' network", "ray", "traces"),
         }
     )
-    assert all(check.state == "warn" and check.mend for check in checks.values()), "a network may stand before it"
+    assert all(check.state == "warn" and check.fix for check in checks.values()), "a network may stand before it"
     assert checks["workers"].found == "10.0.0.3 gives KV, and so prompts, to anybody who reaches it"
-    assert "router.tenants_file" in checks["clients"].mend
-    assert "cluster.secret" in checks["controller"].mend
+    assert "router.tenants_file" in checks["clients"].fix
+    assert "cluster.secret" in checks["controller"].fix
 
 
 def test_what_is_guarded_is_shut() -> None:
     assert is_open(GUARDED) == set()
-    assert all(check.mend == "" for check in found(GUARDED).values())
+    assert all(check.fix == "" for check in found(GUARDED).values())
 
 
 @pytest.mark.parametrize(
@@ -99,19 +99,19 @@ def test_what_is_guarded_is_shut() -> None:
         ({"traces": "collector"}, "traces"),
     ],
 )
-def test_each_guard_shuts_a_door_of_its_own(changed: dict[str, Any], opened: str) -> None:
+def test_each_guard_shuts_a_endpoint_of_its_own(changed: dict[str, Any], opened: str) -> None:
     expected = {opened} if "'" in opened else set(opened.split())
     assert is_open(replace(GUARDED, **changed)) == expected
 
 
-def test_a_configuration_says_where_the_doors_are() -> None:
+def test_a_configuration_says_where_the_endpoints_are() -> None:
     config = Config(
         cluster=ClusterConfig(host="0.0.0.0", controller_host="0.0.0.0", ray_address="head:6379", secret="/s"),
         index=IndexConfig(redis_url="redis://:pw@r:1/0"),
         router=RouterConfig(tenants_file="/tenants"),
         telemetry=TelemetryConfig(otlp_endpoint="collector:4317", host="0.0.0.0", port=9464),
     )
-    assert configured(config, TOKEN, redis_takes_anybody=True) == Doors(
+    assert configured(config, TOKEN, redis_takes_anybody=True) == Endpoints(
         clients=("0.0.0.0",),
         asks_key=True,
         metrics="0.0.0.0",
@@ -137,7 +137,7 @@ def test_a_configuration_says_where_the_doors_are() -> None:
     assert configured(of_a_file, {}).redis_asks_password
     assert not configured(Config(index=IndexConfig(redis_url="redis://r:1/0")), {}).redis_asks_password
     assert configured(Config(telemetry=TelemetryConfig(host="0.0.0.0")), {}).metrics == "", "there is no such port"
-    assert not any("pw" in check.found + check.mend for check in doors.checks(configured(config, {})))
+    assert not any("pw" in check.found + check.fix for check in endpoints.checks(configured(config, {})))
 
 
 def test_a_running_cluster_says_where_it_listens() -> None:
@@ -183,4 +183,8 @@ def test_a_password_that_redis_does_not_ask_for_is_none() -> None:
 def test_a_container_names_them_before_it_starts(part: DoctorPart) -> None:
     config = Config(cluster=ClusterConfig(host="0.0.0.0", controller_host="0.0.0.0"))
     states = {check.name: check.state for check in diagnose(config, "", part, environ={})}
-    assert (states["door: clients"], states["door: controller"], states["door: redis"]) == ("warn", "warn", "ok")
+    assert (states["endpoint: clients"], states["endpoint: controller"], states["endpoint: redis"]) == (
+        "warn",
+        "warn",
+        "ok",
+    )

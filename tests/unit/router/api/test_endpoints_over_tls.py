@@ -1,4 +1,5 @@
-"""Both doors of a router over TLS, over real sockets: who is let in by a certificate, and what a new one changes."""
+"""Both endpoints of a router over TLS, over real sockets: who is admitted by a certificate, and what a new one
+changes."""
 
 import asyncio
 import contextlib
@@ -65,12 +66,12 @@ class _WhoAmI(inference_pb2_grpc.InferenceServicer):
 
 
 @contextlib.asynccontextmanager
-async def _grpc_door(book: TenantBook, door: Tls) -> AsyncIterator[str]:
+async def _grpc_endpoint(book: TenantBook, endpoint: Tls) -> AsyncIterator[str]:
     rpc = RpcServer(SERVICE_NAMES, [Authentication(book)])
     inference_pb2_grpc.add_InferenceServicer_to_server(_WhoAmI(), rpc.server)
     admin = AdminServicer(lambda: cluster_status(redis_ok=False), RequestLog(), ControllerClient(lambda: None))
     admin_pb2_grpc.add_AdminServicer_to_server(admin, rpc.server)
-    port = rpc.bind("127.0.0.1", 0, door)
+    port = rpc.bind("127.0.0.1", 0, endpoint)
     await rpc.start()
     yield f"127.0.0.1:{port}"
     await rpc.stop(0)
@@ -92,7 +93,7 @@ async def test_a_certificate_stands_for_a_key_over_grpc(authority: Authority, bo
     operations = Tls(authority.sign("operations", ["localhost"]))
     unknown = Tls(authority.sign("unknown", ["other.example"]))
     both = Tls(authority.sign("both", ["archive.example", "ops.example"]))
-    async with _grpc_door(book, Tls(authority.sign("door"), clients="required")) as address:
+    async with _grpc_endpoint(book, Tls(authority.sign("endpoint"), clients="required")) as address:
         assert await _grpc_caller(address, archive) == {"archive"}
         assert await _grpc_caller(address, archive, "key-a") == {"acme"}, "a key wins"
         assert await _grpc_caller(address, unknown, "key-a") == {"acme"}
@@ -118,10 +119,10 @@ async def test_a_certificate_stands_for_a_key_over_grpc(authority: Authority, bo
 
 
 @contextlib.asynccontextmanager
-async def _http_door(book: TenantBook, door: Tls) -> AsyncIterator[int]:
+async def _http_client(book: TenantBook, endpoint: Tls) -> AsyncIterator[int]:
     service: Any = None
     app = create_app(service, book, lambda: "", lambda: b"")
-    if door.clients == "required":
+    if endpoint.clients == "required":
         require_certificates(app)
 
     @app.get("/whose")
@@ -132,7 +133,7 @@ async def _http_door(book: TenantBook, door: Tls) -> AsyncIterator[int]:
     protocol: Any = partial(BoundedProtocol, open_connections)
     config = uvicorn.Config(app, http=protocol, log_config=None, lifespan="off")
     sockets = bound("127.0.0.1", 0, shares_port=False)
-    server = HttpServer(config, sockets, open_connections, door)
+    server = HttpServer(config, sockets, open_connections, endpoint)
     serving = asyncio.create_task(server.serve_all())
     await until(lambda: server.started)
     try:
@@ -162,7 +163,7 @@ async def test_a_certificate_stands_for_a_key_over_http(authority: Authority, bo
     archive = Tls(authority.sign("client", ["spiffe://example/archive"])).client_context()
     unknown = Tls(authority.sign("unknown", ["other.example"])).client_context()
     without = ssl.create_default_context(cafile=authority.path)
-    async with _http_door(book, Tls(authority.sign("door"), clients=clients)) as port:
+    async with _http_client(book, Tls(authority.sign("endpoint"), clients=clients)) as port:
         assert json.loads((await _http(port, archive))[1]) == {"tenant": "archive"}
         assert json.loads((await _http(port, archive, key="key-a"))[1]) == {"tenant": "acme"}
         assert (await _http(port, unknown))[0] == 401
@@ -184,13 +185,13 @@ async def test_a_certificate_stands_for_a_key_over_http(authority: Authority, bo
 async def test_new_connections_see_the_new_certificate_and_old_ones_go_on(
     authority: Authority, book: TenantBook
 ) -> None:
-    files = authority.sign("door")
+    files = authority.sign("endpoint")
     client = ssl.create_default_context(cafile=authority.path)
-    async with _http_door(book, Tls(files)) as port:
+    async with _http_client(book, Tls(files)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client, server_hostname="localhost")
         ask = b"GET /healthz HTTP/1.1\r\nhost: here\r\n\r\n"
         for _ in range(3):
-            authority.sign("door")
+            authority.sign("endpoint")
             assert (await _http(port, client, "/healthz"))[::2] == (200, serial_of(files.certificate))
             writer.write(ask)
             assert b"200 OK" in await reader.readuntil(b"}")

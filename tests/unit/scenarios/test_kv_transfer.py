@@ -1,4 +1,4 @@
-"""What a cluster may go through while prompts are handed over: each client gets the answer to its own prompt."""
+"""What a cluster may go through while prompts are transferred: each client gets the answer to its own prompt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.unit.scenarios.cluster import ask, router_of
 
 CONFIG = with_link("tcp")
 NUM_BLOCKS = 512
-Door = Callable[[KvEndpoint], kv_pb2_grpc.KvControlServicer]
+Endpoint = Callable[[KvEndpoint], kv_pb2_grpc.KvControlServicer]
 
 
 def roles(prefill: Worker, decode: Worker) -> list[tuple[Role, Worker]]:
@@ -39,16 +39,16 @@ def roles(prefill: Worker, decode: Worker) -> list[tuple[Role, Worker]]:
 
 @contextlib.asynccontextmanager
 async def pair(
-    mode: str = "split",
+    mode: str = "disaggregated",
     *,
     num_blocks: int = NUM_BLOCKS,
-    door: Door = lambda kv: kv,
+    endpoint: Endpoint = lambda kv: kv,
     held: Mapping[str, int] | None = None,
 ) -> AsyncIterator[tuple[Bench, Worker, Worker]]:
-    """A router, a prefill worker p0 and a decode worker d0, which has the door."""
+    """A router, a prefill worker p0 and a decode worker d0, which has the endpoint."""
     async with (
         engine_worker("p0", ArithmeticRunner(num_blocks), CONFIG) as prefill,
-        engine_worker("d0", ArithmeticRunner(num_blocks), CONFIG, door=door) as decode,
+        engine_worker("d0", ArithmeticRunner(num_blocks), CONFIG, endpoint=endpoint) as decode,
         router_of(roles(prefill, decode), mode, held) as router,
     ):
         yield router, prefill, decode
@@ -68,7 +68,7 @@ async def test_blocks_of_a_failed_transfer_are_in_no_cache(faults: str) -> None:
     async with (
         engine_worker("p0", ArithmeticRunner(NUM_BLOCKS), config, faults) as prefill,
         engine_worker("d0", ArithmeticRunner(NUM_BLOCKS), config, on_event=told) as decode,
-        router_of(roles(prefill, decode), "split") as router,
+        router_of(roles(prefill, decode), "disaggregated") as router,
     ):
         with pytest.raises(TransferError, match="4 placements failed"):
             await ask(router, make_spec(prompt, num_tokens=20))
@@ -125,14 +125,14 @@ class LateCommits(kv_pb2_grpc.KvControlServicer):
 
 async def test_each_client_gets_its_own_first_token_though_commits_are_late_and_overtake_each_other() -> None:
     """Half of the answers have one token, which is the last: nobody wants their KV any more."""
-    doors: list[LateCommits] = []
+    endpoints: list[LateCommits] = []
 
     def late(kv: KvEndpoint) -> LateCommits:
-        doors.append(LateCommits(kv))
-        return doors[0]
+        endpoints.append(LateCommits(kv))
+        return endpoints[0]
 
     prompts = [prompt_of(seed, 20 + seed) for seed in range(40)]
-    async with pair(door=late) as (router, _, decode):
+    async with pair(endpoint=late) as (router, _, decode):
         answers = await asyncio.gather(
             *(
                 ask(router, make_spec(prompt, num_tokens=1 + number % 2, request_id=f"r{number}"))
@@ -142,8 +142,8 @@ async def test_each_client_gets_its_own_first_token_though_commits_are_late_and_
         assert decode.kv.counts().received_committed >= 20
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         assert answer.token_ids == expected_tokens(prompt, 1 + number % 2)
-        assert (answer.choice.retries, answer.choice.mode) == (0, Mode.SPLIT)
-    assert doors[0].num_overtaken > 5
+        assert (answer.choice.retries, answer.choice.mode) == (0, Mode.DISAGGREGATED)
+    assert endpoints[0].num_overtaken > 5
 
 
 # -- the same id twice -------------------------------------------------------------------------------------------------
@@ -157,14 +157,14 @@ async def test_one_id_through_two_routers_at_once_is_two_requests() -> None:
             runner = ArithmeticRunner(NUM_BLOCKS)
             async with engine_worker("d0", runner, CONFIG, incarnation=incarnation) as decode:
                 workers = roles(prefill, decode)
-                async with router_of(workers, "split") as one, router_of(workers, "split") as other:
+                async with router_of(workers, "disaggregated") as one, router_of(workers, "disaggregated") as other:
                     for prompts in ((ours, theirs), (ours, ours)):
                         asked = zip((one, other), prompts, strict=True)
                         specs = [(router, make_spec(prompt, num_tokens=20, request_id="r")) for router, prompt in asked]
                         answers = await asyncio.gather(*(ask(router, spec) for router, spec in specs))
                         for prompt, answer in zip(prompts, answers, strict=True):
                             assert answer.token_ids == expected_tokens(prompt, 20)
-                            assert (answer.choice.retries, answer.choice.mode) == (0, Mode.SPLIT)
+                            assert (answer.choice.retries, answer.choice.mode) == (0, Mode.DISAGGREGATED)
                 await decode.check_idle()
                 await prefill.check_idle()
                 assert decode.kv.counts().received_committed == 4
@@ -173,7 +173,7 @@ async def test_one_id_through_two_routers_at_once_is_two_requests() -> None:
 async def test_of_one_id_that_runs_twice_each_can_be_left_alone() -> None:
     prompt = prompt_of(3, 300)
     spec = make_spec(prompt, num_tokens=200, request_id="r")
-    async with pair() as (one, prefill, decode), router_of(roles(prefill, decode), "split") as other:
+    async with pair() as (one, prefill, decode), router_of(roles(prefill, decode), "disaggregated") as other:
         leaving, staying = one.tokens(spec=spec), other.tokens(spec=spec)
         first = await anext(leaving), await anext(staying)
         await leaving.aclose()
@@ -223,7 +223,7 @@ async def test_blocks_of_a_client_that_leaves_go_to_the_next_when_no_copy_uses_t
         assert tokens == expected_tokens(prompt, 40)
 
 
-# -- two versions of the hand-over -------------------------------------------------------------------------------------
+# -- two versions of the KV transfer -----------------------------------------------------------------------------------
 
 
 def speak(worker: Worker, version: int) -> None:
@@ -233,8 +233,8 @@ def speak(worker: Worker, version: int) -> None:
 
 
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
-async def test_workers_of_two_versions_serve_without_a_hand_over(version: int) -> None:
-    """The prompt's prefix is where it may not be handed over from: it is computed once more, and nobody is refused."""
+async def test_workers_of_two_versions_serve_without_a_kv_transfer(version: int) -> None:
+    """The prompt's prefix is where it may not be transferred from: it is computed once more, and nobody is refused."""
     prompts = [prompt_of(seed, 300) for seed in range(3)]
     async with pair("auto", held={"p0": 18}) as (router, prefill, decode):
         speak(prefill, version)
@@ -246,9 +246,9 @@ async def test_workers_of_two_versions_serve_without_a_hand_over(version: int) -
 
 
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
-async def test_where_prompts_must_be_handed_over_two_versions_are_refused_in_words(version: int) -> None:
-    sentence = f"worker p0 speaks version {version} of the hand-over, worker d0 version {PROTOCOL_VERSION}"
-    async with pair("split") as (router, prefill, _):
+async def test_where_prompts_must_be_transferred_two_versions_are_refused_in_words(version: int) -> None:
+    sentence = f"worker p0 speaks version {version} of the KV transfer, worker d0 version {PROTOCOL_VERSION}"
+    async with pair("disaggregated") as (router, prefill, _):
         speak(prefill, version)
         with pytest.raises(TransferRefused, match=sentence):
             await ask(router, make_spec(prompt_of(1, 100), num_tokens=20))

@@ -1,6 +1,7 @@
-"""The doors of processes that take calls of other members: who may call what, and the check before a message is read.
+"""The endpoints of processes that take calls of other members: who may call what, and the check before a message is
+read.
 
-A door is shut to what no rule opens: a service without one is nobody's. Health checks alone need no proof.
+An endpoint is shut to what no rule opens: a service without one is nobody's. Health checks alone need no proof.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ OPEN_SERVICE = "grpc.health.v1.Health"
 """The service that every process answers to everybody: probes ask it, and learn no more than whether it serves."""
 
 
-class MemberDoor(grpc.aio.ServerInterceptor):
+class MemberAuth(grpc.aio.ServerInterceptor):
     """Refuses every call whose proof is not right, and every call of a service that the rules do not name.
 
     Args:
@@ -71,13 +72,13 @@ class MemberLink:
     """The certificates that it shows and believes; None: plain text."""
 
 
-def member_doors(key_file: KeyFile | None, incarnation: str, rules: Rules) -> Sequence[grpc.aio.ServerInterceptor]:
+def member_auth(key_file: KeyFile | None, incarnation: str, rules: Rules) -> Sequence[grpc.aio.ServerInterceptor]:
     """Returns the interceptors of a server that members call: none where the cluster has no secret.
 
     Args:
         incarnation: the random identity of this process, which callers know from its lease.
     """
-    return () if key_file is None else (MemberDoor(ProofBook(key_file, incarnation), rules),)
+    return () if key_file is None else (MemberAuth(ProofBook(key_file, incarnation), rules),)
 
 
 def member_metadata(key_file: KeyFile | None, method: str, callee: str) -> tuple[tuple[str, bytes], ...]:

@@ -1,9 +1,10 @@
-"""Which doors of a cluster are open to others, and what to do about each.
+"""Which endpoints of a cluster are open to others, and what to do about each.
 
-    configuration, or status of a running cluster ──> Doors: where each listens, what it asks for ──> a check for each
+    configuration, or status of a running cluster ──> Endpoints: where each listens, what it asks for ──> a check for
+    each
 
-SECURITY.md lists the doors with what is promised about each. A door that only this machine reaches counts as shut: its
-users are trusted. Nothing is tried out here.
+SECURITY.md lists the endpoints with what is promised about each. An endpoint that only this machine reaches counts as
+shut: its users are trusted. Nothing is tried out here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ENCRYPTED_NETWORK = "or use a network that encrypts, such as WireGuard of the CN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doors:
+class Endpoints:
     """Where a cluster's processes listen, and what they ask of those who come."""
 
     clients: tuple[str, ...]
@@ -53,12 +54,12 @@ class Doors:
     """The host that gets the traces in plain text; empty: none does."""
 
 
-def configured(config: Config, environ: Mapping[str, str], redis_takes_anybody: bool = False) -> Doors:
-    """The doors of a cluster with this configuration."""
+def configured(config: Config, environ: Mapping[str, str], redis_takes_anybody: bool = False) -> Endpoints:
+    """The endpoints of a cluster with this configuration."""
     cluster = config.cluster
     ray = _host(cluster.ray_address)
     ray_asks_token = environ.get("RAY_AUTH_MODE") == TOKEN
-    return Doors(
+    return Endpoints(
         clients=(cluster.host,),
         asks_key=bool(config.router.tenants_file) or config.router.tls_client_certificates == "required",
         clients_encrypted=bool(config.router.tls_certificate or cluster.tls_certificate),
@@ -76,68 +77,68 @@ def configured(config: Config, environ: Mapping[str, str], redis_takes_anybody: 
     )
 
 
-def announced(doors: Doors, status: StatusJson, asks_key: bool | None) -> Doors:
-    """The doors where a running cluster has them.
+def announced(endpoints: Endpoints, status: StatusJson, asks_key: bool | None) -> Endpoints:
+    """The endpoints where a running cluster has them.
 
     Args:
-        doors: as configured here.
+        endpoints: as configured here.
         asks_key: whether a router asked us for a key; None: none was tried.
     """
     controller = status.get("controller")
-    if not doors.redis_url:  # whether that Redis asks for a password was tried, and is not configured here
-        doors = replace(doors, redis_url=status["redis"]["address"], redis_asks_password=True)
+    if not endpoints.redis_url:  # whether that Redis asks for a password was tried, and is not configured here
+        endpoints = replace(endpoints, redis_url=status["redis"]["address"], redis_asks_password=True)
     return replace(
-        doors,
+        endpoints,
         clients=tuple(_host(router[kind]) for router in status["routers"] for kind in ("grpc", "http")),
-        asks_key=doors.asks_key if asks_key is None else asks_key,
-        controller=_host(controller["address"]) if controller else doors.controller,
-        workers=tuple(_host(worker["address"]) for worker in status["workers"]) or doors.workers,
+        asks_key=endpoints.asks_key if asks_key is None else asks_key,
+        controller=_host(controller["address"]) if controller else endpoints.controller,
+        workers=tuple(_host(worker["address"]) for worker in status["workers"]) or endpoints.workers,
     )
 
 
-def checks(doors: Doors) -> Iterator[Check]:
-    """A check for each door. None fails: a network may stand before it, which cannot be seen from here."""
-    yield from _clients(doors)
-    yield from _members(doors)
-    yield from _redis(doors)
-    if doors.ray:
-        yield _door(
+def checks(endpoints: Endpoints) -> Iterator[Check]:
+    """A check for each endpoint. None fails: a network may stand before it, which cannot be seen from here."""
+    yield from _clients(endpoints)
+    yield from _members(endpoints)
+    yield from _redis(endpoints)
+    if endpoints.ray:
+        yield _endpoint(
             "ray",
-            [] if doors.ray_asks_token else _others([doors.ray]),
+            [] if endpoints.ray_asks_token else _others([endpoints.ray]),
             "asks for a token, or is this machine's",
             "runs code of anybody who reaches it",
             "start every Ray node with RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN",
         )
-    if doors.traces:
-        yield _door(
+    if endpoints.traces:
+        yield _endpoint(
             "traces",
-            _others([doors.traces]),
+            _others([endpoints.traces]),
             "stay on this machine",
             "gets traces in plain text: ids of requests, names of workers",
             f"set telemetry.otlp_tls, {ENCRYPTED_NETWORK}",
         )
 
 
-def _clients(doors: Doors) -> Iterator[Check]:
-    others = _others(doors.clients)
-    yield _door(
+def _clients(endpoints: Endpoints) -> Iterator[Check]:
+    others = _others(endpoints.clients)
+    yield _endpoint(
         "clients",
-        [] if doors.asks_key else others,
+        [] if endpoints.asks_key else others,
         "a tenant's key is asked for" if others else "only this machine reaches the routers",
         "serves anybody who reaches it, and takes orders (scale, drain, role) from them",
         f"name tenants (router.tenants_file), or {OWN_NETWORK}",
     )
     if others:
-        yield _door(
+        yield _endpoint(
             "clients' network",
-            [] if doors.clients_encrypted else others,
+            [] if endpoints.clients_encrypted else others,
             "is encrypted",
             "takes keys and prompts, and gives answers, in plain text",
             "set router.tls_certificate and tls_key, or let a proxy or an Ingress end TLS before it",
         )
 
-    if at := _others([*(() if doors.asks_key else doors.clients), doors.metrics]):
-        yield _door(
+    if at := _others([*(() if endpoints.asks_key else endpoints.clients), endpoints.metrics]):
+        yield _endpoint(
             "metrics",
             at,
             "",
@@ -146,62 +147,64 @@ def _clients(doors: Doors) -> Iterator[Check]:
         )
 
 
-def _members(doors: Doors) -> Iterator[Check]:
+def _members(endpoints: Endpoints) -> Iterator[Check]:
     prove = "set cluster.secret to a file that every member has"
-    yield _door(
+    yield _endpoint(
         "controller",
-        [] if doors.asks_proof else _others([doors.controller]),
-        "members prove who they are" if doors.asks_proof else "only this machine reaches it",
+        [] if endpoints.asks_proof else _others([endpoints.controller]),
+        "members prove who they are" if endpoints.asks_proof else "only this machine reaches it",
         "scales, drains and changes roles for anybody who reaches it",
         f"{prove}, or {OWN_NETWORK}",
     )
-    others = _others(doors.workers)
-    yield _door(
+    others = _others(endpoints.workers)
+    yield _endpoint(
         "workers",
-        [] if doors.asks_proof else others,
-        "members prove who they are" if doors.asks_proof else "only this machine reaches them",
+        [] if endpoints.asks_proof else others,
+        "members prove who they are" if endpoints.asks_proof else "only this machine reaches them",
         "gives KV, and so prompts, to anybody who reaches it",
         f"{prove}, or {OWN_NETWORK}",
     )
     if others:
-        yield _door(
+        yield _endpoint(
             "members' network",
-            [] if doors.members_encrypted else others,
+            [] if endpoints.members_encrypted else others,
             "is encrypted",
             "carries prompts and KV in plain text",
             f"set cluster.tls_certificate, tls_key and tls_ca, {ENCRYPTED_NETWORK}",
         )
 
 
-def _redis(doors: Doors) -> Iterator[Check]:
-    host = _host(doors.redis_url)
+def _redis(endpoints: Endpoints) -> Iterator[Check]:
+    host = _host(endpoints.redis_url)
     others = _others([host]) if host else []
-    gives = "delete what the cluster knows of itself" if doors.asks_proof else "write leases, and so become a worker"
-    yield _door(
+    gives = (
+        "delete what the cluster knows of itself" if endpoints.asks_proof else "write leases, and so become a worker"
+    )
+    yield _endpoint(
         "redis",
-        others if doors.redis_takes_anybody or not doors.redis_asks_password else [],
+        others if endpoints.redis_takes_anybody or not endpoints.redis_asks_password else [],
         "asks for a password" if others else "only this machine reaches it",
         f"lets anybody who reaches it {gives}",
         f"give it a password (index.redis_password_file), or {OWN_NETWORK}",
     )
-    if others and not doors.redis_url.startswith("rediss:"):
-        mend = f"use rediss://, {ENCRYPTED_NETWORK}"
-        yield _door("redis' network", others, "", "takes its password, and shows leases, in plain text", mend)
+    if others and not endpoints.redis_url.startswith("rediss:"):
+        fix = f"use rediss://, {ENCRYPTED_NETWORK}"
+        yield _endpoint("redis' network", others, "", "takes its password, and shows leases, in plain text", fix)
 
 
-def _door(name: str, open_at: list[str], shut: str, gives: str, mend: str) -> Check:
-    """The check of one door.
+def _endpoint(name: str, open_at: list[str], shut: str, gives: str, fix: str) -> Check:
+    """The check of one endpoint.
 
     Args:
-        name: of the door.
+        name: of the endpoint.
         open_at: hosts at which it is open to others.
         shut: why it is not, where there are none.
         gives: what an open one does for those who reach it.
-        mend: how to shut it.
+        fix: how to shut it.
     """
     if open_at:
-        return Check(f"door: {name}", "warn", f"{names(open_at)} {gives}", mend)
-    return Check(f"door: {name}", "ok", shut)
+        return Check(f"endpoint: {name}", "warn", f"{names(open_at)} {gives}", fix)
+    return Check(f"endpoint: {name}", "ok", shut)
 
 
 def _others(hosts: list[str] | tuple[str, ...]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Hand-overs between members with certificates: the whole way, control stream and connection."""
+"""KV transfers between members with certificates: the whole way, control stream and connection."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.kvstore.transfer.peers import (
     SPEC,
     decode_side,
     filled_cache,
-    hand_over,
+    kv_transfer,
     prefill_side,
 )
 
@@ -42,10 +42,10 @@ async def test_blocks_arrive_and_new_certificates_break_nothing(tmp_path: Path) 
     async with prefill_side(OVER_TCP, tls=sending) as prefill:
         for incarnation in (1, 2):  # the second one needs a connection of its own
             async with decode_side(OVER_TCP, incarnation=incarnation, tls=receiving) as decode:
-                await hand_over(prefill, decode, [1, 2, 3], [6, 5, 4])
+                await kv_transfer(prefill, decode, [1, 2, 3], [6, 5, 4])
                 authority.sign("prefill")
                 authority.sign("decode")
-                await hand_over(prefill, decode, [1, 2, 3], [4, 5, 6], name="after")
+                await kv_transfer(prefill, decode, [1, 2, 3], [4, 5, 6], name="after")
                 assert prefill.sender.open_kinds[-1] == "tcp"
 
 
@@ -67,10 +67,10 @@ async def test_nccl_leaves_a_machine_only_where_both_workers_name_its_network_as
             prefill_side(configs[0], caches=[source], tls=_member(authority, "prefill")) as prefill,
             decode_side(configs[1], caches=[target], tls=_member(authority, "decode")) as decode,
         ):
-            await hand_over(prefill, decode, [1, 2, 3], [6, 5, 4])
+            await kv_transfer(prefill, decode, [1, 2, 3], [6, 5, 4])
             if len(allowed) == 2:
                 await until(lambda: prefill.sender.open_kinds == ["nccl"], SOON_S)
-                await hand_over(prefill, decode, [1, 2, 3], [4, 5, 6], name="over nccl")
+                await kv_transfer(prefill, decode, [1, 2, 3], [4, 5, 6], name="over nccl")
                 return
             await until(lambda: "no nccl transport" in caplog.text, SOON_S)
             assert prefill.sender.open_kinds == ["tcp"]
@@ -90,5 +90,5 @@ async def test_a_stranger_gets_no_connection(tmp_path: Path, strangers: str) -> 
         decode_side(OVER_TCP, tls=_member(authority, "decode")) as decode,
     ):
         with pytest.raises(BatonError):
-            await hand_over(prefill, decode, [1, 2, 3], [6, 5, 4])
+            await kv_transfer(prefill, decode, [1, 2, 3], [6, 5, 4])
         assert decode.num_pairs_ever == 0

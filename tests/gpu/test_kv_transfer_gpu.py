@@ -1,4 +1,4 @@
-"""The hand-over out of a GPU's memory and into it, as production has it: real gRPC, real transports, real fences."""
+"""The KV transfer out of a GPU's memory and into it, as production has it: real gRPC, real transports, real fences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.kvstore.transfer.peers import (
     SPEC,
     decode_side,
     filled_cache,
-    hand_over,
+    kv_transfer,
     prefill_side,
     same_blocks,
     send,
@@ -101,7 +101,7 @@ async def test_what_is_sent_while_a_step_goes_on_is_what_the_step_wrote(model_di
     blocks = sequence.block_ids[0]
     there = KVCache(runner.spec, len(blocks), 8, torch.device("cuda"))
     async with decode_side(config, caches=[there]) as decode, prefill_side(config, caches=[runner.cache]) as prefill:
-        await hand_over(prefill, decode, blocks[:1], [0], name="warm up")
+        await kv_transfer(prefill, decode, blocks[:1], [0], name="warm up")
         runner.cache.groups[0].fill_(float("nan"))
         ticket = decode.receiver.expect("streamed", num_tokens, 0, (tuple(range(len(blocks))),))
         async with prefill.sender.transfer(ticket) as transfer:

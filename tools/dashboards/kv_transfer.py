@@ -1,8 +1,8 @@
-"""KV between workers: hand-overs from prefill to decode, and prefixes pulled from others."""
+"""KV between workers: KV transfers from prefill to decode, and prefixes pulled from others."""
 
 from __future__ import annotations
 
-from baton.telemetry.booked import DURATION_BOUNDS, STAGE_BOUNDS
+from baton.telemetry.request_metrics import DURATION_BOUNDS, STAGE_BOUNDS
 from tools.dashboards.model import ROLE, WORKER, Dashboard, Lead, Panel, Section
 from tools.dashboards.overview import quantiles
 
@@ -60,7 +60,7 @@ TRAFFIC = Section(
             unit="ops",
             queries={"{{direction}} {{outcome}}": per_second("baton_kv_transfers_total", "direction, outcome")},
             is_stacked=True,
-            leads=(Lead("hand-over", "Failures by reason"),),
+            leads=(Lead("kv-transfer", "Failures by reason"),),
         ),
         Panel(
             title="Chunk size",
@@ -78,8 +78,8 @@ TIME = Section(
     "Time",
     (
         Panel(
-            title="Hand-over",
-            description="Duration of a hand-over, from the first chunk to the acknowledged commit. Most of it "
+            title="KV transfer",
+            description="Duration of a KV transfer, from the first chunk to the acknowledged commit. Most of it "
             "overlaps with the prefill.",
             unit="s",
             queries=quantiles("baton_transfer_duration_seconds", ""),
@@ -94,7 +94,7 @@ TIME = Section(
             unit="s",
             queries={"exposed": f"{EXPOSED_S} / ({NUM_SENT} > 0)", "whole": f"{TRANSFER_S} / ({NUM_SENT} > 0)"},
             width=8,
-            leads=(Lead("hand-over", "Computed and not sent"), Lead("hardware", "Network")),
+            leads=(Lead("kv-transfer", "Computed and not sent"), Lead("hardware", "Network")),
         ),
         Panel(
             title="Stage transfer of requests",
@@ -226,19 +226,19 @@ MEANS = Section(
             leads=(Lead("prefix-cache", "Stale hints"),),
         ),
         Panel(
-            title="Hand-overs, as routers count them",
-            description="Bytes of KV a second that were handed over for requests; the rest of what workers send is "
+            title="KV transfers, as routers count them",
+            description="Bytes of KV a second that were transferred for requests; the rest of what workers send is "
             "pulled.",
             unit="Bps",
-            queries={"handed over": "sum(rate(baton_transfer_bytes_total{$cluster}[$__rate_interval]))"},
+            queries={"transferred": "sum(rate(baton_transfer_bytes_total{$cluster}[$__rate_interval]))"},
             width=8,
         ),
     ),
 )
 
 DASHBOARD = Dashboard(
-    name="hand-over",
-    title="Baton / KV hand-over",
+    name="kv-transfer",
+    title="Baton / KV transfer",
     description="KV between workers: traffic, time, failures.",
     variables=(ROLE, WORKER),
     sections=(TRAFFIC, TIME, TROUBLE, MEANS),

@@ -1,4 +1,4 @@
-"""The whole hand-over between GPUs of one host that are none: when KV goes over ipc, and what takes its place."""
+"""The whole KV transfer between GPUs of one host that are none: when KV goes over ipc, and what takes its place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.kvstore.transfer.peers import (
     Prefill,
     decode_side,
     filled_cache,
-    hand_over,
+    kv_transfer,
     prefill_side,
     same_blocks,
     scattered,
@@ -56,10 +56,10 @@ def kinds(prefill: Prefill) -> list[str]:
     return sorted(prefill.sender.open_kinds)
 
 
-async def hand_over_until(kind: str, prefill: Prefill, decode: Decode) -> None:
+async def kv_transfer_until(kind: str, prefill: Prefill, decode: Decode) -> None:
     async with asyncio.timeout(SOON_S):
         while kinds(prefill) != [kind]:
-            await hand_over(prefill, decode, SOURCE, TARGET, name="again")
+            await kv_transfer(prefill, decode, SOURCE, TARGET, name="again")
             await asyncio.sleep(0.02)
 
 
@@ -72,7 +72,8 @@ async def test_on_one_host_kv_goes_over_ipc(same: bool, knobs: Knobs) -> None:
             prefill_side(LINKS, caches=[on_gpu(filled_cache(1), here)]) as prefill,
         ):
             chunks = [
-                (await hand_over(prefill, decode, SOURCE, TARGET, name=f"t{number}")).num_chunks for number in range(4)
+                (await kv_transfer(prefill, decode, SOURCE, TARGET, name=f"t{number}")).num_chunks
+                for number in range(4)
             ]
             assert chunks[0] > chunks[1] == chunks[3], "chunks are larger once it is known that they stay on GPUs"
             assert kinds(prefill) == ["ipc"]
@@ -89,8 +90,8 @@ async def test_a_first_transfer_has_large_chunks_where_every_kind_has(knobs: Kno
             decode_side(config, caches=[empty(there)]) as decode,
             prefill_side(config, caches=[on_gpu(filled_cache(1), here)]) as prefill,
         ):
-            first = await hand_over(prefill, decode, SOURCE, TARGET, name="first")
-            second = await hand_over(prefill, decode, SOURCE, TARGET, name="second")
+            first = await kv_transfer(prefill, decode, SOURCE, TARGET, name="first")
+            second = await kv_transfer(prefill, decode, SOURCE, TARGET, name="second")
             assert first.num_chunks == second.num_chunks
 
 
@@ -122,12 +123,12 @@ async def test_a_gpu_that_cannot_be_read_after_all_costs_no_transfer_and_is_trie
             decode_side(config, caches=[empty(there)]) as decode,
             prefill_side(config, caches=[on_gpu(filled_cache(1), here)]) as prefill,
         ):
-            await hand_over(prefill, decode, SOURCE, TARGET, name="first")
+            await kv_transfer(prefill, decode, SOURCE, TARGET, name="first")
             assert kinds(prefill) == ["tcp"]
             assert prefill.sender.num_failed_openings >= 1
             there.is_deaf = False
-            await hand_over_until("ipc", prefill, decode)
-            await hand_over(prefill, decode, SOURCE, TARGET, name="last")
+            await kv_transfer_until("ipc", prefill, decode)
+            await kv_transfer(prefill, decode, SOURCE, TARGET, name="last")
 
 
 async def test_between_gpus_that_do_not_reach_each_other_nccl_takes_its_place(knobs: Knobs) -> None:
@@ -137,7 +138,7 @@ async def test_between_gpus_that_do_not_reach_each_other_nccl_takes_its_place(kn
             decode_side(LINKS, caches=[empty(there)]) as decode,
             prefill_side(LINKS, caches=[on_gpu(filled_cache(1), here)]) as prefill,
         ):
-            await hand_over(prefill, decode, SOURCE, TARGET, name="first")
+            await kv_transfer(prefill, decode, SOURCE, TARGET, name="first")
             await until(lambda: kinds(prefill) == ["nccl"], SOON_S)
             assert (prefill.sender.num_failed_openings, there.num_ever_open) == (0, 0)
             (route,) = prefill.sender._connections._routes.values()
@@ -151,7 +152,7 @@ async def test_beside_ipc_no_communicator_is_made(knobs: Knobs) -> None:
             decode_side(LINKS, caches=[empty(there)]) as decode,
             prefill_side(LINKS, caches=[on_gpu(filled_cache(1), here)]) as prefill,
         ):
-            await hand_over(prefill, decode, SOURCE, TARGET, name="first")
+            await kv_transfer(prefill, decode, SOURCE, TARGET, name="first")
             (route,) = prefill.sender._connections._routes.values()
             assert (route.missed, route.improving) == ((), None)
 
@@ -163,7 +164,7 @@ async def test_a_transfer_that_was_planned_for_larger_slots_fails_in_words(knobs
             decode_side(LINKS, caches=[empty(there)]) as decode,
             prefill_side(LINKS, caches=[on_gpu(filled_cache(1), here)]) as prefill,
         ):
-            await hand_over(prefill, decode, SOURCE, TARGET, name="first")
+            await kv_transfer(prefill, decode, SOURCE, TARGET, name="first")
             pool = prefill.sender._connections
             (route,) = pool._routes.values()
             assert route.connection is not None

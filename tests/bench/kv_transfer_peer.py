@@ -1,4 +1,4 @@
-"""One end of the hand-over benchmark: `python -m tests.bench.handover_peer prefill|decode FOLDER`.
+"""One end of the KV transfer benchmark: `python -m tests.bench.kv_transfer_peer prefill|decode FOLDER`.
 
 FOLDER has the certificates of both.
 
@@ -61,7 +61,7 @@ MODES = {
     for checksum in ("full", "off")
 }
 COMPUTE_S = 0.005
-"""A processor that idled before a hand-over would wake up too slowly to be compared with one that computed."""
+"""A processor that idled before a KV transfer would wake up too slowly to be compared with one that computed."""
 WINDOW = 4
 ACK = b"!"
 
@@ -101,7 +101,7 @@ class Prefill(_End):
         self.cache.groups[0].uniform_(-1.0, 1.0)
         self._senders = {mode: KvSender(self.local("prefill", mode), config) for mode, config in MODES.items()}
 
-    async def hand_over(self, mode: str, num_tokens: int, ticket: str) -> Answer:
+    async def kv_transfer(self, mode: str, num_tokens: int, ticket: str) -> Answer:
         """Everything is computed already, and the receiver has said yes meanwhile."""
         async with self._senders[mode].transfer(_ticket(ticket)) as transfer:
             computed_s = time.perf_counter() + COMPUTE_S
@@ -113,7 +113,9 @@ class Prefill(_End):
             wall = time.perf_counter() - wall
         return {"wall_s": wall, "cpu_s": time.process_time() - cpu, "num_bytes": done.num_bytes}
 
-    async def hand_over_layers(self, mode: str, num_tokens: int, ticket: str, layer_s: float, streamed: bool) -> Answer:
+    async def kv_transfer_layers(
+        self, mode: str, num_tokens: int, ticket: str, layer_s: float, streamed: bool
+    ) -> Answer:
         """A layer is computed every `layer_s`; what is exposed is the time from the last one to the commit."""
         async with self._senders[mode].transfer(_ticket(ticket)) as transfer:
             transfer.extend((tuple(self.block_ids(num_tokens)),))
@@ -151,33 +153,33 @@ class Prefill(_End):
 class Decode(_End):
     def __init__(self, tls: Tls) -> None:
         super().__init__(tls)
-        self._doors: dict[str, _Door] = {}
+        self._endpoints: dict[str, _Door] = {}
         self._servers: list[grpc.aio.Server] = []
         self._expected: tuple[str, Ticket, float] | None = None
         self._buffer = memoryview(bytearray(0))
 
     async def start(self) -> None:
         for mode, config in MODES.items():
-            door = _Door(KvReceiver(self.local("decode", mode), config))
+            endpoint = _Door(KvReceiver(self.local("decode", mode), config))
             server = grpc.aio.server(options=SERVER_OPTIONS)
-            kv_pb2_grpc.add_KvControlServicer_to_server(door, server)
-            door.receiver.kv_address = f"{HOST}:{_port(server, self.tls(mode))}"
+            kv_pb2_grpc.add_KvControlServicer_to_server(endpoint, server)
+            endpoint.receiver.kv_address = f"{HOST}:{_port(server, self.tls(mode))}"
             await server.start()
-            self._doors[mode] = door
+            self._endpoints[mode] = endpoint
             self._servers.append(server)
 
     async def expect(self, mode: str, num_tokens: int) -> Answer:
         cpu = time.process_time()
-        ticket = self._doors[mode].receiver.expect("bench", num_tokens, 0, (tuple(self.block_ids(num_tokens)),))
+        ticket = self._endpoints[mode].receiver.expect("bench", num_tokens, 0, (tuple(self.block_ids(num_tokens)),))
         self._expected = (mode, ticket, cpu)
         return {"ticket": wire.ticket_to_pb(ticket).SerializeToString().hex()}
 
     async def settle(self) -> Answer:
         assert self._expected
         mode, ticket, cpu = self._expected
-        door = self._doors[mode]
-        await door.receiver.wait_committed(ticket)
-        await door.receiver.release(ticket)
+        endpoint = self._endpoints[mode]
+        await endpoint.receiver.wait_committed(ticket)
+        await endpoint.receiver.release(ticket)
         return {"cpu_s": time.process_time() - cpu}
 
     async def listen(self) -> Answer:
@@ -206,9 +208,9 @@ class Decode(_End):
         return {"cpu_s": time.process_time() - cpu}
 
     async def close(self) -> None:
-        for door, server in zip(self._doors.values(), self._servers, strict=True):
-            door.receiver.check()
-            await door.receiver.close()
+        for endpoint, server in zip(self._endpoints.values(), self._servers, strict=True):
+            endpoint.receiver.check()
+            await endpoint.receiver.close()
             await server.stop(1.0)
 
 
@@ -244,7 +246,7 @@ async def _main(role: str, folder: Path) -> None:
     end: Prefill | Decode = Prefill(tls) if role == "prefill" else Decode(tls)
     if isinstance(end, Decode):
         await end.start()
-    names = ("hand_over", "hand_over_layers", "expect", "settle", "listen", "accept", "open_raw", "raw_flat")
+    names = ("kv_transfer", "kv_transfer_layers", "expect", "settle", "listen", "accept", "open_raw", "raw_flat")
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(end.close)
         await serve({name: getattr(end, name) for name in names if hasattr(end, name)})

@@ -1,4 +1,4 @@
-"""The whole hand-over between two GPUs that are none: real gRPC, real threads, NCCL as `tests.fakes` has it."""
+"""The whole KV transfer between two GPUs that are none: real gRPC, real threads, NCCL as `tests.fakes` has it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.kvstore.transfer.peers import (
     Prefill,
     decode_side,
     filled_cache,
-    hand_over,
+    kv_transfer,
     prefill_side,
     scattered,
 )
@@ -45,10 +45,10 @@ async def test_kv_goes_over_tcp_while_nccl_opens_and_over_nccl_from_then_on(knob
             decode_side(LINKS, caches=[on_gpu(KVCache(SPEC, NUM_BLOCKS, 8), there)]) as decode,
             prefill_side(LINKS, caches=[on_gpu(filled_cache(1), here)]) as prefill,
         ):
-            await hand_over(prefill, decode, SOURCE, TARGET, name="first")
+            await kv_transfer(prefill, decode, SOURCE, TARGET, name="first")
             await until(lambda: good_kinds(prefill) == ["nccl"], SOON_S)
             for number in range(3):
-                await hand_over(prefill, decode, TARGET, SOURCE, name=f"t{number}")
+                await kv_transfer(prefill, decode, TARGET, SOURCE, name=f"t{number}")
             assert good_kinds(prefill) == ["nccl"]
             assert decode.num_pairs_ever == 2
         assert len(knobs.groups) == 2
@@ -67,15 +67,15 @@ async def test_a_pair_that_cannot_be_opened_costs_no_transfer_and_is_tried_again
             prefill_side(config, caches=[on_gpu(filled_cache(1), here)]) as prefill,
         ):
             pool = prefill.sender._connections
-            await hand_over(prefill, decode, SOURCE, TARGET, name="first")
+            await kv_transfer(prefill, decode, SOURCE, TARGET, name="first")
             await until(lambda: pool.num_failed_openings == 1, SOON_S)
             assert good_kinds(prefill) == ["tcp"]
             knobs.never_opens = False
             async with asyncio.timeout(SOON_S):
                 while good_kinds(prefill) != ["nccl"]:
-                    await hand_over(prefill, decode, SOURCE, TARGET, name="again")
+                    await kv_transfer(prefill, decode, SOURCE, TARGET, name="again")
                     await asyncio.sleep(0.02)
-            await hand_over(prefill, decode, SOURCE, TARGET, name="last")
+            await kv_transfer(prefill, decode, SOURCE, TARGET, name="last")
 
 
 async def test_no_transfer_waits_for_the_choice_of_what_copies_its_chunks(
@@ -95,9 +95,9 @@ async def test_no_transfer_waits_for_the_choice_of_what_copies_its_chunks(
             prefill_side(LINKS, caches=[on_gpu(filled_cache(1), here)]) as prefill,
         ):
             assert asked == [there.device, here.device]
-            await hand_over(prefill, decode, SOURCE, TARGET, name="first")
+            await kv_transfer(prefill, decode, SOURCE, TARGET, name="first")
             await until(lambda: good_kinds(prefill) == ["nccl"], SOON_S)
-            await hand_over(prefill, decode, SOURCE, TARGET, name="second")
+            await kv_transfer(prefill, decode, SOURCE, TARGET, name="second")
         assert asked == [there.device, here.device]
 
 
@@ -107,7 +107,7 @@ async def test_on_one_gpu_nccl_is_not_tried(knobs: Knobs) -> None:
             decode_side(LINKS, caches=[on_gpu(KVCache(SPEC, NUM_BLOCKS, 8), there)]) as decode,
             prefill_side(LINKS, caches=[on_gpu(filled_cache(1), here)]) as prefill,
         ):
-            await hand_over(prefill, decode, SOURCE, TARGET, name="first")
+            await kv_transfer(prefill, decode, SOURCE, TARGET, name="first")
             (route,) = prefill.sender._connections._routes.values()
             await until(lambda: route.pauses.pause_s == LONGEST_PAUSE_S, SOON_S)
             assert good_kinds(prefill) == ["tcp"]
@@ -118,4 +118,4 @@ async def test_on_one_gpu_nccl_is_not_tried(knobs: Knobs) -> None:
             prefill_side(config, caches=[on_gpu(filled_cache(1), here)]) as prefill,
         ):
             with pytest.raises(BatonError, match="offers the transports nccl, and is on the same GPU"):
-                await hand_over(prefill, decode, SOURCE, TARGET, name="only")
+                await kv_transfer(prefill, decode, SOURCE, TARGET, name="only")
