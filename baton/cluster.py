@@ -108,7 +108,7 @@ class OpenLinks:
     """Open connections of one kind to other workers."""
 
     link: str
-    """The transport: ipc, nccl, shm, tcp or gloo."""
+    """The transport: ipc, nccl, shm or tcp."""
     transport: str
     """What NCCL moves the bytes by: P2P, SHM, NET/IB, NET/Socket or unknown; empty for other kinds."""
     open_pairs: int

@@ -71,11 +71,6 @@ class Config:
                 f"{self.engine.kv_dtype} travel as they are; set transfer.wire_dtype to auto"
             )
 
-        if self.cluster.tls_certificate and "gloo" in self.transfer.links:
-            raise ConfigError(
-                "transfer.links names gloo, which cannot encrypt, and cluster.tls_certificate is set; use tcp instead"
-            )
-
     @property
     def router_ports(self) -> tuple[tuple[str, str, int], ...]:
         """Where a router listens: the variable that sets the port, the host and the port."""

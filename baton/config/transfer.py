@@ -9,7 +9,7 @@ from pydantic import Field
 from baton.config.section import COMMA_SEPARATED, ON_OFF, WHOLE, AtLeastOne, Must, OneOf, Seconds, String, section
 from baton.errors import ConfigError
 
-LINK_KINDS = ("ipc", "nccl", "shm", "tcp", "gloo")
+LINK_KINDS = ("ipc", "nccl", "shm", "tcp")
 NCCL_PAIR_BYTES = 42 * 2**20
 """Memory of a GPU that one end of an nccl transport takes at most (`pair-memory` in tests/gpu)."""
 NCCL_MODES = ("nonblocking-eager", "nonblocking-lazy", "blocking-eager", "blocking-lazy")
@@ -67,8 +67,7 @@ class TransferConfig:
     links: Annotated[tuple[LinkKind, ...], COMMA_SEPARATED] = ("ipc", "nccl", "shm", "tcp")
     """Transports to offer and to accept, best first. ipc needs two GPUs of one host, of which the receiver's can read
     the sender's, or one GPU; nccl needs two GPUs and a single rank on both sides; shm needs two CPU caches on one host;
-    tcp always works. gloo always works too, but takes a third more processor time than tcp, and listens for the
-    worker's whole life to anyone who connects: use it only where tcp fails. An nccl transport signals over TCP."""
+    tcp always works. An nccl transport signals over TCP."""
 
     plain_links: Annotated[tuple[PlainKind, ...], COMMA_SEPARATED] = ()
     """Transports over which KV may leave a machine unencrypted although the cluster has certificates

@@ -333,7 +333,7 @@ OBSERVED: tuple[ObservedMetric, ...] = (
     ),
     ObservedMetric(
         name="baton.kv_pairs",
-        description="Open connections to other workers by link (ipc, nccl, shm, tcp, gloo) and, for nccl, by what NCCL "
+        description="Open connections to other workers by link (ipc, nccl, shm, tcp) and, for nccl, by what NCCL "
         "moves the bytes by (transport): P2P, SHM, NET/IB, NET/Socket or unknown.",
         observe=_open_links,
     ),

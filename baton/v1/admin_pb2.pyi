@@ -1109,7 +1109,7 @@ class OpenLinks(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     OPEN_PAIRS_FIELD_NUMBER: _builtins.int
     link: _builtins.str
-    """The transport: "ipc", "nccl", "shm", "tcp" or "gloo"."""
+    """The transport: "ipc", "nccl", "shm" or "tcp"."""
     transport: _builtins.str
     """What NCCL moves the bytes by: "P2P", "SHM", "NET/IB", "NET/Socket" or "unknown"; empty for other kinds."""
     open_pairs: _builtins.int

@@ -1,4 +1,4 @@
-"""Checks of the transports of KV that a build of torch or a machine may lack: gloo, NCCL, RDMA."""
+"""Checks of what a build of torch or a machine may lack: gloo (between ranks), NCCL, RDMA."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ LOCKED_BYTES = 2**30
 
 
 def links(config: Config, environ: Mapping[str, str]) -> Iterator[Check]:
-    """What carries KV between workers, of what a build of torch or a machine may lack: gloo, NCCL, RDMA. Shared memory
-    and TCP need nothing.
+    """Check what carries data between workers and ranks and may be missing: gloo, NCCL, RDMA.
+
+    Shared memory and TCP need nothing.
     """
     import torch
     import torch.distributed as dist
 
     has_nccl_link = torch.cuda.is_available() and "nccl" in config.transfer.links
-    if "gloo" in config.transfer.links or config.engine.tensor_parallel > 1:
+    if config.engine.tensor_parallel > 1:
         is_there = dist.is_available() and dist.is_gloo_available()
         yield judged(
             "gloo",

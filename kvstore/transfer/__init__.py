@@ -9,7 +9,7 @@
         pipeline/
           thread, send_loop           thread, receive_loop     the thread that owns one end of a transport
         copy/, transport/
-          copy -> slot -- transport --> slot -> copy           NCCL, shared memory, TCP or gloo
+          copy -> slot -- transport --> slot -> copy           IPC, NCCL, shared memory or TCP
 
 `protocol` is pure and the same on both sides: who exchanges which heads (`layout`), which bytes travel in which chunk
 (`plan`), the 64 bytes before each message (`chunk_header`), and the two state machines. `connection` is one rank to one

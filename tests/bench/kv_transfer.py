@@ -158,7 +158,7 @@ def _tail(pair: TransferPair, num_rounds: int) -> Table:
         ("", "streamed, ms to the commit", "all at the end, ms", "ratio"),
         note="Gate: at most 0.1.",
     )
-    for mode in ("gloo, checksum full", "tcp, checksum full", "shm, checksum full"):
+    for mode in ("tcp, checksum full", "shm, checksum full"):
 
         def once(arm: str, mode: str = mode) -> Moved:
             return pair.kv_transfer_layers(2000, mode, streamed=arm == "streamed")

@@ -54,7 +54,7 @@ SPEC = KVSpec(
 """SmolLM2-135M's: 46,080 bytes a token."""
 NUM_BLOCKS = 160
 TLS = "tcp, TLS"
-LINKS = {"gloo": "gloo", "tcp": "tcp", TLS: "tcp", "shm": "shm"}
+LINKS = {"tcp": "tcp", TLS: "tcp", "shm": "shm"}
 MODES = {
     f"{name}, checksum {checksum}": TransferConfig(links=(link,), checksum=checksum)
     for name, link in LINKS.items()

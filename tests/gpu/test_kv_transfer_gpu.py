@@ -45,7 +45,7 @@ ONE_GPU = "two hosts on one GPU"
 OP_TIMEOUT_S = 30.0
 
 
-@pytest.mark.parametrize("link", ["tcp", "gloo"])
+@pytest.mark.parametrize("link", ["tcp"])
 @pytest.mark.parametrize(("source", "target"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
 async def test_blocks_arrive_bit_by_bit_whatever_the_devices(link: str, source: str, target: str) -> None:
     config = with_link(link)

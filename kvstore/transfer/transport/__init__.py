@@ -1,7 +1,7 @@
 """Transports: they carry bytes from one rank of a worker to one of another, and know nothing of KV.
 
-`base` has the Protocols and `select` the table of transports: TCP, shared memory (of a host, or of its GPUs: `ipc`),
-gloo and NCCL. `staging` owns the slots, `exports` the rings on a GPU, `streams` its streams, `packets` what says which
+`base` has the Protocols and `select` the table of transports: TCP, shared memory (of a host, or of its GPUs: `ipc`)
+and NCCL. `staging` owns the slots, `exports` the rings on a GPU, `streams` its streams, `packets` what says which
 slot of a ring has what; `rendezvous` exchanges what two ends must know, `seal` encrypts, `faults` breaks a transport on
 purpose for tests.
 """
@@ -10,7 +10,6 @@ __all__ = [
     "base",
     "exports",
     "faults",
-    "gloo",
     "ipc",
     "nccl",
     "nccl_counts",

@@ -41,7 +41,7 @@ class RendezvousStore(Store):
         """Restricts what the peer may set, or may have set already.
 
         Anything else fails the rendezvous: every wait, now or later, raises TransferError, and the value reaches no
-        library. Gloo ends the process over a value that it cannot parse.
+        library.
         """
         with self._changed:
             self._is_well_formed = is_well_formed
@@ -60,7 +60,7 @@ class RendezvousStore(Store):
         """Fails every wait, now or later, with TransferError."""
         self._fail("the session ended while the transport was being opened")
 
-    # Called by gloo and NCCL, from C++ and from threads of their own, and by the transports.
+    # Called by NCCL, from C++ and from threads of its own, and by the transports.
 
     def clone(self) -> RendezvousStore:
         return self

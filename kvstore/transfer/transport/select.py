@@ -13,7 +13,7 @@ import torch
 from baton.addresses import addresses_of
 from baton.errors import ConfigError, TransferError, TransferTimeout
 from kvstore.transfer.device import gpu_of
-from kvstore.transfer.transport import gloo, ipc, nccl, shm, tcp
+from kvstore.transfer.transport import ipc, nccl, shm, tcp
 from kvstore.transfer.transport.base import (
     RECEIVER,
     SENDER,
@@ -42,7 +42,6 @@ KINDS: dict[str, TransportKind] = {
     "nccl": nccl.KIND,
     "shm": shm.KIND,
     "tcp": tcp.KIND,
-    "gloo": gloo.KIND,
 }
 
 NO_FAULTS = Faults()

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 
 from baton.errors import TransferError, TransferTimeout
-from kvstore.transfer.transport.base import FarSide
 
 _SOCKADDR = struct.Struct("@H2s4s16s")
 """The family, the port, and where an IPv4 address is, and an IPv6 one, in a sockaddr of the kernel."""
@@ -20,11 +19,6 @@ def ip_in(value: bytes, offset: int) -> str:
     family, port, ipv4, ipv6 = _SOCKADDR.unpack_from(value, offset)
     packed = {socket.AF_INET: ipv4, socket.AF_INET6: ipv6}.get(family)
     return socket.inet_ntop(family, packed) if packed is not None and port != bytes(2) else ""
-
-
-def is_of_peer(peer: FarSide, value: bytes, offset: int) -> bool:
-    """Whether a sockaddr that lies in `value` from `offset` on is one of the peer's host."""
-    return peer.is_at(ip_in(value, offset))
 
 
 class SocketEnd:

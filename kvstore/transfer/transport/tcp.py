@@ -1,8 +1,6 @@
 """TCP: one connection a transport; the owner thread itself copies slots into the socket and out of it.
 
 Messages follow each other in the order of sending, headers in front, without framing: both sides know what comes next.
-A KV transfer takes three quarters of the processor time that it takes over gloo, which hands every message to a thread
-of its own and announces each receive to the sender, and is half as fast again (tests/bench/README.md).
 
 The kernel's buffer lies between the sides: a send is complete when the kernel has it. Posted receives hold back no
 sender, and a receiver that stops is noticed once the buffer is full, or by the control stream.

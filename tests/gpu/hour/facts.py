@@ -87,8 +87,6 @@ def names() -> Found:
     if options.config.max_ctas != 3:
         missing.append("config is a copy")
     missing += [name for name in ("_timeout",) if not hasattr(options, name)]
-    gloo: Any = dist.ProcessGroupGloo
-    missing += [f"gloo {name}" for name in ("_Options", "create_device") if not hasattr(gloo, name)]
     missing += [
         f"cuda {name}" for name in ("OutOfMemoryError", "get_device_properties") if not hasattr(torch.cuda, name)
     ]

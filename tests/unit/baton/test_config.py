@@ -82,7 +82,7 @@ def another(name: str, value: Any) -> Any:
             }
             return (other | {"off": "optional"}).get(value, value + "x")
         case tuple():
-            return ("nccl",) if name == "plain_links" else ("gloo",)
+            return ("nccl",) if name == "plain_links" else ("tcp",)
         case dict():
             return {key: dataclasses.replace(item, ttft_ms=item.ttft_ms + 16) for key, item in value.items()}
         case _:
@@ -139,7 +139,7 @@ def test_what_is_auto_depends_on_the_device_and_what_is_set_does_not(
 
 
 def test_items_of_a_list_may_have_spaces_around_them() -> None:
-    assert load(environ={"BATON_TRANSFER_LINKS": "shm, gloo"}).transfer.links == ("shm", "gloo")
+    assert load(environ={"BATON_TRANSFER_LINKS": "shm, tcp"}).transfer.links == ("shm", "tcp")
 
 
 def test_nothing_given_gives_the_defaults() -> None:
@@ -398,12 +398,12 @@ def test_empty_files_and_sections_change_nothing(text: str, tmp_path: Path) -> N
 
 
 def test_numbers_and_switches_as_yaml_reads_them(tmp_path: Path) -> None:
-    text = "engine: {kv_cache_gib: 3, num_blocks: 1000.0}\nmodel: {id: 7}\ntransfer: {checksum: off, links: [gloo]}"
+    text = "engine: {kv_cache_gib: 3, num_blocks: 1000.0}\nmodel: {id: 7}\ntransfer: {checksum: off, links: [tcp]}"
     config = from_yaml(tmp_path, text)
     assert config.engine.kv_cache_gib == 3.0
     assert isinstance(config.engine.kv_cache_gib, float)
     assert (config.engine.num_blocks, config.model.id) == (1000, "7")
-    assert (config.transfer.checksum, config.transfer.links) == ("off", ("gloo",))
+    assert (config.transfer.checksum, config.transfer.links) == ("off", ("tcp",))
 
 
 def test_constructing_a_section_validates_it_too() -> None:
@@ -419,7 +419,7 @@ def test_constructing_a_section_validates_it_too() -> None:
 
 
 def test_a_child_takes_its_parents_configuration_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    parent = load(environ={"BATON_ENGINE_NUM_BLOCKS": "99", "BATON_TRANSFER_LINKS": "gloo"})
+    parent = load(environ={"BATON_ENGINE_NUM_BLOCKS": "99", "BATON_TRANSFER_LINKS": "tcp"})
     monkeypatch.setenv("BATON_CONFIG_JSON", parent.to_json())
     monkeypatch.setenv("BATON_ENGINE_NUM_BLOCKS", "5")
     assert process_config() == parent

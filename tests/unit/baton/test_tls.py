@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.config import ClusterConfig, Config, RouterConfig, TransferConfig
+from baton.config import ClusterConfig, Config, RouterConfig
 from baton.errors import ConfigError, NotAMember
 from baton.rpc import RpcServer, channel, from_rpc_error, members_only
 from baton.tls import CertificateFiles, Tls, endpoint_tls, member_tls, names_in_call, names_in_connection
@@ -221,8 +221,6 @@ def test_settings_that_need_each_other(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="and authorities"):
         endpoint_tls(Config(router=RouterConfig(tls_client_certificates="optional", tls_certificate="a", tls_key="b")))
     files = Authority.make(tmp_path).sign("member")
-    with pytest.raises(ConfigError, match="gloo, which cannot encrypt"):
-        Config(cluster=ClusterConfig(**cluster_settings(files)), transfer=TransferConfig(links=("gloo", "tcp")))
     own = Authority.make(tmp_path, "public").sign("endpoint")
     config = Config(
         cluster=ClusterConfig(**cluster_settings(files)),

@@ -588,7 +588,7 @@ def test_a_worker_that_asks_for_a_gpu_needs_one(tmp_path: Path) -> None:
     expected = "ok" if torch.cuda.is_available() else "fail"
     assert states(DoctorPart.WORKER, config)["gpu"] == expected
     assert "gloo" not in states(DoctorPart.WORKER, Config(model=ModelConfig(device="cpu")))
-    config = Config(model=ModelConfig(device="cpu"), transfer=TransferConfig(links=("gloo", "tcp")))
+    config = Config(model=ModelConfig(device="cpu"), engine=EngineConfig(tensor_parallel=2))
     found = states(DoctorPart.WORKER, config)
     assert (found["gpu"] in ("ok", "warn"), found["gloo"], found["packages"]) == (True, "ok", "ok")
 

@@ -36,7 +36,7 @@ from tests.unit.kvstore.transfer.peers import (
     tables_of,
 )
 
-TWO_KINDS = dataclasses.replace(CONFIG, links=("shm", "gloo"))
+TWO_KINDS = dataclasses.replace(CONFIG, links=("shm", "tcp"))
 
 
 async def kv_transfer(prefill: Prefill, decode: Decode, name: str) -> str:
@@ -105,7 +105,7 @@ async def test_a_link_that_only_the_receiver_cannot_open_gives_way_to_the_next_k
     monkeypatch.setattr("kvstore.transfer.connection.incoming.open_receiver", refuse_shm)
     async with decode_side(TWO_KINDS) as decode, prefill_side(TWO_KINDS) as prefill:
         assert await asyncio.gather(*(kv_transfer(prefill, decode, f"t{n}") for n in range(3))) == [""] * 3
-        assert [pair.transport_kind for pair in prefill.sender._connections._alive if not pair.failure] == ["gloo"]
+        assert [pair.transport_kind for pair in prefill.sender._connections._alive if not pair.failure] == ["tcp"]
         assert same_blocks(prefill.cache, range(40), decode.cache, range(40))
 
 
@@ -129,7 +129,7 @@ async def test_a_link_that_could_not_be_opened_is_tried_again_after_longer_and_l
     monkeypatch.setattr("kvstore.transfer.connection.pauses.FIRST_PAUSE_S", 0.05)
     async with decode_side(TWO_KINDS) as decode, prefill_side(TWO_KINDS) as prefill:
         assert await kv_transfer(prefill, decode, "first") == ""
-        assert good_kinds(prefill) == ["gloo"]
+        assert good_kinds(prefill) == ["tcp"]
         (route,) = prefill.sender._connections._routes.values()
         async with asyncio.timeout(SOON_S):
             while good_kinds(prefill) != ["shm"]:
@@ -180,7 +180,7 @@ async def test_kv_travels_otherwise_while_a_slow_link_is_opened_which_then_takes
         async with prefill.sender.transfer(ticket) as transfer:
             await until(lambda: all(part.granted for part in transfer._parts.values()), SOON_S)
             let_open.set()
-            await until(lambda: good_kinds(prefill) == ["gloo", "shm"], SOON_S)
+            await until(lambda: good_kinds(prefill) == ["shm", "tcp"], SOON_S)
             (route,) = prefill.sender._connections._routes.values()
             await until(lambda: route.connection is not None and route.connection.transport_kind == "shm", SOON_S)
             transfer.extend(tables_of(transfer, range(40), 3))
@@ -229,12 +229,12 @@ async def test_a_better_link_that_the_receiver_refuses_is_not_asked_for_again_so
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(KINDS, "shm", dataclasses.replace(KINDS["shm"], opens_slowly=True))
-    async with decode_side(dataclasses.replace(CONFIG, links=("gloo",))) as decode, prefill_side(TWO_KINDS) as prefill:
+    async with decode_side(dataclasses.replace(CONFIG, links=("tcp",))) as decode, prefill_side(TWO_KINDS) as prefill:
         assert await kv_transfer(prefill, decode, "first") == ""
         (route,) = prefill.sender._connections._routes.values()
         await until(lambda: route.pauses.pause_s == LONGEST_PAUSE_S, SOON_S)
         assert await kv_transfer(prefill, decode, "next") == ""
-        assert good_kinds(prefill) == ["gloo"]
+        assert good_kinds(prefill) == ["tcp"]
 
 
 @pytest.mark.parametrize("links", [("shm", "tcp"), ("shm",)])
@@ -274,7 +274,7 @@ async def test_a_sender_that_is_still_talking_hears_why_its_session_failed(monke
             async with prefill_side(TWO_KINDS, name=f"p{number}") as prefill:
                 assert await kv_transfer(prefill, decode, f"t{number}") == ""
                 assert [pair.transport_kind for pair in prefill.sender._connections._alive if not pair.failure] == [
-                    "gloo"
+                    "tcp"
                 ]
         await until(lambda: not decode.receiver._connections, SOON_S)
 
@@ -343,7 +343,7 @@ async def test_a_closed_receiver_has_no_task_left(says_hello: bool, monkeypatch:
 
 @pytest.mark.parametrize("num_slots", [1, 2])
 async def test_pools_too_small_for_all_pairs_starve_none(num_slots: int) -> None:
-    config = dataclasses.replace(CONFIG, links=("gloo",), num_slots=num_slots, window=1)
+    config = dataclasses.replace(CONFIG, links=("tcp",), num_slots=num_slots, window=1)
     async with contextlib.AsyncExitStack() as stack:
         decodes = [await stack.enter_async_context(decode_side(config, f"d{n}")) for n in range(3)]
         prefills = [await stack.enter_async_context(prefill_side(config, name=f"p{n}")) for n in range(3)]

@@ -14,7 +14,6 @@ from kvstore.transfer.transport.select import KINDS
 PEER = "10.1.2.3"
 TOKEN = b"0123456789abcdef" * 2
 NAME = b"\0baton-kv-" + TOKEN
-GLOO = struct.pack("=Q4sQHH4s120xqqq", 4, b"host", 136, 2, 7, bytes([10, 1, 2, 3]), -1, 0, 1)
 NCCL_ID = struct.pack("@QHH4s", 99, 2, 7, bytes([10, 1, 2, 3])).ljust(128, b"\0")
 GOOD: dict[str, list[tuple[int, str, bytes]]] = {
     "tcp": [
@@ -24,7 +23,6 @@ GOOD: dict[str, list[tuple[int, str, bytes]]] = {
     ],
     "shm": [(SENDER, "shm", NAME), (RECEIVER, "shm/joined", b"")],
     "ipc": [(SENDER, "ipc", NAME), (RECEIVER, "ipc/joined", b"")],
-    "gloo": [(SENDER, "0/0", GLOO), (RECEIVER, "0/1", GLOO)],
     "nccl": [
         (SENDER, "signals/tcp", TOKEN + b" 10.1.2.3 7"),
         (SENDER, "0", NCCL_ID),
@@ -91,4 +89,4 @@ def test_garbage_is_refused_and_raises_nothing(kind: str) -> None:
         )
         taken += is_taken(kind, rank, key, bad[how]) and bad[how] != value
         is_taken(kind, rng.choice((SENDER, RECEIVER)), rng.choice(("", "0", "0/0", key, key * 99, "nccl/")), bad[how])
-    assert taken < 1000, "but for another port, or gloo's and NCCL's own numbers"
+    assert taken < 1000, "but for another port, or NCCL's own numbers"

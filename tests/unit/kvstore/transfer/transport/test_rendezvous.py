@@ -43,7 +43,7 @@ from tests.unit.kvstore.transfer.transport.ends import transport_end
 
 pytestmark = pytest.mark.timeout(60)
 
-KINDS = ("tcp", "shm", "gloo")
+KINDS = ("tcp", "shm")
 SOON_S = 2.0
 """For an error that needs no wait, on a machine whose processors others use too."""
 
@@ -84,9 +84,7 @@ def damaged(kind: str, value: bytes) -> Iterator[bytes]:
     if not value:
         return
     yield from (value[:length] for length in (1, 8, len(value) // 2))
-    name = value[0]  # of gloo's, its length
-    gloo = [0, 1, 7, *(name + place for place in (8, 9, 15, 16, 17, 144, 151, 159))]
-    for place in gloo if kind == "gloo" else (0, 1, 10, 20, 31, len(value) - 1):
+    for place in (0, 1, 10, 20, 31, len(value) - 1):
         yield value[:place] + bytes([value[place] ^ 0x80]) + value[place + 1 :]
 
 
@@ -179,12 +177,9 @@ async def test_no_value_of_a_receiver_ends_a_worker(kind: str) -> None:
             assert time.monotonic() - start < SOON_S
 
 
-def at_another_host(kind: str, value: bytes, port: int) -> bytes:
-    """What a side says of itself, with 127.0.0.2 and that port in it."""
-    if kind == "tcp":
-        return b"%b 127.0.0.2 %d" % (value.split()[0], port)
-    at = 8 + value[0] + 8 + 2
-    return value[:at] + port.to_bytes(2, "big") + bytes([127, 0, 0, 2]) + value[at + 6 :]
+def at_another_host(value: bytes, port: int) -> bytes:
+    """What a sender says of itself, with 127.0.0.2 and that port in it."""
+    return b"%b 127.0.0.2 %d" % (value.split()[0], port)
 
 
 @contextlib.contextmanager
@@ -197,37 +192,27 @@ def waiting_for_callers() -> Iterator[socket.socket]:
             listener.accept()
 
 
-@pytest.mark.parametrize("kind", ["tcp", "gloo"])
-async def test_a_worker_connects_to_no_host_that_only_its_sender_names(kind: str) -> None:
-    config = with_link(kind)
+async def test_a_worker_connects_to_no_host_that_only_its_sender_names() -> None:
+    config = with_link("tcp")
     hello = await hello_of(config)
-    key, value = said(kind)[SENDER]
+    key, value = said("tcp")[SENDER]
     async with decode_side(config) as decode:
         with waiting_for_callers() as listener:
-            elsewhere = Rendezvous(key, at_another_host(kind, value, listener.getsockname()[1]))
+            elsewhere = Rendezvous(key, at_another_host(value, listener.getsockname()[1]))
             heard, took_s = await answers(decode.receiver.kv_address, hello, elsewhere)
             assert "they name another host than the peer's" in heard[-1].reason
             assert took_s < SOON_S
 
 
-async def test_a_worker_connects_to_no_host_that_only_its_receiver_names() -> None:
-    key, value = said("gloo")[RECEIVER]
-    async with sending_to_an_impostor("gloo") as (prefill, impostor, ticket):
-        with waiting_for_callers() as listener:
-            elsewhere = Rendezvous(key, at_another_host("gloo", value, listener.getsockname()[1]))
-            impostor.says = (impostor.says[0], elsewhere)
-            assert await prefill.ask("send", ticket, list(range(10)), 160, 5, 1) == "TransferError"
-
-
 async def test_values_of_the_right_form_that_lead_nowhere_end_in_time() -> None:
-    config = with_link("gloo", CONFIG, open_timeout_s=0.3)
+    config = with_link("tcp", CONFIG, open_timeout_s=0.3)
     hello = await hello_of(config)
-    key, value = said("gloo")[SENDER]
-    port = 8 + value[0] + 8 + 2
+    key, value = said("tcp")[SENDER]
+    token, host, port = value.split()
     async with child("decode", config) as decode:
         ticket = await decode.expect("t", 160, list(range(10)))
-        for place in (port, port + 1):
-            astray = value[:place] + bytes([value[place] ^ 1]) + value[place + 1 :]
+        for place in (1, 2):
+            astray = b"%b %b %d" % (token, host, int(port) ^ place)
             heard, took_s = await answers(ticket.kv_address, hello, Rendezvous(key, astray))
             assert isinstance(heard[-1], SessionFailed)
             assert took_s < config.open_timeout_s + 2 * SOON_S
@@ -237,17 +222,17 @@ async def test_values_of_the_right_form_that_lead_nowhere_end_in_time() -> None:
 # -- which kind it is --------------------------------------------------------------------------------------------------
 
 
-async def test_gloo_is_for_those_who_ask_for_it() -> None:
+async def test_a_kind_is_for_those_who_ask_for_it() -> None:
     """A worker takes no kind that it has not configured, in either role, and says which it has."""
-    ours = dataclasses.replace(CONFIG, links=type(CONFIG)().links)
-    hello = await hello_of(with_link("gloo"))
+    ours = dataclasses.replace(CONFIG, links=("tcp",))
+    hello = await hello_of(with_link("shm"))
     async with decode_side(ours) as decode:
         decode.receiver.expect("t", 160, 0, tables_of(decode.receiver, list(range(10)), 3))
         heard, _ = await answers(decode.receiver.kv_address, hello, Rendezvous("0/0", b""))
         assert heard[-1] == SessionFailed(
-            "TransferRefused: worker prefill-0 offers the transports gloo, worker decode-0 can use shm, tcp"
+            "TransferRefused: worker prefill-0 offers the transports shm, worker decode-0 can use tcp"
         )
-        async with prefill_side(dataclasses.replace(CONFIG, links=("gloo", "tcp"))) as prefill:
+        async with prefill_side(dataclasses.replace(CONFIG, links=("shm", "tcp"))) as prefill:
             await kv_transfer(prefill, decode, [4, 5], [20, 21])
             assert [pair.transport_kind for pair in prefill.sender._connections._alive] == ["tcp"], (
                 "what both have is used"
@@ -255,14 +240,14 @@ async def test_gloo_is_for_those_who_ask_for_it() -> None:
 
 
 async def test_a_receiver_chooses_among_what_it_was_offered() -> None:
-    impostor = Impostor(Welcome("decode-0.1", "gloo", 1), Rendezvous("0/1", b""))
+    impostor = Impostor(Welcome("decode-0.1", "shm", 1), Rendezvous("0/1", b""))
     async with (
         decode_side(with_link("tcp")) as decode,
         prefill_side(with_link("tcp")) as prefill,
         served(impostor) as (address, _),
     ):
         ticket = decode.receiver.expect("t", 160, 0, tables_of(decode.receiver, list(range(10)), 3))
-        with pytest.raises(BatonError, match="worker decode-0 chose a 'gloo' transport, this worker offered tcp"):
+        with pytest.raises(BatonError, match="worker decode-0 chose a 'shm' transport, this worker offered tcp"):
             await send(prefill, dataclasses.replace(ticket, kv_address=address), list(range(10)))
         await decode.receiver.release(ticket)
         await kv_transfer(prefill, decode, [4, 5], [20, 21])

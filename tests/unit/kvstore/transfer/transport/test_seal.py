@@ -118,11 +118,10 @@ def test_a_secret_of_another_form_ends_the_rendezvous() -> None:
 
 
 def test_what_cannot_encrypt_stays_on_its_host() -> None:
-    kinds = ("nccl", "gloo", "tcp")
+    kinds = ("nccl", "tcp")
     for is_same_host in (False, True):
         near = Nearness(is_same_host=is_same_host, must_be_sealed=True)
         assert choose_transport(kinds, kinds, near) == ("nccl" if is_same_host else "tcp")
     assert choose_transport(kinds, kinds, Nearness()) == "nccl"
     trusted = Nearness(must_be_sealed=True, plain_links=("nccl",))
     assert choose_transport(kinds, kinds, trusted) == "nccl"
-    assert choose_transport(("gloo", "tcp"), kinds, trusted) == "tcp"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import gc
 import os
 import secrets
 import socket
@@ -22,7 +21,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,7 +62,7 @@ CPU = torch.device("cpu")
 HOST = "127.0.0.1"
 SLOT_BYTES = 1000
 WINDOW = 4
-KINDS = ("gloo", "ipc", "shm", "tcp", "sealed tcp", "faulty gloo", "faulty ipc", "faulty shm", "faulty tcp")
+KINDS = ("ipc", "shm", "tcp", "sealed tcp", "faulty ipc", "faulty shm", "faulty tcp")
 T = TypeVar("T")
 
 
@@ -173,13 +171,6 @@ def send_signals(link: SendingTransport, num_signals: int) -> None:
     for value in range(num_signals):
         link.send_signal(header(value)).wait()
         time.sleep(0.05)
-
-
-def test_torch_still_has_the_private_names_that_links_use() -> None:
-    assert torch.__version__.startswith("2.13."), "read transport/gloo.py again for this version of torch"
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    assert {"_devices", "_threads", "_timeout"} <= set(dir(options))
-    assert callable(dist.ProcessGroupGloo.create_device)
 
 
 def test_chunks_arrive_whole_and_in_order_with_several_posted(pair: Ends) -> None:
@@ -350,7 +341,7 @@ def test_what_an_shm_receiver_writes_stays_its_own() -> None:
         assert content(outbox, SLOT_BYTES) == {7}
 
 
-@pytest.mark.parametrize("kind", ["gloo", "ipc", "shm", "tcp"])
+@pytest.mark.parametrize("kind", ["ipc", "shm", "tcp"])
 @pytest.mark.parametrize("rank", [SENDER, RECEIVER])
 @pytest.mark.parametrize("close", [True, False])
 def test_opening_ends_when_the_session_does_or_the_peer_does_not_join(kind: str, rank: int, close: bool) -> None:
@@ -362,10 +353,9 @@ def test_opening_ends_when_the_session_does_or_the_peer_does_not_join(kind: str,
     start = time.monotonic()
     with pytest.raises(TransferError, match="session ended" if close else "did not join") as error:
         opens(kind, transport_end(store, pool(kind), WINDOW, 0.5, 1.0))
-    assert isinstance(error.value, TransferTimeout) or close or kind == "gloo"
+    assert isinstance(error.value, TransferTimeout) or close
     assert time.monotonic() - start < 2.0
-    if kind != "gloo":
-        wait_until_settled(before)
+    wait_until_settled(before)
 
 
 def test_an_shm_sender_that_leaves_while_the_link_is_opened_leaves_nothing() -> None:
@@ -484,13 +474,13 @@ def test_a_tcp_receiver_that_finds_nobody_leaves_nothing() -> None:
     wait_until_settled(before)
 
 
-@pytest.mark.parametrize("kind", ["gloo", "ipc", "shm", "tcp"])
+@pytest.mark.parametrize("kind", ["ipc", "shm", "tcp"])
 @pytest.mark.parametrize("rank", [SENDER, RECEIVER])
 @pytest.mark.parametrize("early", [True, False])
 def test_a_peer_that_says_what_no_such_link_says_ends_the_opening_at_once(kind: str, rank: int, early: bool) -> None:
     """Before it begins or while it waits."""
     before = footprint()
-    keys = {"gloo": f"0/{1 - rank}", **{kind: (f"{kind}/joined", kind)[rank] for kind in ("ipc", "shm", "tcp")}}
+    keys = {kind: (f"{kind}/joined", kind)[rank] for kind in ("ipc", "shm", "tcp")}
     store = RendezvousStore(lambda key, value: None)
     opens = open_sender if rank == SENDER else open_receiver
     speaking = threading.Timer(0.0 if early else 0.1, store.deliver, (keys[kind], b"\x01"))
@@ -502,8 +492,7 @@ def test_a_peer_that_says_what_no_such_link_says_ends_the_opening_at_once(kind: 
         opens(kind, transport_end(store, pool(kind), WINDOW, 30.0, 30.0))
     assert not isinstance(error.value, TransferTimeout)
     assert time.monotonic() - start < 5.0
-    if kind != "gloo":
-        wait_until_settled(before)
+    wait_until_settled(before)
 
 
 def test_what_a_peer_says_is_kept_as_far_as_any_link_would_say_it() -> None:
@@ -572,37 +561,17 @@ def wait_until_settled(before: tuple[int, int]) -> None:
     )
 
 
-@pytest.mark.parametrize(("kind", "num_files"), [("gloo", 1), ("ipc", 2), ("shm", 1), ("tcp", 1)])
+@pytest.mark.parametrize(("kind", "num_files"), [("ipc", 2), ("shm", 1), ("tcp", 1)])
 def test_pairs_cost_little_and_leave_nothing_behind(kind: str, num_files: int) -> None:
     """Beside the thread that owns it, a side has one file descriptor, or two where it needs to know who reads a GPU."""
     with opened(kind):
-        pass  # what all pairs share is made by now, or, of gloo, while one of them is open
-    with opened("gloo") if kind == "gloo" else contextlib.nullcontext():
-        before, num_sides = footprint(), 2 * 8
-        with contextlib.ExitStack() as pairs:
-            for _ in range(8):
-                pairs.enter_context(opened(kind))
-            wait_until_settled((before[0] + num_files * num_sides, before[1]))
-        wait_until_settled(before)
-
-
-def listening() -> set[int]:
-    """The TCP ports at which this process listens."""
-    found = psutil.Process().net_connections("tcp")
-    return {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
-
-
-def test_strangers_at_gloos_port_leave_with_the_last_pair() -> None:
-    """Gloo keeps the connection of everybody who hangs up, so it listens only while a pair is open."""
-    gc.collect()  # a pair of an earlier test may be garbage, or still closing
-    wait_until(lambda: not listening(), 60.0)
-    before = footprint()
-    with opened("gloo"):
-        (port,) = listening()
-        for _ in range(1000):
-            socket.create_connection((HOST, port)).close()
+        pass  # what all pairs share is made by now
+    before, num_sides = footprint(), 2 * 8
+    with contextlib.ExitStack() as pairs:
+        for _ in range(8):
+            pairs.enter_context(opened(kind))
+        wait_until_settled((before[0] + num_files * num_sides, before[1]))
     wait_until_settled(before)
-    assert port not in listening()
 
 
 def send_and_stay(kind: str, pipe: Connection) -> None:
@@ -621,7 +590,7 @@ def send_and_stay(kind: str, pipe: Connection) -> None:
         time.sleep(60.0)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("gloo", marks=pytest.mark.chaos), "ipc", "shm", "tcp"])
+@pytest.mark.parametrize("kind", ["ipc", "shm", "tcp"])
 def test_a_killed_sender_ends_a_posted_signal_at_once(kind: str) -> None:
     """And what it had sent is there, from another process."""
     here, there = LOADED.Pipe()
@@ -652,15 +621,15 @@ def test_a_killed_sender_ends_a_posted_signal_at_once(kind: str) -> None:
 
 
 def test_kinds_are_chosen_for_the_cache_and_the_wish() -> None:
-    assert usable_transports([CPU], ("ipc", "shm", "nccl", "tcp", "gloo")) == ("shm", "tcp", "gloo")
-    assert usable_transports([torch.device("cuda")], ("ipc", "shm", "tcp", "gloo")) == ("ipc", "tcp", "gloo")
+    assert usable_transports([CPU], ("ipc", "shm", "nccl", "tcp")) == ("shm", "tcp")
+    assert usable_transports([torch.device("cuda")], ("ipc", "shm", "tcp")) == ("ipc", "tcp")
     gpus = [torch.device("cuda", rank) for rank in range(2)]
     assert usable_transports(gpus, ("nccl", "ipc", "tcp")) == ("ipc", "tcp"), "no kernels beside the sums of two ranks"
     with pytest.raises(ConfigError, match=r"none of transfer.links \(nccl\) works for a KV cache on cpu"):
         usable_transports([CPU], ("nccl",))
     assert staging_device("nccl", torch.device("cuda", 1)) == torch.device("cuda", 1)
     assert staging_device("ipc", torch.device("cuda", 1)) == torch.device("cuda", 1)
-    assert staging_device("gloo", torch.device("cuda", 1)) == CPU
+    assert staging_device("tcp", torch.device("cuda", 1)) == CPU
 
 
 def test_the_best_kind_is_chosen_that_fits_two_ranks() -> None:
@@ -737,8 +706,8 @@ def hello_of(host: str, gpu_id: str = "", gpu_uuid: str = "") -> Hello:
 
 
 def test_chunks_of_a_tcp_link_stay_in_the_cache_and_hold_a_unit_at_least() -> None:
-    assert {kind: chunk_bytes(kind, 2**22, 24_576, CPU) for kind in ("", "shm", "gloo", "nccl", "tcp")} == {
-        "": 2**22, "shm": 2**22, "gloo": 2**22, "nccl": 2**22, "tcp": 2**20
+    assert {kind: chunk_bytes(kind, 2**22, 24_576, CPU) for kind in ("", "shm", "nccl", "tcp")} == {
+        "": 2**22, "shm": 2**22, "nccl": 2**22, "tcp": 2**20
     }  # fmt: skip
     assert chunk_bytes("tcp", 2**18, 24_576, CPU) == 2**18
     assert chunk_bytes("tcp", 2**22, 2**21, CPU) == 2**21
