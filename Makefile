@@ -19,17 +19,19 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 NVIDIA ?= $(shell command -v nvidia-smi || ls /proc/driver/nvidia/version 2>/dev/null)
 PYTEST := $(BIN)/python -m pytest
 FAST_TESTS := tests/unit tests/contract
-# Among the unit tests of the KV transfer some are slow. Which tests are begun first, marks say.
-OTHER_TESTS := tests/kube tests/helm tests/integration tests/chaos tests/observability tests/unit/kvstore/transfer
+# Folders other than those of the fast tests, and the files of these that have slow ones. Marks say which tests start first.
+with_mark = $(sort $(shell grep -rlE --include='test_*.py' 'pytest.mark.$(1)\b' $(2)))
+OTHER_TESTS := tests/kube tests/helm tests/integration tests/chaos tests/observability $(call with_mark,slow,$(FAST_TESTS))
 # What has the mark, so that its processes import no more than that.
-CLOCK_TESTS := $(sort $(shell grep -rl --include='test_*.py' 'pytest.mark.clock' tests))
+CLOCK_TESTS := $(call with_mark,clock,tests)
+FULL_TESTS := tests/unit/bench tests/unit/fakekube tests/kube $(call with_mark,full,tests)
 SOAK := tests/chaos/test_streams.py
 FUZZ := tests/integration/test_fuzz.py
 export OMP_NUM_THREADS ?= 1
 # Some machines set it, and each of the many processes that start here would compile every module that it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test chaos check proto bench clean install
+.PHONY: serve test test-all chaos check proto bench clean install
 
 install: $(STAMP)
 
@@ -57,7 +59,12 @@ serve: $(STAMP)
 test: check
 	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m 'clock and not chaos' $(CLOCK_TESTS)
 	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder --durations 25 \
-		-m 'not fast and not clock and not chaos' $(OTHER_TESTS)
+		-m 'not fast and not clock and not chaos and not full' $(OTHER_TESTS)
+
+# Everything but `make chaos`: fakes, sanitizers, products of cases, and all examples of every property.
+test-all: test
+	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m 'full and not chaos' $(FULL_TESTS)
+	$(PYTEST) -q -n 4 --no-loadscope-reorder -m 'hypothesis and fast' $(FAST_TESTS)
 
 # Everything that is marked `chaos`, ten minutes of faults under load, ten of requests that are odd, every property with
 # twenty times its examples, and the mutants: a fault a line, each of which a test must see.
@@ -76,7 +83,8 @@ check: $(STAMP) proto-is-current
 	PATH=$(BIN):$$PATH $(BIN)/lint-imports
 	$(BIN)/buf lint proto
 	.ci/buf-breaking $(BIN)/buf
-	@$(BIN)/mypy & types=$$!; $(PYTEST) -q -n 4 --no-loadscope-reorder -m fast $(FAST_TESTS); tests=$$?; wait $$types && exit $$tests
+	@$(BIN)/mypy & types=$$!; $(PYTEST) -q -n 4 --no-loadscope-reorder --hypothesis-profile check \
+		-m fast $(FAST_TESTS); tests=$$?; wait $$types && exit $$tests
 
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
 	--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \

@@ -60,6 +60,7 @@ runpy.run_module("{package}", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["worker", "router"])
 def test_processes_that_serve_keep_their_modules(package: str) -> None:
     subprocess.run([sys.executable, "-c", PROCESS.format(package=package)], check=True, timeout=60)

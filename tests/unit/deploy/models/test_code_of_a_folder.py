@@ -19,6 +19,8 @@ from baton.errors import ModelLoadError
 from deploy.models.folder import check_folder
 from tests.support.loaders import loaders, outcome
 
+pytestmark = pytest.mark.slow
+
 CODE = """
 from pathlib import Path
 Path({marker!r}).touch()

@@ -41,17 +41,19 @@ def test_a_draw_and_its_scores_are_its_rows(interpreter: Executor) -> None:
 
 
 @pytest.mark.parametrize("dims", [(64, 1), pytest.param((80, 3), marks=pytest.mark.chaos)])
-@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("asked", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_token_is_attended_as_if_alone_where_that_is_asked_for(
     dims: tuple[int, int], asked: bool, interpreter: Executor
 ) -> None:
     assert interpreter.submit(invariant.attention_is_invariant, dims, asked=asked).result() == asked
 
 
+@pytest.mark.full
 def test_over_pages_of_8_bit_floats_too(interpreter: Executor) -> None:
     assert interpreter.submit(invariant.attention_is_invariant, (64, 1), asked=True, pages=FP8).result()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["llama", pytest.param("cohere", marks=pytest.mark.chaos)])
 def test_no_way_to_the_same_tokens_has_other_bits(kind: str, interpreter: Executor) -> None:
     assert interpreter.submit(invariant.ways_differ, kind).result() == []

@@ -30,7 +30,10 @@ def test_a_step_has_the_smallest_graph_that_holds_it(interpreter: Executor) -> N
     assert tiles == [[5, 0, 1, 20], [2, 1, 1, 3], [0, 2, 1, -1], [0, 3, 1, -1]]
 
 
-@pytest.mark.parametrize(("is_fused", "by_flashinfer"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("is_fused", "by_flashinfer"),
+    [(False, False), *(pytest.param(*case, marks=pytest.mark.full) for case in ((True, False), (False, True)))],
+)
 def test_replays_compute_what_torch_computes(is_fused: bool, by_flashinfer: bool, interpreter: Executor) -> None:
     """Also with more tokens than the step before, with fewer, over other blocks, and with one that the host does not
     know."""

@@ -36,6 +36,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return program
 
 
+@pytest.mark.full  # a minute of processor time under sanitizers
 @pytest.mark.parametrize("case", ["1 0 0", "3 0 0", "1 1 0", "3 1 0", "1 0 1", "3 1 1", "3 0 2", "1 1 2"])
 def test_a_step_reads_and_writes_what_is_its_own_and_gives_the_same_bits(program: Path, case: str) -> None:
     done = subprocess.run(

@@ -144,6 +144,7 @@ OFTEN = {
 """One route to each block size of the receiver; the others are in `make chaos`."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("decode", "tp_sizes", "block_sizes", "num_tokens"),
     [

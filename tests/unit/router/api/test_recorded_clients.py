@@ -47,11 +47,16 @@ WINDOW = 16384
 """Tokens of the context window: fewer than Claude Code asks for."""
 
 
+OFTEN = 2
+"""Requests of each client that `make check` replays; `make test` replays all."""
+
+
 def recordings() -> Iterator[Any]:
     for path in RECORDED:
         recorded = json.loads(path.read_text())
         for number, request in enumerate(recorded["requests"]):
-            yield pytest.param(request, id=f"{recorded['client']}-{request['mode']}-{number}")
+            name = f"{recorded['client']}-{request['mode']}-{number}"
+            yield pytest.param(request, id=name, marks=[pytest.mark.slow] if number >= OFTEN else [])
 
 
 # -- what stands for the workers ---------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ SCENARIOS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "at_least"), SCENARIOS, ids=lambda value: str(value))
 def test_whatever_happens_no_block_is_lost_or_misread_and_every_run_ends(scenario: Scenario, at_least: int) -> None:
     explored = explore(scenario)
