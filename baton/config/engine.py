@@ -254,8 +254,8 @@ class EngineConfig(EveryEngineConfig):
         defaults = EngineConfig()
         found = [f"engine.{name}" for name in sorted(unknown) if getattr(self, name) != getattr(defaults, name)]
         if found:
-            unset = f"unset {'it' if len(found) == 1 else 'them'}"
-            raise ConfigError(f"engine.runner {self.runner} does not know {' and '.join(found)}; {unset}")
+            are, unset = ("is", "unset it") if len(found) == 1 else ("are", "unset them")
+            raise ConfigError(f"{' and '.join(found)} {are} not supported by engine.runner={self.runner}; {unset}")
 
 
 OWN_SETTINGS = frozenset(EngineConfig.__annotations__)

@@ -206,7 +206,7 @@ def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
         ("BATON_ENGINE_KV_CACHE_GB", r"did you mean BATON_ENGINE_KV_CACHE_GIB\?$"),
         ("BATON_KV_CACHE_GIB", r"did you mean BATON_ENGINE_KV_CACHE_GIB\?$"),
         ("BATON_GRPCPORT", r"did you mean BATON_GRPC_PORT\?$"),
-        ("BATON_XYZQ", "it would begin with one of autoscale, cluster, engine, "),
+        ("BATON_XYZQ", "the sections are autoscale, cluster, engine, "),
     ],
 )
 def test_of_an_unknown_variable_the_nearest_name_is_given(name: str, advice: str) -> None:
