@@ -202,9 +202,7 @@ def _split(variable: str) -> tuple[str, str]:
     if name not in sections or key not in sections[name].__dataclass_fields__:  # type: ignore[union-attr]
         words = variable.removeprefix("BATON_")
         meant = nearest(words, [each.removeprefix("BATON_") for each in _variables()])
-        advice = (
-            f"did you mean BATON_{meant}?" if meant else f"the sections are {', '.join(sorted(sections))}"
-        )
+        advice = f"did you mean BATON_{meant}?" if meant else f"the sections are {', '.join(sorted(sections))}"
         raise ConfigError(f"the environment variable {variable} is not a setting of Baton; {advice}")
     return name, key
 
