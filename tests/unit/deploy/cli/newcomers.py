@@ -113,13 +113,13 @@ MISTAKES = {
     ),
     "no cluster": Mistake(words="generate Hello --address 127.0.0.1:{free}", sentence="start one with `baton up`"),
     "an address with a scheme": Mistake(
-        words="status --address https://127.0.0.1:{free}", sentence="an address is host:port; give 127.0.0.1:"
+        words="status --address https://127.0.0.1:{free}", sentence="must be host:port; set 127.0.0.1:"
     ),
     "an address without a port": Mistake(
-        words="status --address localhost", sentence="an address is host:port, such as localhost:50051"
+        words="status --address localhost", sentence="must be host:port, such as localhost:50051"
     ),
     "the port of HTTP": Mistake(
-        words="status --address http://127.0.0.1:{taken}", sentence="give the port that stands after grpc="
+        words="status --address http://127.0.0.1:{taken}", sentence="set the port after grpc="
     ),
 }
 
