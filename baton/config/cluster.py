@@ -27,7 +27,7 @@ Duration: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER,
 
 @section("cluster")
 class ClusterConfig:
-    """The processes of a cluster."""
+    """Processes of a cluster."""
 
     prefill: Int = 1
     """Initial number of prefill workers."""
@@ -126,7 +126,7 @@ class KubernetesConfig:
 
 @section("autoscale")
 class AutoscaleConfig:
-    """The controller's autoscaler. `baton autoscale --dry-run` shows what these settings would do."""
+    """Autoscaler of the controller. `baton autoscale --dry-run` shows what these settings would do."""
 
     enabled: Switch = False
     """Let the controller set the pool sizes automatically."""

@@ -155,8 +155,8 @@ class EveryEngineConfig:
         most, sequences = self.max_num_batched_tokens, self.max_num_seqs
         if most != "auto" and sequences != "auto" and most < sequences:
             raise ConfigError(
-                f"engine.max_num_batched_tokens ({most}) must be at least engine.max_num_seqs ({sequences}), or some "
-                "sequences would never get a turn"
+                f"engine.max_num_batched_tokens ({most}) must be at least engine.max_num_seqs ({sequences}), otherwise "
+                "some sequences would never be scheduled"
             )
         if self.block_size < HASH_BLOCK or self.block_size % HASH_BLOCK:
             raise ConfigError(f"engine.block_size must be a multiple of {HASH_BLOCK}, got {self.block_size}")
@@ -164,7 +164,7 @@ class EveryEngineConfig:
 
 @section("engine")
 class EngineConfig(EveryEngineConfig):
-    """The engine of one worker."""
+    """Engine of one worker."""
 
     # Settings that only Baton's own engine supports:
     arithmetic_step_ms: Float = 0.0
@@ -218,13 +218,13 @@ class EngineConfig(EveryEngineConfig):
         EveryEngineConfig.__post_init__(self)
         if self.batch_invariant and self.tensor_parallel > 1:
             raise ConfigError(
-                f"engine.batch_invariant cannot be kept with engine.tensor_parallel {self.tensor_parallel}: in which "
-                "order ranks are added up depends on how many rows there are; set one of them to its default"
+                f"engine.batch_invariant cannot be kept with engine.tensor_parallel {self.tensor_parallel}: the order "
+                "in which ranks are summed depends on the number of rows; set one of them to its default"
             )
         if self.batch_invariant and self.attention == "flashinfer":
             raise ConfigError(
-                "engine.batch_invariant cannot be kept with engine.attention flashinfer, which divides a batch by what "
-                "is in it; set one of them to its default"
+                "engine.batch_invariant cannot be kept with engine.attention flashinfer, which partitions a batch "
+                "depending on its content; set one of them to its default"
             )
 
     def batch(self, *, on_gpu: bool) -> Batch:

@@ -80,8 +80,9 @@ class TransferConfig:
     Both workers must set it; otherwise KV between machines is sent over tcp."""
 
     nccl_mode: NcclMode = "nonblocking-eager"
-    """How nccl transports create and use their communicators, for debugging hangs; it must be the same on all workers.
-    blocking: a call into NCCL returns when it has finished. lazy: the first message creates the communicator."""
+    """Mode in which nccl transports create and use their communicators, for debugging hangs; it must be the same on all
+    workers. blocking: a call into NCCL returns when it has finished. lazy: the first message creates the
+    communicator."""
 
     def gpu_bytes(self, num_ranks: int) -> int:
         """Return the maximum memory of each GPU that the transfers of a worker with `num_ranks` ranks use, in bytes."""

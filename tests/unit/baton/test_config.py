@@ -254,7 +254,7 @@ def test_of_an_unknown_variable_the_nearest_name_is_given(name: str, advice: str
         (
             "engine: {max_num_seqs: 100, max_num_batched_tokens: 99}",
             r"engine.max_num_batched_tokens \(99\) must be at least engine.max_num_seqs \(100\), or some sequences "
-            "would never get a turn",
+            "otherwise some sequences would never be scheduled",
         ),
         ("router: {max_attempts: 0}", "router.max_attempts must be at least 1, got 0"),
         ("router: {pull_above_tokens: 0}", "router.pull_above_tokens must be at least 1, got 0"),
