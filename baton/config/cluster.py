@@ -43,8 +43,8 @@ class ClusterConfig:
     """Address at which other processes reach the router, or the controller, if it listens on all addresses of its
     machine. Empty: `host` and `controller_host`."""
     controller_host: String = "127.0.0.1"
-    """Address on which the controller listens. It accepts calls from routers and `baton leave` only; the routers ask
-    operators for a key."""
+    """Address on which the controller listens. It accepts calls from routers and `baton leave` only. Operators call it
+    through a router, which requires an operator key."""
     controller_port: Port = 0
     """Port of the controller's gRPC service; 0: any free port."""
     tls_certificate: String = ""

@@ -68,11 +68,11 @@ class TransferConfig:
     """Type in which KV is sent. auto: the narrower type of the two caches. int8 has one scale per head and page. A type
     that is narrower than both caches' types is lossy: disaggregated and aggregated outputs may then differ."""
     links: Annotated[tuple[LinkKind, ...], COMMA_SEPARATED] = ("ipc", "nccl", "shm", "tcp")
-    """Transports that a worker offers and accepts, preferred first. ipc requires two GPUs of one host, of which the
-    receiver's can read the sender's memory, or one GPU. nccl requires two GPUs, and a single rank on both sides. shm
-    requires two CPU caches on one host. tcp always works. gloo always works, too, but uses a third more CPU time than
-    tcp, and accepts connections from anyone while the worker runs: use it only if tcp fails. An nccl transport signals
-    over TCP."""
+    """Transports that a worker offers and accepts, preferred first. ipc requires that both workers use the same GPU, or
+    two GPUs of one host with peer access from the receiver to the sender. nccl requires two GPUs, and a single rank on
+    both sides. shm requires two CPU caches on one host. tcp always works. gloo always works, too, but uses a third more
+    CPU time than tcp, and accepts connections from anyone while the worker runs: use it only if tcp fails. An nccl
+    transport signals over TCP."""
 
     plain_links: Annotated[tuple[PlainKind, ...], COMMA_SEPARATED] = ()
     """Transports over which KV may leave a machine unencrypted even if the cluster has certificates

@@ -298,7 +298,7 @@ def test_weights_of_8_bit_floats_are_refused_by_name_where_no_gpu_multiplies_the
 def test_int8_pages_travel_as_they_are_or_not_at_all(uneven: Path) -> None:
     config = load()
     for kv_dtype in ("int8", "fp8"):
-        with pytest.raises(ConfigError, match=rf"wire_dtype is bfloat16, and pages of engine\.kv_dtype {kv_dtype}"):
+        with pytest.raises(ConfigError, match=rf"wire_dtype is bfloat16, but pages of engine\.kv_dtype {kv_dtype}"):
             replace(config, engine=with_pages(kv_dtype), transfer=TransferConfig(wire_dtype="bfloat16"))
     specs = {name: native_runner(uneven, with_pages(name)).spec for name in ("float32", "bfloat16", "int8")}
     layouts = {name: layout_of(spec) for name, spec in specs.items()}

@@ -118,9 +118,7 @@ MISTAKES = {
     "an address without a port": Mistake(
         words="status --address localhost", sentence="must be host:port, such as localhost:50051"
     ),
-    "the port of HTTP": Mistake(
-        words="status --address http://127.0.0.1:{taken}", sentence="set the port after grpc="
-    ),
+    "the port of HTTP": Mistake(words="status --address http://127.0.0.1:{taken}", sentence="set the port after grpc="),
 }
 
 
