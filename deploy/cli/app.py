@@ -69,7 +69,7 @@ COMMANDS = {
     ),
     "bench": (
         "bench:bench",
-        "Replay a trace against a running cluster in real time, and report latencies and throughput.",
+        "Replay a trace against a running cluster in real time, and report goodput and latencies.",
     ),
     "simulate": (
         "simulate:simulate",

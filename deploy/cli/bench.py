@@ -14,7 +14,7 @@ from lab.traces.shape import TraceOptions
 
 @options_from_fields
 def bench(trace: TraceOptions, trust: TrustOptions, options: BenchOptions, as_json: AsJson = False) -> None:
-    """Replay a trace against a running cluster in real time, and report latencies and throughput.
+    """Replay a trace against a running cluster in real time, and report goodput and latencies.
 
     The report has the same figures as `baton simulate`. Prompts share tokens if
     the trace's prompts share blocks; an output has exactly the trace's length.

@@ -33,4 +33,6 @@ class DoctorOptions(TrustOptions):
     ] = ""
     config: ConfigFile = None
     api_key: ApiKey = ""
-    wait_s: Annotated[float, typer.Option("--wait", help="Seconds to repeat failing checks.")] = 0.0
+    wait_s: Annotated[float, typer.Option("--wait", help="Seconds for which to repeat the checks while one fails.")] = (
+        0.0
+    )
