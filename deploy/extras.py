@@ -1,6 +1,6 @@
-"""What of the distribution's extras is installed: one sentence for what is missing, and the command that brings it.
+"""Extras of the distribution: names the missing packages and the command that installs them.
 
-The installed distribution's own metadata says which extra brings a package, so that stands in pyproject.toml alone.
+The metadata of the installed distribution maps packages to extras, so only pyproject.toml defines that mapping.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ if TYPE_CHECKING:
 
 DISTRIBUTION = "baton-serving"
 ALL_IN_USE = ("worker", "local")
-"""The extras with which `baton up` runs."""
+"""Extras that `baton up` needs."""
 DEVELOPMENT = "dev"
-"""The extra of those who work on the source; nobody else is sent to it."""
+"""Extra for developers of Baton; hints for users never name it."""
 
 
 def requirements(extras: Collection[str]) -> Iterator[Requirement]:
-    """The requirements of the installed distribution and of its extras; none where it is not installed."""
+    """Yield the requirements of the installed distribution and of `extras`; none if it is not installed."""
     for extra, requirement in _every_requirement():
         if not extra or extra in extras:
             yield requirement
 
 
 def pip_command(extras: Collection[str]) -> str:
-    """The command that installs the extras."""
+    """Return the command that installs the extras."""
     listed = f"[{','.join(sorted(extras))}]" if extras else ""
     return f"pip install '{DISTRIBUTION}{listed}'"
 
 
 def lacking(*modules: str) -> str:
-    """What to do about modules of extras that are not installed, in one sentence; empty: all are there.
+    """Return one sentence that names the missing modules and how to install them; "" if none is missing.
 
     Args:
-        modules: names by which code imports them, at the top level.
+        modules: top-level names by which code imports them.
     """
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if not missing:
@@ -47,14 +47,14 @@ def lacking(*modules: str) -> str:
 
 
 def advice(error: ImportError) -> str:
-    """What to do about an import that failed, in one sentence; empty: no extra brings what is missing."""
+    """Return one sentence on how to fix a failed import; "" if no extra installs the missing module."""
     module = (error.name or "").partition(".")[0]
     extras = _extras_of([module])
     return f"this needs {module}, which is not installed; get it with: {pip_command(extras)}" if extras else ""
 
 
 def _extras_of(modules: Collection[str]) -> list[str]:
-    """The extras that bring the modules; of several that bring the same, the first one."""
+    """Return the extras that install the modules; the first one of several for the same module."""
     found: dict[str, str] = {}
     for extra, requirement in _every_requirement():
         module = requirement.name.replace("-", "_").lower()
@@ -64,7 +64,7 @@ def _extras_of(modules: Collection[str]) -> list[str]:
 
 
 def _every_requirement() -> Iterator[tuple[str, Requirement]]:
-    """Requirements for this Python and this machine, and the extra that brings each; empty: it is always there."""
+    """Yield (extra, requirement) for this Python and this machine; the extra is "" if no extra is needed."""
     from packaging.requirements import Requirement
 
     try:

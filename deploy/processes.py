@@ -1,4 +1,4 @@
-"""Child processes: the command that runs one, how it ends with its parent, what it reports, and its exit statuses."""
+"""Child processes: their commands, lifetime, reports to the parent, and exit statuses."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ FENCED = 75
 """Exit status of a worker whose id belongs to a newer incarnation."""
 UNJOINED = 69
 """Exit status of a controller that could not join its Ray cluster, or whose state file another controller holds. It has
-touched no worker; an earlier controller may have left some."""
+changed no worker; an earlier controller may have left workers running."""
 APART = 0
-"""The argument `process_group` of a child that a terminal's Ctrl-C does not reach. It stays in our session: where Linux
-schedules by session (`sched_autogroup`), a busy session holds small ones up, Redis' answers for up to a second."""
+"""Argument `process_group` of a child that does not get the terminal's Ctrl-C. The child stays in this process's
+session: if Linux schedules by session (`sched_autogroup`), a busy session delays small ones, and Redis' replies by up
+to a second."""
 TAIL_BYTES, MOST_CHARACTERS = 2**14, 500
-"""Bytes at a log's end in which its last line is looked for, and characters of it that are shown."""
+"""Bytes at the end of a log that are searched for its last line, and maximum characters of that line that are shown."""
 RAYS_OWN = (":actor_name:", ":job_id:", ":task_name:")
-"""Beginnings of lines by which Ray marks its workers' files."""
+"""Prefixes of the lines with which Ray marks its workers' files."""
 PLACES = ('File "', "Current thread", "Thread 0x", "Extension modules:", "<no Python frame>", "...")
-"""Beginnings of what `faulthandler` writes below the line that says how a process crashed."""
+"""Prefixes of the lines that `faulthandler` writes below the reason of a crash."""
 STABLE_S = 5.0
-"""A process that ran for longer than this counts as started: its end is no failure to start."""
+"""A process that ran for longer than this counts as started: its exit is not a failed start."""
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module as a process of its own, by this Python.
+    """Return the command that runs a module in a separate process with this Python.
 
-    Without -P the working folder would come first of all where modules are looked for: a user's `router.py` would run.
+    Without -P the working folder would be the first in the module search path: a user's `router.py` would run.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
 
@@ -42,12 +43,12 @@ def module_command(module: str, *arguments: str) -> list[str]:
 def tied(
     command: Sequence[str], number: signal.Signals = signal.SIGKILL, ignored: Collection[signal.Signals] = ()
 ) -> list[str]:
-    """The command that runs another one so that it ends with this process (`baton.parent`).
+    """Return a command that runs `command` such that it dies with this process (`baton.parent`).
 
     Args:
-        command: the program and its arguments.
-        number: the signal that it gets when this process, or the thread that started it, dies. Linux alone has that.
-        ignored: signals that it ignores from its first instruction.
+        command: program and arguments.
+        number: signal that the program gets when this process, or the thread that started it, dies; Linux only.
+        ignored: signals that the program ignores from its first instruction.
     """
     numbers = ",".join(str(int(each)) for each in ignored)
     wrapper = [sys.executable, "-I", "-S", parent.__file__, str(os.getpid()), str(int(number)), numbers, "--"]
@@ -55,13 +56,13 @@ def tied(
 
 
 def tell_parent(ready_fd: int, **values: object) -> None:
-    """Reports to the parent: one line of JSON on an inherited descriptor, for which the parent waits."""
+    """Write one line of JSON to an inherited descriptor, on which the parent waits for it."""
     with os.fdopen(ready_fd, "w") as reports:
         reports.write(json.dumps(values) + "\n")
 
 
 def last_line(log: Path) -> str:
-    """Returns the last line that says something in a log, without its time and origin; empty: there is none."""
+    """Return the last meaningful line of a log, without its time and origin; "" if there is none."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL_BYTES))
@@ -74,7 +75,7 @@ def last_line(log: Path) -> str:
 
 
 def why_taken(host: str, port: int) -> str:
-    """The reason why no process can listen on the port now; empty when it is free."""
+    """Return the reason why no process can listen on the port now; "" if it is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

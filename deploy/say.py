@@ -11,6 +11,6 @@ from baton.visible import visible
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Writes to standard output at once: as it is, or what a terminal can show of it."""
+    """Write text to standard output and flush it. On a terminal, control characters are made visible."""
     sys.stdout.write((visible(text) if sys.stdout.isatty() else text) + end)
     sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""Tables, progress and errors, which rich writes. All of it may hold others' words.
+"""Tables, progress and errors, which rich writes.
 
-Names, messages and answers come from models, clients, workers and Redis. On a terminal none of them is obeyed
-(`baton.visible`), and none is markup.
+They may contain names, messages and outputs from models, clients, workers and Redis. Control sequences in such text
+are made visible instead of being executed (`baton.visible`), and rich does not interpret it as markup.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from baton.visible import visible
 
 
 class Terminal(Console):
-    """rich's console, for text of others.
+    """Console of rich for untrusted text.
 
     Args:
-        options: rich's.
+        options: options of `rich.console.Console`.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, **options})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Returns rich's segments; those that are its own control of the cursor stay."""
+        """Yield rich's segments with control characters made visible, except rich's own cursor control."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)

@@ -1,7 +1,7 @@
-"""Every setting of every process, in one room: a documented, checked field of a section.
+"""Settings of all processes. Each setting is a documented and validated field of a section.
 
 A setting comes from, in rising order of precedence: the defaults here, one YAML file (`baton up --config FILE`), the
-environment. `section.field` in YAML is `BATON_SECTION_FIELD` in the environment, with these short forms besides:
+environment. `section.field` in YAML is `BATON_SECTION_FIELD` in the environment. These have a short form, too:
 
     BATON_GRPC_PORT   cluster.grpc_port        BATON_CACHE    cluster.cache_dir
     BATON_HTTP_PORT   cluster.http_port        BATON_FAULTS   faults.spec
@@ -14,10 +14,10 @@ transfer    transfer, faults
 serving     index, router and its SLO classes
 cluster     cluster, kubernetes, autoscale
 telemetry   telemetry
-secrets     what of them is secret, and is shown nowhere
-section     how a field is parsed, checked and refused
+secrets     hides the secrets among them
+section     parses and validates fields, and words the errors
 load        all sections together, from file and environment
-origins     what each setting is, and what says so
+origins     the value of each setting, and its source
 """
 
 from baton.config.cluster import AutoscaleConfig, ClusterConfig, KubernetesConfig

@@ -1,4 +1,4 @@
-"""Settings of the cluster's processes: where they listen, how many there are, and how the pools are sized."""
+"""Settings of the cluster's processes: addresses, numbers of processes, and sizes of the pools."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Duration: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER,
 
 @section("cluster")
 class ClusterConfig:
-    """The processes of a cluster."""
+    """Processes of a cluster."""
 
     prefill: Int = 1
-    """Prefill workers to start with."""
+    """Initial number of prefill workers."""
     decode: Int = 1
-    """Decode workers to start with."""
+    """Initial number of decode workers."""
     host: String = "127.0.0.1"
     """Address on which the router listens."""
     grpc_port: Port = 50051
@@ -40,118 +40,122 @@ class ClusterConfig:
     http_port: Port = 8000
     """Port of the router's HTTP API, page and metrics."""
     advertise_host: String = ""
-    """Address at which other processes find the router, or the controller, where it listens on all addresses of its
+    """Address at which other processes reach the router, or the controller, if it listens on all addresses of its
     machine. Empty: `host` and `controller_host`."""
     controller_host: String = "127.0.0.1"
-    """Address on which the controller listens. It takes orders from routers and `baton leave` alone; the routers ask
-    for an operator's key."""
+    """Address on which the controller listens. It accepts calls from routers and `baton leave` only. Operators call it
+    through a router, which requires an operator key."""
     controller_port: Port = 0
-    """Port of the controller's gRPC service; 0: any free one."""
+    """Port of the controller's gRPC service; 0: any free port."""
     tls_certificate: String = ""
-    """PEM file of the certificate with which every member of the cluster proves itself to the others, and a router to
-    its clients unless it has its own. With it all gRPC between members, and KV over tcp, is encrypted, and each side
-    must have a certificate of `tls_ca`. The file, and those of the next two settings, are read again when they change.
-    Empty: plain text."""
+    """PEM file of the certificate that a member of the cluster presents to the other members, and a router to its
+    clients unless `router.tls_certificate` is set. With it, all gRPC between members and all KV over tcp is
+    encrypted, and each side must present a certificate that `tls_ca` signed. The files of this setting and of the next
+    two are reloaded when they change. Empty: plain text."""
     tls_key: String = ""
-    """PEM file of that certificate's key, without a password."""
+    """PEM file of the key of `tls_certificate`, without a password."""
     tls_ca: String = ""
-    """PEM file of the authorities that sign the members' certificates. They are believed for Redis, too, where
-    `index.redis_url` begins with rediss://, and for the receiver of traces with `telemetry.otlp_tls`."""
+    """PEM file of the authorities that sign the members' certificates. They are also trusted for Redis if
+    `index.redis_url` starts with rediss://, and for the receiver of traces if `telemetry.otlp_tls` is set."""
     tls_name: String = "baton"
-    """DNS name that the certificate of every member bears: it stands for the addresses of members, which change."""
+    """DNS name in the certificate of every member. It is verified instead of the members' addresses, which change."""
     name: String = ""
-    """Name of this cluster, unique in its Ray cluster. Empty: `baton up` draws one; `baton run` needs one."""
+    """Name of this cluster, unique in its Ray cluster. Empty: `baton up` generates one; `baton run` requires one."""
     secret: String = ""
-    """File with the cluster's secret, or with the keys that `baton keys` derived from it for this process; it is read
-    again when it changes. Members of the cluster prove by it who they are. Each machine has it at the same path, which
-    workers get from the controller. Empty: `baton up` draws a secret, except with `ray_address`; other processes take
-    calls without proofs, and listen on loopback addresses only."""
+    """File with the cluster's secret, or with the keys that `baton keys` derived from it for this process. It is
+    reloaded when it changes. Members authenticate to each other with it. The path, which workers get from the
+    controller, must be the same on all machines. Empty: `baton up` generates a secret unless `ray_address` is set;
+    other processes then accept unauthenticated calls, and listen on loopback addresses only."""
     cache_dir: String = ""
-    """Folder of converted models, of the native step, and of logs. Empty: the user's cache folder, `baton/`. Where
-    another user of the machine owns a part of it, the user's own cache has that part instead."""
+    """Folder for converted models, the compiled native step, and logs. Empty: `baton/` in the user's cache folder. If a
+    part of the folder belongs to another user, Baton keeps that part in the user's own cache instead."""
     routers: AtLeastOne = 1
-    """Router processes that `baton up` runs behind one address. They share nothing but Redis."""
+    """Number of router processes that `baton up` runs behind one address. They share no state except Redis."""
     ray_address: HostPort = ""
-    """host:port of a Ray cluster to join. Each of its nodes takes as many workers as it has of the resource
-    `baton_worker`; a node whose label `baton.dev/pool` names a pool takes only workers that start in that pool. This
-    machine must be one of the nodes; the others must reach `index.redis_url` and have the model at the same path.
-    Empty: `baton up` starts a Ray cluster of this machine alone."""
+    """host:port of a Ray cluster to join. Each of its nodes runs as many workers as it has of the resource
+    `baton_worker`. A node with the label `baton.dev/pool` runs only workers that start in that pool. This machine must
+    be one of the nodes; the others must reach `index.redis_url` and have the model at the same path. Empty: `baton up`
+    starts a Ray cluster on this machine only."""
     ray_node_ip: String = ""
-    """Address of the Ray node through which the controller joins Ray; it waits until the node is there. Empty: any node
-    on the controller's machine, the head first."""
+    """Address of the Ray node through which the controller joins Ray; the controller waits until that node exists.
+    Empty: any node on the controller's machine, preferably the head."""
     state_file: String = ""
-    """File in which the controller keeps the desired pool sizes, so that they survive it and win over `prefill` and
-    `decode`; one file per cluster. Empty: the sizes last as long as `baton up`, and with `ray_address` a file in the
-    cache folder records which workers to end if all of it is killed."""
+    """File in which the controller stores the desired pool sizes, one file per cluster. After a restart the stored
+    sizes override `prefill` and `decode`. Empty: the sizes last until `baton up` stops; if `ray_address` is set, a file
+    in the cache folder records which workers to stop in case all processes are killed."""
     gpus_per_worker: Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER, Must.be("at least 0")] = 0.0
-    """GPUs per worker. 0: one per rank (`engine.tensor_parallel`). Where the pools start with more workers of one rank
-    than there are GPUs, each gets an equal part of one GPU: with 3 workers on 2 GPUs a half. Workers for which the
-    nodes have no room are refused at the start; set the value where nodes are still to come."""
+    """GPUs per worker. 0: one per rank (`engine.tensor_parallel`). If the pools start with more single-rank workers
+    than there are GPUs, the workers share GPUs equally: 3 workers on 2 GPUs get half a GPU each. Workers that the nodes
+    have no room for are refused at startup; set a value if more nodes will join later."""
     drain_timeout_s: Wait = 30.0
-    """Longest time in which a leaving worker transfers its work. Work that is left then is computed again."""
+    """Time that a worker has to migrate its requests before it leaves. Requests that remain after it are recomputed on
+    other workers."""
     start_timeout_s: Wait = 180.0
-    """Longest start of the whole cluster, and later of each worker, counted from when a node has room for it."""
+    """Timeout for the initial start of the whole cluster and for each later start of a worker, measured from when a
+    node has room for the worker."""
     stop_timeout_s: Wait = 20.0
-    """Longest time in which each part may end before it is killed."""
+    """Time that each process has to stop before it is killed."""
 
 
 @section("kubernetes")
 class KubernetesConfig:
-    """Where Kubernetes keeps the sizes of the pools: in ServingPools, which `kubectl scale`, autoscalers, the CLI and
-    `Admin.ScalePool` all change. The chart fills it in.
+    """Kubernetes resources of the pools. Kubernetes stores the pool sizes in ServingPools, which `kubectl scale`,
+    autoscalers, the CLI and `Admin.ScalePool` change. The chart sets this section.
     """
 
     namespace: String = ""
-    """Namespace of the ServingPools. Empty: this is not Kubernetes."""
+    """Namespace of the ServingPools. Empty: Baton does not run on Kubernetes."""
     prefill_pool: String = "prefill"
     """Name of the prefill pool's ServingPool."""
     decode_pool: String = "decode"
     """Name of the decode pool's ServingPool."""
     prefill_deployment: String = ""
-    """Deployment whose pods are Ray nodes for prefill workers; the controller keeps as many as it needs. Empty:
-    something else adds nodes for workers that wait, such as KubeRay's autoscaler."""
+    """Deployment whose pods are the Ray nodes of prefill workers; the controller sets its number of replicas. Empty:
+    another component, such as KubeRay's autoscaler, adds nodes for pending workers."""
     decode_deployment: String = ""
-    """Deployment whose pods are Ray nodes for decode workers; it may be the same one. Empty: as for
-    `prefill_deployment`."""
+    """Deployment whose pods are the Ray nodes of decode workers; it may be the same as `prefill_deployment`. Empty: as
+    for `prefill_deployment`."""
     workers_per_pod: AtLeastOne = 1
-    """Workers for which one pod of those Deployments has room."""
+    """Number of workers that fit into one pod of those Deployments."""
     in_place: Switch = False
-    """Whether a worker that is to leave goes before the one in its place serves, as there is no room for both; the last
-    one of a pool waits for the other pool. Otherwise a newer version's pod comes first, and a worker begins in it
-    before another one leaves."""
+    """During a rollout, stop a worker before its replacement is ready, for clusters without spare GPUs. The last
+    prefill worker is stopped only if a decode worker serves, and the last decode worker only if a prefill worker
+    serves. If false, the pod of the new version is created first, and a worker starts in it before an old one is
+    stopped."""
 
 
 @section("autoscale")
 class AutoscaleConfig:
-    """How the controller sizes the pools by itself. `baton autoscale --dry-run` shows what these settings would do."""
+    """Autoscaler of the controller. `baton autoscale --dry-run` shows what these settings would do."""
 
     enabled: Switch = False
-    """Whether the controller sizes the pools by itself."""
+    """Let the controller set the pool sizes automatically."""
     dry_run: Switch = False
     """Decide and log, but change nothing."""
     min_prefill: NotNegative = 1
-    """Fewest workers of the prefill pool. Ignored in mode `aggregated`, which does not use that pool."""
+    """Minimum size of the prefill pool. Ignored in mode `aggregated`, which does not use that pool."""
     min_decode: AtLeastOne = 1
-    """Fewest workers of the decode pool."""
+    """Minimum size of the decode pool."""
     max_prefill: NotNegative = 0
-    """Most workers of the prefill pool; 0: as many as `max_workers` allows."""
+    """Maximum size of the prefill pool; 0: limited by `max_workers` only."""
     max_decode: NotNegative = 0
-    """Most workers of the decode pool; 0: as many as `max_workers` allows."""
+    """Maximum size of the decode pool; 0: limited by `max_workers` only."""
     max_workers: NotNegative = 0
-    """Most workers of both pools together. 0: as many as there are; they change roles, and their number stays."""
+    """Maximum number of workers in both pools together. 0: the current number; workers then change roles, but their
+    number stays the same."""
     window_s: Duration = 10.0
     """Time over which the load is measured before each decision, in seconds."""
     cool_down_s: Duration = 30.0
-    """Time after a change, and after the controller's start, in which nothing is changed, in seconds. Measurements are
-    smoothed over the same time."""
+    """Time without changes after each change and after the start of the controller, in seconds. It is also the time
+    constant by which measurements are smoothed."""
     scale_in_s: Duration = 300.0
-    """Time for which the pools must have had a worker too many before one is stopped, in seconds."""
+    """Time for which the pools must have been too large by one worker before a worker is stopped, in seconds."""
     target_utilisation: Share = 0.7
     """Target utilisation of a pool. Prefill: share of time spent on prompts. Decode: share of the sequences and KV that
-    it can hold within its objectives. Above the target, workers are moved or started; if the pool would stay below 0.7
-    of the target with one worker less, that worker is stopped."""
+    the pool can hold within its objectives. Above the target, workers change roles or new workers start. A worker is
+    stopped if the pool would stay below 0.7 of the target without it."""
     goodput_target: Share = 0.95
-    """Share of requests that must meet their objectives before a worker is stopped."""
+    """Share of requests that must meet their objectives before a worker may be stopped."""
 
     def __post_init__(self) -> None:
         for pool, least, most in (

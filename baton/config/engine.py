@@ -27,7 +27,7 @@ from baton.errors import ConfigError
 
 
 def _none_is_auto(value: Any) -> Any:
-    """Returns "auto" for 0, also where the environment gives it as text."""
+    """Return "auto" for 0, which the environment gives as text, and any other value unchanged."""
     try:
         return value if isinstance(value, bool) or float(value) else "auto"
     except (TypeError, ValueError):
@@ -49,7 +49,7 @@ SwitchOrAuto: TypeAlias = Annotated[Literal["auto"] | Switch, Field(union_mode="
 
 
 class Batch(NamedTuple):
-    """How much a worker does at a time, by its settings and its device."""
+    """Limits on the work of one step, resolved for a worker's device."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -57,51 +57,51 @@ class Batch(NamedTuple):
 
 
 ON_GPU, ON_CPU = Batch(256, 2048, True), Batch(64, 512, False)
-"""What settings mean that are auto. A GPU needs large steps, and no pause between them. On a CPU a large step of a
-prompt holds up all other sequences, and planning ahead was seen to gain nothing."""
+"""Values of the settings that are auto. A GPU needs large steps without pauses between them. On a CPU a large prefill
+step delays all other sequences, and planning ahead gained nothing in measurements."""
 
 
 @section("model")
 class ModelConfig:
-    """The model that the cluster serves."""
+    """Model that the cluster serves."""
 
     id: String = "smollm2-135m-instruct"
-    """A model of Baton's own catalogue, a Hugging Face hub id, or a local folder of safetensors."""
+    """Model from Baton's catalogue, a Hugging Face hub id, or a local folder of safetensors."""
     served_name: String = ""
-    """The model id that clients use. Empty: the last part of `id`."""
+    """Model id that clients use. Empty: the last part of `id`."""
     path: String = ""
-    """The resolved local folder; `baton up` fills it in."""
+    """Resolved local folder; set by `baton up`."""
     revision: String = ""
-    """Identity of the weights; seeds the block keys. `baton up` fills it in."""
+    """Identity of the weights, from which the block keys are derived; set by `baton up`."""
     chat_template: String = ""
-    """A file with the chat template that routers use in place of the folder's own. Empty: the folder's. Every router
-    must have the same file."""
+    """File with a chat template that routers use instead of the model's own. Empty: the model's own. The file must be
+    the same on all routers."""
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
-    """Type of the weights. auto: float32 on a CPU, the model's own on a GPU."""
+    """Type of the weights. auto: float32 on a CPU, the model's own type on a GPU."""
     device: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"
-    """Device of the weights and of the KV cache. auto: a GPU where there is one; it is an error if there is
-    one that cannot be used. cpu: the CPU, beside whatever GPUs."""
+    """Device of the weights and of the KV cache. auto: a GPU if the machine has one; a GPU that cannot be used is an
+    error. cpu: the CPU, even if there are GPUs."""
     weights: Annotated[str, OneOf("exact", "bf16", "int8g", "fp8")] = "exact"
-    """What the weights are made to before they are used. exact: nothing. bf16: all products are those of bfloat16
-    with sums in float32, the fastest for prompts on a CPU with AMX, at a very small loss of quality. int8g: the
-    layers' products are those of 8-bit integers in groups of 32, the fastest for few streams, at a small loss of
-    quality (docs/native.md). These two run on the native step alone. fp8: the layers' products are those of
-    8-bit floats (e4m3), for half of bfloat16's memory, on transformers with a GPU of compute capability 8.9 or more
-    alone (docs/gpu.md). Only workers with the same value exchange KV."""
+    """Weight format used for computation. exact: as loaded. bf16: matrix products in bfloat16 with float32
+    accumulation, the fastest format for prompts on a CPU with AMX, at a very small loss of quality. int8g: the products
+    of the layers in 8-bit integers with groups of 32, the fastest format for few concurrent sequences, at a small loss
+    of quality (docs/native.md). bf16 and int8g require the native step. fp8: the products of the layers in 8-bit floats
+    (e4m3), which take half of bfloat16's memory; it requires the transformers runner and a GPU of compute capability
+    8.9 or higher (docs/gpu.md). Only workers with the same value exchange KV."""
 
     @property
     def identity(self) -> str:
-        """What KV is computed with: the revision, and the weights' mode where they are not exact."""
+        """Identity of the weights that compute KV: the revision, plus the weight format unless it is exact."""
         return self.revision if self.weights == "exact" else f"{self.revision}\0{self.weights}"
 
     def require_exact(self, runner: str) -> None:
-        """Refuses weights that are to be made to something else.
+        """Refuse every weight format but exact.
 
         Args:
-            runner: the engine that cannot do it, in words, perhaps with the reason.
+            runner: sentence about the engine that supports no other format, perhaps with the reason.
 
         Raises:
-            ConfigError: they are; the message names the setting.
+            ConfigError: `weights` is not exact; the message names the setting.
         """
         if self.weights != "exact":
             needed = "transformers on a GPU" if self.weights == "fp8" else "the native step"
@@ -110,38 +110,40 @@ class ModelConfig:
 
 @section("engine")
 class EveryEngineConfig:
-    """Settings of one worker's engine, of whatever make."""
+    """Settings of one worker's engine that every engine supports."""
 
     runner: Annotated[str, OneOf("auto", "native", "transformers", "arithmetic")] = "auto"
-    """What computes. native: C code of our own, in float32 on CPUs, for the model types that it knows; it is built by
-    the machine's C compiler. transformers: the library's own models. auto: native where it can, otherwise transformers;
-    the log says which and why. arithmetic: a model whose answers can be worked out by hand, for tests and
-    benchmarks."""
+    """Engine that computes the model. native: Baton's C code, in float32 on CPUs, for supported model types; the
+    machine's C compiler builds it. transformers: the models of the transformers library. auto: native if it supports
+    the model, otherwise transformers; the log shows which and why. arithmetic: a model whose output can be computed by
+    hand, for tests and benchmarks."""
     block_size: Int = 16
     """Tokens per KV block; a multiple of 16."""
     kv_cache_gib: GibOrAuto = "auto"
-    """Memory of the KV pool, in GiB, per rank. auto, or 0: a share of the memory that is free. On a GPU it is 90 % of
-    what the weights and the largest step leave, or less where transfers may take more than the rest
-    (`transfer.gpu_rings_mib`); of several ranks, whose pools exist before they load, 85 % of what weights and transfers
-    leave by an estimate. On a CPU it is half of the machine's, divided among its workers, and at most 2 GiB or the size
-    of weights and process, whichever is more. A value above the free memory is refused."""
+    """Size of the KV pool of each rank, in GiB. auto or 0: a share of the free memory. On a GPU it is 90 % of what
+    remains after the weights and the largest step, or less if transfers need more than the remaining 10 %
+    (`transfer.gpu_rings_mib`). With several ranks, whose pools are allocated before the weights load, it is 85 % of the
+    estimated remainder after weights and transfers. On a CPU it is half of the machine's memory, divided among its
+    workers, but at most 2 GiB or the size of the weights and the process, whichever is larger. A value above the free
+    memory is refused."""
     memory_share: Share = 1.0
-    """Share of the memory of its machine, or of its GPU, that a worker takes as its own where `kv_cache_gib` is auto;
-    the rest is left to other programs. Workers of one Ray node divide the node's memory evenly by themselves; on GPUs
-    each has the part of a GPU that Ray assigns to it (`cluster.gpus_per_worker`)."""
+    """Share of the memory of its machine or GPU that a worker uses if `kv_cache_gib` is auto; the rest stays free for
+    other programs. Workers on one Ray node divide the node's memory evenly without this setting; on GPUs each uses the
+    fraction of a GPU that Ray assigns to it (`cluster.gpus_per_worker`)."""
     num_blocks: Int = 0
-    """Blocks of the KV pool; 0: as many as fit into `kv_cache_gib`."""
+    """Number of blocks in the KV pool; 0: as many as fit into `kv_cache_gib`."""
     max_num_seqs: CountOrAuto = "auto"
-    """Sequences that may hold blocks at a time: those in the running batch, and those reserved for incoming KV. auto:
-    256 on a GPU and 64 on CPUs, or `max_num_batched_tokens` if that is set and less."""
+    """Maximum number of sequences that hold blocks at a time: those in the running batch, and those reserved for
+    incoming KV. auto: 256 on a GPU and 64 on CPUs, or `max_num_batched_tokens` if that is set and smaller."""
     max_num_batched_tokens: CountOrAuto = "auto"
-    """Tokens per step; longer prompts are prefilled in chunks. auto: 2,048 on a GPU and 512 on CPUs, or `max_num_seqs`
-    if that is set and more."""
+    """Maximum number of tokens per step; longer prompts are prefilled in chunks. auto: 2,048 on a GPU and 512 on CPUs,
+    or `max_num_seqs` if that is set and larger."""
     max_model_len: Int = 0
-    """Longest prompt plus answer, in tokens; 0: the model's own limit, or what the KV pool can hold if that is less."""
+    """Maximum length of prompt plus output, in tokens; 0: the model's own limit, or the capacity of the KV pool if that
+    is smaller."""
     tensor_parallel: AtLeastOne = 1
-    """Ranks per worker: processes on one machine that share the model's weights and KV heads and compute every step
-    together, each with its own GPU where there are GPUs. Must divide the number of KV heads."""
+    """Ranks per worker. The ranks are processes on one machine that share the model's weights and KV heads and compute
+    every step together; on GPUs each rank has its own. Must divide the number of KV heads."""
 
     def __post_init__(self) -> None:
         if self.runner in ("arithmetic", "native") and self.tensor_parallel > 1:
@@ -153,8 +155,8 @@ class EveryEngineConfig:
         most, sequences = self.max_num_batched_tokens, self.max_num_seqs
         if most != "auto" and sequences != "auto" and most < sequences:
             raise ConfigError(
-                f"engine.max_num_batched_tokens ({most}) must be at least engine.max_num_seqs ({sequences}), or some "
-                "sequences would never get a turn"
+                f"engine.max_num_batched_tokens ({most}) must be at least engine.max_num_seqs ({sequences}), otherwise "
+                "some sequences would never be scheduled"
             )
         if self.block_size < HASH_BLOCK or self.block_size % HASH_BLOCK:
             raise ConfigError(f"engine.block_size must be a multiple of {HASH_BLOCK}, got {self.block_size}")
@@ -162,70 +164,74 @@ class EveryEngineConfig:
 
 @section("engine")
 class EngineConfig(EveryEngineConfig):
-    """The engine of one worker."""
+    """Engine of one worker."""
 
-    # Known to Baton's own engine alone:
+    # Settings that only Baton's own engine supports:
     arithmetic_step_ms: Float = 0.0
-    """Minimum duration of a step of the arithmetic model, in milliseconds; it sleeps to reach it."""
+    """Minimum duration of a step of the arithmetic model, in milliseconds; the model sleeps to reach it."""
     arithmetic_token_ms: Float = 0.0
-    """Additional minimum duration for each token that a step of the arithmetic model computes, in milliseconds."""
+    """Additional minimum duration for each token in a step of the arithmetic model, in milliseconds."""
     max_waiting: AtLeastOne = 1024
-    """Sequences that may wait for blocks before a worker refuses more."""
+    """Maximum number of sequences that wait for blocks; a worker refuses further ones."""
     output_reservation: Int = 512
-    """Answer tokens for which a decode worker reserves blocks up front; longer answers grow block by block."""
+    """Output tokens for which a decode worker reserves blocks at the start; longer outputs grow block by block."""
     plan_ahead: SwitchOrAuto = "auto"
-    """Whether a step is planned while the one before it runs, so that the model need not wait for the engine's books.
-    Answers are the same token for token. auto: on a GPU."""
+    """Plan a step while the previous one runs, so that the model does not wait for the scheduler. The generated tokens
+    are the same. auto: on a GPU."""
     num_threads: AtLeastOne = 1
-    """Compute threads per rank. Two contended threads can be 40 times slower than one."""
+    """Compute threads per rank. Two threads that compete for a core can be 40 times slower than one."""
     kv_dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "int8", "fp8")] = "auto"
-    """Type of the KV pages. auto: that of the arithmetic. bfloat16 takes half of float32's memory and reads. int8 takes
-    little more than a quarter, with a scale for each token and head, in the native step alone; fp8 (e4m3, without a
-    scale) a quarter, on transformers alone, meant for GPUs. Pages of these two go to workers that have the same, with
-    transfer.wire_dtype auto. All change answers a little: docs/native.md and docs/gpu.md say how much."""
+    """Type of the KV pages. auto: the compute type. bfloat16 takes half the memory and bandwidth of float32. int8, with
+    a scale per token and head, takes little more than a quarter and requires the native step. fp8 (e4m3, without
+    scales) takes a quarter and requires the transformers runner; it is meant for GPUs. int8 and fp8 pages transfer only
+    between workers with the same kv_dtype, and only with transfer.wire_dtype auto. A type narrower than the compute
+    type changes the output slightly; docs/native.md and docs/gpu.md give measurements."""
     attention: Annotated[str, OneOf("auto", "flashinfer")] = "auto"
-    """What attends on a GPU. auto: the project's own kernels where they run and prove right, torch's otherwise.
-    flashinfer: FlashInfer, which is to be installed beside Baton, for decodes, and the project's kernels for all else,
-    on transformers alone; a worker where it is not there, cannot, or does not prove right refuses to start."""
+    """Attention implementation on a GPU. auto: Baton's own kernels if they run and pass their self-test, otherwise
+    torch's. flashinfer: FlashInfer for decode steps and Baton's kernels for all other steps. It requires the
+    transformers runner and an installed flashinfer-python; a worker refuses to start if FlashInfer is missing,
+    unsupported or fails its self-test."""
     batch_invariant: Switch = False
-    """Whether an answer and its log probabilities are the same to the bit alone or beside others, in whatever chunks
-    its prompt is computed, and when it goes on in another worker with the same kind of GPU. On a GPU products and
-    attention then have one way to add up, which takes longer (docs/gpu.md); a model, a device or a setting that cannot
-    keep it is refused by name. The native step is so anyway. Only workers with the same value exchange KV."""
+    """Make outputs and log probabilities bitwise reproducible: independent of the other requests in the batch, of how
+    the prompt is chunked, and of a migration to another worker with the same kind of GPU. On a GPU matrix products and
+    attention then use one fixed order of summation, which is slower (docs/gpu.md). A model, device or setting that
+    cannot guarantee this is refused by name. The native step is always batch-invariant. Only workers with the same
+    value exchange KV."""
     speculation: Annotated[str, OneOf("off", "ngram"), ON_OFF] = "ngram"
-    """Whether steps check guesses at the tokens that follow. ngram: what has followed the last tokens before, in the
-    prompt or the answer, where that is expected to gain time. Answers are the same token for token."""
+    """Speculative decoding. ngram: propose the tokens that followed the same n-gram earlier in the prompt or the
+    output, if that is expected to save time. The generated tokens are the same. off: none."""
     max_draft_tokens: AtLeastOne = 12
-    """Guesses that a step checks for each sequence at most."""
+    """Maximum number of draft tokens per sequence and step."""
     draft_model: String = ""
-    """Folder of a smaller model with the same vocabulary, which guesses where look-up does not and where that is
-    expected to gain time (docs/scheduling.md). Workers that start in the decode pool load it, unless `speculation` is
-    off; it has one rank. Empty: there is none."""
+    """Folder of a smaller model with the same vocabulary. It proposes draft tokens when n-gram lookup has none and when
+    that is expected to save time (docs/scheduling.md). Workers that start in the decode pool load it, unless
+    `speculation` is off; it has one rank. Empty: no draft model."""
     draft_kv_cache_gib: Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER, Must.be("more than 0 GiB")] = 0.25
-    """Memory of the draft model's own KV pool, in GiB. A sequence that does not fit into it has no guesses of the
+    """Size of the draft model's own KV pool, in GiB. A sequence that does not fit into it gets no drafts from the
     model."""
     step_timeout_s: Wait = 60.0
-    """Longest step, in seconds, unless 20 times what such a step is expected to take is more. A longer one means that
-    the device, or one of several ranks, hangs: the worker's requests go on in other workers, and its process ends."""
+    """Timeout of a step, in seconds, or 20 times its expected duration if that is longer. A step that exceeds it means
+    that the device or one of several ranks hangs: the worker's process exits, and its requests migrate to other
+    workers."""
 
     def __post_init__(self) -> None:
         EveryEngineConfig.__post_init__(self)
         if self.batch_invariant and self.tensor_parallel > 1:
             raise ConfigError(
-                f"engine.batch_invariant cannot be kept with engine.tensor_parallel {self.tensor_parallel}: in which "
-                "order ranks are added up depends on how many rows there are; set one of them to its default"
+                f"engine.batch_invariant cannot be kept with engine.tensor_parallel {self.tensor_parallel}: the order "
+                "in which ranks are summed depends on the number of rows; set one of them to its default"
             )
         if self.batch_invariant and self.attention == "flashinfer":
             raise ConfigError(
-                "engine.batch_invariant cannot be kept with engine.attention flashinfer, which divides a batch by what "
-                "is in it; set one of them to its default"
+                "engine.batch_invariant cannot be kept with engine.attention flashinfer, which partitions a batch "
+                "depending on its content; set one of them to its default"
             )
 
     def batch(self, *, on_gpu: bool) -> Batch:
-        """Returns what the settings mean for a worker; what is set counts on every device.
+        """Return the limits of a worker. A value that is set holds on every device; auto depends on the device.
 
         Args:
-            on_gpu: whether its model computes on a GPU.
+            on_gpu: the worker's model computes on a GPU.
         """
         sequences, tokens, plans_ahead = ON_GPU if on_gpu else ON_CPU
         if self.max_num_batched_tokens != "auto":
@@ -237,10 +243,10 @@ class EngineConfig(EveryEngineConfig):
         return Batch(sequences, tokens, plans_ahead if self.plan_ahead == "auto" else self.plan_ahead)
 
     def refuse_unknown(self, unknown: Collection[str]) -> None:
-        """Refuses what an engine does not know.
+        """Refuse settings that an engine does not support.
 
         Args:
-            unknown: names of settings.
+            unknown: names of the settings that it does not support.
 
         Raises:
             ConfigError: one of them differs from its default; the message names it.
@@ -248,9 +254,9 @@ class EngineConfig(EveryEngineConfig):
         defaults = EngineConfig()
         found = [f"engine.{name}" for name in sorted(unknown) if getattr(self, name) != getattr(defaults, name)]
         if found:
-            unset = f"unset {'it' if len(found) == 1 else 'them'}"
-            raise ConfigError(f"engine.runner {self.runner} does not know {' and '.join(found)}; {unset}")
+            are, unset = ("is", "unset it") if len(found) == 1 else ("are", "unset them")
+            raise ConfigError(f"{' and '.join(found)} {are} not supported by engine.runner={self.runner}; {unset}")
 
 
 OWN_SETTINGS = frozenset(EngineConfig.__annotations__)
-"""Settings that Baton's own engine alone knows. An engine of another make refuses them, and what else it cannot do."""
+"""Settings that only Baton's own engine supports. Other engines refuse them, and any other value that they lack."""

@@ -1,4 +1,4 @@
-"""The whole configuration, and where it comes from. No other file reads the environment for settings."""
+"""The whole configuration, loaded from file and environment. No other file reads settings from the environment."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ class Config:
         if ranks > 1 and gpus and gpus != ranks:
             raise ConfigError(
                 f"cluster.gpus_per_worker is {gpus:g} and engine.tensor_parallel {ranks}: each rank has one GPU; "
-                "leave cluster.gpus_per_worker at 0"
+                "set cluster.gpus_per_worker to 0"
             )
         if self.engine.kv_dtype in ("int8", "fp8") and self.transfer.wire_dtype != "auto":
             raise ConfigError(
-                f"transfer.wire_dtype is {self.transfer.wire_dtype}, and pages of engine.kv_dtype "
-                f"{self.engine.kv_dtype} travel as they are; set transfer.wire_dtype to auto"
+                f"transfer.wire_dtype is {self.transfer.wire_dtype}, but pages of engine.kv_dtype "
+                f"{self.engine.kv_dtype} cannot be converted; set transfer.wire_dtype to auto"
             )
 
     @property
     def router_ports(self) -> tuple[tuple[str, str, int], ...]:
-        """Where a router listens: the variable that sets the port, the host and the port."""
+        """Addresses on which a router listens: (environment variable that sets the port, host, port)."""
         cluster, telemetry = self.cluster, self.telemetry
         own = (("BATON_TELEMETRY_PORT", telemetry.host, telemetry.port),) if telemetry.port else ()
         ports = (("BATON_GRPC_PORT", cluster.grpc_port), ("BATON_HTTP_PORT", cluster.http_port))
@@ -81,22 +81,24 @@ class Config:
 
     @property
     def kv_identity(self) -> str:
-        """What KV is computed with: the model's identity, and whether nothing beside it has a say in its bits. Only
-        workers with the same one exchange KV.
+        """Identity of computed KV: the model's identity, and a mark if `engine.batch_invariant` is set.
+
+        Only workers with the same identity exchange KV.
         """
         return f"{self.model.identity}\0batch_invariant" if self.engine.batch_invariant else self.model.identity
 
     def for_controller(self) -> Config:
-        """What the controller needs: no secret of the routers."""
+        """Return the configuration of the controller, without the routers' secret."""
         return dataclasses.replace(self, router=dataclasses.replace(self.router, cache_secret=""))
 
     def for_workers(self) -> Config:
-        """What workers need. Ray passes it on and keeps it, so it has no secret."""
+        """Return the configuration of the workers. It has no secrets, because Ray passes it on and stores it."""
         return dataclasses.replace(self, router=RouterConfig(), index=self.index.for_workers())
 
     def to_json(self) -> str:
-        """The settings that differ from their defaults: a process of the previous release refuses names it does not
-        know.
+        """Return the settings that differ from their defaults, as JSON.
+
+        Defaults are left out because a process of the previous release refuses names that it does not know.
         """
         return json.dumps(_changed(self, dataclasses.asdict(self)))
 
@@ -106,7 +108,7 @@ class Config:
 
 
 def _changed(settings: Any, as_dict: dict[str, Any]) -> dict[str, Any]:
-    """The values of a section, or of all sections, that differ from the defaults."""
+    """Return the values of a section, or of all sections, that differ from the defaults."""
     found = {}
     for each in dataclasses.fields(settings):
         value = getattr(settings, each.name)
@@ -119,10 +121,10 @@ def _changed(settings: Any, as_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Config:
-    """The configuration from file and environment.
+    """Load the configuration from file and environment.
 
     Raises:
-        ConfigError: an unknown name, or a value that is not allowed; the message names it.
+        ConfigError: a name is unknown, or a value is not allowed; the message names the setting.
     """
     environ = os.environ if environ is None else environ
     values = read_file(path)
@@ -133,10 +135,10 @@ def load(path: Path | None = None, environ: Mapping[str, str] | None = None) -> 
 
 
 def read_file(path: Path | None) -> dict[str, Any]:
-    """The sections of a file of settings, not checked yet; without a file there are none.
+    """Read the sections of a settings file, without validating them. Without a file, return no sections.
 
     Raises:
-        ConfigError: the file cannot be read, or holds no sections.
+        ConfigError: the file cannot be read, or is not a mapping of sections.
     """
     try:
         values: dict[str, Any] = (yaml.safe_load(path.read_text()) or {}) if path else {}
@@ -148,10 +150,10 @@ def read_file(path: Path | None) -> dict[str, Any]:
 
 
 def variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """The variables of the environment that are settings: each with its setting's section and name.
+    """Yield the environment variables that are settings, each with the section and the name of its setting.
 
     Raises:
-        ConfigError: a variable that begins with BATON_ is no setting.
+        ConfigError: a variable starts with BATON_ but is not a setting.
     """
     for name in environ:
         if name.startswith("BATON_") and name not in NOT_SETTINGS:
@@ -159,9 +161,10 @@ def variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
 
 
 def process_config() -> Config:
-    """The configuration that a parent process passed to this one, whole, in BATON_CONFIG_JSON.
+    """Return the whole configuration that the parent process passed in BATON_CONFIG_JSON; without one, load it.
 
-    A worker's lacks the password of Redis: the URL of this process's own environment is the same one with it.
+    A worker's configuration lacks the password of Redis. If BATON_INDEX_REDIS_URL has the same URL with its password,
+    that one is used.
     """
     text = os.environ.get("BATON_CONFIG_JSON")
     if not text:
@@ -173,11 +176,12 @@ def process_config() -> Config:
 
 
 def child_environment(environ: Mapping[str, str], *kept: str) -> dict[str, str]:
-    """Returns the environment for a process that gets its settings in BATON_CONFIG_JSON: without this one's own, and
-    without tokens of a model hub, because children find the model in a folder.
+    """Return the environment for a process that gets its settings in BATON_CONFIG_JSON.
+
+    It lacks this process's own settings, and tokens of model hubs, because children load the model from a folder.
 
     Args:
-        kept: variables that it needs all the same.
+        kept: variables that the process needs nevertheless.
     """
     return {
         name: value
@@ -187,21 +191,19 @@ def child_environment(environ: Mapping[str, str], *kept: str) -> dict[str, str]:
 
 
 def _split(variable: str) -> tuple[str, str]:
-    """The section and the name of the setting that the environment variable stands for."""
+    """Return the section and the name of the setting that an environment variable sets."""
     name, _, key = variable.removeprefix("BATON_").lower().partition("_")
     sections = {each.name: each.default_factory for each in dataclasses.fields(Config)}
     if name not in sections or key not in sections[name].__dataclass_fields__:  # type: ignore[union-attr]
         words = variable.removeprefix("BATON_")
         meant = nearest(words, [each.removeprefix("BATON_") for each in _variables()])
-        advice = (
-            f"did you mean BATON_{meant}?" if meant else f"it would begin with one of {', '.join(sorted(sections))}"
-        )
+        advice = f"did you mean BATON_{meant}?" if meant else f"the sections are {', '.join(sorted(sections))}"
         raise ConfigError(f"the environment variable {variable} is not a setting of Baton; {advice}")
     return name, key
 
 
 def _variables() -> set[str]:
-    """The environment variables of all settings."""
+    """Return the environment variables of all settings."""
     return SHORT_NAMES.keys() | {
         f"BATON_{section.name}_{key}".upper()
         for section in dataclasses.fields(Config)

@@ -1,4 +1,4 @@
-"""Where each setting has its value from: the default, the file, or a variable of the environment."""
+"""Source of each setting's value: the default, the file, or an environment variable."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ DEFAULT = "default"
 
 @dataclass(frozen=True, slots=True)
 class SettingOrigin:
-    """A setting as it may be shown: a secret's value is hidden."""
+    """Setting in a form that may be shown: the value of a secret is hidden."""
 
     name: str
     """section.field, as in the file."""
     value: Any
-    """A value that JSON can hold."""
+    """JSON-compatible value."""
     origin: str
     """`default`, the path of the file, or the name of the variable."""
 
 
 def origins(path: Path | None = None, environ: Mapping[str, str] | None = None) -> list[SettingOrigin]:
-    """Every setting of the configuration that `load` returns for the same file and environment, in its order.
+    """Return every setting of the configuration that `load` returns for the same file and environment, in order.
 
     Raises:
-        ConfigError: as `load` does.
+        ConfigError: as for `load`.
     """
     environ = os.environ if environ is None else environ
     config = load(path, environ)
@@ -48,14 +48,14 @@ def _shown(config: Config, given: Mapping[tuple[str, str], str]) -> Iterator[Set
             value = getattr(values, field.name)
             is_secret = SECRET in type(values).__pydantic_fields__[field.name].metadata
             origin = given.get((section.name, field.name), DEFAULT)
-            # A word may look like a URL; all of it is the secret then.
+            # A secret may look like a URL; all of it must be hidden, not its password only.
             is_hidden = is_secret and bool(value) and not field.name.endswith("_url")
             shown = HIDDEN if is_hidden else _without_passwords(value)
             yield SettingOrigin(f"{section.name}.{field.name}", shown, origin)
 
 
 def _without_passwords(value: Any) -> Any:
-    """The value in what JSON has, without the passwords of URLs."""
+    """Return the value as JSON types, without the passwords of URLs."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _without_passwords(dataclasses.asdict(value))
     if isinstance(value, Mapping):

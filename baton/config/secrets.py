@@ -1,4 +1,4 @@
-"""Secrets in settings: how a password is taken out of a URL, and messages that quote none."""
+"""Secrets in settings: passwords in URLs, password files, and messages that quote no secret."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import yaml
 from baton.errors import ConfigError
 
 HIDDEN = "***"
-"""Stands for a password that is not shown."""
+"""Text that is shown instead of a password."""
 
 
 def without_password(url: str) -> str:
-    """Returns a URL with its passwords hidden; all but its kind is, where it is not clear what is the password."""
+    """Return a URL with its passwords hidden. If it cannot be parsed, hide all of it except its scheme."""
     parts = _split(url)
     if parts is None:
         return f"{url.partition(':')[0]}://{HIDDEN}" if ":" in url else HIDDEN
@@ -28,22 +28,22 @@ def without_password(url: str) -> str:
 
 
 def password_of(url: str) -> str | None:
-    """Returns the password between a URL's user and host; None: it has none."""
+    """Return the password in the user part of a URL; None if it has none."""
     parts = _split(url)
     return None if parts is None or parts.password is None else unquote(parts.password)
 
 
 def with_password(url: str, password: str) -> str:
-    """Returns the URL with another password; without one, if that is empty."""
+    """Return the URL with another password; an empty password removes it."""
     parts = _split(url)
     return url if parts is None else _joined(_with(parts, quote(password, safe="")))
 
 
 def read_password(path: str) -> str:
-    """Returns what a file holds, without the end of its line.
+    """Return the content of a password file, without its final line break.
 
     Raises:
-        ConfigError: it cannot be read, or holds nothing.
+        ConfigError: the file cannot be read, or is empty.
     """
     try:
         found = Path(path).read_text().rstrip("\r\n")
@@ -56,7 +56,7 @@ def read_password(path: str) -> str:
 
 
 def why_unreadable(error: Exception) -> str:
-    """Returns why a file of YAML cannot be read, and where, without a line of it: it may hold a secret."""
+    """Return the reason and the position of an error in a YAML file, without quoting it: it may contain a secret."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"{error.problem}, in line {mark.line + 1}, column {mark.column + 1}"
@@ -66,7 +66,7 @@ def why_unreadable(error: Exception) -> str:
 
 
 def _split(url: str) -> SplitResult | None:
-    """The parts; None: a password with characters that have to be escaped (/ ? #) may lie across several of them."""
+    """Return the parts of a URL; None if its password may span several parts, as it contains an unescaped / ? or #."""
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -82,5 +82,5 @@ def _with(parts: SplitResult, password: str) -> SplitResult:
 
 
 def _joined(parts: SplitResult) -> str:
-    """The URL; `urlunsplit` forgets the slashes of unix:///PATH."""
+    """Return the URL of the parts. `urlunsplit` would drop the slashes of unix:///PATH."""
     return f"{parts.scheme}://{parts.netloc}{parts.path}" + (f"?{parts.query}" if parts.query else "")

@@ -1,9 +1,9 @@
-"""Sections of settings: frozen pydantic dataclasses whose errors are sentences that name the setting.
+"""Sections of settings: frozen pydantic dataclasses whose errors name the setting.
 
-A field's annotation is its parser and its check: the kinds below where they suit, else `Annotated` with pydantic's
-constraints and a `Must`, which words the refusal. The docstring after a field is its description, in the chart too:
-`tools.chart_docs` reads it from the source, which would take long at the start of each process.
-Checks that need more than one field stand in `__post_init__` and raise ConfigError themselves.
+The annotation of a field parses and validates it: one of the types below, or `Annotated` with pydantic's constraints
+and a `Must`, which words the error. The docstring after a field is its description, also in the chart. Only
+`tools.chart_docs` reads it, from the source, because that would slow down the start of each process.
+Checks of more than one field are in `__post_init__` and raise ConfigError themselves.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from baton.spelling import nearest
 
 T = TypeVar("T")
 MAX_TIMEOUT_S = 7 * 86_400
-"""The longest that an operator may have to wait for anything."""
+"""Upper limit of the timeouts that operators wait for, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """Wording of a refusal; in `text`, {name} is `section.field`, {field} the field alone and {value} the value."""
+    """Error text of a field. In `text`, {name} is `section.field`, {field} the field alone and {value} the value."""
 
     text: str
 
@@ -41,11 +41,11 @@ class Must:
 
 
 SECRET = "secret"
-"""Annotates a setting whose value is shown nowhere."""
+"""Annotation of a setting whose value is never shown."""
 
 
 class OneOf:
-    """Annotates a string that must be one of a few words. Unlike with `Literal`, callers may pass any `str`."""
+    """Annotation of a string with a fixed set of values. Unlike with `Literal`, callers may pass any `str`."""
 
     def __init__(self, *words: str) -> None:
         self.words = words
@@ -61,14 +61,14 @@ def _switch(value: Any) -> Any:
 
 
 def _no_switch(value: Any) -> Any:
-    """Python counts True as 1; a setting does not."""
+    """Refuse booleans, which Python would count as 0 and 1."""
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "must be a number")
     return value
 
 
 def _whole(value: Any) -> Any:
-    """The environment writes whole numbers without a point."""
+    """Parse a whole number from the environment."""
     if isinstance(value, str):
         try:
             return int(value)
@@ -78,19 +78,19 @@ def _whole(value: Any) -> Any:
 
 
 def _on_off(value: Any) -> Any:
-    """YAML reads a bare on or off as a bool."""
+    """Return "on" or "off" for a bool: YAML reads a bare on or off as one."""
     return value if not isinstance(value, bool) else "on" if value else "off"
 
 
 def _listed(value: Any) -> Any:
-    """The environment separates items by commas."""
+    """Split a list from the environment at its commas."""
     if not isinstance(value, str):
         return value
     return tuple(item for item in (part.strip() for part in value.split(",")) if item)
 
 
 def _from_json(value: Any) -> Any:
-    """The environment holds mappings as JSON."""
+    """Parse a mapping from the environment as JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -110,7 +110,7 @@ WHOLE = BeforeValidator(_whole)
 COMMA_SEPARATED = BeforeValidator(_listed)
 JSON = BeforeValidator(_from_json)
 ON_OFF = BeforeValidator(_on_off)
-"""These come after a field's constraints, or pydantic's schema does not name those."""
+"""These must come after a field's constraints; otherwise pydantic's schema does not contain the constraints."""
 Switch: TypeAlias = Annotated[bool, BeforeValidator(_switch)]
 Int: TypeAlias = Annotated[int, WHOLE]
 Float: TypeAlias = Annotated[float, NUMBER]
@@ -123,13 +123,13 @@ Port: TypeAlias = Annotated[int, Field(ge=0, le=MAX_PORT), WHOLE, Must.be(f"a po
 HostPort: TypeAlias = Annotated[
     str, ON_OFF, BeforeValidator(_address), Must(f"the port of {{name}} must be a number of 0 to {MAX_PORT}")
 ]
-"""An address, or a URL, whose port is checked; a refusal does not show it, since a URL may hold a password."""
+"""Address or URL with a valid port. Errors do not show it, since a URL may contain a password."""
 Share: TypeAlias = Annotated[float, Field(gt=0, le=1), NUMBER, Must.be("more than 0 and at most 1")]
 Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER, Must.be("more than 0 seconds")]
 Wait: TypeAlias = Annotated[
     float, Field(gt=0, le=MAX_TIMEOUT_S), NUMBER, Must.be(f"more than 0 seconds, and at most {MAX_TIMEOUT_S}")
 ]
-"""A time that an operator may have to wait for."""
+"""Timeout that an operator may have to wait for, in seconds."""
 
 _RULES = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number", "address"}
 _UNKNOWN = {"unexpected_keyword_argument", "invalid_key"}
@@ -137,10 +137,10 @@ _UNKNOWN = {"unexpected_keyword_argument", "invalid_key"}
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def section(name: str = "") -> Callable[[type[T]], type[T]]:
-    """The decorator of a section. Constructing one, or replacing a field, validates it.
+    """Decorate a section. Constructing a section, or replacing one of its fields, validates it.
 
     Args:
-        name: what the section's settings are called before the dot; empty: for all sections together.
+        name: prefix of the section's settings, before the dot; empty: the class holds all sections.
     """
     config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
@@ -161,10 +161,10 @@ def section(name: str = "") -> Callable[[type[T]], type[T]]:
 
 
 def build(cls: type[T], values: Mapping[Any, Any]) -> T:
-    """A value of `cls` from nested mappings, as they come from YAML, JSON and the environment.
+    """Return an instance of `cls` from nested mappings, as they come from YAML, JSON and the environment.
 
     Raises:
-        ConfigError: an unknown name, or a value that is not allowed; the message names the setting.
+        ConfigError: a name is unknown, or a value is not allowed; the message names the setting.
     """
     try:
         found: T = cls.__pydantic_validator__.validate_python(values)  # type: ignore[attr-defined]
@@ -174,7 +174,7 @@ def build(cls: type[T], values: Mapping[Any, Any]) -> T:
 
 
 def _sentence(cls: type[Any], error: ValidationError, prefix: str) -> str:
-    """The first thing that is wrong, in words; unknown names before wrong values."""
+    """Return the text of the first error; unknown names come before wrong values."""
     details = error.errors(include_url=False)
     first = next((each for each in details if each["type"] in _UNKNOWN), details[0])
     owner, field, path = _place(cls, first["loc"])
@@ -186,15 +186,15 @@ def _sentence(cls: type[Any], error: ValidationError, prefix: str) -> str:
         return f"unknown setting {name}; known here: {', '.join(known)}"
     if field is None or first["type"] == "dataclass_type":
         return f"{name} must be a section of settings"
-    # A value that may be several things failed as each of them; the last of them is not a word such as `auto`.
+    # A value of a union failed for each of its types; the last of them is not a keyword such as `auto`.
     last = [each for each in details if _place(cls, each["loc"])[2] == path][-1]
     return _refusal(last, field, name, path[-1], field.annotation)
 
 
 def _place(cls: type[Any], loc: tuple[int | str, ...]) -> tuple[Any, Any, tuple[str, ...]]:
-    """The section with the setting at that place, the setting's field, and its names from `cls` on.
+    """Return the section with the setting at `loc`, the setting's field, and its path of names from `cls`.
 
-    The field is None where the section has no such setting.
+    The field is None if the section has no such setting.
     """
     owner: Any = cls
     field: Any = None
@@ -233,14 +233,14 @@ def _refusal(detail: ErrorDetails, field: Any, name: str, key: str, kind: Any) -
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
-    """The words that a setting, or an item of a list, may be; none where it is no choice of words."""
+    """Return the allowed values of a setting, or of an item of a list; none if it has no fixed set of values."""
     if isinstance(kind, OneOf):
         return kind.words
     return next(filter(None, map(_choices, typing.get_args(kind))), ())
 
 
 def _of_number(kind: Any) -> Any:
-    """Returns the type of what may be auto if it is not, without its annotations."""
+    """Return the type of a value, without annotations; of a union with auto, its other type."""
     if typing.get_origin(kind) in (typing.Union, UnionType):
         kind = typing.get_args(kind)[1]
     return typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
@@ -253,6 +253,6 @@ def _kind_in_words(kind: Any) -> str:
         return "a mapping"
     if typing.get_origin(kind) is tuple:
         return "a list"
-    if typing.get_origin(kind) in (typing.Union, UnionType):  # of auto and something else
+    if typing.get_origin(kind) in (typing.Union, UnionType):  # auto and another type
         return f"auto or {_kind_in_words(_of_number(kind))}"
     return f"of type {kind.__name__}"

@@ -1,4 +1,4 @@
-"""Settings of the routers, of the objectives that requests are held to, and of the index in Redis."""
+"""Settings of the routers, of the SLO classes, and of the index in Redis."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ DEFAULT_CLASS = "default"
 
 @section("index")
 class IndexConfig:
-    """The index of cached prefixes and the leases of the processes, both kept in Redis."""
+    """Index of cached prefixes and leases of the processes, both stored in Redis."""
 
     redis_url: Annotated[HostPort, SECRET] = field(default="", repr=False)
     """redis://[USER:PASSWORD@]HOST:PORT/DB, rediss://... (TLS) or unix://PATH. Empty: `baton up` starts an embedded
-    one. A password in it does not go to workers through Ray: they have it from `redis_password_file`, or from
-    BATON_INDEX_REDIS_URL in the environment of their Ray node. For workers of this machine `baton up` writes the file
-    by itself."""
+    Redis. A password in the URL is not sent to workers through Ray: they read it from `redis_password_file`, or from
+    BATON_INDEX_REDIS_URL in the environment of their Ray node. For workers on this machine `baton up` writes that file
+    itself."""
     redis_password_file: String = ""
-    """File that holds Redis's password, instead of the one in `redis_url`. Every process reads it when it starts, so it
-    has the same path on every machine."""
+    """File with the password of Redis, as an alternative to a password in `redis_url`. Every process reads it when it
+    starts, so the path must be the same on every machine."""
     lease_s: Float = 10.0
-    """Duration of a lease. A process that has not renewed its lease for this long counts as gone."""
+    """Duration of a lease. A process that has not renewed its lease for this long is considered dead."""
     renew_s: Float = 1.0
     """Interval at which leases are renewed."""
     blocks_ttl_s: Float = 60.0
     """Time after which the block set of a dead worker is deleted."""
     stream_max_events: Int = 100_000
-    """Events in the stream of index changes that Redis keeps; a router that falls behind catches up from them."""
+    """Number of index changes that Redis keeps in its stream; a router that falls behind catches up from it."""
     poll_s: Float = 1.0
-    """Interval at which a router reads the leases."""
+    """Interval at which each router reads the leases."""
 
     @property
     def url(self) -> str:
-        """The URL of Redis with its password, to be connected to and not to be shown.
+        """URL of Redis with its password, for connecting only; never log or print it.
 
         Raises:
-            ConfigError: the password's file cannot be read, or the password is not known here.
+            ConfigError: the password's file cannot be read, or this process does not have the password.
         """
         if self.redis_password_file:
             return with_password(self.redis_url, read_password(self.redis_password_file))
@@ -75,132 +75,143 @@ class IndexConfig:
         return self.redis_url
 
     def for_workers(self) -> IndexConfig:
-        """What Ray may hold of it."""
+        """Return these settings without the password, as Ray may store them."""
         return replace(self, redis_url=without_password(self.redis_url))
 
 
 @section()
 class SloClassConfig:
-    """Objectives of the requests of one class, and the weights of their placement."""
+    """Objectives of the requests of one SLO class, and the weights of their placement."""
 
     ttft_ms: Milliseconds = 60_000.0
-    """Objective for the time to first token, in milliseconds. A request is refused if it is predicted to miss it
-    because of the requests ahead of it."""
+    """Objective for the time to first token, in milliseconds. A request is refused if it is predicted to miss the
+    objective because of the requests ahead of it."""
     itl_ms: Milliseconds = 1_000.0
-    """Objective for the mean time between tokens, in milliseconds. It limits how much of other prompts a worker
+    """Objective for the mean time between tokens, in milliseconds. It limits how many tokens of other prompts a worker
     computes in one step."""
     e2e_ms: Milliseconds = math.inf
-    """Objective for the time to the last token, in milliseconds; .inf: none. It counts for goodput and refuses no
-    request."""
+    """Objective for the time to the last token, in milliseconds; .inf: none. It counts towards goodput, and never
+    causes a refusal."""
     affinity_weight: Weight = 1.0
-    """Penalty for leaving a cached prefix: per token cached on another worker but not on the chosen one, as a multiple
-    of the time to compute that token. It keeps conversations together, so that the pool's caches hold fewer copies."""
+    """Placement penalty for not using a cached prefix: per token that is cached on another worker but not on the chosen
+    one, as a multiple of the time to compute that token. It keeps conversations on one worker, so that the pool's
+    caches hold fewer copies."""
     interference_weight: Weight = 0.02
-    """Penalty for computing a prompt where others decode: per sequence that the worker decodes, as a multiple of the
+    """Placement penalty for computing a prompt on a worker that decodes: per decoding sequence, as a multiple of the
     time to compute the prompt."""
 
 
 @section("router")
 class RouterConfig:
-    """A router: admission, placement and retries."""
+    """Router: admission, placement and retries."""
 
     id: String = "router-0"
     """Name of the router in Redis and in traces."""
     mode: Annotated[str, OneOf("auto", "disaggregated", "aggregated")] = "auto"
-    """auto, disaggregated (always prefill on a prefill worker) or aggregated (always on the decode worker)."""
+    """auto (decide per request), disaggregated (always prefill on a prefill worker) or aggregated (always prefill on
+    the decode worker)."""
     max_in_flight: AtLeastOne = 512
-    """Choices served at a time; further requests are refused."""
+    """Maximum number of choices served at a time; further requests are refused."""
     max_connections: AtLeastOne = 8192
-    """Connections of all clients, of HTTP and of gRPC each; further ones of HTTP get 503, of gRPC are closed. gRPC
-    never takes more than half of the files that the process may open."""
+    """Maximum number of client connections, for HTTP and for gRPC separately; further HTTP connections get 503, and
+    further gRPC connections are closed. gRPC never uses more than half of the files that the process may open."""
     max_connections_per_client: AtLeastOne = 1024
-    """HTTP connections from one address. All clients behind one proxy have its address."""
+    """Maximum number of HTTP connections from one address. All clients behind one proxy share its address."""
     max_streams_per_client: AtLeastOne = 1024
-    """Requests in progress of one client: on one gRPC connection, where further ones wait at the client, and from one
-    address over HTTP, where they get 429."""
+    """Maximum number of concurrent requests of one client: per gRPC connection, where further requests wait at the
+    client, and per address over HTTP, where further requests get 429."""
     stall_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = 30.0
-    """Time after which a client is ended that does not read its answer, or over HTTP, sends nothing of a body that it
-    has begun. An answer that is not read takes its place among `max_in_flight` only until its last token is computed,
-    and while requests are refused, or wait, for want of places, for 5 seconds."""
+    """Disconnect a client that has not read its response for this long, or that has sent nothing of an incomplete HTTP
+    request body for this long. An unread response counts against `max_in_flight` only until its last token is computed.
+    While the router is at capacity, a client that does not read is disconnected after 5 seconds if its response is
+    still being computed."""
     max_attempts: AtLeastOne = 4
-    """Consecutive failed attempts, with almost no progress in between, before the client gets the error."""
+    """Maximum number of consecutive failed attempts, with almost no progress in between, before the client gets the
+    error."""
     drain_timeout_s: Float = 5.0
-    """Time that requests in flight have to finish when the router ends."""
+    """Time that requests in flight have to finish when the router shuts down."""
     max_connection_age_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = math.inf
-    """Age at which a gRPC client is asked to reconnect; calls in progress continue. Behind a load balancer of
-    connections this spreads clients over all routers, and moves them off one that shuts down; .inf: never."""
+    """Age at which a gRPC client is asked to reconnect; calls in progress continue. Behind a load balancer that
+    balances connections, this spreads clients over all routers and moves them away from a router that shuts down. .inf:
+    never."""
     worker_wait_s: Float = 30.0
-    """Longest wait of an accepted request for a worker to become ready. A router that has lost all workers still
-    reports itself ready for this long."""
+    """Maximum time that an admitted request waits for a worker to become ready. A router that has lost all workers
+    continues to report itself ready for this long."""
     pull_above_tokens: AtLeastOne = 64
-    """Tokens by which another worker's cached prefix must be longer than that of the worker that computes the prompt,
-    before it is pulled. A number above the context window: never."""
+    """Minimum number of additional cached tokens that another worker's prefix must have, compared with the worker that
+    computes the prompt, before it is pulled. A number above the context window disables pulling."""
     slo_classes: Annotated[dict[str, SloClassConfig], JSON] = field(
         default_factory=lambda: {DEFAULT_CLASS: SloClassConfig()}
     )
-    """SLO classes by name; JSON in the environment. A tenant names its class (`router.admission.tenants`); one
-    without a class gets `default`. A request's own `slo` wins over its class."""
+    """SLO classes by name; JSON in the environment. A tenant names its class (`router.admission.tenants`); a tenant
+    without a class gets `default`. The `slo` of a request takes precedence over its class."""
     expected_output_floor: AtLeastOne = 64
-    """Fewest answer tokens for which a decode worker must have room before a prompt is computed. The estimate itself
-    is the 90th percentile of the tenant's answers so far, and never more than the request allows."""
+    """Minimum number of output tokens for which a decode worker must have room before a prompt is computed. The
+    estimate itself is the 90th percentile of the tenant's latest output lengths (of all tenants' until it has 16), and
+    never more than the request allows."""
     expected_output_default: AtLeastOne = 256
-    """Answer tokens that are assumed before a tenant's first answer, and reserved within its limits of tokens where a
-    request names no length."""
+    """Output length, in tokens, that a router assumes until it has seen 16 outputs. It is also the number of tokens
+    reserved within a tenant's token limits if a request gives no length."""
     default_max_tokens: Int = 0
-    """Answer length when a client gives none; 0: up to the context window."""
+    """Maximum output length of requests that give none; 0: up to the context window."""
     cache_secret: Secret = field(default="", repr=False)
-    """Secret that keys the tenants' cache scopes; equal on all routers. `baton up` draws one."""
+    """Secret that keys the tenants' cache scopes; it must be the same on all routers. `baton up` generates one."""
     tenants_file: String = ""
     """YAML file of the tenants and the SHA-256 of their API keys (`printf %s KEY | sha256sum`);
-    `router.admission.tenants` lists the fields. It is read again when it changes: a key that is added or withdrawn
-    holds within 2 s. Empty: every request is accepted, whatever key it carries."""
+    `router.admission.tenants` lists the fields. The file is reloaded when it changes: added and removed keys take
+    effect within 2 s. Empty: every request is accepted, with any key or none."""
     strict: Switch = False
-    """Whether routers refuse every field that no API knows. If not, they ignore such a field if it cannot change the
-    answer: null, an id, a mark for a cache (docs/http.md); the header x-baton-ignored names it. A tenant may have a
-    rule of its own (`strict` in the tenants' file)."""
+    """Refuse requests with fields that no API defines. If false, the router ignores an unknown field that cannot change
+    the output, such as null, an id or a cache hint (docs/http.md), and names it in the header x-baton-ignored. A tenant
+    can override this setting (`strict` in the tenants' file)."""
     allowed_hosts: Annotated[tuple[str, ...], COMMA_SEPARATED] = ()
-    """Names of hosts that HTTP requests may name, beside IP addresses, names of one word, `cluster.host`,
-    `cluster.advertise_host` and this machine's name; * stands for anything. Others are refused (421). Empty: all are
-    answered, but for requests over loopback where no tenants are configured: a website that has its name lead to a
-    laptop cannot ask the laptop's router in its visitor's name."""
+    """Accepted `Host` headers of HTTP requests, in addition to IP addresses, single-label names, `cluster.host`,
+    `cluster.advertise_host` and this machine's name; * matches any text. Requests with other hosts get 421. Empty: all
+    hosts are accepted, except for requests over loopback if no tenants are configured. This exception prevents
+    DNS-rebinding attacks on a router that runs on a laptop without authentication."""
     cors_origins: Annotated[tuple[str, ...], COMMA_SEPARATED] = ()
-    """Websites whose pages may ask this router from a browser, such as https://chat.example; * stands for anything.
-    Empty: no other website's page may."""
+    """Origins of websites that may call this router from a browser, such as https://chat.example; * matches any text.
+    Empty: no other website may call it."""
     keep_alive_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = 5.0
-    """Time after which an HTTP connection without a request is closed. Behind a load balancer that keeps connections it
-    has to be longer than the balancer's own time, or requests fail now and then."""
+    """Time after which an idle HTTP connection is closed. Behind a load balancer that reuses connections, it must be
+    longer than the balancer's own idle timeout; otherwise requests fail occasionally."""
     tls_certificate: String = ""
-    """PEM file of the certificate that clients see, on both ports. Empty: `cluster.tls_certificate`; without that,
-    clients speak plain text. It and the other files are read again when they change."""
+    """PEM file of the certificate that clients see, on both ports. Empty: `cluster.tls_certificate`; if that is empty
+    too, clients use plain text. The files of all these settings are reloaded when they change."""
     tls_key: String = ""
-    """PEM file of that certificate's key, without a password."""
+    """PEM file of the key of `tls_certificate`, without a password."""
     tls_client_certificates: Annotated[str, OneOf("off", "optional", "required"), ON_OFF] = "off"
-    """Whether clients present certificates: off, optional (over HTTP they may; gRPC cannot ask without insisting) or
-    required (all but probes and what else needs no API key). One that a tenant lists (`certificates` in the tenants'
-    file) stands for its API key."""
+    """Client certificates: off, optional (HTTP clients may present one; gRPC cannot request one without requiring it)
+    or required (all requests except probes and others that need no API key). A certificate that a tenant lists
+    (`certificates` in the tenants' file) replaces an API key."""
     tls_client_ca: String = ""
     """PEM file of the authorities that sign clients' certificates. Empty: `cluster.tls_ca`."""
     usage_log: String = ""
-    """File to which a line of JSON is appended for each request that was answered: whose it was and how many tokens it
-    used, never its text nor its key. Empty: none."""
+    """File to which a JSON line is appended for each request that got a response: its tenant and token counts, never
+    its text or key. Empty: none."""
 
     moderation: String = ""
-    """Function that judges answers, as MODULE:FUNCTION; docs/moderation.md says what it gets and returns. Empty:
-    answers are not judged."""
+    """Moderation function for outputs, as MODULE:FUNCTION; docs/moderation.md describes its arguments and result.
+    Empty: no moderation."""
     moderation_tokens: AtLeastOne = 32
-    """Tokens of an answer from one verdict to the next. They wait in the router until it has come."""
+    """Output tokens between two verdicts of the moderation function. The router holds them back until the verdict
+    arrives."""
     moderation_timeout_s: Annotated[float, Field(gt=0), NUMBER, Must.be("more than 0 seconds")] = 5.0
-    """Longest wait for a verdict."""
+    """Maximum wait for a verdict."""
     moderation_on_failure: Annotated[str, OneOf("end", "pass")] = "end"
-    """What becomes of an answer when the function raises or does not answer in time: end (it ends there, as after a
-    veto) or pass (it is shown so far)."""
+    """Handling of an output if the function raises or exceeds its timeout: end (stop the output there, as after a veto)
+    or pass (release the tokens that wait)."""
 
     def __post_init__(self) -> None:
         if DEFAULT_CLASS not in self.slo_classes:
             raise ConfigError(f"router.slo_classes must have a class {DEFAULT_CLASS!r}")
 
     def slo_class(self, name: str) -> SloClassConfig:
-        """Raises ConfigError for a name that is not among `slo_classes`; "" is the default one."""
+        """Return the SLO class of this name; "" is the default class.
+
+        Raises:
+            ConfigError: `slo_classes` has no class of this name.
+        """
         if (found := self.slo_classes.get(name or DEFAULT_CLASS)) is None:
             raise ConfigError(f"no SLO class is called {name!r}; router.slo_classes has {', '.join(self.slo_classes)}")
         return found

@@ -12,21 +12,21 @@ class TelemetryConfig:
     """Traces, logs and metrics of every process."""
 
     otlp_endpoint: HostPort = ""
-    """host:port of an OTLP gRPC receiver for traces; empty: spans are not exported."""
+    """host:port of an OTLP gRPC receiver for traces; empty: traces are not exported."""
     otlp_tls: Switch = False
-    """Whether that receiver is spoken to over TLS. `cluster.tls_ca` must have signed its certificate, and each process
-    shows its own; without those settings the system's authorities are believed."""
+    """Use TLS for that receiver. `cluster.tls_ca` must have signed its certificate, and each process presents its own
+    certificate; if those settings are empty, the system's authorities are trusted."""
     sample_ratio: Float = 1.0
-    """Share of the requests whose traces are exported. A client that brings a trace of its own does not raise it; one
-    that wants its trace unsampled gets that."""
+    """Share of requests whose traces are exported. A client's own trace cannot raise it; a client that marks its trace
+    as unsampled gets no trace."""
     host: String = "127.0.0.1"
-    """Address on which a router listens at `port`. Who reaches it needs no key to read the metrics."""
+    """Address on which a router listens at `port`. The metrics at this address need no key."""
     port: Port = 0
-    """Port of a router's `/metrics` and probes. Where tenants are configured it is the only one with `/metrics`, which
-    name the tenants; without tenants the HTTP port has them, too. 0: none."""
+    """Port for a router's `/metrics` and probes. If tenants are configured, `/metrics` is available at this port only,
+    because it names the tenants; otherwise the HTTP port serves it, too. 0: no such port."""
     log_level: Annotated[str, OneOf("debug", "info", "warning", "error", "critical")] = "info"
     """debug, info, warning, error or critical."""
     log_format: Annotated[str, OneOf("text", "json")] = "text"
-    """text, or json: one object per line, with the trace of the request that the line belongs to."""
+    """text, or json: one object per line, with the trace id of the request that the line belongs to."""
     vllm_aliases: Switch = False
-    """Also show metrics under vLLM's names where they exist, for dashboards and gateways that know those."""
+    """Also export metrics under vLLM's names if they exist there, for dashboards and gateways that expect them."""

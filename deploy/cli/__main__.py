@@ -1,4 +1,4 @@
-"""`python -m deploy.cli` is the `baton` command, also where no script of that name is installed."""
+"""`python -m deploy.cli`: the `baton` command, even if no script of that name is installed."""
 
 from deploy.cli import main
 

@@ -1,4 +1,4 @@
-"""The application: all commands, each of which is read when it is given; and errors as one sentence."""
+"""Application with all commands, which are imported on demand; it prints errors as one sentence."""
 
 from __future__ import annotations
 
@@ -16,77 +16,83 @@ from deploy.cli.options import print_error
 from deploy.say import say
 
 COMMANDS = {
-    "up": ("serve:up", "Serve a model on this machine: Redis, Ray, both pools and the routers. Ctrl-C ends all of it."),
+    "up": (
+        "serve:up",
+        "Serve a model on this machine: Redis, Ray, both pools and the routers. Ctrl-C stops everything.",
+    ),
     "run": (
         "serve:run",
-        "Run one part of a cluster in the foreground, as containers do. The parts find each other through Redis and "
-        "Ray.",
+        "Run one part of a cluster in the foreground, as containers do. Parts find each other through Redis and Ray.",
     ),
     "leave": (
         "serve:leave",
-        "Drain all workers of this machine; replacements start elsewhere first. Use it as a pod's preStop hook.",
+        "Drain all workers of this machine once replacements run elsewhere. Use it as a pod's preStop hook.",
     ),
     "keys": (
         "keys:keys",
-        "Write the keys that one member of a cluster needs, so that its processes never see the cluster's secret.",
+        "Derive the keys of one cluster member from the cluster's secret, so that its processes never see the secret.",
     ),
-    "generate": ("generate:generate", "Stream an answer to a prompt."),
-    "chat": ("chat:chat", "Talk with the model: each line is a message, answers are streamed."),
-    "scale": ("operate:scale_pool", "Set the number of workers in a pool. Workers that leave migrate their requests."),
+    "generate": ("generate:generate", "Generate text for a prompt, and stream it."),
+    "chat": ("chat:chat", "Chat with the model in the terminal. Each line is a message; replies are streamed."),
+    "scale": (
+        "operate:scale_pool",
+        "Set the number of workers in a pool. Workers that stop migrate their requests first.",
+    ),
     "drain": (
         "operate:drain",
-        "Remove a worker: its work goes to others, and another one takes its place. Waits until it is gone.",
+        "Drain a worker: its requests migrate to other workers, and a new worker replaces it. Waits until it is gone.",
     ),
-    "role": ("operate:role", "Move a worker and its cache to the other pool, and adjust the sizes of both pools."),
+    "role": ("operate:role", "Move a worker with its cache to the other pool, and adjust the sizes of both pools."),
     "status": (
         "operate:status",
         "Show the state of the cluster, or with --explain a request's timeline.",
     ),
     "requests": (
         "operate:requests",
-        "List the latest requests with their outcome and where their time went, without their content.",
+        "List the latest requests with their outcome and timing, without their content.",
     ),
     "logs": (
         "look:logs",
-        "Show what a worker or another part of the cluster has logged; without a name, list those that have a log.",
+        "Show the log of a worker or of another part of the cluster. Without a name, list the available logs.",
     ),
     "config": (
         "look:show_config",
-        "Show every setting, its value, and where that comes from: default, file, or environment variable.",
+        "Show every setting with its value and its source: default, file, or environment variable.",
     ),
     "autoscale": (
         "operate:autoscale",
-        "Measure a running cluster for a while, and show how the autoscaler would size its pools.",
+        "Measure a running cluster, and show how the autoscaler would size its pools.",
     ),
     "doctor": (
         "doctor:doctor",
-        "Check this machine, and the cluster if one runs, and say how to fix what is wrong.",
+        "Check this machine, and the cluster if one runs, and show how to fix each problem.",
     ),
     "bench": (
         "bench:bench",
-        "Replay a trace against a running cluster, in real time, and report what its clients saw.",
+        "Replay a trace against a running cluster in real time, and report goodput and latencies.",
     ),
     "simulate": (
         "simulate:simulate",
-        "Replay a trace in virtual time, under Baton's placement policy and under baseline policies.",
+        "Replay a trace in virtual time, with Baton's placement policy and with baseline policies.",
     ),
 }
-"""Where each command is, as module:function of `deploy.cli`, and the first sentence of its help. So a command reads its
-own module only, and `baton --help` none.
+"""Location of each command, as module:function in `deploy.cli`, and the first sentence of its help.
+
+So a command imports its own module only, and `baton --help` imports none.
 """
 
 
 def function_of(name: str) -> Callable[..., None]:
-    """Returns the function that is the command, from its module."""
+    """Import the module of a command, and return the command's function."""
     module, _, function = COMMANDS[name][0].partition(":")
     found: Callable[..., None] = getattr(importlib.import_module(f"deploy.cli.{module}"), function)
     return found
 
 
 class _Command(TyperCommand):
-    """A command by its name and first sentence; its options are read when it is given.
+    """Placeholder of a command with its name and first sentence; the options are imported when it is invoked.
 
-    The context that it makes is that of the whole command, which then runs.
+    Its context is the context of the real command, which then runs.
     """
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
@@ -97,7 +103,7 @@ class _Command(TyperCommand):
 
 
 class _Commands(TyperGroup):
-    """The group of all commands."""
+    """Group of all commands."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -129,8 +135,10 @@ def options(
 
 
 def main() -> None:
-    """Runs the command. An error of Baton's tree becomes one sentence and exit status 1, as does a package of an extra
-    that is not installed; a command that is not understood, one and exit status 2.
+    """Run the command of this process.
+
+    Print one sentence and exit with status 1 if it raises one of Baton's errors, or needs a package of an extra that is
+    not installed. Exit with status 2 if the command line cannot be parsed.
     """
     try:
         mistakes.main(app)

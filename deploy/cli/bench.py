@@ -1,4 +1,4 @@
-"""`baton bench`: a trace against a running cluster."""
+"""`baton bench`: replay a trace against a running cluster."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lab.traces.shape import TraceOptions
 
 @options_from_fields
 def bench(trace: TraceOptions, trust: TrustOptions, options: BenchOptions, as_json: AsJson = False) -> None:
-    """Replay a trace against a running cluster, in real time, and report what its clients saw.
+    """Replay a trace against a running cluster in real time, and report goodput and latencies.
 
-    The figures are those of `baton simulate`. Prompts share tokens where the
-    trace's share blocks; an answer has exactly the trace's length. Times count
-    from when a request was due. Requests that do not fit the model are cut or
-    left out, and counted. Ctrl-C ends it and shows what was measured until then.
-    Exit status 1: no request was served.
+    The report has the same figures as `baton simulate`. Prompts share tokens if
+    the trace's prompts share blocks; an output has exactly the trace's length.
+    Times are measured from the scheduled arrival of a request. Requests that
+    exceed the model's context are truncated or skipped, and counted. Ctrl-C stops
+    the replay and prints the results so far. Exit status 1: no request was served.
 
     baton bench conversation.jsonl.gz --scale 64 --seconds 60    suits a laptop
 
-    With --json it also reports the costs of steps, for `baton simulate --costs`.
+    With --json the report includes the costs of steps, for `baton simulate --costs`.
     """
     from lab.bench.command import run
 

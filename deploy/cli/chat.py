@@ -1,4 +1,4 @@
-"""`baton chat`: a conversation in the terminal."""
+"""`baton chat`: a chat in the terminal."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from deploy.operator.trust import TrustOptions
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """How answers are drawn; None: as the model recommends."""
+    """Sampling parameters of the replies; None: as the model recommends."""
 
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.", show_default="to its end")] = None
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum length of a reply, in tokens.", show_default="until the model stops")
+    ] = None
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 is greedy.")] = None
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None
+    seed: Annotated[int | None, typer.Option(help="Random seed for sampling.")] = None
 
     def given(self) -> dict[str, int | float]:
-        """Returns those that were given, by their names in every API."""
+        """Return the parameters that are set, by their names, which are the same in every API."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
@@ -31,13 +33,13 @@ def chat(
     options: AnswerOptions,
     address: Address = DEFAULT_ADDRESS,
     api_key: ApiKey = "",
-    system: Annotated[str, typer.Option(help="A system message to begin with.")] = "",
+    system: Annotated[str, typer.Option(help="System message.")] = "",
 ) -> None:
-    """Talk with the model: each line is a message, answers are streamed.
+    """Chat with the model in the terminal. Each line is a message; replies are streamed.
 
-    With --address http://HOST:PORT over HTTP, as OpenAI's clients do; with HOST:PORT over gRPC.
+    --address http://HOST:PORT uses HTTP, as OpenAI's clients do; HOST:PORT uses gRPC.
 
-    /exit or Ctrl-D ends it, /reset begins anew, Ctrl-C stops an answer.
+    /exit or Ctrl-D ends the chat, /reset starts a new one, Ctrl-C stops a reply.
     """
     from deploy.cli.conversation import converse
     from deploy.operator.client import Access

@@ -1,4 +1,4 @@
-"""`baton chat`: messages of the user, and their answers."""
+"""`baton chat`: reads messages and prints the replies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deploy.operator.talk import ANSWER_S, GrpcSpeaker, HttpSpeaker, Speaker
 from deploy.say import say
 
 EXIT, RESET, HELP = "/exit", "/reset", "/help"
-COMMANDS = f"{EXIT} or Ctrl-D ends it, {RESET} begins anew, Ctrl-C stops an answer, {HELP} shows this"
+COMMANDS = f"{EXIT} or Ctrl-D ends the chat, {RESET} starts a new one, Ctrl-C stops a reply, {HELP} shows this help"
 PROMPT = "> "
 
 
@@ -25,8 +25,8 @@ def converse(address: str, access: Access, options: Mapping[str, int | float], s
     Args:
         address: host:port for gRPC, a URL for HTTP.
         access: the API key and TLS for the router.
-        options: parameters of every answer, by their names in every API.
-        system: what the conversation begins with; empty: nothing.
+        options: sampling parameters of every reply, by their names, which are the same in every API.
+        system: system message; empty: none.
     """
     speaker: Speaker
     if is_url(address):
@@ -35,19 +35,19 @@ def converse(address: str, access: Access, options: Mapping[str, int | float], s
         speaker = GrpcSpeaker(Client(address, access.api_key, access.tls), options)
     with contextlib.closing(speaker):
         if sys.stdin.isatty():
-            import readline  # noqa: F401 - `input` then has a history and keys to edit with
+            import readline  # noqa: F401 - it gives `input` a history and editing keys
 
             console().print(COMMANDS, style="dim")
         talk(speaker, system, _line)
 
 
 def talk(speaker: Speaker, system: str, read_line: Callable[[], str | None]) -> None:
-    """Reads messages and prints their answers until there are no more, or one is /exit.
+    """Read messages and print the replies until the input ends, or a message is /exit.
 
     Args:
-        speaker: answers.
-        system: what the conversation begins with; empty: nothing.
-        read_line: returns the next line of the user; None: there is none.
+        speaker: client that gets the replies.
+        system: system message; empty: none.
+        read_line: returns the user's next line; None at the end of the input.
     """
     opening = [ChatMessage(role="system", content=system)] if system else []
     messages = list(opening)
@@ -65,7 +65,7 @@ def talk(speaker: Speaker, system: str, read_line: Callable[[], str | None]) -> 
 
 
 def _printed(speaker: Speaker, messages: list[ChatMessage]) -> str:
-    """Prints an answer as it comes, and returns what came of it; empty: none did, and the reason is printed."""
+    """Print a reply as it arrives, and return the text that arrived. Print the error if the reply fails."""
     pieces: list[str] = []
     try:
         for piece in speaker.answer(messages):
@@ -81,7 +81,7 @@ def _printed(speaker: Speaker, messages: list[ChatMessage]) -> str:
 
 
 def _line() -> str | None:
-    """The next line of standard input; None: it has ended, or Ctrl-C ended it."""
+    """Return the next line of standard input; None at its end, or after Ctrl-C."""
     try:
         return input(PROMPT if sys.stdin.isatty() else "")
     except (EOFError, KeyboardInterrupt):

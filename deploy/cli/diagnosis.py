@@ -1,4 +1,4 @@
-"""`baton doctor`: carries out the checks, again while one fails if that is asked for, and shows them."""
+"""`baton doctor`: runs the checks, with --wait repeatedly while one fails, and shows the results."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from deploy.terminal import Terminal
 
 
 def is_well(options: DoctorOptions, as_json: bool) -> bool:
-    """Carries out the checks, shows what they found, and returns whether none failed.
+    """Run the checks, print their results, and return True if none failed.
 
     Raises:
-        InvalidRequest: there is no such part.
+        InvalidRequest: `options.part` does not exist.
     """
     if options.part not in list(DoctorPart):
         raise InvalidRequest(f"--part must be one of {', '.join(DoctorPart)}; got {options.part!r}")
@@ -40,7 +40,7 @@ def _are_well(checks: list[Check]) -> bool:
 
 
 def _checks(options: DoctorOptions) -> list[Check]:
-    """What is found; of the machine and the cluster again while a check fails, for as long as that is asked for."""
+    """Run the checks. Repeat those of the machine and the cluster for `wait_s` seconds while one of them fails."""
     try:
         settings = baton_config.load(options.config)
     except ConfigError as error:
@@ -59,8 +59,8 @@ def _checks(options: DoctorOptions) -> list[Check]:
 
 
 def _endpoint(settings: baton_config.Config, options: DoctorOptions) -> Tls | None:
-    """How a router is spoken to: as the options say, else, if it is the configured one, as the settings do."""
+    """Return TLS as the options say; without TLS options, and for the configured router, as the settings say."""
     try:
         return options.read() or (None if options.address else own_endpoint_tls(settings))
     except ConfigError:
-        return None  # a check of the files says so
+        return None  # a check of the files reports the error

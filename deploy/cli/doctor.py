@@ -10,9 +10,9 @@ from deploy.cli.options import AsJson, options_from_fields
 
 @options_from_fields
 def doctor(options: DoctorOptions, as_json: AsJson = False) -> None:
-    """Check this machine, and the cluster if one runs, and say how to fix what is wrong.
+    """Check this machine, and the cluster if one runs, and show how to fix each problem.
 
-    Changes nothing. Exit status 1: a check failed.
+    The command changes nothing. Exit status 1: a check failed.
     """
     from deploy.cli.diagnosis import is_well
 

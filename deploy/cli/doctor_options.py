@@ -13,24 +13,26 @@ from deploy.operator.trust import TrustOptions
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorOptions(TrustOptions):
-    """What is checked, and how its routers let this client in."""
+    """Selection of the checks, and access to the routers."""
 
     address: Annotated[
-        str, typer.Option(help="The router, host:port. Default: as configured.", envvar="BATON_ADDRESS")
+        str, typer.Option(help="Address of the router, host:port. Default: as configured.", envvar="BATON_ADDRESS")
     ] = ""
     part: Annotated[
         str,
         typer.Option(
-            help="What to check: laptop, cluster, or what a router, controller or worker container needs to start."
+            help="Checks to run: laptop, cluster, or the requirements of a router, controller or worker container."
         ),
     ] = "laptop"
     model: Annotated[
         str,
         typer.Option(
-            help="Check only this model (a folder, a hub id or a name of the catalogue): how it is read, and "
-            "whether it can be served."
+            help="Check only this model (a folder, a hub id or a name from the catalogue): its files, and whether it "
+            "can be served."
         ),
     ] = ""
     config: ConfigFile = None
     api_key: ApiKey = ""
-    wait_s: Annotated[float, typer.Option("--wait", help="Seconds to repeat the checks until none fails.")] = 0.0
+    wait_s: Annotated[float, typer.Option("--wait", help="Seconds for which to repeat the checks while one fails.")] = (
+        0.0
+    )

@@ -1,4 +1,4 @@
-"""`baton generate`: stream an answer to a prompt."""
+"""`baton generate`: generate text for a prompt, and stream it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from deploy.cli.options import ClientOptions, options_from_fields
 
 @options_from_fields
 def generate(
-    text: Annotated[str, typer.Argument(help="The prompt.")],
+    text: Annotated[str, typer.Argument(help="Prompt.")],
     target: ClientOptions,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Maximum length of the output, in tokens.")] = 128,
     temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; 0 is greedy. Without it, the model's default.")
+        float | None, typer.Option(help="Sampling temperature; 0 is greedy. Default: the model's own.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling: the same one gives the same answer.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Send the text as a user's message in a chat.")] = False,
+    seed: Annotated[
+        int | None, typer.Option(help="Random seed for sampling: the same seed gives the same output.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user message of a chat.")] = False,
 ) -> None:
-    """Stream an answer to a prompt."""
+    """Generate text for a prompt, and stream it."""
     from deploy.operator.answer import print_answer, request_of
 
     request = request_of(text, chat=chat, max_tokens=max_tokens, temperature=temperature, seed=seed)

@@ -1,4 +1,4 @@
-"""What a user may do next, in words that work as they stand."""
+"""Hints for the user's next step: addresses, URLs and commands that can be copied."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ LOOPBACK = "127.0.0.1"
 
 
 def local_address(settings: Config) -> str:
-    """Returns where the router's gRPC is found on this machine, host:port."""
+    """Return the address of the router's gRPC port on this machine, host:port."""
     return f"{_local_host(settings)}:{settings.cluster.grpc_port}"
 
 
 def page_url(settings: Config) -> str:
-    """Returns the URL of the router's page, as this machine reaches it."""
+    """Return the URL of the router's page for a browser on this machine."""
     scheme = "https" if settings.router.tls_certificate or settings.cluster.tls_certificate else "http"
     return f"{scheme}://{_local_host(settings)}:{settings.cluster.http_port}/"
 
 
 def try_command(settings: Config, api_key: str = "") -> str:
-    """Returns the command that asks this cluster something, to be typed in another terminal of this machine.
+    """Return a `baton generate` command for this cluster, for another terminal on this machine.
 
     Args:
-        settings: those that the cluster runs under.
-        api_key: the key that the user has given; it is not shown. With tenants the command needs one in any case.
+        settings: the cluster's settings.
+        api_key: the user's API key, which is not shown. If tenants are configured, the command needs a key in any case.
     """
     words = [*_program(), "generate", "Hello"]
     if (address := local_address(settings)) != DEFAULT_ADDRESS:
@@ -50,7 +50,7 @@ def _local_host(settings: Config) -> str:
 
 
 def _program() -> list[str]:
-    """The words by which this program is called: `baton` if it is on the path, else where it is installed."""
+    """Return the command line of this program: `baton` if it is on the path, otherwise its full path."""
     if shutil.which("baton"):
         return ["baton"]
     installed = Path(sys.executable).with_name("baton")

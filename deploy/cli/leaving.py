@@ -1,4 +1,4 @@
-"""`baton leave`: reads the settings, and waits until `deploy.local.leave` is done."""
+"""`baton leave`: loads the settings, and runs `deploy.local.leave`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from deploy.local.parts import with_model
 
 
 def leave_machine(config: Path | None, timeout_s: float | None) -> None:
-    """Has the workers of this machine leave.
+    """Drain the workers of this machine, and wait until they are gone.
 
     Args:
-        config: the file of settings.
-        timeout_s: longest wait; None: time for a drain and a start.
+        config: settings file.
+        timeout_s: maximum wait; None: the time for one drain and one start.
 
     Raises:
-        Conflict: some of them are still there in the end.
+        Conflict: some workers are still on this machine after the timeout.
     """
     settings = loaded(config)
     if timeout_s is None:

@@ -1,4 +1,4 @@
-"""Commands that show what is there: settings and where they come from, and what the parts of a cluster log."""
+"""Commands that show the settings with their sources, and the logs of the parts of a cluster."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from deploy.say import say
 
 def show_config(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[SETTING]...", help="Sections or settings, such as cluster.")
+        list[str] | None,
+        typer.Argument(metavar="[SETTING]...", help="Sections or settings to show, such as cluster or cluster.host."),
     ] = None,
     config: ConfigFile = None,
-    changed: Annotated[bool, typer.Option("--changed", help="Only what is not the default.")] = False,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Show only settings that differ from the default.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show every setting, its value, and where that comes from: default, file, or environment variable.
+    """Show every setting with its value and its source: default, file, or environment variable.
 
-    Secrets are hidden. A setting of the file is section.field; in the environment it is BATON_SECTION_FIELD.
+    Secrets are hidden. A setting is section.field in the file, and BATON_SECTION_FIELD in the environment.
     """
     from baton import config as baton_config
 
@@ -51,16 +54,19 @@ def show_config(
 def logs(
     target: ClientOptions,
     part: Annotated[
-        str, typer.Argument(help="A worker's id; or a part that `baton up` runs here, such as router or controller.")
+        str,
+        typer.Argument(
+            help="A worker id, or a part that `baton up` runs on this machine, such as router-0 or controller."
+        ),
     ] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay, and show new lines until Ctrl-C.")] = False,
-    num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="The most lines of before.")] = 100,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new lines until Ctrl-C.")] = False,
+    num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of past lines to show.")] = 100,
     config: ConfigFile = None,
 ) -> None:
-    """Show what a worker or another part of the cluster has logged; without a name, list those that have a log.
+    """Show the log of a worker or of another part of the cluster. Without a name, list the available logs.
 
-    A worker's lines come through the router. Those of other parts are files of this machine; in containers
-    `docker compose logs` and `kubectl logs` have them.
+    The router serves the logs of workers. The logs of other parts are files on this machine; for containers, use
+    `docker compose logs` or `kubectl logs`.
     """
     from deploy.cli.part_logs import show
 
@@ -72,5 +78,5 @@ def _is_of(name: str, wanted: str) -> bool:
 
 
 def _value(value: object) -> str:
-    """A value as the environment would have it."""
+    """Return a value as an environment variable would contain it."""
     return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)

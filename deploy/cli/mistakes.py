@@ -1,4 +1,4 @@
-"""Commands that were typed wrongly: each gets one sentence, with what was probably meant."""
+"""Invalid command lines: prints one sentence for each, with a suggestion."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import typer
 from deploy.cli.options import print_error
 
 SAID_ELSEWHERE = {"launch": "up", "ls": "status", "ps": "status", "serve": "up", "start": "up"}
-"""Commands of other servers, and ours that do the same."""
+"""Commands of other servers, and Baton's commands that do the same."""
 WRONG_USE = 2
-"""Exit status of a command that was not understood."""
+"""Exit status for an invalid command line."""
 
 
 def run(app: typer.Typer, words: Sequence[str]) -> int:
-    """Runs the command, and returns its exit status. Words that are not understood become one sentence.
+    """Run the command, and return its exit status. Print one sentence if the command line is invalid.
 
     Args:
         app: the application.
-        words: the command line after the program's name; none: the help.
+        words: command line after the program's name; if empty, print the help.
     """
     try:
         status = app(list(words) or ["--help"], prog_name="baton", standalone_mode=False)
@@ -35,17 +35,17 @@ def run(app: typer.Typer, words: Sequence[str]) -> int:
 
 
 def main(app: typer.Typer) -> None:
-    """Runs the command of this process, and ends it."""
+    """Run the command of this process, and exit with its status."""
     sys.exit(run(app, sys.argv[1:]))
 
 
 def _sentence(error: Any) -> str:
-    """What was wrong, and where to look."""
+    """Return the error, and the command that shows help."""
     text = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
     if number := re.fullmatch(r"No such option: (-\d[\d.]*)", text):
-        text = f"{number[1]} is not possible: numbers here are 0 or more"
+        text = f"{number[1]} is not allowed: numbers must be 0 or more"
     if (wrong := re.match(r"No such command '(\w+)'", text)) and (ours := SAID_ELSEWHERE.get(wrong[1])):
         text = f"{wrong[0]}. Did you mean '{ours}'?"
     text = re.sub(r" \(Possible options: ([^),]+).*\)$", r"; did you mean \1?", text)
     command = error.ctx.command_path if error.ctx else "baton"
-    return text if text.endswith("?") else f"{text}; `{command} --help` shows what there is"
+    return text if text.endswith("?") else f"{text}; see `{command} --help`"

@@ -1,4 +1,4 @@
-"""Commands of an operator: they look at a running cluster and change it."""
+"""Commands of an operator, which show and change a running cluster."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from deploy.cli.options import (
 from deploy.operator.trust import TrustOptions
 from deploy.say import say
 
-WorkerId = Annotated[str, typer.Argument(help="The worker's id, as shown by `baton status`.")]
+WorkerId = Annotated[str, typer.Argument(help="Worker id, as shown by `baton status`.")]
 
 
 @options_from_fields
 def scale_pool(
     pool: Annotated[str, typer.Argument(help="prefill or decode.")],
-    num_workers: Annotated[int, typer.Argument(metavar="N", min=0, help="The number of workers it should have.")],
+    num_workers: Annotated[int, typer.Argument(metavar="N", min=0, help="Desired number of workers.")],
     target: ClientOptions,
     *,
-    wait: Annotated[bool, typer.Option(help="Wait until the pool has them.")] = True,
+    wait: Annotated[bool, typer.Option(help="Wait until the pool has this number of ready workers.")] = True,
     timeout_s: TimeoutS = 600.0,
     force: Annotated[
-        bool, typer.Option("--force", help="Even if they do not fit on the machine that has all workers.")
+        bool,
+        typer.Option("--force", help="Scale even if the workers would not fit in the memory or GPUs of their machine."),
     ] = False,
 ) -> None:
-    """Set the number of workers in a pool. Workers that leave migrate their requests.
+    """Set the number of workers in a pool. Workers that stop migrate their requests first.
 
-    Where all workers are on one machine, those that its memory or its GPUs have no
-    room for are refused.
+    If all workers run on one machine, a number that exceeds its memory or its GPUs
+    is refused.
     """
     from deploy.operator.orders import scale
 
@@ -60,7 +61,7 @@ def scale_pool(
 
 @options_from_fields
 def drain(worker: WorkerId, target: ClientOptions, timeout_s: TimeoutS = 600.0) -> None:
-    """Remove a worker: its work goes to others, and another one takes its place. Waits until it is gone."""
+    """Drain a worker: its requests migrate to other workers, and a new worker replaces it. Waits until it is gone."""
     from deploy.operator.orders import drain
 
     with contextlib.closing(target.client()) as client:
@@ -72,9 +73,9 @@ def role(
     worker: WorkerId,
     role: Annotated[str, typer.Argument(help="prefill or decode.")],
     target: ClientOptions,
-    force: Annotated[bool, typer.Option("--force", help="Even if that leaves its pool without a worker.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Change the role even if the pool becomes empty.")] = False,
 ) -> None:
-    """Move a worker and its cache to the other pool, and adjust the sizes of both pools."""
+    """Move a worker with its cache to the other pool, and adjust the sizes of both pools."""
     from deploy.operator.orders import set_role
 
     with contextlib.closing(target.client()) as client:
@@ -86,9 +87,7 @@ def status(
     target: ClientOptions,
     explain: Annotated[
         str,
-        typer.Option(
-            metavar="REQUEST", help="Show where the time of the request with this id went, and how it was placed."
-        ),
+        typer.Option(metavar="REQUEST", help="Show the timeline and the placement of the request with this id."),
     ] = "",
     live: Annotated[
         bool, typer.Option("--watch", help="Show goodput, latencies and workers, updated every second.")
@@ -101,7 +100,7 @@ def status(
         from deploy.terminal import Terminal
 
         if explain or target.as_json:
-            raise InvalidRequest("--watch shows a picture that changes; leave out --explain and --json")
+            raise InvalidRequest("--watch cannot be combined with --explain or --json")
         watch(target.address, Terminal(), Access(target.api_key, target.read()))
         return
     with contextlib.closing(target.client()) as client:
@@ -122,15 +121,15 @@ def status(
 @options_from_fields
 def requests(
     target: ClientOptions,
-    tenant: Annotated[str, typer.Option(help="Those of this tenant alone.")] = "",
-    slo_class: Annotated[str, typer.Option("--class", help="Those of this SLO class alone.")] = "",
+    tenant: Annotated[str, typer.Option(help="List only requests of this tenant.")] = "",
+    slo_class: Annotated[str, typer.Option("--class", help="List only requests of this SLO class.")] = "",
     outcome: Annotated[
         list[str] | None,
-        typer.Option(help=f"Those of which this became: {', '.join(OUTCOMES)}. Several times: any of these."),
+        typer.Option(help=f"List only requests with this outcome: {', '.join(OUTCOMES)}. May be repeated."),
     ] = None,
-    limit: Annotated[int, typer.Option(help="How many, at most.", min=1, max=MAX_LIMIT)] = DEFAULT_LIMIT,
+    limit: Annotated[int, typer.Option(help="Maximum number of requests.", min=1, max=MAX_LIMIT)] = DEFAULT_LIMIT,
 ) -> None:
-    """List the latest requests with their outcome and where their time went, without their content."""
+    """List the latest requests with their outcome and timing, without their content."""
     from deploy.operator.explain import print_requests
 
     with contextlib.closing(target.client()) as client:
@@ -142,24 +141,25 @@ def requests(
 def autoscale(
     trust: TrustOptions,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the decision and its reasons; there is no other mode.")
+        bool, typer.Option("--dry-run", help="Print the decision and its reasons. Required; no other mode exists.")
     ] = False,
     address: Address = DEFAULT_ADDRESS,
     api_key: ApiKey = "",
     seconds: Annotated[
-        float | None, typer.Option(help="Duration of the measurement.", show_default="autoscale.window_s", min=0.1)
+        float | None,
+        typer.Option(help="Duration of the measurement, in seconds.", show_default="autoscale.window_s", min=0.1),
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Repeat, window after window, with the cool-downs between changes.")
+        bool, typer.Option("--watch", help="Repeat for each window, with the cool-down after each change.")
     ] = False,
     config: ConfigFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a running cluster for a while, and show how the autoscaler would size its pools.
+    """Measure a running cluster, and show how the autoscaler would size its pools.
 
-    Objectives and bounds are those of the configuration: router.slo_classes (the
-    strictest) and autoscale. With autoscale.enabled, the cluster's controller
-    does it by itself.
+    Objectives and limits come from the configuration: router.slo_classes (the
+    strictest) and autoscale. If autoscale.enabled is set, the cluster's controller
+    scales the pools itself.
     """
     from baton import config as baton_config
     from deploy.operator.client import Client
@@ -167,7 +167,8 @@ def autoscale(
 
     if not dry_run:
         raise InvalidRequest(
-            "the controller changes the pools: start the cluster with BATON_AUTOSCALE_ENABLED=true, or give --dry-run"
+            "this command cannot change the pools: set --dry-run, or start the cluster with "
+            "BATON_AUTOSCALE_ENABLED=true so that the controller changes them"
         )
     settings = baton_config.load(config)
     with contextlib.closing(Client(address, api_key, trust.read())) as client:

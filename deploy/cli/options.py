@@ -1,4 +1,4 @@
-"""What commands have in common: where to print, the options that several of them take, and options from dataclasses."""
+"""Shared code of the commands: the console, common options, and options from dataclasses."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
 ApiKey = Annotated[
     str,
     typer.Option(
-        help="A tenant's key, if the cluster has tenants; an operator's for all but `generate`.",
+        help="API key. Commands other than `generate` and `chat` need an operator key if tenants are configured.",
         envvar="BATON_API_KEY",
         show_default=False,
     ),
 ]
-Address = Annotated[str, typer.Option(help="The router, host:port.", envvar="BATON_ADDRESS")]
+Address = Annotated[str, typer.Option(help="Address of the router, host:port.", envvar="BATON_ADDRESS")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
 TimeoutS = Annotated[
-    float, typer.Option("--timeout", help="Longest wait, in seconds. The order stands even if it is not done by then.")
+    float, typer.Option("--timeout", help="Seconds to wait. The change continues in the background after a timeout.")
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOptions(TrustOptions):
-    """How a command reaches the cluster, and how it answers."""
+    """Access of a command to the cluster, and its output format."""
 
     address: Address = DEFAULT_ADDRESS
     api_key: ApiKey = ""
     as_json: AsJson = False
 
     def client(self) -> Client:
-        """A new client; the caller closes it."""
+        """Return a new client, which the caller must close."""
         from deploy.operator.client import Client
 
         return Client(self.address, self.api_key, self.read())
@@ -52,7 +52,7 @@ class ClientOptions(TrustOptions):
 
 @functools.cache
 def console() -> Terminal:
-    """Standard error, for progress and errors; results go to standard output."""
+    """Return the console on standard error, for progress and errors; results go to standard output."""
     from deploy.terminal import Terminal
 
     return Terminal(stderr=True, soft_wrap=True, highlight=False)
@@ -64,10 +64,10 @@ def print_error(error: BaseException | str) -> None:
 
 
 def options_from_fields(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with every parameter that is a dataclass replaced by options, one for each annotated field.
+    """Decorate a command: replace each parameter that is a dataclass by one option per annotated field.
 
-    A field without an annotation of Typer's is no option and keeps its default. A field of type `tuple[X, ...]` becomes
-    an option that may be repeated.
+    A field without one of Typer's annotations keeps its default, and becomes no option. A field of type
+    `tuple[X, ...]` becomes an option that may be repeated.
     """
     hints = typing.get_type_hints(command, include_extras=True)
     groups = {name: kind for name, kind in hints.items() if is_dataclass(kind) and isinstance(kind, type)}
@@ -89,7 +89,7 @@ def options_from_fields(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _options(group: type[Any]) -> Iterator[tuple[Field[Any], Any]]:
-    """The fields of the dataclass that are options, and their annotations."""
+    """Yield the fields of the dataclass that are options, with their annotations."""
     hints = typing.get_type_hints(group, include_extras=True)
     for field in fields(group):
         if any(type(each).__module__.startswith("typer.") for each in getattr(hints[field.name], "__metadata__", ())):
@@ -106,7 +106,7 @@ def _parameter(field: Field[Any], kind: Any) -> inspect.Parameter:
 
 
 def _made(group: type[Any], values: dict[str, Any]) -> Any:
-    """A value of the dataclass, from its options, which leave `values`."""
+    """Return an instance of the dataclass from its options, and remove these from `values`."""
     found: Mapping[str, Any] = {field.name: _value(kind, values.pop(field.name)) for field, kind in _options(group)}
     return group(**found)
 

@@ -1,4 +1,4 @@
-"""`baton logs`: the lines of a worker, through the router, or of another part, from its file on this machine."""
+"""`baton logs`: log lines of a worker, from the router, or of another part, from its file on this machine."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from deploy.say import say
 
 
 def show(target: ClientOptions, part: str, num_lines: int, *, is_followed: bool, config: Path | None) -> None:
-    """Prints the last lines of a part, or the names of those that have a log.
+    """Print the last lines of a part's log, or the names of the parts that have one.
 
     Args:
-        target: the cluster, and how to answer.
-        part: a worker's id, or another part's name; empty: the names.
-        num_lines: the maximum number of past lines.
-        is_followed: whether to stay, and print new lines.
-        config: the file of settings, which may name the cache that has the files.
+        target: access to the cluster, and the output format.
+        part: worker id, or name of another part; empty: print the names.
+        num_lines: maximum number of past lines.
+        is_followed: print new lines until Ctrl-C.
+        config: settings file, which may set the cache folder of the log files.
     """
     access = Access(target.api_key, target.read())
     with contextlib.closing(target.client()) as client:
@@ -39,7 +39,7 @@ def show(target: ClientOptions, part: str, num_lines: int, *, is_followed: bool,
         more: Iterator[str]
         if part in files:
             if not routers:
-                found = f"no router answers at {target.address}; these lines are of the latest start: {files[part]}"
+                found = f"no router answers at {target.address}; showing the log of the latest start: {files[part]}"
                 console().print(found, style="dim", soft_wrap=True)
             lines, size = last_lines(files[part], num_lines)
             more = follow(files[part], size)
@@ -52,7 +52,7 @@ def show(target: ClientOptions, part: str, num_lines: int, *, is_followed: bool,
 
 
 def _routers(client: Client) -> list[int]:
-    """The process ids of the cluster's routers; none if no router answers: files can be read all the same."""
+    """Return the process ids of the cluster's routers; none if no router answers, as files can be read anyway."""
     try:
         return [router["pid"] for router in client.status()["routers"]]
     except BatonError:
@@ -70,7 +70,7 @@ def _list_logs(workers: list[dict[str, Any]], files: dict[str, Path], as_json: b
         say(json.dumps(found))
         return
     if not workers and not files:
-        raise NoWorker("no worker is known, and no `baton up` of this machine has left a log")
+        raise NoWorker("no worker is known, and no `baton up` on this machine has left a log")
     for worker in workers:
         say(f"{worker['id']}: a {worker['role']} worker")
     for name, path in files.items():

@@ -1,4 +1,4 @@
-"""Commands that start and end parts of a cluster: up, run, leave."""
+"""Commands that start and stop parts of a cluster: up, run, leave."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UpOptions:
-    """Settings of the cluster that have an option of their own; None: as configured."""
+    """Settings of the cluster that have a command line option; None: as configured."""
 
     prefill: Annotated[int | None, typer.Option(help="Number of prefill workers.", show_default="1")] = None
     decode: Annotated[int | None, typer.Option(help="Number of decode workers.", show_default="1")] = None
@@ -23,10 +23,10 @@ class UpOptions:
         int | None, typer.Option(min=1, help="Number of router processes behind one address.", show_default="1")
     ] = None
     ray_address: Annotated[
-        str | None, typer.Option(help="host:port of a Ray cluster to run the workers in, instead of a new one.")
+        str | None, typer.Option(help="host:port of an existing Ray cluster in which to run the workers.")
     ] = None
     model: Annotated[
-        str | None, typer.Option(help="A hub id, a local folder, or smollm2-135m-instruct (the default).")
+        str | None, typer.Option(help="Model: a hub id, a local folder, or smollm2-135m-instruct (the default).")
     ] = None
 
     def applied(self, settings: Config) -> Config:
@@ -43,12 +43,13 @@ _CLUSTER = ("prefill", "decode", "routers", "ray_address")
 def up(
     options: UpOptions,
     config: ConfigFile = None,
-    ask: Annotated[str | None, typer.Option(help="A prompt to answer once the cluster is ready.")] = None,
+    ask: Annotated[str | None, typer.Option(help="Prompt to send when the cluster is ready.")] = None,
     api_key: ApiKey = "",
 ) -> None:
-    """Serve a model on this machine: Redis, Ray, both pools and the routers. Ctrl-C ends all of it.
+    """Serve a model on this machine: Redis, Ray, both pools and the routers. Ctrl-C stops everything.
 
-    Prints `BATON READY grpc=HOST:PORT http=HOST:PORT` when it takes requests. Ports: BATON_GRPC_PORT, BATON_HTTP_PORT.
+    Prints `BATON READY grpc=HOST:PORT http=HOST:PORT` when it accepts requests. BATON_GRPC_PORT and BATON_HTTP_PORT set
+    the ports.
     """
     from deploy.cli.serving import serve
     from deploy.cli.settings import loaded
@@ -59,20 +60,22 @@ def up(
 def run(
     part: Annotated[
         str,
-        typer.Argument(metavar="PART", help="model: get the model into the cache, and end. router, controller: serve."),
+        typer.Argument(
+            metavar="PART", help="model: download the model into the cache, and exit. router, controller: serve."
+        ),
     ],
     config: ConfigFile = None,
     weights: Annotated[
-        bool, typer.Option(help="Of the part model: with its weights. A router and the controller need none.")
+        bool, typer.Option(help="For the part model: get the weights, too. Routers and the controller need none.")
     ] = True,
 ) -> None:
-    """Run one part of a cluster in the foreground, as containers do. The parts find each other through Redis and Ray.
+    """Run one part of a cluster in the foreground, as containers do. Parts find each other through Redis and Ray.
 
     Workers run on any Ray node with room: ray start --address=HEAD:6379 --resources='{"baton_worker": 1}'
 
-    A node takes workers of one pool only if it says so: --labels baton.dev/pool=decode
+    To reserve a node for one pool: --labels baton.dev/pool=decode
 
-    Ray runs them at the lowest priority unless the node has RAY_worker_niceness=0 in its environment.
+    Ray runs workers at the lowest CPU priority unless the node has RAY_worker_niceness=0 in its environment.
     """
     from deploy.cli.settings import loaded
     from deploy.local.part import part_named
@@ -85,12 +88,12 @@ def leave(
     config: ConfigFile = None,
     timeout_s: Annotated[
         float | None,
-        typer.Option("--timeout", help="Longest wait, in seconds.", show_default="time for a drain and a start"),
+        typer.Option("--timeout", help="Seconds to wait.", show_default="time for a drain and a start"),
     ] = None,
 ) -> None:
-    """Drain all workers of this machine; replacements start elsewhere first. Use it as a pod's preStop hook.
+    """Drain all workers of this machine once replacements run elsewhere. Use it as a pod's preStop hook.
 
-    Ends with status 1 if some of them are still there in the end.
+    Exit status 1: some workers are still running after the timeout.
     """
     from deploy.cli.leaving import leave_machine
 

@@ -17,12 +17,12 @@ from deploy.say import say
 
 
 def serve(settings: Config, ask: str | None, api_key: str) -> None:
-    """Runs a whole cluster until Ctrl-C.
+    """Run a whole cluster until Ctrl-C.
 
     Args:
-        settings: its settings.
-        ask: a prompt to answer once it is ready.
-        api_key: the key with which to ask.
+        settings: the cluster's settings.
+        ask: prompt to send when the cluster is ready; None: no prompt.
+        api_key: API key for that prompt.
     """
     asyncio.run(up(settings, console(), lambda ready: _on_ready(ready, ask, api_key)))
 
@@ -33,12 +33,12 @@ def _on_ready(settings: Config, ask: str | None, api_key: str) -> None:
     say(f"BATON READY grpc={address} http={cluster.host}:{cluster.http_port}")
     if ask is not None:
         _answer(settings, ask, api_key)
-    console().print(f"==> Page: {page_url(settings)}   Ctrl-C ends it all. In another terminal:", style="dim")
+    console().print(f"==> Page: {page_url(settings)}   Ctrl-C stops everything. In another terminal:", style="dim")
     console().print(f"    {try_command(settings, api_key)}", style="dim", markup=False)
 
 
 def _answer(settings: Config, ask: str, api_key: str) -> None:
-    console().print("==> A sample request, of 24 tokens:", style="dim")
+    console().print("==> Sample request, 24 tokens:", style="dim")
     console().print(ask, end="", style="bold", markup=False)
     try:
         with contextlib.closing(Client(local_address(settings), api_key, own_endpoint_tls(settings))) as client:

@@ -1,4 +1,4 @@
-"""The settings of a command that starts or ends parts of a cluster."""
+"""Settings of the commands that start or stop parts of a cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.telemetry import logs
 
 
 def loaded(config: Path | None) -> Config:
-    """Returns the settings, by which this process logs from now on."""
+    """Load the settings, configure logging as they say, and return them."""
     settings = baton_config.load(config)
     logs.configure(settings.telemetry.log_level, settings.telemetry.log_format)
     return settings

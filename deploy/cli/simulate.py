@@ -1,4 +1,4 @@
-"""`baton simulate`: a trace in virtual time."""
+"""`baton simulate`: replay a trace in virtual time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ def simulate(
     options: SimulateOptions,
     autoscale: Annotated[
         bool,
-        typer.Option("--autoscale", help="Size the pools, from the given ones on; see BATON_AUTOSCALE_* settings."),
+        typer.Option(
+            "--autoscale",
+            help="Autoscale the pools, starting from the given sizes; see the BATON_AUTOSCALE_* settings.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Replay a trace in virtual time, under Baton's placement policy and under baseline policies.
+    """Replay a trace in virtual time, with Baton's placement policy and with baseline policies.
 
-    Engines, schedulers and block pools are the production's. Steps cost what the
-    profile's roofline says, or what they have cost on a real cluster:
+    Engines, schedulers and block pools are the production code. The cost of a step
+    comes from the roofline of the profile, or from measurements on a real cluster:
 
     baton bench TRACE --scale 64 --json > bench.json
 

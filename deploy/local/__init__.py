@@ -1,13 +1,14 @@
-"""A cluster's parts on this machine: all of them (`baton up`), or one (`baton run`).
+"""Parts of a cluster on this machine: all of them (`baton up`), or one (`baton run`).
 
-up          starts the parts in order, restarts those that die, ends them
+up          starts the parts in order, restarts parts that die, stops them
 child       one child process: start, readiness, restart
-ray_cluster Ray and the controller among those processes
-child_log   what a child writes: into a file, and to the terminal
+ray_cluster Ray and the controller
+child_log   output of a child: to a file, and to the terminal
+part        names of the parts
 parts       one part in the foreground, as containers run it
-keys        files of keys for the members of a cluster
-leave       the workers of this machine leave the cluster
-log_files   what the parts on this machine have written
+keys        key files for the members of a cluster
+leave       drains the workers of this machine
+log_files   log files of the parts on this machine
 """
 
 __all__ = ["child", "child_log", "keys", "leave", "log_files", "part", "parts", "ray_cluster", "up"]

@@ -1,4 +1,4 @@
-"""Child processes of `baton up`, which starts them again when they die. They die with it, however it dies."""
+"""Child processes of `baton up`, which restarts them when they die. They die with it, even if it is killed."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ logger = logging.getLogger(__name__)
 RESTART_S = 0.5
 MAX_RESTART_S = 10.0
 MAX_DOUBLINGS = 8
-"""How often the wait doubles; by then it is MAX_RESTART_S."""
+"""Maximum number of times that the wait doubles; by then it has reached MAX_RESTART_S."""
 
 
 class Child:
-    """A child process that runs one of Baton's modules. Every method but `start` may be called before it has started.
+    """Child process that runs one of Baton's modules. Every method except `start` may be called before it has started.
 
     Start it from a thread that lives as long as this process: on Linux the child dies with that thread.
 
     Args:
-        name: its name in messages.
-        environment: beside our own, of which it does not get what `child_environment` keeps back.
-        on_orphaned: the signal that it gets when this process has ended.
-        awaits_line: it reads one line from its standard input, which `tell` gives; else it has ours.
-        log: takes what it writes; None: our own output does.
+        name: name in messages.
+        module: Python module to run.
+        arguments: arguments of every start.
+        environment: variables in addition to those of this process that `child_environment` passes on.
+        on_orphaned: signal that the child gets when this process has ended.
+        awaits_line: the child reads one line from its standard input, which `tell` sends; otherwise it inherits ours.
+        log: log of the child's output; None: the child writes to our own output.
     """
 
     def __init__(
@@ -63,15 +65,15 @@ class Child:
 
     @property
     def status(self) -> int | None:
-        """Exit status of the process; None: it runs, or has not started yet."""
+        """Exit status of the process; None: it is running, or has not started yet."""
         return self._process.returncode if self._process else None
 
     async def start(self, *arguments: str, ready_fd: int | None = None) -> None:
-        """Starts the process.
+        """Start the process.
 
         Args:
-            arguments: arguments for this start alone.
-            ready_fd: a descriptor that it inherits, passed as `--ready-fd`.
+            arguments: additional arguments for this start only.
+            ready_fd: descriptor that the process inherits, passed as `--ready-fd`.
         """
         report_to = ("--ready-fd", str(ready_fd)) if ready_fd is not None else ()
         self._began_s = time.monotonic()
@@ -85,8 +87,9 @@ class Child:
                 stdin=asyncio.subprocess.PIPE if self._awaits_line else None,
                 stdout=output,
                 stderr=output,
-                # Ctrl-C reaches us, and we end the children in order. In a group of its own, SIGTTOU would stop a child
-                # at the first line that it writes to our terminal after `stty tostop`.
+                # Ctrl-C must reach this process only, which then stops the children in order. The child is therefore in
+                # a separate process group. After `stty tostop` SIGTTOU would stop it at the first line that it writes
+                # to our terminal, so the child ignores that signal (`ignored` above).
                 process_group=APART,
             )
 
@@ -94,7 +97,7 @@ class Child:
             self._give_line()
 
     def tell(self, line: str) -> None:
-        """Gives the process its line, now if it runs, and whenever it is started from now on."""
+        """Send a line to the process, now if it is running, and again at each later start."""
         self._line = f"{line}\n".encode()
         if self._process is not None and self.status is None:
             self._give_line()
@@ -102,14 +105,15 @@ class Child:
     def _give_line(self) -> None:
         assert self._process is not None
         assert self._process.stdin is not None, "it awaits no line"
-        self._process.stdin.write(self._line)  # which fits into any pipe
+        self._process.stdin.write(self._line)  # cannot block: a line fits into any pipe
         self._process.stdin.close()
 
     async def start_and_listen(self) -> dict[str, Any]:
-        """Starts the process, and returns what it reports once it is ready.
+        """Start the process, and return its report when it is ready.
 
         Raises:
-            BatonError: the error that it reports instead; ConfigError: it ended without a report.
+            BatonError: the process reported this error instead.
+            ConfigError: the process ended without a report.
         """
         reading, writing = os.pipe()
         reader = asyncio.StreamReader()
@@ -132,33 +136,33 @@ class Child:
         return values
 
     async def ended(self) -> int:
-        """Returns the exit status of the process once it has ended."""
+        """Wait until the process has ended, and return its exit status."""
         assert self._process is not None, "it has not started yet"
         return await self._process.wait()
 
     async def last_words(self) -> str:
-        """Waits until the process has ended, and returns how, with what it wrote last and where the rest is."""
+        """Wait until the process has ended, and return a sentence with its status, last log line and log file."""
         return f"{self.name} ended with status {await self.ended()}{self._log.last_words if self._log else ''}"
 
     async def pause(self, reason: object) -> None:
-        """Waits before the next start: longer each time while it keeps failing."""
+        """Wait before the next start. The wait doubles with each consecutive failure."""
         self._num_failures = 0 if time.monotonic() - self._began_s > STABLE_S else self._num_failures + 1
         wait_s = min(RESTART_S * 2 ** min(self._num_failures, MAX_DOUBLINGS), MAX_RESTART_S)
         logger.warning("%s %s; starting it again in %g s", self.name, reason, wait_s)
         await asyncio.sleep(wait_s)
 
     async def keep(self) -> None:
-        """Starts it again whenever it ends, until cancelled."""
+        """Restart the process whenever it ends, until cancelled."""
         while True:
             await self.pause(f"ended with status {await self.ended()}")
             await self.start()
 
     async def stop(self, timeout_s: float, number: signal.Signals = signal.SIGTERM) -> None:
-        """Sends it a signal, then SIGKILL when it takes too long."""
+        """Send a signal to the process, and SIGKILL if it has not ended after `timeout_s`."""
         if self._process is None:
             return
         if self._process.stdin is not None:
-            self._process.stdin.close()  # ends what awaits its line, also where Python loses the signal in an import
+            self._process.stdin.close()  # ends a child that waits for its line, even if an import loses the signal
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
         try:

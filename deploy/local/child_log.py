@@ -1,6 +1,6 @@
-"""What a child process of `baton up` writes: all of it goes to a file, and its log lines to our terminal as well.
+"""Output of a child process of `baton up`: all of it goes to a file, and its log lines also to the terminal.
 
-A traceback, or what a library prints, would hide on a terminal what matters; the file has it.
+Tracebacks and the output of libraries are only in the file, because they would hide the log lines on a terminal.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from deploy.processes import last_line
 
 FOLLOW_S = 0.1
 LOGS = "logs"
-"""The part of the cache that is for them."""
+"""Folder in the cache for the logs."""
 KEPT = 10
-"""Folders of logs that are kept: the latest."""
+"""Number of log folders that are kept."""
 LOG_LINE = re.compile(r'(\(\S+ pid=\d+[^)]*\) )?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ \d+ |\{"timestamp": )')
-"""The beginning of a log line (`baton.telemetry.logs`), which Ray puts the worker's name before."""
+"""Start of a log line (`baton.telemetry.logs`). Ray prefixes the lines of workers with the worker's name."""
 
 
 def log_folder(cluster: ClusterConfig) -> Path:
-    """Makes the folder for the logs of this process's children. The oldest of processes that have ended are removed."""
+    """Create the folder for the logs of this process's children, and remove the oldest folders of ended processes."""
     logs = own_part(cache_dir(cluster), LOGS)
     make_own(logs)
     made = logs / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -43,11 +43,11 @@ def log_folder(cluster: ClusterConfig) -> Path:
 
 
 class ChildLog:
-    """The file of one child, over all of its starts.
+    """Log file of one child, over all of its starts.
 
     Args:
-        path: made where it is missing; what is there stays.
-        terminal: where log lines are shown; None: standard error.
+        path: log file; created if it is missing, otherwise appended to.
+        terminal: stream on which log lines are shown; None: standard error.
     """
 
     def __init__(self, path: Path, terminal: TextIO | None = None) -> None:
@@ -59,17 +59,17 @@ class ChildLog:
 
     @property
     def last_words(self) -> str:
-        """What the child wrote last and where the rest is, as the end of a sentence."""
+        """Last log line and path of the log file, as the end of a sentence."""
         line = last_line(self.path)
         return f"{': ' if line else ''}{line}; its log: {self.path}"
 
     def follow(self) -> None:
-        """Shows lines from now on, until `end`."""
+        """Show new log lines until `end` is called."""
         if self._following is None:
             self._following = asyncio.create_task(self._follow(), name=f"log of {self.path.stem}")
 
     async def end(self) -> None:
-        """Shows what is left."""
+        """Stop following, and show the remaining log lines."""
         if self._following is not None:
             self._following.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -78,7 +78,7 @@ class ChildLog:
             self.show_new()
 
     def show_new(self) -> None:
-        """Shows the log lines that have been written since the last call."""
+        """Show the log lines that were written since the last call."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._unread)
@@ -101,7 +101,7 @@ class ChildLog:
 
 
 def log_of(folder: Path | None, name: str) -> ChildLog | None:
-    """Returns the log of a child process in the folder; None: it writes to our own output."""
+    """Return the log of a child process in the folder; None without a folder: the child writes to our own output."""
     return ChildLog(folder / f"{name}.log") if folder else None
 
 

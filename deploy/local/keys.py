@@ -1,4 +1,4 @@
-"""Files of keys for the members of a cluster, derived from its secret."""
+"""Key files for the members of a cluster, derived from its secret."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from baton.errors import ConfigError
 from baton.trust import Principal, draw_secret, member_file, read_private, write_private
 
 FOLLOW_S = 2.0
-"""How often a followed secret is looked at, in seconds."""
+"""Interval at which a followed secret is checked, in seconds."""
 IN_ORDER = (Principal.WORKER, Principal.CONTROLLER, Principal.ROUTER, Principal.OPERATOR)
-"""The members, those that are called first: a new key signs once those who check it have it."""
+"""Order in which members get a new key. A member that is called gets it before the members that call it, because it
+must be able to verify the key before they sign with it."""
 logger = logging.getLogger(__name__)
 
 
 def write_keys(secret: Path, out: Path, member: Principal) -> None:
-    """Writes a member's file of keys.
+    """Write a member's key file.
 
     Raises:
-        ConfigError: the secret cannot be read, others may read it, it is none, or the file cannot be written.
+        ConfigError: the secret cannot be read, is readable by others, or is invalid, or the file cannot be written.
     """
     FollowedSecret(secret, {member: out}).write()
 
 
 def follow_secret(secret: Path, out: Path, member: Principal) -> None:
-    """Writes a member's file of keys, and again whenever the secret changes, until the process ends.
+    """Write a member's key file, and rewrite it whenever the secret changes, until the process ends.
 
-    A wrong secret changes nothing.
+    An invalid new secret is ignored.
 
     Raises:
-        ConfigError: at first, as `write_keys` raises it.
+        ConfigError: the first write fails, as for `write_keys`.
     """
     followed = FollowedSecret(secret, {member: out})
     followed.write()
@@ -43,14 +44,14 @@ def follow_secret(secret: Path, out: Path, member: Principal) -> None:
 
 
 def member_files(secret: str, folder: Path) -> FollowedSecret:
-    """Writes a file of keys for each member of a cluster of this machine.
+    """Write a key file for each member of a cluster on this machine.
 
     Args:
-        secret: file with the cluster's secret; empty: one is drawn, which only this process has.
-        folder: private to this user.
+        secret: file with the cluster's secret; empty: generate a secret, which only this process has.
+        folder: folder for the key files, private to this user.
 
     Raises:
-        ConfigError: the secret cannot be read, or is none.
+        ConfigError: the secret cannot be read, or is invalid.
     """
     files = {member: folder / f"{member}.keys" for member in Principal}
     followed = FollowedSecret(Path(secret) if secret else None, files)
@@ -59,13 +60,14 @@ def member_files(secret: str, folder: Path) -> FollowedSecret:
 
 
 class FollowedSecret:
-    """A cluster's secret, and the files of members that are derived from it.
+    """Secret of a cluster, and the members' key files that are derived from it.
 
     Attributes:
-        files: where the files of members are, or will be.
+        files: path of each member's key file.
 
     Args:
-        secret: file with the secret; None: one is drawn.
+        secret: file with the secret; None: generate a secret.
+        files: path of each member's key file.
     """
 
     def __init__(self, secret: Path | None, files: Mapping[Principal, Path]) -> None:
@@ -76,10 +78,10 @@ class FollowedSecret:
         self._complaint = ""
 
     def write(self) -> None:
-        """Writes the files if the secret has changed since the last time, or one of them is gone.
+        """Write the files if the secret has changed since the last call, or if one of them is missing.
 
         Raises:
-            ConfigError: the secret cannot be read, others may read it, it is none, or a file cannot be written.
+            ConfigError: the secret cannot be read, is readable by others, or is invalid, or a file cannot be written.
         """
         text = read_private(self._secret) if self._secret else self._drawn
         if text == self._written and all(path.exists() for path in self.files.values()):
@@ -91,7 +93,7 @@ class FollowedSecret:
         self._written = text
 
     def look(self) -> None:
-        """Does the same. A wrong secret changes nothing, and is reported once."""
+        """Call `write`. An invalid secret changes nothing, and is logged once."""
         try:
             self.write()
             self._complaint = ""
@@ -101,7 +103,7 @@ class FollowedSecret:
             self._complaint = str(error)
 
     async def keep(self) -> None:
-        """Keeps the files up to date until cancelled; what cleans temporary folders may take them."""
+        """Keep the files up to date until cancelled. A cleaner of temporary folders may delete them meanwhile."""
         while True:
             await asyncio.sleep(FOLLOW_S)
             self.look()

@@ -1,8 +1,9 @@
-"""`baton leave`: the workers of this machine leave the cluster before the machine does. A pod's preStop calls it.
+"""`baton leave`: drains the workers of this machine before it leaves the cluster. A pod's preStop hook runs it.
 
-Ray is asked to place nothing on this node any more, and the controller to drain the workers: others take their place
-and their work. A controller that restarts is waited for, as long as the workers have the time to drain without it: a
-signal to end has them drain, too, but nobody takes their place first. They get it at once if the whole cluster is gone.
+It asks Ray to place nothing on this node any more, and the controller to drain the workers. Replacements then start
+elsewhere first, and take over the requests. If the controller restarts, `leave` waits for it until the workers need the
+remaining time to drain without it. Then it sends them SIGTERM: they drain as well, but without replacements. It does so
+earlier if the whole cluster is gone.
 """
 
 from __future__ import annotations
@@ -35,30 +36,33 @@ from kvstore.leases import LeaseStore, RedisLeases
 logger = logging.getLogger(__name__)
 POLL_S = 0.5
 ORDER_S = 5.0
-"""Longest wait for the controller's answer."""
+"""Timeout for a call of the controller."""
 RAY_S = 5.0
-"""Longest wait for Ray's answer. Without a head, Ray cannot place anything; a new head is asked once it is there."""
+"""Timeout for Ray's reply. Without a head, Ray cannot place anything; a new head is asked as soon as it listens."""
 GONE_S = 30.0
-"""Time after which a cluster of which nothing is there counts as gone."""
+"""Time after which a cluster counts as gone if none of its parts can be found."""
 
 
 async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> list[str]:
-    """Has the workers leave, and returns those that are still here when the time is up.
+    """Drain the workers of this machine, and return the ids of those that are still running after the timeout.
 
-    Ray is asked first, or it might start new workers here.
+    Ray is asked first, because it might otherwise start new workers here.
 
     Args:
-        config: the configuration, with the model's revision and the address of Ray's head (`cluster.ray_address`).
+        config: configuration with the model's revision and the address of Ray's head (`cluster.ray_address`).
         hosts: addresses of this machine.
+        timeout_s: maximum wait.
 
     Raises:
-        ConfigError: the file of `cluster.secret` has no keys of an operator.
+        ConfigError: the file of `cluster.secret` has no operator keys.
     """
     keys = open_keys(config.cluster.secret, Principal.OPERATOR)
     deadline_s = time.monotonic() + timeout_s
     told_ray = asyncio.create_task(_tell_ray(hosts, config.cluster.ray_address, deadline_s))
     if not (await asyncio.wait([told_ray], timeout=RAY_S))[0]:
-        logger.warning("Ray's head at %s has not answered within %g s; going on", config.cluster.ray_address, RAY_S)
+        logger.warning(
+            "Ray's head at %s has not answered within %g s; continuing without it", config.cluster.ray_address, RAY_S
+        )
     here = workers_on(hosts)
     tls = member_tls(config.cluster)
     redis = RedisConnection(config.index.url, tls=tls)
@@ -68,7 +72,7 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
         there_s = time.monotonic()
         patient_until_s = max(deadline_s - config.cluster.drain_timeout_s, there_s + GONE_S)
         ordered: set[str] = set()
-        """Workers that have been ordered to end: a second order would end them undrained."""
+        """Workers that got SIGTERM: a second one would stop them before they have drained."""
         while here and time.monotonic() < deadline_s:
             controller, answers = await _controller(leases)
             if controller is not None or await _is_there(config.cluster.ray_address, answers):
@@ -86,7 +90,7 @@ async def leave(config: Config, hosts: Collection[str], timeout_s: float) -> lis
 
 
 def workers_on(hosts: Collection[str]) -> dict[str, psutil.Process]:
-    """The workers' processes that listen on one of those addresses, by worker id, recognised by their command lines."""
+    """Return the worker processes that listen on one of the addresses, by worker id. Command lines identify them."""
     found: dict[str, psutil.Process] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -97,7 +101,7 @@ def workers_on(hosts: Collection[str]) -> dict[str, psutil.Process]:
 
 
 def own_hosts() -> set[str]:
-    """Addresses of this machine: POD_IP where it is set."""
+    """Return the addresses of this machine; in a pod, POD_IP only."""
     if pod_ip := os.environ.get("POD_IP"):
         return {pod_ip}
     found = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
@@ -111,7 +115,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 async def _tell_ray(hosts: Collection[str], address: str, deadline_s: float) -> None:
-    """Asks Ray once its head listens: Ray's own client takes 40 s to find out that it does not."""
+    """Ask Ray to place nothing here, once its head listens: Ray's own client needs 40 s to detect that it does not."""
     while True:
         if await _listens(address):
             break
@@ -123,7 +127,7 @@ async def _tell_ray(hosts: Collection[str], address: str, deadline_s: float) -> 
 
 
 async def _controller(leases: LeaseStore) -> tuple[ControllerInfo | None, bool]:
-    """The controller, and whether Redis answers."""
+    """Return the controller, if one is known, and whether Redis answers."""
     try:
         return await leases.get_controller(), True
     except StoreUnavailable as error:
@@ -132,9 +136,10 @@ async def _controller(leases: LeaseStore) -> tuple[ControllerInfo | None, bool]:
 
 
 async def _is_there(ray_address: str, redis_answers: bool) -> bool:
-    """Whether there is a cluster, though no controller is known.
+    """Return True if the cluster still exists, although no controller is known.
 
-    A Redis outside outlives it. In Kubernetes a head that restarts has a name, its Service's, until the uninstallation.
+    Redis alone does not prove it, because an external Redis outlives the cluster. In Kubernetes, DNS knows the Service
+    of a restarting head until the release is uninstalled.
     """
     return await _listens(ray_address) or (redis_answers and await _has_name(ray_address))
 
@@ -150,7 +155,7 @@ async def _listens(address: str) -> bool:
 
 
 async def _has_name(address: str) -> bool:
-    """Whether the address' host is known."""
+    """Return True unless DNS reports that the host of the address does not exist."""
     try:
         await asyncio.get_running_loop().getaddrinfo(address.rpartition(":")[0], None)
     except socket.gaierror as error:
@@ -165,14 +170,14 @@ def _is_same(one: ControllerInfo, other: ControllerInfo) -> bool:
 async def _drain(
     here: Collection[str], controller: ControllerInfo, keys: KeyFile | None, tls: Tls | None = None
 ) -> bool:
-    """Asks for every worker, and returns whether the controller has taken it."""
+    """Ask the controller to drain each worker, and return True if it has accepted all of them."""
     try:
         async with channel(controller.address, tls) as link:
             for worker_id in here:
                 request = admin_pb2.DrainWorkerRequest(worker_id=worker_id)
                 proof = member_metadata(keys, "/baton.v1.Admin/DrainWorker", controller.incarnation)
                 await admin_pb2_grpc.AdminStub(link).DrainWorker(request, timeout=ORDER_S, metadata=proof)
-                logger.info("%s leaves", worker_id)
+                logger.info("draining %s", worker_id)
     except grpc.aio.AioRpcError as error:
         logger.warning("%s; asking again", from_rpc_error(error, f"the controller at {controller.address}"))
         return False

@@ -1,4 +1,4 @@
-"""What parts of a cluster on this machine write: `CACHE/logs/DATE-TIME-PID/PART.log`, a folder for each start."""
+"""Log files of a cluster's parts on this machine: `CACHE/logs/DATE-TIME-PID/PART.log`, one folder per start."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ POLL_S = 0.3
 
 
 def log_files(cache: Path, routers: Collection[int] = ()) -> dict[str, Path]:
-    """Returns the log of each part that a `baton up` of this machine has started; empty: none was.
+    """Return the log file of each part that one `baton up` on this machine has started; empty if there is none.
 
     Args:
-        cache: the folder in which its starts keep their logs.
-        routers: the process ids of a cluster's routers. The `baton up` is the one that has started one of them; without
-            any, it is the latest.
+        cache: cache folder, which contains the log folders.
+        routers: process ids of a cluster's routers, which select the `baton up` that started one of them. Empty: select
+            the latest one.
     """
     folders = sorted(path for path in own_part(cache, LOGS).glob("*") if path.is_dir())
     if routers:
@@ -31,7 +31,7 @@ def log_files(cache: Path, routers: Collection[int] = ()) -> dict[str, Path]:
 
 
 def _parent(pid: int) -> str:
-    """The id of the process that has started another one; empty: there is none of that id here."""
+    """Return the parent's id of a process; "" if no process here has this id."""
     try:
         return str(psutil.Process(pid).ppid())
     except psutil.Error:
@@ -39,18 +39,18 @@ def _parent(pid: int) -> str:
 
 
 def last_lines(path: Path, most: int) -> tuple[list[str], int]:
-    """The last lines of a file, and its size in bytes with them."""
+    """Return the last `most` lines of a file, and the file's size in bytes up to their end."""
     with path.open("rb") as file:
         lines = deque(file, most)
         return [_text(line) for line in lines], file.tell()
 
 
 def follow(path: Path, begin: int) -> Iterator[str]:
-    """Lines that are written from now on, until the caller stops. A file that becomes shorter is read anew.
+    """Yield new lines of a file until the caller stops. If the file becomes shorter, read it again from its start.
 
     Args:
-        path: the file.
-        begin: the number of bytes that are known.
+        path: log file.
+        begin: number of bytes at its start that are skipped.
     """
     rest = b""
     while True:

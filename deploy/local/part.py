@@ -1,4 +1,4 @@
-"""The parts of a cluster, by name."""
+"""Names of the parts that `baton run` starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ClusterPart(StrEnum):
 
 
 def part_named(name: str) -> ClusterPart:
-    """Returns the part. Raises InvalidRequest: there is none of that name; the message says how workers are started."""
+    """Return the part of this name. Raises InvalidRequest if there is none, with a hint on how to start workers."""
     if name in list(ClusterPart):
         return ClusterPart(name)
     if name == "worker":
@@ -24,4 +24,4 @@ def part_named(name: str) -> ClusterPart:
             "--resources='{\"baton_worker\": 1}'; `baton run` starts model, router and controller"
         )
     meant = nearest(name, list(ClusterPart)) or ", ".join(ClusterPart)
-    raise InvalidRequest(f"{name!r} is no part of a cluster; did you mean {meant}?")
+    raise InvalidRequest(f"{name!r} is not a part of a cluster; did you mean {meant}?")

@@ -1,11 +1,11 @@
 """`baton run PART`: one part of a cluster in the foreground, as a container runs it. `baton up` runs all of them.
 
-    model        gets the model into the cache folder, and ends
-    router       gRPC and HTTP; it needs configuration and tokenizer of the model, and no weights
-    controller   keeps the workers in the Ray cluster at `cluster.ray_address` as they should be; it needs no weights
+    model        downloads the model into the cache folder, and exits
+    router       gRPC and HTTP; it needs the model's configuration and tokenizer, but no weights
+    controller   maintains the workers in the Ray cluster at `cluster.ray_address`; it needs no weights
 
-Workers are not among them: Ray starts those on any node with room (`ray start --resources '{"baton_worker": 1}'`) that
-is not reserved for the other pool (`--labels baton.dev/pool=decode`).
+Workers are not among them: Ray starts workers on any node with room (`ray start --resources '{"baton_worker": 1}'`)
+that is not reserved for the other pool (`--labels baton.dev/pool=decode`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ RETRY_S = 0.5
 
 
 def run(part: ClusterPart, config: Config, console: Console, *, weights: bool = True) -> None:
-    """Becomes the process of that part; returns only for the model.
+    """Replace this process by the part's process; return only for the part `model`.
 
     Args:
-        weights: whether the part `model` gets them, too.
+        part: part to run.
+        config: configuration of the cluster.
+        console: shows the progress.
+        weights: the part `model` gets the weights, too.
 
     Raises:
-        ConfigError: a package is missing, or a setting on which the parts must agree, or Ray is not there in time.
+        ConfigError: a package or a setting that the parts must share is missing, or Ray does not listen in time.
         ModelLoadError: the model cannot be obtained.
     """
     if part is ClusterPart.CONTROLLER:
@@ -55,17 +58,21 @@ def run(part: ClusterPart, config: Config, console: Console, *, weights: bool = 
         _require(config.index.redis_url, "index.redis_url", "the Redis that all parts share")
         _require(cluster.name, "cluster.name", "the same whenever the controller starts")
         _require(cluster.state_file, "cluster.state_file", "a file that outlives the controller's process")
-        _require(cluster.ray_address, "cluster.ray_address", "host:port of the Ray cluster; a node has to be here")
+        _require(
+            cluster.ray_address,
+            "cluster.ray_address",
+            "host:port of the Ray cluster; this machine must be one of its nodes",
+        )
         await_port(cluster.ray_address, cluster.start_timeout_s)
         arguments = ("--cluster", cluster.name, "--state-file", cluster.state_file)
         _become("deploy.controller", arguments, config.for_controller())
 
 
 def with_model(config: Config, console: Console, *, weights: bool = True) -> Config:
-    """The configuration with the model's folder, name and revision; with weights also the draft model's folder.
+    """Return the configuration with the model's folder, name and revision; with weights also the draft model's folder.
 
     Raises:
-        ModelLoadError: one of them cannot be obtained.
+        ModelLoadError: a model cannot be obtained.
     """
     with ProgressDisplay(console) as progress:
         config = with_models(config, progress.update, weights=weights)
@@ -74,7 +81,7 @@ def with_model(config: Config, console: Console, *, weights: bool = True) -> Con
 
 
 def await_port(address: str, timeout_s: float) -> None:
-    """Waits until a process listens at the address. Raises ConfigError: none did in time."""
+    """Wait until a process listens at the address. Raises ConfigError if none does within the timeout."""
     host, _, port = address.rpartition(":")
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -96,7 +103,7 @@ def _require(value: str, name: str, what: str) -> None:
 
 
 def _become(module: str, arguments: tuple[str, ...], config: Config) -> NoReturn:
-    """Replaces this process by the module's, so that it gets signals and has its own exit status."""
+    """Replace this process by the module's process, which then gets the signals and sets the exit status."""
     sys.stdout.flush()
     sys.stderr.flush()
     environment = {**child_environment(os.environ), "BATON_CONFIG_JSON": config.to_json()}

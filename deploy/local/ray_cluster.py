@@ -1,4 +1,4 @@
-"""Ray and the controller, as `baton up` runs them: started, restarted when they die, and ended."""
+"""Ray and the controller under `baton up`, which starts, restarts and stops them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ from deploy.processes import UNJOINED
 
 logger = logging.getLogger(__name__)
 MOST_CHARACTERS = 24
-"""Longest path above Ray's folder: the system allows 107 characters for a socket, of which Ray takes about 70."""
+"""Maximum length of the path above Ray's folder: a socket path may have 107 characters, of which Ray uses about 70."""
 RAY = "ray"
 LOOPBACK = "127.0.0.1"
-"""Address of workers that are all on this machine."""
+"""Address of workers if all of them are on this machine."""
 
 
 @contextlib.contextmanager
 def rays_folder(logs: Path) -> Generator[Path]:
-    """A folder for Ray's sockets and logs, which stays until the next start: the last words of workers are there.
+    """Context manager: yields a folder for Ray's sockets and logs.
+
+    The folder stays until the next start, because it has the last log lines of workers.
 
     Args:
-        logs: gets a link to Ray's logs, `ray`.
+        logs: folder that gets a symbolic link `ray` to Ray's logs.
     """
     temporary = Path(tempfile.gettempdir())
     is_short = len(str(temporary)) <= MOST_CHARACTERS
@@ -44,13 +46,15 @@ def rays_folder(logs: Path) -> Generator[Path]:
 
 
 class RayCluster:
-    """The Ray head, unless another Ray is joined, and the controller of the workers in it.
+    """Ray head, unless an existing Ray cluster is joined, and the controller of its workers.
 
     Args:
-        keys: the files of the members' keys on this machine. Workers elsewhere have theirs at `cluster.secret`.
-        logs: folder for what its processes write; None: our own output takes it.
-        rays: folder for Ray's sockets and logs, below one that other users do not get into: Ray lets all users read
-            them; None: Ray's own place.
+        config: configuration of the cluster.
+        state_path: the controller's state file.
+        keys: key files of the members on this machine. Workers elsewhere have theirs at `cluster.secret`.
+        logs: folder for the output of the processes; None: they write to our own output.
+        rays: folder for Ray's sockets and logs; None: Ray's default. Ray makes them readable for all users, so its
+            parent folder must be closed to other users.
     """
 
     def __init__(
@@ -68,15 +72,15 @@ class RayCluster:
         if not self._joins:
             self._environment = {
                 "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps it on loopback
-                "RAY_AUTH_MODE": "token",  # others on this machine could run code in it otherwise
+                "RAY_AUTH_MODE": "token",  # otherwise other users of this machine could run code in it
                 "RAY_AUTH_TOKEN": secrets.token_hex(32),
-                "RAY_worker_niceness": "0",  # else 15: any other process of this machine would go before the workers
-                "RAY_memory_monitor_refresh_ms": "0",  # else it kills workers when others fill this machine's memory
+                "RAY_worker_niceness": "0",  # by default 15, with which any other process would get the CPU first
+                "RAY_memory_monitor_refresh_ms": "0",  # otherwise it kills workers when other programs fill the memory
             }
         self._name = config.cluster.name or f"baton-{secrets.token_hex(4)}"
         self._arguments = ("--cluster", self._name, "--state-file", str(state_path))
         self.awaited = "Ray"
-        """What a start that takes long waits for."""
+        """Name of what the start waits for, to be shown."""
         self._controllers_log = log_of(logs, "controller")
         workers = ("--workers", str(config.cluster.prefill + config.cluster.decode))
         place = ("--folder", str(rays)) if rays else ()
@@ -85,13 +89,13 @@ class RayCluster:
         )
         self._controller = self._controllers_child()
         self._was_started = False
-        """Whether workers were started; the controller may have ended since."""
+        """True once workers were started; the controller may have ended since."""
 
     async def start(self) -> None:
-        """Returns once every worker is ready.
+        """Start Ray and the controller, and return when every worker is ready.
 
         Raises:
-            ConfigError, ModelLoadError, WorkerFailed: something cannot run as configured.
+            ConfigError, ModelLoadError, WorkerFailed: a part cannot run as configured.
         """
         started = asyncio.create_task(self._controller.start_and_listen())  # it imports while Ray starts
         try:
@@ -101,11 +105,14 @@ class RayCluster:
             await started
         finally:
             await cancel_and_wait([started])
-        self.awaited = "the routers, which have to see the workers"
+        self.awaited = "the routers, which must discover the workers"
         self._was_started = True
 
     async def keep(self) -> None:
-        """Restarts Ray or the controller when one dies. Workers die with Ray; the controller then starts new ones."""
+        """Restart Ray or the controller when one of them dies, until cancelled.
+
+        Workers die with Ray; the controller then starts new ones.
+        """
         while True:
             controller = asyncio.create_task(self._controller.ended())
             head = None if self._joins else asyncio.create_task(self._head.ended())
@@ -120,7 +127,7 @@ class RayCluster:
                 await cancel_and_wait([controller] if head is None else [controller, head])
 
     async def stop(self) -> None:
-        """Ends the workers, the controller and, if it is ours, Ray."""
+        """Stop the workers, the controller and, unless an existing cluster was joined, Ray."""
         timeout_s = self._config.cluster.stop_timeout_s
         await self._controller.stop(timeout_s, signal.SIGINT)
         status = self._controller.status
@@ -129,14 +136,14 @@ class RayCluster:
         await self._head.stop(timeout_s)
 
     async def _end_workers(self, timeout_s: float) -> None:
-        """The controller has ended without them."""
+        """Stop the workers after the controller has ended without stopping them."""
         await self._controller.start("--end")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._controller.ended(), timeout_s)
         await self._controller.stop(timeout_s)
         if self._controller.status:
             logger.error(
-                "workers may be left in the Ray cluster at %s, in its namespace %s: they could not be ended",
+                "workers may still run in the Ray cluster at %s, in its namespace %s: they could not be stopped",
                 self._config.cluster.ray_address,
                 self._name,
             )
@@ -145,7 +152,7 @@ class RayCluster:
         reason = f"ended with status {status}"
         timeout_s = self._config.cluster.start_timeout_s
         while True:
-            await self._controller.stop(1, signal.SIGKILL)  # it waits for a Ray that will not come back
+            await self._controller.stop(1, signal.SIGKILL)  # it would wait for the Ray head that has ended
             await self._head.pause(reason)
             try:
                 async with asyncio.timeout(timeout_s):
@@ -161,7 +168,8 @@ class RayCluster:
 
     def _controllers_child(self) -> Child:
         cluster = self._config.cluster
-        # Ray of our own shows all logs itself. In another one workers outlive us, unless the controller ends them.
+        # An existing Ray cluster does not show us the workers' logs, so the controller does. There, workers outlive
+        # this process unless the controller stops them.
         arguments: tuple[str, ...] = ("--shows-logs",)
         if not self._joins:
             cluster = dataclasses.replace(cluster, secret=str(self._keys[Principal.CONTROLLER]))

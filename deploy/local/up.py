@@ -5,7 +5,7 @@
                  ── owns ──> controller                  keeps the workers, as actors of Ray
                  ── owns ──> Ray head ──> worker actors  engines
 
-Each is started again when it dies. Workers outlive the controller, but not their Ray. At the end the routers go first,
+Each is restarted when it dies. Workers outlive the controller, but not their Ray. At shutdown the routers stop first,
 so that requests in flight can finish; then the workers, Ray and Redis.
 """
 
@@ -49,18 +49,18 @@ from kvstore.leases import RedisLeases
 logger = logging.getLogger(__name__)
 REDIS_CHECK_S = 0.5
 SHOW_S = 5.0
-"""Interval of the lines that say what is waited for."""
+"""Interval of the lines that show what the start waits for."""
 
 
 OnReady = Callable[[Config], None]
-"""Called in a thread, with the settings that the cluster runs under, once every worker answers."""
+"""Callback, called in a thread with the cluster's final settings when every worker answers."""
 
 
 async def up(config: Config, console: Console, on_ready: OnReady) -> None:
-    """Runs a whole cluster until SIGINT or SIGTERM.
+    """Run a whole cluster until SIGINT or SIGTERM.
 
     Raises:
-        ConfigError, ModelLoadError: something cannot run as configured; what had started has ended again.
+        ConfigError, ModelLoadError: a part cannot run as configured; parts that had started have stopped again.
     """
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -93,7 +93,7 @@ async def _run(config: Config, console: Console, on_ready: OnReady) -> None:
         routers = [_router(config, number, keys.files, logs) for number in range(config.cluster.routers)]
         ray = RayCluster(config, state_path, keys.files, logs, rays)
         stack.push_async_callback(ray.stop)
-        # The routers end first: they give the requests in flight a moment to finish.
+        # Callbacks run in reverse order, so the routers stop first: they give requests in flight a moment to finish.
         stack.push_async_callback(_stop_all, routers, config.cluster.stop_timeout_s)
         for router in routers:
             await router.start()
@@ -113,7 +113,11 @@ async def _run(config: Config, console: Console, on_ready: OnReady) -> None:
 
 
 def _state_path(config: Config, folder: Path) -> Path:
-    """Returns the controller's state file: the operator's, else in `folder`; in the cache where workers outlive it."""
+    """Return the path of the controller's state file.
+
+    It is `cluster.state_file` if that is set. In an existing Ray cluster, whose workers may outlive this process, it is
+    a file in the cache; otherwise a file in `folder`.
+    """
     cluster = config.cluster
     if cluster.state_file:
         return Path(cluster.state_file)
@@ -126,7 +130,7 @@ def _state_path(config: Config, folder: Path) -> Path:
 
 
 def _with_sizes(config: Config) -> Config:
-    """The configuration with the pool sizes to begin with: those that `cluster.state_file` remembers, if there is one.
+    """Return the configuration with the initial pool sizes: those in `cluster.state_file`, if it has any.
 
     Raises:
         ConfigError: pools of these sizes cannot serve.
@@ -134,7 +138,7 @@ def _with_sizes(config: Config) -> Config:
     cluster, (desired, is_remembered) = config.cluster, starting_sizes(config)
     if is_remembered and (desired[Role.PREFILL], desired[Role.DECODE]) != (cluster.prefill, cluster.decode):
         logger.warning(
-            "%s asks for %d prefill and %d decode workers, which goes before --prefill %d --decode %d",
+            "%s sets %d prefill and %d decode workers, which overrides --prefill %d --decode %d",
             cluster.state_file,
             desired[Role.PREFILL],
             desired[Role.DECODE],
@@ -146,7 +150,7 @@ def _with_sizes(config: Config) -> Config:
 
 
 def _router(config: Config, number: int, keys: Mapping[Principal, Path], logs: Path | None = None) -> Child:
-    """Several share the ports."""
+    """Return the process of one router. Several routers share the ports."""
     config = dataclasses.replace(
         config, cluster=dataclasses.replace(config.cluster, secret=str(keys[Principal.ROUTER]))
     )
@@ -161,12 +165,12 @@ async def _stop_all(routers: list[Child], timeout_s: float) -> None:
 
 
 async def _unexpected_end(child: Child) -> None:
-    """Waits for the process to end, then raises ConfigError with its last words."""
+    """Wait until the process ends, then raise ConfigError with its status and last log line."""
     raise ConfigError(await child.last_words())
 
 
 async def _first_of(*works: Coroutine[Any, Any, None]) -> None:
-    """Waits until one of them has ended, cancels the others, and raises the error of that one."""
+    """Wait until one coroutine has ended, cancel the others, and raise its error if it failed."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -177,7 +181,7 @@ async def _first_of(*works: Coroutine[Any, Any, None]) -> None:
 
 
 async def _resolved(config: Config, console: Console) -> Config:
-    """The configuration with the model's folder, name and revision, and a secret."""
+    """Return the configuration with the model's folder, name and revision, and with `router.cache_secret` set."""
     config = await asyncio.to_thread(with_model, config, console)
     if config.router.cache_secret:
         return config
@@ -185,7 +189,7 @@ async def _resolved(config: Config, console: Console) -> Config:
 
 
 def _sized(config: Config, console: Console) -> Config:
-    """The configuration with the size of the KV pools, where it is known here."""
+    """Return the configuration with the size of the KV pools, if this process can determine it."""
     sized = start.require_model(config)
     if sized != config:
         console.print(f"==> {sized.engine.kv_cache_gib:.3g} GiB for each KV pool", style="dim")
@@ -193,7 +197,7 @@ def _sized(config: Config, console: Console) -> Config:
 
 
 def _with_redis(config: Config, folder: Path, stack: contextlib.AsyncExitStack, console: Console) -> Config:
-    """The configuration with a Redis that runs: the one it names, or an embedded one."""
+    """Return the configuration with the URL of a running Redis: the configured one, or an embedded one."""
     if config.index.redis_url:
         return config if config.cluster.ray_address else with_password_file(config, folder)
     redis = EmbeddedRedis(socket_path=folder / "redis.sock", parent=folder)
@@ -206,7 +210,7 @@ def _with_redis(config: Config, folder: Path, stack: contextlib.AsyncExitStack, 
 
 
 def with_password_file(config: Config, folder: Path) -> Config:
-    """The configuration with Redis's password in a file, where it was in the URL: our own processes read it there."""
+    """Return the configuration with a password of the Redis URL moved to a file, which our own processes read."""
     password = password_of(config.index.redis_url)
     if password is None or config.index.redis_password_file:
         return config
@@ -220,14 +224,14 @@ def with_password_file(config: Config, folder: Path) -> Config:
 
 
 async def _keep_redis(redis: EmbeddedRedis) -> None:
-    """Restarts Redis, empty, at the same address; workers and routers then publish again what they know."""
+    """Restart Redis whenever it dies, empty and at the same address. Members then publish their data again."""
     while True:
         await asyncio.sleep(REDIS_CHECK_S)
         if not redis.is_running:
             logger.warning("the embedded Redis has died; starting it again")
             try:
                 redis.stop()
-                redis.start()  # from this thread: it lives as long as the thread that started it
+                redis.start()  # from this thread: Redis dies with the thread that started it
             except ConfigError as error:
                 logger.error("%s", error)
 
@@ -241,13 +245,15 @@ def _not_ready(config: Config) -> ConfigError:
 
 
 async def _started(ray: RayCluster, config: Config, keys: KeyFile) -> None:
-    """Waits until every worker runs and the routers know them all.
+    """Wait until every worker runs and all routers know them.
 
     Args:
-        keys: those by which it knows what members have written to Redis.
+        ray: Ray and the controller, not started yet.
+        config: configuration of the cluster.
+        keys: keys that verify the members' values in Redis.
 
     Raises:
-        TimeoutError: it took longer than `cluster.start_timeout_s`.
+        TimeoutError: the start took longer than `cluster.start_timeout_s`.
     """
     async with asyncio.timeout(config.cluster.start_timeout_s):
         await ray.start()
@@ -264,7 +270,7 @@ async def _started(ray: RayCluster, config: Config, keys: KeyFile) -> None:
 
 
 async def _show_waiting(ray: RayCluster, console: Console) -> None:
-    """Shows every few seconds for how long it has been waited, and for what, until cancelled."""
+    """Show every few seconds how long the start has taken, and what it waits for, until cancelled."""
     began_s = time.monotonic()
     while True:
         await asyncio.sleep(SHOW_S)
@@ -272,10 +278,12 @@ async def _show_waiting(ray: RayCluster, console: Console) -> None:
 
 
 def is_whole(routers: Collection[RouterInfo], desired: Mapping[str, int], cluster: ClusterConfig) -> bool:
-    """Returns whether every router knows as many ready workers as there are to be.
+    """Return True if all routers of the cluster know the expected number of ready workers.
 
     Args:
-        desired: the pools' sizes. Orders are taken by now, so they may be smaller than at first.
+        routers: routers that Redis knows.
+        desired: current desired pool sizes. Operators may have lowered them since the start.
+        cluster: settings with the initial pool sizes and the number of routers.
     """
     expected = min(cluster.prefill + cluster.decode, sum(desired.values()))
     return sum(router.ready_workers >= expected > 0 for router in routers) >= cluster.routers

@@ -1,14 +1,15 @@
-"""What an operator does with a running cluster, over gRPC and HTTP.
+"""Client commands for a running cluster, over gRPC and HTTP.
 
-client       calls a router
-http_client    calls its HTTP port
-answer       a request for `baton generate`, and its answer as it comes
-talk         a chat, over either
+client       client of a router's gRPC port
+http_client  client of a router's HTTP port
+answer       `baton generate`: a request and its streamed response
+talk         `baton chat`: a chat over gRPC or HTTP
 explain      `baton requests` and `baton status --explain`
 orders       scale a pool, drain a worker, change a worker's role
-scrape       reads the metrics of every process
-worker_log   what a worker has written
-trust        the options of clients for TLS
+scrape       reads the metrics of a router
+tables       `baton status`
+worker_log   log of a worker
+trust        TLS options of client commands
 watch        `baton status --watch`
 """
 

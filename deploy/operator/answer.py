@@ -1,4 +1,4 @@
-"""`baton generate`: a request, and its answer as it comes."""
+"""`baton generate`: a request and its streamed response."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from deploy.say import say
 
 
 def request_of(text: str, *, chat: bool = False, **sampling: float | None) -> GenerateRequest:
-    """Returns the request for an answer to a text.
+    """Return the request for a prompt.
 
     Args:
-        text: the prompt.
-        chat: whether it is a user's message in a chat.
+        text: prompt.
+        chat: send the prompt as a user message of a chat.
         sampling: parameters by their names in `SamplingParams`; None: as the model recommends.
     """
     prompt: PromptInput = Chat(messages=(ChatMessage(role="user", content=text),)) if chat else Text(text)
@@ -25,7 +25,7 @@ def request_of(text: str, *, chat: bool = False, **sampling: float | None) -> Ge
 
 
 def print_answer(request: GenerateRequest, client: Client, as_json: bool) -> None:
-    """Prints the answer as it comes, or as one JSON document at its end."""
+    """Print the response as it arrives, or as one JSON document at its end."""
     chunks = []
     for chunk in client.generate(request):
         chunks.append(chunk)

@@ -1,4 +1,4 @@
-"""A client of the routers, over gRPC, for the commands of the CLI."""
+"""gRPC client of the routers, for the commands of the CLI."""
 
 from __future__ import annotations
 
@@ -27,61 +27,60 @@ T = TypeVar("T")
 STATUS_TIMEOUT_S = 10.0
 ORDER_TIMEOUT_S = 30.0
 ROLE_TIMEOUT_S = 600.0
-"""Longest change of role: the worker is drained first, within the cluster's own time limit."""
+"""Timeout for a change of role: the worker is drained first, within the cluster's own time limit."""
 FIRST_TRIES = 5
-"""Attempts to reach a router at all, and at least one for each address. A channel that was refused connects again no
-sooner than after 0.2 s and fails calls until then, so of these, three reach an address, within a second."""
+"""Attempts to reach a router before a stream has started; at least one for each address. A refused channel does not
+reconnect within 0.2 s and fails calls until then, so three of these attempts reach an address, within a second."""
 TRIES = 10
-"""Attempts in a row without a new message, once a stream has begun."""
+"""Consecutive attempts without a new message, after a stream has started."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
-"""Pauses between attempts; each is twice the one before."""
+"""First and longest pause between attempts; each pause is twice the previous one."""
 PLAIN_SCHEMES = ("http", "grpc")
 HTTP_IS_SPOKEN = "http1.x server"
-"""Words of gRPC's own about what answers."""
+"""Text in gRPC's error if an HTTP/1 server answers."""
 StatusJson = Mapping[str, Any]
 """A cluster's status, as `baton status --json` prints it."""
 CallMetadata = tuple[tuple[str, str], ...]
 
 
 def metadata_of(api_key: str) -> CallMetadata:
-    """Metadata of every call; none for an empty key. Raises InvalidRequest where the key cannot be sent."""
+    """Return the metadata of every call; none for an empty key. Raises InvalidRequest if the key cannot be sent."""
     if not (api_key.isascii() and api_key.isprintable()):
         raise InvalidRequest("the API key may hold printable ASCII characters only", "api_key")
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
 def host_port(address: str) -> str:
-    """Returns the address as gRPC takes it, without a scheme of plain text.
+    """Return the address as gRPC expects it, without a plain-text scheme such as http://.
 
     Raises:
-        InvalidRequest: it has no port, a number for one that is none, or the scheme of an encrypted address, for which
-            there is an option.
+        InvalidRequest: the address has no port, an invalid port, or a scheme that implies TLS, which --tls selects.
     """
     scheme, separator, rest = address.rpartition("://")
     bare = rest.rstrip("/")
     if scheme.lower() in ("https", "grpcs"):
         raise InvalidRequest(
-            f"{address}: an address is host:port; give {bare}, and --tls for an encrypted one", "address"
+            f"the address {address} must be host:port; set {bare}, and --tls for an encrypted connection", "address"
         )
     if has_no_port(bare):
-        raise InvalidRequest(f"{address}: a port is a number of 0 to {MAX_PORT}", "address")
+        raise InvalidRequest(f"the port of the address {address} must be a number of 0 to {MAX_PORT}", "address")
     if ":" not in bare:
-        raise InvalidRequest(f"{address}: an address is host:port, such as {bare or 'localhost'}:50051", "address")
+        raise InvalidRequest(f"the address {address} must be host:port, such as {bare or 'localhost'}:50051", "address")
     return bare if separator and scheme.lower() in PLAIN_SCHEMES else address
 
 
 def typed(error: grpc.RpcError, address: str) -> BatonError:
-    """The router's own error, or NoWorker, with gRPC's last words, when no router answers at `address`."""
+    """Return the router's own error, or NoWorker with the end of gRPC's message if no router answers at `address`."""
     if is_lost(error):
         details = error.details() or "no reason is known"
         if HTTP_IS_SPOKEN in details:
             return NoWorker(
-                f"{address} is a port of HTTP, and commands speak gRPC; give the port that stands after grpc= in the "
-                "line BATON READY (BATON_GRPC_PORT, 50051 if it is not set)"
+                f"{address} is an HTTP port, but this command uses gRPC; set the port after grpc= in the line BATON "
+                "READY (BATON_GRPC_PORT, 50051 by default)"
             )
         cause = details.rpartition(": ")[2]
         if "handshake failed" in details or cause == "Socket closed":
-            cause = "no agreement on TLS: look at --tls, --ca, --certificate and --key"
+            cause = "TLS handshake failed: check --tls, --ca, --certificate and --key"
         return NoWorker(
             f"no router answers at {address} ({cause}); start one with `baton up`, or name another with --address"
         )
@@ -90,45 +89,45 @@ def typed(error: grpc.RpcError, address: str) -> BatonError:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How routers let a client in."""
+    """Credentials of a client."""
 
     api_key: str = ""
-    """A tenant's; empty: none is sent."""
+    """API key of a tenant; empty: none is sent."""
     tls: Tls | None = None
-    """The authorities that are believed, and what is shown; None: plain text."""
+    """Trusted authorities, and the client's certificate; None: plain text."""
 
 
 OPEN = Access()
-"""How routers let everybody in."""
+"""Access without API key and TLS."""
 
 
 def opened(address: str, tls: Tls | None) -> grpc.Channel:
-    """Opens a client's channel to a router; the caller closes it."""
+    """Open a client's channel to a router; the caller must close it."""
     if tls is None:
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
     return grpc.secure_channel(address, tls.channel_credentials(), options=[*CHANNEL_OPTIONS, *tls.channel_options()])
 
 
 class Client:
-    """Calls a router. Every method raises the router's own typed errors, or NoWorker when none answers."""
+    """Client of one or several routers. Methods raise the router's own typed errors, or NoWorker if none answers."""
 
     def __init__(self, address: str, api_key: str = "", tls: Tls | None = None) -> None:
-        """Opens no connection yet.
+        """Create a client without connecting it.
 
         Args:
             address: host:port of one or several routers; several addresses are separated by commas.
-            api_key: the tenant's key, an operator's for all but `generate`; empty: none is sent, which suffices where
+            api_key: API key; all methods except `generate` need an operator key. Empty: none is sent, which suffices if
                 no tenants are configured.
-            tls: the authorities that are believed, and what is shown; None: plain text.
+            tls: trusted authorities, and the client's certificate; None: plain text.
 
         Raises:
-            InvalidRequest: an address is not host:port, or has a number for a port that is none.
+            InvalidRequest: an address is not host:port, or its port is invalid.
         """
         self._addresses = [host_port(each) for each in address.split(",")]
         self._metadata = metadata_of(api_key)
         self._channels = [opened(each, tls) for each in self._addresses]
         self._turn = 0
-        """Index of the address that is asked next: the one that answered last."""
+        """Index of the next address to call: the one that answered last."""
 
     @property
     def _address(self) -> str:
@@ -139,9 +138,9 @@ class Client:
         return self._channels[self._turn % len(self._channels)]
 
     def generate(self, request: GenerateRequest) -> Iterator[GenerateChunk]:
-        """The answer as one unbroken stream: after a lost connection another router continues it.
+        """Yield the response as one unbroken stream: after a lost connection, another router continues it.
 
-        A choice that has ended may appear once more, without tokens, in the message that carries the usage.
+        A choice that has finished may appear once more, without tokens, in the message with the usage.
         """
         request = request if request.request_id else replace(request, request_id=f"req-{uuid.uuid4().hex}")
         stream = _AnswerStream(request)
@@ -163,7 +162,7 @@ class Client:
                 failure = typed(error, address)
                 pause_s = min(FIRST_PAUSE_S * 2 ** (num_failures - 1), LONGEST_PAUSE_S)
                 if stream.has_begun and isinstance(failure, Overloaded):
-                    pause_s = max(pause_s, failure.retry_after_s)  # a refusal now would be a lost stream
+                    pause_s = max(pause_s, failure.retry_after_s)  # a second refusal would lose the stream
                 elif not is_lost(error):
                     raise failure from None
                 if num_failures >= tries:
@@ -178,27 +177,27 @@ class Client:
         stub = inference_pb2_grpc.InferenceStub(self._channels[turn % len(self._channels)])
         try:
             message = wire.generate_request(request)
-        except (ValueError, UnicodeError) as error:  # protobuf's own checks of ranges and of text
+        except (ValueError, UnicodeError) as error:  # protobuf checks ranges and text
             raise InvalidRequest(f"the request cannot be sent: {error}") from error
         return stub.Generate(message, metadata=self._metadata)
 
     def status(self) -> dict[str, Any]:
-        """`baton status --json`."""
+        """Return the cluster's status, as `baton status --json` prints it."""
         message = admin_pb2.GetStatusRequest()
         with self._admin() as admin:
             return wire.status_as_json(admin.GetStatus(message, timeout=STATUS_TIMEOUT_S, metadata=self._metadata))
 
     def explain(self, request_id: str) -> list[Explanation]:
-        """How a request's choices were placed; none: the router does not know it, or not any more."""
+        """Return the placement of each choice of a request; empty if the router does not know it, or no longer."""
         message = admin_pb2.ExplainRequest(request_id=request_id)
         with self._admin() as admin:
             return wire.explanations(admin.Explain(message, timeout=STATUS_TIMEOUT_S, metadata=self._metadata))
 
     def timelines(self, request_id: str) -> list[RequestTimeline]:
-        """The life of each call with this id, the latest first; none: no router knows it, or not any more.
+        """Return the timeline of each call with this id, the latest first; empty if no router knows it, or no longer.
 
-        Each router knows what it has served itself, so all addresses are asked; those that do not answer are passed
-        over where others do.
+        Each router knows only the requests that it served, so all addresses are called. Addresses that do not answer
+        are ignored if another one answers.
         """
         message = admin_pb2.ExplainRequest(request_id=request_id)
         answers = self._of_each(lambda admin, **how: admin.Explain(message, **how))
@@ -208,10 +207,10 @@ class Client:
     def requests(
         self, *, tenant: str = "", slo_class: str = "", outcomes: Sequence[str] = (), limit: int = DEFAULT_LIMIT
     ) -> list[RequestSummary]:
-        """The latest requests of all addresses, as `timelines` asks them, the latest first.
+        """Return the latest requests of the routers at all addresses, the latest first; see `timelines`.
 
         Args:
-            tenant, slo_class, outcomes: which are asked for; empty: all.
+            tenant, slo_class, outcomes: filters; empty: all requests.
         """
         message = admin_pb2.ListRequestsRequest(tenant=tenant, slo_class=slo_class, outcomes=outcomes, limit=limit)
         answers = self._of_each(lambda admin, **how: admin.ListRequests(message, **how))
@@ -219,7 +218,7 @@ class Client:
         return sorted(found, key=lambda each: -each.arrived_s)[:limit]
 
     def _of_each(self, ask: Callable[..., T]) -> list[T]:
-        """The answers of all addresses that answer. Raises the first one's error where none does."""
+        """Return the responses of all addresses that answer. Raises the error of the first address if none answers."""
         answers: list[T] = []
         failures: list[BatonError] = []
         for address, channel in zip(self._addresses, self._channels, strict=True):
@@ -233,25 +232,25 @@ class Client:
         return answers
 
     def scale(self, pool: str, num_workers: int, is_forced: bool = False) -> None:
-        """Orders a pool's size; `status` shows when the pool has it.
+        """Set the desired size of a pool, and return at once; `status` shows when the pool has reached it.
 
         Args:
             pool: prefill or decode.
-            num_workers: its new size.
-            is_forced: whether the order is taken even if the workers do not fit on the machine that has all of them.
+            num_workers: new size.
+            is_forced: accept the size even if the workers would not fit on the one machine that runs them all.
         """
         message = admin_pb2.ScalePoolRequest(pool=pool, desired=num_workers, force=is_forced)
         with self._admin() as admin:
             admin.ScalePool(message, timeout=ORDER_TIMEOUT_S, metadata=self._metadata)
 
     def drain(self, worker_id: str) -> None:
-        """Orders a worker to leave; `status` shows when it is gone."""
+        """Start draining a worker, and return at once; `status` shows when it is gone."""
         message = admin_pb2.DrainWorkerRequest(worker_id=worker_id)
         with self._admin() as admin:
             admin.DrainWorker(message, timeout=ORDER_TIMEOUT_S, metadata=self._metadata)
 
     def set_role(self, worker_id: str, role: str) -> None:
-        """Returns once the worker has the role."""
+        """Set a worker's role, and return when the worker has it."""
         message = admin_pb2.SetWorkerRoleRequest(worker_id=worker_id, role=role)
         with self._admin() as admin:
             admin.SetWorkerRole(message, timeout=ROLE_TIMEOUT_S, metadata=self._metadata)
@@ -269,23 +268,26 @@ class Client:
 
 
 class _AnswerStream:
-    """The part of an answer that has arrived, and the request for the rest when the connection is lost."""
+    """State of a response stream: the tokens that arrived, and the request for the rest after a lost connection."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self._request = request
         self._num_tokens = Counter(request.resume_from)
         self._ended: set[int] = set()
         self.rest = request
-        """The request for the missing part."""
+        """Request for the missing part."""
         self.has_begun = False
         self.is_whole = False
 
     def breaks(self) -> None:
-        """The connection is lost. Choice 0 is always named: the router that was lost may still serve the request."""
+        """Update `rest` after a lost connection.
+
+        Choice 0 is always named in it, because the lost router may still serve the request.
+        """
         self.rest = replace(self._request, resume_from={0: 0, **self._num_tokens})
 
     def new(self, chunk: GenerateChunk) -> GenerateChunk | None:
-        """The chunk; None if it only repeats that a choice has ended."""
+        """Record a chunk and return it; None if it only repeats that a choice has finished."""
         self.has_begun = True
         self.is_whole = chunk.usage is not None
         self._num_tokens[chunk.choice_index] += len(chunk.token_ids)

@@ -1,4 +1,4 @@
-"""What `baton requests` and `baton status --explain` print: which requests there were, and the life of one."""
+"""Output of `baton requests` and `baton status --explain`: a list of requests, and the timeline of one."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from deploy.say import say
 from deploy.terminal import Terminal
 
 LINE = 160
-"""Columns of the list of requests: their ids are whole, to be copied."""
+"""Columns of the list of requests: ids are not truncated, so that they can be copied."""
 
 
 def print_timelines(found: Sequence[RequestTimeline], request_id: str, as_json: bool) -> None:
-    """Prints the life of each call with this id, the latest first. Raises InvalidRequest if there is none."""
+    """Print the timeline of each call with this id, the latest first. Raises InvalidRequest if there is none."""
     if not found:
         raise InvalidRequest(
-            f"the router does not know a request {request_id!r}; it keeps the latest that it has served. Where "
-            "there are several routers, name them all: --address HOST:PORT,HOST:PORT"
+            f"the router does not know a request {request_id!r}; it keeps the latest that it has served. If there "
+            "are several routers, name them all: --address HOST:PORT,HOST:PORT"
         )
     if as_json:
         say(json.dumps([timeline_json(each) for each in found], indent=2))
@@ -44,17 +44,17 @@ def print_timelines(found: Sequence[RequestTimeline], request_id: str, as_json: 
 
 
 def print_requests(found: Sequence[RequestSummary], as_json: bool) -> None:
-    """Prints a list of requests."""
+    """Print a list of requests."""
     if as_json:
         say(json.dumps([summary_json(each) for each in found], indent=2))
         return
     out = Terminal(width=LINE)
     out.print(request_table(found))
-    out.print("one of them: baton status --explain REQUEST")
+    out.print("details of a request: baton status --explain REQUEST")
 
 
 def request_table(found: Sequence[RequestSummary]) -> Table:
-    """One row per request: what became of it, how long that took, and the stage to blame, or that took longest."""
+    """Return a table with one row per request: outcome, times, and the stage that is blamed or that took longest."""
     table = new_table("arrived", "outcome", "first (s)", "all (s)", "most of it in", "class", "tenant", "request")
     for each in found:
         spent_s = asdict(each.stages)
@@ -73,7 +73,7 @@ def request_table(found: Sequence[RequestSummary]) -> Table:
 
 
 def summary_lines(summary: RequestSummary) -> list[str]:
-    """Says what was asked, what became of it and how long that took."""
+    """Return lines with the outcome, the objectives, the token counts and the times of a request."""
     outcome = summary.outcome
     if summary.blamed_stage:
         outcome += f" because of {summary.blamed_stage}"
@@ -98,7 +98,7 @@ def summary_lines(summary: RequestSummary) -> list[str]:
 
 
 def event_table(timeline: RequestTimeline) -> Table:
-    """The events of a request, in order of time."""
+    """Return a table of a request's events, in chronological order."""
     table = new_table("at (s)", "what happened")
     has_several = timeline.summary.num_choices > 1
     for event in timeline.events:
@@ -110,7 +110,7 @@ def event_table(timeline: RequestTimeline) -> Table:
 
 
 def phase_table(phases: Sequence[TimelinePhase], total_s: float) -> Table:
-    """Where the time went: the phases in order, and what part of the whole they are."""
+    """Return a table of a request's phases in order, with their share of the total time."""
     table = new_table("from (s)", "to (s)", "seconds", "share", "stage")
     rows = [(f"{each.begin_s:.3f}", f"{each.end_s:.3f}", each.end_s - each.begin_s, each.stage) for each in phases]
     rows.append(("", "", sum(seconds for _, _, seconds, _ in rows), f"in all, of {total_s:.3f} s"))
@@ -134,7 +134,7 @@ def _print_placement(out: Terminal, placed: Explanation) -> None:
 
 
 def seconds_table(predicted: PlacementSeconds, measured: PlacementSeconds) -> Table:
-    """What was predicted of a placement beside what came of it, in milliseconds."""
+    """Return a table of the predicted and the measured times of a placement, in milliseconds."""
     table = new_table("(ms)", "wait", "room", "pull", "compute", "exposed", "step")
     for name, each in (("predicted", predicted), ("measured", measured)):
         seconds = (each.wait_s, each.room_s, each.pull_s, each.compute_s, each.exposed_s, each.step_s)
@@ -143,9 +143,9 @@ def seconds_table(predicted: PlacementSeconds, measured: PlacementSeconds) -> Ta
 
 
 def option_table(options: Sequence[Option]) -> Table:
-    """The workers that could have been chosen, the fastest to a first token first."""
+    """Return a table of the candidate workers, those with the earliest first token first."""
     table = new_table("worker (ms)", "role", "cached", "wait", "pull", "compute", "cost", "room", "exposed", "step")
-    table.collapse_padding = True  # else it is wider than 80 columns
+    table.collapse_padding = True  # otherwise the table is wider than 80 columns
     for option in options:
         seconds = (option.wait_s, option.pull_s, option.compute_s, option.cost_s)
         decoding = (option.room_s, option.exposed_s, option.step_s)

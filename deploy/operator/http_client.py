@@ -1,4 +1,4 @@
-"""Calls of a router over HTTP, for the commands of the CLI: JSON, and answers that are streamed as events."""
+"""HTTP client of a router, for the commands of the CLI: JSON documents and streamed events."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ DATA, END = "data:", "[DONE]"
 
 
 def is_url(address: str) -> bool:
-    """Whether an address names a router's HTTP port: http://HOST:PORT or https://HOST:PORT."""
+    """Return True if an address is the URL of an HTTP port: http://HOST:PORT or https://HOST:PORT."""
     return address.startswith(("http://", "https://"))
 
 
 class HttpClient:
-    """Calls the HTTP port of one router.
+    """Client of one router's HTTP port.
 
     Args:
         url: http://HOST:PORT or https://HOST:PORT.
-        access: how it lets this client in.
-        timeout_s: the longest wait for the next byte.
+        access: credentials of this client.
+        timeout_s: maximum wait for the next byte.
 
     Raises:
-        InvalidRequest: the URL is another one.
+        InvalidRequest: the URL has another form.
     """
 
     def __init__(self, url: str, access: Access, timeout_s: float) -> None:
@@ -49,12 +49,12 @@ class HttpClient:
             self._tls = access.tls or client_tls(is_on=True, ca="", certificate="", key="")
 
     def get(self, path: str) -> Any:
-        """The JSON document at a path. Raises the router's own errors, or NoWorker when none answers."""
+        """Return the JSON document at a path. Raises the router's own errors, or NoWorker if none answers."""
         with self._answer("GET", path, None) as answer:
             return json.loads(answer.read())
 
     def events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a streamed answer. Raises the router's own errors, or NoWorker when none answers."""
+        """Yield the events of a streamed response. Raises the router's own errors, or NoWorker if none answers."""
         with self._answer("POST", path, json.dumps(body).encode()) as answer:
             for line in answer:
                 text = line.decode().strip()
@@ -80,7 +80,7 @@ class HttpClient:
 
 
 def _error(status: int, body: bytes) -> BatonError:
-    """The router's own error, from its JSON."""
+    """Return the router's own error, from its JSON."""
     try:
         message = str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

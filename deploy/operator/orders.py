@@ -1,4 +1,4 @@
-"""Orders of an operator, and waiting until they are done."""
+"""Commands that change a cluster, and wait until the change is done."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def scale(
     as_json: bool,
     is_forced: bool = False,
 ) -> None:
-    """Sets a pool's size and waits for it.
+    """Set a pool's size, and wait until the pool has reached it.
 
     Args:
-        client: reaches a router.
-        console: shows how far it is.
+        client: client of a router.
+        console: shows the progress.
         pool: prefill or decode.
-        num_workers: its new size.
-        timeout_s: longest wait; 0: does not wait.
-        as_json: whether the result is one JSON document.
-        is_forced: whether the order is taken even if the workers do not fit on the machine that has all of them.
+        num_workers: new size.
+        timeout_s: maximum wait; 0: do not wait.
+        as_json: print the result as one JSON document.
+        is_forced: accept the size even if the workers would not fit on the one machine that runs them all.
 
     Raises:
-        Conflict: they do not fit, or it takes longer.
+        Conflict: the workers do not fit, or the timeout expired.
     """
     began_s = time.monotonic()
     client.scale(pool, num_workers, is_forced)
@@ -55,7 +55,7 @@ def scale(
     if timeout_s:
         _wait(client, console, progress, timeout_s)
     found = client.status()["pools"][pool]
-    # Routers hear of an order a moment later.
+    # Routers receive an order a moment later, so their desired size may still be the old one.
     _report(
         {"pool": pool, "desired": num_workers, "ready": found["ready"], "seconds": _since(began_s)},
         f"{pool}: {found['ready']} of {num_workers} ready, after {_since(began_s):.1f} s",
@@ -64,7 +64,7 @@ def scale(
 
 
 def drain(client: Client, console: Console, worker_id: str, timeout_s: float, as_json: bool) -> None:
-    """Has a worker leave, and waits. Raises Conflict when it is not gone within `timeout_s`."""
+    """Drain a worker, and wait until it is gone. Raises Conflict if that takes longer than `timeout_s`."""
     began_s = time.monotonic()
     before = _find(client.status(), worker_id)
     label = with_role(worker_id, before["role"] if before else "")
@@ -86,10 +86,10 @@ def drain(client: Client, console: Console, worker_id: str, timeout_s: float, as
 def set_role(
     client: Client, console: Console, worker_id: str, role: str, as_json: bool, *, is_forced: bool = False
 ) -> None:
-    """Moves a worker to the other pool.
+    """Move a worker to the other pool.
 
     Args:
-        is_forced: whether it may be the last one of its pool.
+        is_forced: allow the last ready worker of a pool to leave it.
 
     Raises:
         Conflict: it is the last one.
@@ -101,7 +101,7 @@ def set_role(
         pool = of_role[0]["role"]
         raise Conflict(
             f"{worker_id} is the only {pool} worker, so its pool would be empty; start another one first (`baton scale "
-            f"{pool} 2`), or give --force"
+            f"{pool} 2`), or set --force"
         )
     client.set_role(worker_id, role)
     _report(
@@ -121,13 +121,13 @@ def _wait(
                 is_done, sentence = progress(client.status())
             except InvalidRequest:
                 raise
-            except BatonError as error:  # a router that is started again
+            except BatonError as error:  # the router may be restarting
                 is_done, sentence = False, str(error)
             if is_done:
                 return
             if time.monotonic() > deadline:
                 raise Conflict(
-                    f"not done within {timeout_s:g} s ({sentence}); the order stands, `baton status` shows its progress"
+                    f"not done within {timeout_s:g} s ({sentence}); it continues, `baton status` shows the progress"
                 )
             shown.update(Text(sentence))
             time.sleep(POLL_S)

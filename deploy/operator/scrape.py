@@ -1,4 +1,4 @@
-"""Reads the metrics of a router, for the commands that show or check them."""
+"""Scraper of a router's metrics, for the commands that show or check them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from baton.tls import Tls
 from deploy.operator.client import OPEN, Access, metadata_of
 
 METRICS = "/api/metrics"
-"""Path of the HTTP port at which an operator reads what Prometheus reads at /metrics."""
+"""Path on the HTTP port at which operators read the metrics that Prometheus scrapes at /metrics."""
 NOWHERE = ("0.0.0.0", "[::]", "::", "")
-"""Hosts to listen on, which are no address to connect to."""
+"""Hosts to listen on that are not addresses to connect to."""
 
 
 class Sample(NamedTuple):
@@ -26,7 +26,7 @@ class Sample(NamedTuple):
 
 
 class Samples:
-    """One answer. A metric that is missing sums to 0: nothing of its kind has happened yet."""
+    """Samples of one scrape. A missing metric sums to 0: nothing of its kind has happened yet."""
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._by_name: dict[str, list[Sample]] = {}
@@ -34,7 +34,7 @@ class Samples:
             self._by_name.setdefault(sample.name, []).append(sample)
 
     def without(self, label: str) -> Samples:
-        """The samples without that label: there may be many of workers."""
+        """Return the samples that lack a label, for example without the many samples of workers."""
         return Samples(each for samples in self._by_name.values() for each in samples if label not in each.labels)
 
     def of(self, name: str, **labels: str) -> Iterator[Sample]:
@@ -46,31 +46,30 @@ class Samples:
         return sum(sample.value for sample in self.of(name, **labels))
 
     def by(self, label: str, name: str, **labels: str) -> Counter[str]:
-        """The sums for each value of a label."""
+        """Return the sum for each value of a label."""
         sums: Counter[str] = Counter()
         for sample in self.of(name, **labels):
             sums[sample.labels.get(label, "")] += sample.value  # type: ignore[assignment]
         return sums
 
     def buckets(self, name: str, **labels: str) -> dict[float, float]:
-        """A histogram's cumulative counts by upper bound, all its rows together."""
+        """Return a histogram's cumulative counts by upper bound, summed over its other labels."""
         sums = self.by("le", f"{name}_bucket", **labels)
         return dict(sorted((float(bound), count) for bound, count in sums.items()))
 
 
 def parse(text: str) -> Samples:
-    """The samples of an answer. Raises ValueError: it is not in Prometheus' text format."""
+    """Parse the body of a scrape. Raises ValueError if it is not in Prometheus' text format."""
     families = text_string_to_metric_families(text)
     return Samples(Sample(s.name, s.labels, s.value) for family in families for s in family.samples)
 
 
 class Scraper:
-    """Asks one router's HTTP port again and again over one connection: where several routers share a port, the answers
-    are then those of one of them.
+    """Scraper that uses one connection, so that all scrapes reach the same router if several routers share a port.
 
     Args:
-        addresses: host:port, the likeliest first; the first that answers is kept.
-        access: how routers let this client in: by an operator's key.
+        addresses: host:port candidates, the likeliest first; the first that answers is kept.
+        access: credentials of this client, with an operator key.
     """
 
     def __init__(self, addresses: Iterable[str], access: Access = OPEN, timeout_s: float = 2.0) -> None:
@@ -80,7 +79,7 @@ class Scraper:
         self._connection: http.client.HTTPConnection | None = None
 
     def read(self) -> Samples:
-        """The router's metrics. Raises NoWorker: none of the addresses answers with metrics."""
+        """Scrape the router. Raises NoWorker if none of the addresses answers with metrics."""
         reasons = []
         for address in self._addresses:
             try:
@@ -110,7 +109,7 @@ class Scraper:
 
 
 def http_connection(address: str, timeout_s: float, tls: Tls | None) -> http.client.HTTPConnection:
-    """Opens, at its first request, a connection to host:port. Raises ValueError: it is none."""
+    """Return a connection to host:port, which opens at its first request. Raises ValueError for an invalid address."""
     host, port = split(address)
     if tls is None:
         return http.client.HTTPConnection(host, port, timeout=timeout_s)
@@ -118,16 +117,18 @@ def http_connection(address: str, timeout_s: float, tls: Tls | None) -> http.cli
 
 
 def split(address: str) -> tuple[str, int]:
-    """host:port, where the host may be an IPv6 address in brackets. Raises ValueError: it is none."""
+    """Split host:port. The host may be an IPv6 address in brackets. Raises ValueError for an invalid address."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
-        raise ValueError(f"{address!r} is no HOST:PORT")
+        raise ValueError(f"{address!r} is not HOST:PORT")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def seen_from(announced: str, asked: str) -> list[str]:
-    """Addresses to try for an announced one, for a client that reached the router's gRPC port at `asked`: the announced
-    one, and its port on the asked host, since the announced host may be known in the cluster only.
+    """Return the addresses to try for a port that a router announces, for a client that reached it at `asked`.
+
+    They are the announced address, and its port on the host of `asked`, because the announced host may be known only
+    inside the cluster.
     """
     host, _, port = announced.rpartition(":")
     asked_host = asked.rpartition(":")[0]

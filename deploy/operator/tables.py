@@ -1,4 +1,4 @@
-"""The tables of `baton status`. They fit 80 columns."""
+"""Tables of `baton status`, which fit into 80 columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deploy.terminal import Terminal
 
 
 def print_status(report: dict[str, Any]) -> None:
-    """Prints the report of `Client.status`."""
+    """Print the report of `Client.status`."""
     out = Terminal(soft_wrap=True)
     workers = in_order(report["workers"])
     out.print(worker_table(workers))
@@ -36,22 +36,22 @@ def print_status(report: dict[str, Any]) -> None:
 
 
 def garbage_lines(redis: dict[str, Any]) -> list[str]:
-    """Values in Redis that the router could not read: one line per kind."""
+    """Return one line per kind of values in Redis that the router could not read."""
     return [f"  {each['what']} skipped {each['times']} times: {each['latest']}" for each in redis["garbage"]]
 
 
 def in_order(workers: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Workers as they are shown: those of the prefill pool first, each pool's by their numbers."""
+    """Return the workers in display order: the prefill pool first, and each pool ordered by worker number."""
     return sorted(workers, key=lambda worker: (worker["role"] != Role.PREFILL, natural_key(worker["id"])))
 
 
 def natural_key(text: str) -> list[tuple[int, str]]:
-    """A key by which worker-2 comes before worker-10."""
+    """Return a sort key by which worker-2 comes before worker-10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)]
 
 
 def engine_lines(workers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The engines and samplers that compute: one line for each pair, with its workers."""
+    """Return one line for each combination of engine and sampler, with its workers."""
     pairs: dict[tuple[str, str], list[str]] = {}
     for worker in workers:
         pairs.setdefault((worker["engine"], worker["sampler"]), []).append(with_role(worker["id"], worker["role"]))
@@ -62,15 +62,13 @@ def engine_lines(workers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def computes_of(worker: Mapping[str, Any]) -> Computes:
-    """What a worker of `baton status --json` computes with."""
-    values = worker.get("computes")  # a router of an older release gives none
+    """Return the hardware and the software with which a worker of `baton status --json` computes."""
+    values = worker.get("computes")  # missing in the status of an older release
     return Computes(**values | {"fallbacks": tuple(values["fallbacks"])}) if values else Computes()
 
 
 def computing_lines(workers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What workers compute with: one line for all that have it in common, and one for each thing that is slower than it
-    could be.
-    """
+    """Return one line for each group of workers that compute alike, and one for each of its slower fallbacks."""
     alike: dict[Computes, list[str]] = {}
     for worker in workers:
         alike.setdefault(computes_of(worker), []).append(with_role(worker["id"], worker["role"]))
@@ -82,7 +80,7 @@ def computing_lines(workers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def link_lines(workers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Open connections of all workers by kind, in one line. Each has two ends."""
+    """Return one line with the open connections of all workers by kind, counted on both sides."""
     ends: Counter[str] = Counter()
     for worker in workers:
         for each in worker["links"]:
@@ -91,7 +89,7 @@ def link_lines(workers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
-    """One row per worker, with its KV blocks. A failed self-check is shown with the state.
+    """Return a table with one row per worker and its KV blocks. A failed self-check is shown with the state.
 
     Args:
         workers: as in `baton status --json`.
@@ -109,7 +107,7 @@ def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def transfer_table(workers: Sequence[Mapping[str, Any]]) -> Table:
-    """One row per worker, with its KV transfers."""
+    """Return a table with one row per worker and its KV transfers."""
     table = new_table("KV transfers", "committed", "failed", "pulled tokens", "unsent MiB", "pairs", "slots")
     for worker in workers:
         kv = worker["transfers"]
@@ -123,7 +121,7 @@ def transfer_table(workers: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def new_table(*headings: str) -> Table:
-    """A table of columns without lines; long words are folded."""
+    """Return a table without lines; long words are folded."""
     table = Table(box=None, pad_edge=False)
     for heading in headings:
         table.add_column(heading, overflow="fold")

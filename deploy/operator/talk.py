@@ -1,4 +1,4 @@
-"""Answers to a chat, piece by piece, over gRPC or HTTP: two ways of the same conversation."""
+"""Chat clients that stream replies over gRPC or HTTP."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from deploy.operator.client import Client
 from deploy.operator.http_client import HttpClient
 
 ANSWER_S = 600.0
-"""The longest wait for the next token over HTTP."""
+"""Maximum wait for the next token over HTTP."""
 
 
 class Speaker(Protocol):
-    """Answers messages of a chat. Raises the router's own errors, or NoWorker when none answers."""
+    """Chat client. Its methods raise the router's own errors, or NoWorker if none answers."""
 
     def answer(self, messages: Sequence[ChatMessage]) -> Iterator[str]:
-        """The text of the answer to the last message, in pieces as they come."""
+        """Yield the reply to the last message, in pieces of text as they arrive."""
         ...
 
     def close(self) -> None: ...
 
 
 class GrpcSpeaker:
-    """Speaks gRPC.
+    """Chat client over gRPC.
 
     Args:
-        client: closed with this speaker.
-        sampling: parameters of every answer, by their names in `SamplingParams`.
+        client: gRPC client, which `close` closes.
+        sampling: parameters of every reply, by their names in `SamplingParams`.
     """
 
     def __init__(self, client: Client, sampling: Mapping[str, Any]) -> None:
@@ -47,11 +47,11 @@ class GrpcSpeaker:
 
 
 class HttpSpeaker:
-    """Speaks OpenAI's API over HTTP.
+    """Chat client over HTTP, with OpenAI's API.
 
     Args:
-        endpoint: a router's HTTP port.
-        sampling: parameters of every answer, by their names in that API.
+        endpoint: client of a router's HTTP port.
+        sampling: parameters of every reply, by their names in that API.
     """
 
     def __init__(self, endpoint: HttpClient, sampling: Mapping[str, Any]) -> None:
@@ -67,10 +67,10 @@ class HttpSpeaker:
                 yield choice["delta"].get("content") or ""
 
     def close(self) -> None:
-        """Has nothing to close: each answer has a connection of its own."""
+        """Do nothing: each reply uses a separate connection, which is closed with it."""
 
     def _served(self) -> str:
-        """The id of the first model that is served."""
+        """Return the id of the first model that the router serves."""
         if not self._model:
             models = self._endpoint.get("/v1/models")["data"]
             if not models:

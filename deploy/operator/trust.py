@@ -1,4 +1,4 @@
-"""Options of client commands for a cluster whose routers speak TLS."""
+"""TLS options of client commands."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrustOptions:
-    """Whom a client believes, and what it shows."""
+    """Trusted authorities, and the certificate that a client presents."""
 
-    tls: Annotated[bool, typer.Option("--tls", help="Speak TLS; a file below says so, too.", envvar="BATON_TLS")] = (
-        False
-    )
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Use TLS. Implied by --ca, --certificate or --key.", envvar="BATON_TLS")
+    ] = False
     ca: Annotated[
         str,
         typer.Option(
@@ -31,7 +31,7 @@ class TrustOptions:
         str,
         typer.Option(
             metavar="FILE",
-            help="PEM file of this client's certificate, if routers ask for one.",
+            help="PEM file of this client's certificate, if the routers request one.",
             envvar="BATON_CERTIFICATE",
             show_default=False,
         ),
@@ -39,12 +39,12 @@ class TrustOptions:
     key: Annotated[
         str,
         typer.Option(
-            metavar="FILE", help="PEM file of that certificate's key.", envvar="BATON_KEY", show_default=False
+            metavar="FILE", help="PEM file of the key of --certificate.", envvar="BATON_KEY", show_default=False
         ),
     ] = ""
 
     def read(self) -> Tls | None:
-        """Returns what the options ask for; None: plain text. Raises ConfigError where a file is wrong."""
+        """Return the TLS configuration of the options; None: plain text. Raises ConfigError if a file is invalid."""
         from baton.tls import client_tls
 
         return client_tls(is_on=self.tls, ca=self.ca, certificate=self.certificate, key=self.key)

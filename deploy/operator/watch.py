@@ -1,7 +1,7 @@
-"""`baton status --watch`: goodput, latencies and pools on a terminal, as they change.
+"""`baton status --watch`: live goodput, latencies and pools on a terminal.
 
-It has two sources: the status, with every router's counts, and the metrics of one router for details. Without the
-metrics it shows less, and says so.
+It has two sources: the status, with the counts of all routers, and the metrics of one router for details. Without
+metrics it shows fewer figures, and a note.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from deploy.operator.tables import in_order
 
 REFRESH_S = 1.0
 RECENT_S = 10.0
-"""Time that counts as now, in seconds."""
+"""Window of the current goodput, in seconds."""
 WINDOW_S = 60.0
-"""Time that quantiles, shares and the line of goodput cover, in seconds."""
+"""Window of quantiles, shares and the sparkline of goodput, in seconds."""
 BARS = "▁▂▃▄▅▆▇█"
 TTFT = "gen_ai_server_time_to_first_token_seconds"
 ITL = "baton_inter_token_latency_seconds"
@@ -44,17 +44,17 @@ class Snapshot:
     """Monotonic."""
     status: StatusJson
     metrics: Samples | None
-    """None: they cannot be read."""
+    """None: the metrics could not be read."""
 
 
 class Quantile(NamedTuple):
-    """A quantile of a histogram."""
+    """Quantile of a histogram."""
 
     value: float
     is_above: bool = False
-    """The quantile lies above `value`, which is the last finite bound; how far is not known."""
+    """The quantile lies above `value`, the last finite bound, by an unknown amount."""
     is_below: bool = False
-    """The quantile lies below `value`, which is the first bound."""
+    """The quantile lies below `value`, the first bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +67,29 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class ClassView:
-    """One SLO class, over the window."""
+    """Figures of one SLO class over the window."""
 
     name: str
     per_s: float
-    """Requests that met their objectives."""
+    """Rate of requests that met their objectives."""
     attainment: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """The figures that are shown. Rates are per second; None: unknown."""
+    """Figures that are shown. Rates are per second; None: unknown."""
 
     goodput: float | None = None
-    """Requests that met their objectives, of all routers."""
+    """Rate of requests that met their objectives, over all routers."""
     attainment: float | None = None
-    """Share of the finished requests that met their objectives, cancelled ones left out, of all routers."""
+    """Share of finished requests that met their objectives, over all routers; cancelled requests do not count."""
     line: tuple[float, ...] = ()
-    """Goodput from one snapshot to the next."""
+    """Goodput between consecutive snapshots."""
     tokens: float | None = None
     """Tokens per second in requests that met their objectives."""
     classes: tuple[ClassView, ...] = ()
     blame: tuple[tuple[str, float], ...] = ()
-    """Stage -> its share of the misses, the largest first."""
+    """(stage, share of the misses), the largest share first."""
     ttft: Quantiles = field(default_factory=Quantiles)
     itl: Quantiles = field(default_factory=Quantiles)
     hit_rate: float | None = None
@@ -98,7 +98,7 @@ class View:
 
 
 def view(snapshots: Sequence[Snapshot]) -> View:
-    """The figures of the snapshots, oldest first; those older than `WINDOW_S` are ignored."""
+    """Return the figures of snapshots, which are ordered oldest first. Ignore snapshots older than `WINDOW_S`."""
     if not snapshots:
         return View()
     now = snapshots[-1]
@@ -159,7 +159,10 @@ def _class(old: Samples, new: Samples, name: str, span_s: float) -> ClassView:
 
 
 def _counts(before: Snapshot, after: Snapshot) -> tuple[float, float]:
-    """Requests that met their objectives, and those that ended, between the two. A router that is new counts from 0."""
+    """Return how many requests met their objectives and how many finished between two snapshots.
+
+    A new router counts from 0.
+    """
     old = {(router["id"], router["pid"]): router for router in before.status["routers"]}
     met = ended = 0
     for router in after.status["routers"]:
@@ -179,11 +182,13 @@ def _quantiles(old: Mapping[float, float], new: Mapping[float, float]) -> Quanti
 
 
 def quantile(q: float, counts: Mapping[float, float]) -> Quantile | None:
-    """A quantile as by Prometheus' histogram_quantile, uniform within a bucket; those in the first and the last bucket
-    are marked so.
+    """Return a quantile as Prometheus' histogram_quantile does, with linear interpolation within a bucket.
+
+    A quantile in the first or the last bucket is marked as such; None without samples.
 
     Args:
-        counts: cumulative counts by upper bound, ascending, the last of which is infinite.
+        q: 0 to 1.
+        counts: cumulative counts by upper bound, in ascending order; the last bound is infinite.
     """
     if not counts or (total := counts[math.inf]) <= 0:
         return None
@@ -200,11 +205,11 @@ def quantile(q: float, counts: Mapping[float, float]) -> Quantile | None:
 
 
 def watch(address: str, console: Console, access: Access = OPEN, seconds: float = math.inf) -> None:
-    """Shows the cluster every second until Ctrl-C, or for the given time.
+    """Show the cluster's state every second until Ctrl-C, or for the given time.
 
     Raises:
-        InvalidRequest: this is not a terminal.
-        NoWorker: no router answers at first; later it waits for one.
+        InvalidRequest: the console is not a terminal.
+        NoWorker: no router answers the first call. Later, the display waits for one.
     """
     if not console.is_terminal:
         raise InvalidRequest("--watch needs a terminal; --json prints the status once")
@@ -242,8 +247,9 @@ class CtrlC:
 
 @contextlib.contextmanager
 def ended_by_ctrl_c() -> Iterator[CtrlC]:
-    """Ends the block at Ctrl-C, and notes it as well: an interrupt that is raised within a destructor or another
-    library's callback is lost there. Call it on the main thread.
+    """Context manager: Ctrl-C leaves the block, and sets `came`. Use it on the main thread only.
+
+    `came` is needed because a KeyboardInterrupt is lost if it is raised in a destructor or in a library's callback.
     """
     noted = CtrlC()
     before = signal.getsignal(signal.SIGINT)
@@ -252,7 +258,7 @@ def ended_by_ctrl_c() -> Iterator[CtrlC]:
         noted.came = True
         signal.default_int_handler(number, frame)
 
-    if before is signal.default_int_handler:  # else it is ignored, or somebody else's
+    if before is signal.default_int_handler:  # otherwise SIGINT is ignored, or has another handler
         signal.signal(signal.SIGINT, note)
     try:
         with contextlib.suppress(KeyboardInterrupt):
@@ -263,16 +269,16 @@ def ended_by_ctrl_c() -> Iterator[CtrlC]:
 
 def _metrics(scraper: Scraper) -> Samples | None:
     try:
-        return scraper.read().without("worker")  # they are in the status; a minute of them is much
+        return scraper.read().without("worker")  # the status has them, and a minute of their samples is large
     except NoWorker:
         return None
 
 
 def picture(seen: View, status: StatusJson, address: str, has_metrics: bool, lost: str) -> RenderableType:
-    """Everything, for a terminal of 80 columns or more.
+    """Return the whole display, for a terminal of at least 80 columns.
 
     Args:
-        lost: why the router does not answer; then the rest is how it last was.
+        lost: why the router does not answer; the other arguments are then the last known state. Empty: it answers.
     """
     return Group(
         _heading(status, address, has_metrics, lost), Text(), _figures(seen), Text(), _worker_table(status["workers"])

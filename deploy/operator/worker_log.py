@@ -1,4 +1,4 @@
-"""What a worker has written, as its router passes it on, and which of it is new."""
+"""Log of a worker, which the router serves, and detection of its new lines."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ POLL_S = 1.0
 
 
 def endpoints(client: Client, address: str, access: Access) -> list[HttpClient]:
-    """The HTTP ports where a router may answer whose gRPC port is at the address; the likeliest first.
+    """Return clients of the HTTP ports at which the routers may answer, the likeliest first.
 
-    Raises the errors of `Client.status`.
+    Args:
+        client: client of the routers' gRPC ports.
+        address: address of a gRPC port.
+        access: credentials of this client.
+
+    Raises:
+        BatonError: as for `Client.status`.
     """
     scheme = "https" if access.tls else "http"
     addresses = [each for router in client.status()["routers"] for each in seen_from(router["http"], address)]
@@ -26,7 +32,7 @@ def endpoints(client: Client, address: str, access: Access) -> list[HttpClient]:
 
 
 def read(endpoints: Sequence[HttpClient], worker_id: str) -> list[str]:
-    """The latest lines of a worker. Raises the router's own errors, or NoWorker when none answers."""
+    """Return the latest log lines of a worker. Raises the router's own errors, or NoWorker if none answers."""
     failure = NoWorker("no router is known")
     for endpoint in endpoints:
         try:
@@ -37,10 +43,10 @@ def read(endpoints: Sequence[HttpClient], worker_id: str) -> list[str]:
 
 
 def follow(endpoints: Sequence[HttpClient], worker_id: str, shown: Sequence[str]) -> Iterator[str]:
-    """Lines that a worker logs from now on, until the caller stops. Raises as `read` does.
+    """Yield the new log lines of a worker until the caller stops. Raises the errors of `read`.
 
     Args:
-        shown: what `read` has returned.
+        shown: lines that `read` returned before.
     """
     while True:
         time.sleep(POLL_S)
@@ -50,7 +56,7 @@ def follow(endpoints: Sequence[HttpClient], worker_id: str, shown: Sequence[str]
 
 
 def new_lines(before: Sequence[str], now: Sequence[str]) -> list[str]:
-    """The lines at the end of `now` that were not there `before`: both are the ends of one log that only grows."""
+    """Return the lines of `now` that are newer than `before`. Both are tails of one log that only grows."""
     for number in range(min(len(before), len(now)), 0, -1):
         if list(before[-number:]) == list(now[:number]):
             return list(now[number:])

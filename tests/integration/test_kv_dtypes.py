@@ -260,7 +260,7 @@ def test_pages_that_a_runner_does_not_have_are_refused_by_name(uneven: Path) -> 
     model, cache = ModelConfig(path=str(uneven), device="cpu"), cache_dir(load().cluster)
     with pytest.raises(ConfigError, match=r"engine\.kv_dtype int8 is known to the native step alone"):
         make_runner(model, with_pages("int8", runner="transformers"), cache)
-    with pytest.raises(ConfigError, match=r"engine\.runner arithmetic does not know engine\.kv_dtype; unset it"):
+    with pytest.raises(ConfigError, match=r"engine\.kv_dtype is not supported by engine\.runner=arithmetic; unset it"):
         make_runner(model, with_pages("bfloat16", runner="arithmetic"), cache)
     with pytest.raises(ConfigError, match=r"engine\.kv_dtype int8 is known to the native step alone"):
         make_runner(replace(model, dtype="bfloat16"), with_pages("int8"), cache)
@@ -273,7 +273,7 @@ def test_flashinfer_is_refused_by_name_where_there_is_no_gpu(uneven: Path) -> No
     model, cache = ModelConfig(path=str(uneven), device="cpu"), cache_dir(load().cluster)
     for runner, words in (
         ("native", r"engine\.attention is flashinfer, which the native step does not know"),
-        ("arithmetic", r"engine\.runner arithmetic does not know engine\.attention; unset it"),
+        ("arithmetic", r"engine\.attention is not supported by engine\.runner=arithmetic; unset it"),
     ):
         with pytest.raises(ConfigError, match=words):
             make_runner(model, EngineConfig(runner=runner, attention="flashinfer"), cache)
@@ -298,7 +298,7 @@ def test_weights_of_8_bit_floats_are_refused_by_name_where_no_gpu_multiplies_the
 def test_int8_pages_travel_as_they_are_or_not_at_all(uneven: Path) -> None:
     config = load()
     for kv_dtype in ("int8", "fp8"):
-        with pytest.raises(ConfigError, match=rf"wire_dtype is bfloat16, and pages of engine\.kv_dtype {kv_dtype}"):
+        with pytest.raises(ConfigError, match=rf"wire_dtype is bfloat16, but pages of engine\.kv_dtype {kv_dtype}"):
             replace(config, engine=with_pages(kv_dtype), transfer=TransferConfig(wire_dtype="bfloat16"))
     specs = {name: native_runner(uneven, with_pages(name)).spec for name in ("float32", "bfloat16", "int8")}
     layouts = {name: layout_of(spec) for name, spec in specs.items()}

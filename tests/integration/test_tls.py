@@ -89,7 +89,7 @@ def test_a_certificate_opens_both_endpoints_and_the_command_line(
     assert len(json.loads(status.stdout)["workers"]) == 2, status.stderr
     plain = baton("status", BATON_ADDRESS=fleet.routers[0].grpc)
     assert plain.returncode == 1
-    assert "no agreement on TLS" in plain.stderr
+    assert "TLS handshake failed" in plain.stderr
     assert len(plain.stderr.splitlines()) == 1, plain.stderr
 
 

@@ -206,7 +206,7 @@ def test_an_unknown_variable_is_refused_by_name(name: str) -> None:
         ("BATON_ENGINE_KV_CACHE_GB", r"did you mean BATON_ENGINE_KV_CACHE_GIB\?$"),
         ("BATON_KV_CACHE_GIB", r"did you mean BATON_ENGINE_KV_CACHE_GIB\?$"),
         ("BATON_GRPCPORT", r"did you mean BATON_GRPC_PORT\?$"),
-        ("BATON_XYZQ", "it would begin with one of autoscale, cluster, engine, "),
+        ("BATON_XYZQ", "the sections are autoscale, cluster, engine, "),
     ],
 )
 def test_of_an_unknown_variable_the_nearest_name_is_given(name: str, advice: str) -> None:
@@ -253,8 +253,8 @@ def test_of_an_unknown_variable_the_nearest_name_is_given(name: str, advice: str
         ("engine: {plan_ahead: perhaps}", "engine.plan_ahead must be auto or true or false, got 'perhaps'"),
         (
             "engine: {max_num_seqs: 100, max_num_batched_tokens: 99}",
-            r"engine.max_num_batched_tokens \(99\) must be at least engine.max_num_seqs \(100\), or some sequences "
-            "would never get a turn",
+            r"engine.max_num_batched_tokens \(99\) must be at least engine.max_num_seqs \(100\), otherwise some "
+            "sequences would never be scheduled",
         ),
         ("router: {max_attempts: 0}", "router.max_attempts must be at least 1, got 0"),
         ("router: {pull_above_tokens: 0}", "router.pull_above_tokens must be at least 1, got 0"),

@@ -29,11 +29,11 @@ class Mistake:
 
 MISTAKES = {
     "a command of another server": Mistake(words="serve", sentence="Did you mean 'up'?", status=2),
-    "a command that nobody has": Mistake(words="xyz", sentence="`baton --help` shows what there is", status=2),
+    "a command that nobody has": Mistake(words="xyz", sentence="see `baton --help`", status=2),
     "a command's letter": Mistake(words="statsu", sentence="Did you mean 'status'?", status=2),
     "an option's letter": Mistake(words="up --prefil 2", sentence="did you mean --prefill?", status=2),
-    "a negative size": Mistake(words="scale decode -1", sentence="numbers here are 0 or more", status=2),
-    "a missing prompt": Mistake(words="generate", sentence="`baton generate --help` shows what there is", status=2),
+    "a negative size": Mistake(words="scale decode -1", sentence="numbers must be 0 or more", status=2),
+    "a missing prompt": Mistake(words="generate", sentence="see `baton generate --help`", status=2),
     "a part that is none": Mistake(words="run worker", sentence="Ray starts the workers, on any node with room"),
     "a variable's letter": Mistake(
         words="up", settings={"engine_kv_cache_gb": "3"}, sentence="did you mean BATON_ENGINE_KV_CACHE_GIB?"
@@ -113,14 +113,12 @@ MISTAKES = {
     ),
     "no cluster": Mistake(words="generate Hello --address 127.0.0.1:{free}", sentence="start one with `baton up`"),
     "an address with a scheme": Mistake(
-        words="status --address https://127.0.0.1:{free}", sentence="an address is host:port; give 127.0.0.1:"
+        words="status --address https://127.0.0.1:{free}", sentence="must be host:port; set 127.0.0.1:"
     ),
     "an address without a port": Mistake(
-        words="status --address localhost", sentence="an address is host:port, such as localhost:50051"
+        words="status --address localhost", sentence="must be host:port, such as localhost:50051"
     ),
-    "the port of HTTP": Mistake(
-        words="status --address http://127.0.0.1:{taken}", sentence="give the port that stands after grpc="
-    ),
+    "the port of HTTP": Mistake(words="status --address http://127.0.0.1:{taken}", sentence="set the port after grpc="),
 }
 
 

@@ -13,11 +13,11 @@ from deploy.cli.mistakes import WRONG_USE, run
     ("words", "sentence"),
     [
         ("upp", "No such command 'upp'. Did you mean 'up'?"),
-        ("xyz", "No such command 'xyz'; `baton --help` shows what there is"),
+        ("xyz", "No such command 'xyz'; see `baton --help`"),
         ("up --prefil 2", "No such option: --prefil; did you mean --prefill?"),
-        ("scale decode -1", "-1 is not possible: numbers here are 0 or more; `baton scale --help` shows what there is"),
-        ("scale decode", "Missing argument 'N'; `baton scale --help` shows what there is"),
-        ("generate", "Missing argument 'text'; `baton generate --help` shows what there is"),
+        ("scale decode -1", "-1 is not allowed: numbers must be 0 or more; see `baton scale --help`"),
+        ("scale decode", "Missing argument 'N'; see `baton scale --help`"),
+        ("generate", "Missing argument 'text'; see `baton generate --help`"),
     ],
 )
 def test_words_that_are_not_understood(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

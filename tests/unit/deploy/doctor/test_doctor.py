@@ -431,7 +431,7 @@ def test_what_blocks_an_address_is_told_apart() -> None:
         assert knock(address) == ""
     assert knock(address) == "refused"
     assert knock("no-such-host.invalid:1") == "unknown name"
-    assert "no HOST:PORT" in knock("nonsense")
+    assert "is not HOST:PORT" in knock("nonsense")
     with deaf_listener() as deaf:
         assert knock(deaf, timeout_s=0.3) == "timed out"
 

@@ -90,7 +90,7 @@ async def test_workers_of_a_controller_that_could_not_come_back_are_ended(
     await ray.stop()
     ends = tmp_path / "ends"
     assert (len(ends.read_text()) if ends.exists() else 0) == num_ends
-    assert ("workers may be left in the Ray cluster at 127.0.0.1:1" in caplog.text) == was_started
+    assert ("workers may still run in the Ray cluster at 127.0.0.1:1" in caplog.text) == was_started
 
 
 async def test_a_ray_that_hangs_at_its_restart_is_started_once_more(
@@ -192,7 +192,7 @@ def test_sizes_of_the_state_file_go_before_those_asked_for_and_that_is_said(
     save(path, ControllerState(desired={Role.PREFILL: 2, Role.DECODE: 3}))
     found = up._with_sizes(config).cluster
     assert (found.prefill, found.decode) == (2, 3)
-    assert "asks for 2 prefill and 3 decode workers, which goes before --prefill 1 --decode 1" in caplog.text
+    assert "sets 2 prefill and 3 decode workers, which overrides --prefill 1 --decode 1" in caplog.text
 
 
 def test_workers_in_a_ray_that_goes_on_are_known_to_the_next_cluster(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def order(client: Any, worker_id: str, role: str, *, is_forced: bool = False) ->
 
 def test_the_last_worker_of_a_pool_leaves_it_only_by_force() -> None:
     client = Client(("w0", "prefill", "ready"), ("w1", "decode", "ready"), ("w2", "prefill", "draining"))
-    with pytest.raises(Conflict, match=r"w0 is the only prefill worker, .*`baton scale prefill 2`\), or give --force"):
+    with pytest.raises(Conflict, match=r"w0 is the only prefill worker, .*`baton scale prefill 2`\), or set --force"):
         order(client, "w0", "decode")
     assert client.ordered == []
     order(client, "w0", "decode", is_forced=True)
