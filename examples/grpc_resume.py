@@ -23,7 +23,7 @@ PAUSE_S = 0.5
 
 
 def stream(addresses: list[str], request: inference_pb2.GenerateRequest) -> Iterator[inference_pb2.GenerateResponse]:
-    """Yields each message once, whatever number of routers die.
+    """Yield each message once, whatever number of routers die.
 
     Raises:
         grpc.RpcError: the request was refused, or TRIES routers in a row could not be reached.

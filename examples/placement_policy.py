@@ -29,7 +29,7 @@ class PrefixLessLoad:
         self._rng = rng
 
     def choose(self, request: TraceRequest, workers: Sequence[WorkerView]) -> int:
-        """Returns the index of the worker that computes the prompt, and decodes in a pool that is not split."""
+        """Return the index of the worker that computes the prompt, and decodes in a pool that is not split."""
 
         def score(worker: WorkerView) -> float:
             return worker.num_cached_tokens / request.num_prompt_tokens - worker.kv_use
@@ -38,7 +38,7 @@ class PrefixLessLoad:
         return self._rng.choice([worker for worker in workers if score(worker) == best]).index
 
     def choose_decode(self, request: TraceRequest, workers: Sequence[WorkerView]) -> int:
-        """Returns the index of the worker that decodes, where the pools are split."""
+        """Return the index of the worker that decodes, where the pools are split."""
         return min(workers, key=lambda worker: worker.kv_use).index
 
 

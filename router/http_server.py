@@ -51,7 +51,7 @@ class HttpServer(uvicorn.Server):
         self._sockets, self.open_connections, self._tls = sockets, open_connections, tls
 
     async def serve_all(self) -> None:
-        """Serves until `should_exit` is set."""
+        """Serve until `should_exit` is set."""
         await self.serve(self._sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

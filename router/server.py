@@ -113,7 +113,7 @@ class _Store:
 
 
 async def serve(config: Config, stop: asyncio.Event) -> None:
-    """Runs a router until `stop` is set, and requests in flight for `router.drain_timeout_s` more.
+    """Run a router until `stop` is set, and requests in flight for `router.drain_timeout_s` more.
 
     Raises:
         ConfigError: a port is taken, no Redis is configured, there are no keys where others than this machine listen,
@@ -144,7 +144,7 @@ class Router:
     operations: Operations
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serves until `stop` is set, then lets requests in flight end, for `router.drain_timeout_s` at most."""
+        """Serve until `stop` is set, then lets requests in flight end, for `router.drain_timeout_s` at most."""
         try:
             await self.service.start()
             await self.rpc.start()
@@ -277,7 +277,7 @@ def _load_model(config: Config) -> LoadedModel:
 
 
 def _keys(config: Config) -> KeyFile | None:
-    """Raises ConfigError: there are none where others than this machine listen, or they are wrong."""
+    """Raise ConfigError: there are none where others than this machine listen, or they are wrong."""
     keys = open_keys(config.cluster.secret, Principal.ROUTER)
     require_keys(keys, config.cluster.host, "cluster.host")
     return keys

@@ -108,7 +108,7 @@ class RouterService:
         self._sequences = SequenceBuilder(model.content_id, model.facts.vocab_size, config.cache_secret)
 
     async def start(self) -> None:
-        """Starts what the first requests would wait for.
+        """Start what the first requests would wait for.
 
         Raises:
             ModelLoadError: the model's chat template is not valid.
@@ -116,12 +116,12 @@ class RouterService:
         await self._encoder.start()
 
     def close(self) -> None:
-        """Ends the processes and the threads that it has started. Nothing is served any more."""
+        """End the processes and the threads that it has started. Nothing is served any more."""
         self._encoder.close()
         self._structures.close()
 
     def is_crowded(self) -> bool:
-        """Returns whether too many answers are being generated: requests are refused, or wait long for a worker."""
+        """Return whether too many answers are being generated: requests are refused, or wait long for a worker."""
         return self._limiter.is_crowded or self._dispatcher.is_crowded
 
     @property
@@ -149,7 +149,7 @@ class RouterService:
         tenant: Tenant = DEFAULT_TENANT,
         ingress: Ingress = UNKNOWN_INGRESS,
     ) -> AsyncGenerator[GenerateChunk]:
-        """Serves a request of `tenant`.
+        """Serve a request of `tenant`.
 
         Raises:
             InvalidRequest, Unsupported: before anything was placed; the client can fix it. Also, later: the answer is
@@ -254,7 +254,7 @@ class RouterService:
     def _planned(
         self, prompt: PromptInput, prompt_ids: Sequence[int], params: SamplingParams
     ) -> tuple[SamplingParams, AnswerPlan | None]:
-        """Returns the parameters with all that workers need for what the client asks of the answer's parts, and where
+        """Return the parameters with all that workers need for what the client asks of the answer's parts, and where
         these parts go.
         """
         tokenizer, form = self.model.tokenizer, self.model.format
@@ -319,7 +319,7 @@ async def _replayed(writers: Mapping[Choice, ModeratedAnswer]) -> AsyncGenerator
 
 
 def _with_prompt_scores(chunk: GenerateChunk, choice: Choice) -> GenerateChunk:
-    """Returns a choice's chunk with the scores of the prompt, which are still to be passed on."""
+    """Return a choice's chunk with the scores of the prompt, which are still to be passed on."""
     assert choice.prompt_scores is not None
     prompt_ids = choice.spec.token_ids[: choice.spec.num_prompt_tokens]
     scores, choice.prompt_scores = PromptScores(prompt_ids, choice.prompt_scores), None

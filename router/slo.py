@@ -86,7 +86,7 @@ class StageLog:
     _second_token_s: float = 0.0
 
     def attempt(self, now_s: float) -> None:
-        """Notes that the choice is placed; earlier attempts have failed."""
+        """Record that the choice is placed; earlier attempts have failed."""
         if self.last_token_s:
             self._lost_s = self._lost_s or self.last_token_s
         elif self._began_s:
@@ -95,11 +95,11 @@ class StageLog:
         self._asked_s = 0.0
 
     def asks_for_room(self, now_s: float) -> None:
-        """Notes that a decode worker is asked for room."""
+        """Record that a decode worker is asked for room."""
         self._asked_s = now_s
 
     def has_room(self, now_s: float) -> None:
-        """Notes that it has given a ticket."""
+        """Record that it has given a ticket."""
         self.noted.append(StagePhase(Stage.DECODE_ADMISSION, self._asked_s, now_s))
         self._asked_s = 0.0
 
@@ -120,11 +120,11 @@ class StageLog:
         self._first_token_s, self._second_token_s = now_s, 0.0
 
     def decodes(self, now_s: float) -> None:
-        """Notes that the attempt's second token has come."""
+        """Record that the attempt's second token has come."""
         self._second_token_s = now_s
 
     def transferred(self, now_s: float, exposed_s: float) -> None:
-        """Notes the report of the KV transfer, before or after that."""
+        """Record the report of the KV transfer, before or after that."""
         latest_s = self._second_token_s or now_s
         self.noted.append(
             StagePhase(Stage.TRANSFER, self._first_token_s, min(self._first_token_s + exposed_s, latest_s)),

@@ -86,7 +86,7 @@ class Account:
     """Answers in flight by router."""
 
     def book(self, entry: LedgerEntry, now_ms: int) -> LedgerAnswer:
-        """Records the entry if there is room for all of it."""
+        """Record the entry if there is room for all of it."""
         self._forget(now_ms)
         refused_by, retry_ms = self._refusal(entry, now_ms)
         if refused_by is None:
@@ -110,7 +110,7 @@ class Account:
         )
 
     def _forget(self, now_ms: int) -> None:
-        """Drops what has left the windows, or lies in the future because the clock was set back; and lapsed seats."""
+        """Drop what has left the windows, or lies in the future because the clock was set back; and lapsed seats."""
         for window, length_ms in zip(self.windows, WINDOWS_MS, strict=True):
             current = now_ms // (length_ms // SPANS)
             for span in [span for span in window if not current - SPANS <= span <= current]:
@@ -158,7 +158,7 @@ class Account:
 
 
 def wait_ms(window: Mapping[int, int], excess: int, length_ms: int, now_ms: int) -> int:
-    """Returns the milliseconds until `excess` has left a window; those until it is empty, if it never holds so much."""
+    """Return the milliseconds until `excess` has left a window; those until it is empty, if it never holds so much."""
     last = 0
     for span, amount in sorted(window.items()):
         last, excess = span, excess - amount

@@ -62,7 +62,7 @@ class _Holding:
     num_reserved: int = 0
     """Tokens that the answers in flight may still be computed for."""
     has_changed: bool = False
-    """Whether the ledger has to learn of it soon."""
+    """True if the ledger has to learn of it soon."""
     renewed_s: float = 0.0
     exhausted_by: int | None = None
     """Index of a limit that leaves no room for anybody, until the time below on the monotonic clock; None: of none."""
@@ -76,7 +76,7 @@ class _Holding:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether more than half of the answers that the tenant may have in flight are."""
+        """True if more than half of the answers that the tenant may have in flight are."""
         most = self.tenant.max_in_flight
         return most is not None and self.num_in_flight * 2 > most
 
@@ -85,12 +85,12 @@ class _Holding:
         return any(limit is not None for limit in self.tenant.windows[1:])
 
     def hold(self, charge: Charge, sign: int = 1) -> None:
-        """Counts a request's answers among those in flight, or with -1, no more."""
+        """Count a request's answers among those in flight, or with -1, no more."""
         self.num_held += sign * charge.num_answers
         self.num_reserved += sign * charge.num_reserved
 
     def take(self) -> tuple[int, int]:
-        """Returns the requests and tokens that are owed, which an entry is about to book."""
+        """Return the requests and tokens that are owed, which an entry is about to book."""
         owed, self.num_requests, self.num_tokens = (self.num_requests, self.num_tokens), 0, 0
         self.has_changed = False
         return owed
@@ -115,10 +115,10 @@ class Charge:
     quota: Quota | None = None
     """What the tenant has left, once it is recorded; None: it has no rates."""
     is_open: bool = False
-    """Whether it is recorded, or being recorded, and not settled."""
+    """True if it is recorded, or being recorded, and not settled."""
 
     async def book(self, num_tokens: int, num_to_reserve: int = 0) -> None:
-        """Records the request with its prompt, takes its part of the answers in flight, and reserves what they may be.
+        """Record the request with its prompt, takes its part of the answers in flight, and reserves what they may be.
 
         Args:
             num_tokens: of the prompt, for which there has to be room.
@@ -138,7 +138,7 @@ class Charge:
                 raise
 
     def settle(self, num_tokens: int) -> None:
-        """Charges the tokens of the answers, and gives up the request's part of the answers in flight; idempotent."""
+        """Charge the tokens of the answers, and gives up the request's part of the answers in flight; idempotent."""
         if self.accounts is not None and self.holding is not None and self.is_open:
             self.is_open = False
             self.accounts.settle(self.holding, self, num_tokens)
@@ -218,7 +218,7 @@ class Accounts:
     async def _recorded(
         self, holding: _Holding, charge: Charge, num_tokens: int
     ) -> tuple[LedgerEntry, LedgerAnswer | None]:
-        """Records a request in the ledger, and what is owed along with it; None: the ledger is away.
+        """Record a request in the ledger, and what is owed along with it; None: the ledger is away.
 
         Cancelled, it is taken to be recorded: it was sent.
         """
@@ -241,7 +241,7 @@ class Accounts:
             asyncio.get_running_loop().call_later(DEBT_S, self._changed.set)
 
     async def run(self) -> None:
-        """Records what has changed, at once, and renews what goes on, in time, until cancelled."""
+        """Record what has changed, at once, and renews what goes on, in time, until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._lease_s / 4):
@@ -252,7 +252,7 @@ class Accounts:
                 await asyncio.sleep(RETRY_S)
 
     async def flush(self) -> None:
-        """Records what is owed, and renews the answers in flight."""
+        """Record what is owed, and renews the answers in flight."""
         now = time.monotonic()
         for holding in list(self._holdings.values()):
             is_due = holding.num_held and now - holding.renewed_s >= self._lease_s / 5
@@ -272,7 +272,7 @@ class Accounts:
         await self._ledger.close()
 
     async def _ask(self, entry: LedgerEntry) -> LedgerAnswer | None:
-        """Asks the ledger; None: it does not answer in time."""
+        """Ask the ledger; None: it does not answer in time."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 answer = await self._ledger.book(entry)
@@ -308,7 +308,7 @@ class Accounts:
         )
 
     def _shared(self, entry: LedgerEntry) -> LedgerEntry:
-        """Returns the entry with this router's share of the limits, which is at least 1."""
+        """Return the entry with this router's share of the limits, which is at least 1."""
         num_routers = max(1, self._num_routers())
 
         def share(limit: int | None) -> int | None:
@@ -318,7 +318,7 @@ class Accounts:
         return replace(entry, limits=(requests, minute, day), max_in_flight=share(entry.max_in_flight))
 
     def _learnt(self, holding: _Holding, entry: LedgerEntry, answer: LedgerAnswer, refused_by: int) -> QuotaExceeded:
-        """Returns a refusal by the ledger, and keeps it for those who come next, if nobody can be served."""
+        """Return a refusal by the ledger, and keeps it for those who come next, if nobody can be served."""
         retry_s = max(0.1, answer.retry_ms / 1e3) if answer.retry_ms else BUSY_RETRY_S
         if refused_by != SEATS and WINDOWS_MS[refused_by] <= LONGEST_HEEDED_S * 1e3:
             retry_s = min(retry_s, LONGEST_HEEDED_S)
@@ -329,7 +329,7 @@ class Accounts:
         return self._refusal(holding.tenant, refused_by, retry_s, holding.quota)
 
     def _refusal(self, tenant: Tenant, refused_by: int, retry_s: float, quota: Quota | None) -> QuotaExceeded:
-        """Counts a refusal, and returns it."""
+        """Count a refusal, and returns it."""
         name = LIMITS[refused_by]
         self._instruments.tenant_refusals.add(1, {"tenant": tenant.id, "limit": name})
         return QuotaExceeded(
@@ -340,7 +340,7 @@ class Accounts:
 
 
 def quota_of(entry: LedgerEntry, answer: LedgerAnswer) -> Quota | None:
-    """Returns what is left of an entry's limits after it; None: none of them is a rate."""
+    """Return what is left of an entry's limits after it; None: none of them is a rate."""
     taken = (answer.used[0], *(used + answer.num_reserved for used in answer.used[1:]))
     rates = [
         None if limit is None else RateLimit(limit, max(0, limit - num), reset_ms / 1e3)

@@ -39,7 +39,7 @@ class SloCounts:
 
 
 def claim_of(request: GenerateRequest, tenant: Tenant, config: RouterConfig, arrived_s: float) -> Claim:
-    """Raises InvalidRequest for an objective that is not a positive number, or a priority that is not the tenant's."""
+    """Raise InvalidRequest for an objective that is not a positive number, or a priority that is not the tenant's."""
     if request.priority < LEAST_PRIORITY:
         raise InvalidRequest(
             f"priority must be at least {LEAST_PRIORITY}, got {request.priority}; raise it", "priority"

@@ -42,7 +42,7 @@ class QueueEntry:
     """See `router.placement.Turn`."""
 
     def is_placed(self, placement: Placement) -> None:
-        """Notes where it would go."""
+        """Record where it would go."""
         self.worker_id = placement.computes
         self.compute_s = placement.prediction.pull_s + placement.prediction.compute_s
         self.turn = -self.priority, self.compute_s > self.ttft_s
@@ -89,7 +89,7 @@ class Gate:
         return victims
 
     def left(self, entry: QueueEntry) -> None:
-        """Removes an entry: its prompt is computed, or it has gone; idempotent."""
+        """Remove an entry: its prompt is computed, or it has gone; idempotent."""
         queue = self._queues.get(entry.worker_id, {})
         if entry in queue:
             del queue[entry]

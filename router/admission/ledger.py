@@ -18,14 +18,14 @@ class Ledger(Protocol):
     """The tenants' accounts."""
 
     async def book(self, entry: LedgerEntry) -> LedgerAnswer:
-        """Records all of an entry or nothing.
+        """Record all of an entry or nothing.
 
         Raises:
             StoreUnavailable: the store cannot be reached; whether the entry is recorded is unknown then.
         """
 
     async def close(self) -> None:
-        """Closes the ledger."""
+        """Close the ledger."""
 
 
 class MemoryLedger:
@@ -43,7 +43,7 @@ class MemoryLedger:
         return self.book_now(entry)
 
     def book_now(self, entry: LedgerEntry) -> LedgerAnswer:
-        """Records without waiting; see `Ledger.book`."""
+        """Record without waiting; see `Ledger.book`."""
         return self._accounts.setdefault(entry.tenant_id, Account()).book(entry, int(self._clock() * 1000))
 
     async def close(self) -> None:

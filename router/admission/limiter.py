@@ -38,7 +38,7 @@ class Limiter:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether somebody was refused lately."""
+        """True if somebody was refused lately."""
         return time.monotonic() - self._refused_s < CROWDED_S
 
     @contextlib.contextmanager
@@ -89,5 +89,5 @@ class Limiter:
             self._refused.clear()
 
     def record(self, duration_s: float) -> None:
-        """Records how long a finished request took, for the estimate in refusals."""
+        """Record how long a finished request took, for the estimate in refusals."""
         self._mean_duration_s += SMOOTHING * (duration_s - self._mean_duration_s)

@@ -70,11 +70,11 @@ class Tenant:
     """Tenants of the same scope hit each other's cached prefixes. Empty: the tenant's own id, so that another one's
     scope can also name this tenant."""
     operator: bool = False
-    """Whether it may see and change the cluster: `Admin`, and what the page shows."""
+    """True if it may see and change the cluster: `Admin`, and what the page shows."""
     parse_special: bool = False
-    """Whether its requests may write special tokens (`parse_special`): it can forge messages of any role."""
+    """True if its requests may write special tokens (`parse_special`): it can forge messages of any role."""
     strict: bool | None = None
-    """Whether fields that no API knows are refused in its requests over HTTP; None: as `router.strict` says."""
+    """True if fields that no API knows are refused in its requests over HTTP; None: as `router.strict` says."""
     requests_per_minute: int | None = None
     """Most requests in any 60 seconds, over all routers; None: no limit, here and below."""
     tokens_per_minute: int | None = None
@@ -131,7 +131,7 @@ class TenantBook:
 
     @staticmethod
     def load(path: Path) -> TenantBook:
-        """Reads the tenants' file.
+        """Read the tenants' file.
 
         Raises:
             ConfigError: it cannot be read, or an entry is wrong; the message names it.
@@ -162,11 +162,11 @@ class TenantBook:
 
     @property
     def is_open(self) -> bool:
-        """Whether no tenants are configured, so that everybody is admitted."""
+        """True if no tenants are configured, so that everybody is admitted."""
         return self._by_digest is None
 
     def adopt(self, other: TenantBook) -> None:
-        """Takes over what another book knows, for all requests that arrive from now on."""
+        """Take over what another book knows, for all requests that arrive from now on."""
         self._by_digest, self._by_certificate = other._by_digest, other._by_certificate
         self.version = other.version
 
@@ -178,7 +178,7 @@ class TenantBook:
 
     @property
     def knows_certificates(self) -> bool:
-        """Whether a tenant is found by its certificate."""
+        """True if a tenant is found by its certificate."""
         return bool(self._by_certificate)
 
     def identify(self, api_key: str | None, certificate: Iterable[str] = ()) -> Tenant:
@@ -207,13 +207,13 @@ class TenantBook:
 
 
 def require_operator(tenant: Tenant) -> None:
-    """Raises Forbidden for a tenant that is no operator."""
+    """Raise Forbidden for a tenant that is no operator."""
     if not tenant.operator:
         raise Forbidden(f"tenant {tenant.id!r} may not see or change the cluster; it takes an operator's API key")
 
 
 def version_of(text: bytes) -> bytes:
-    """Returns a digest of a tenants' file."""
+    """Return a digest of a tenants' file."""
     return hashlib.blake2b(text, digest_size=16).digest()
 
 

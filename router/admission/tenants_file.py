@@ -36,7 +36,7 @@ class TenantsFile:
 
     @staticmethod
     def load(config: RouterConfig) -> TenantBook:
-        """Returns the tenants that the settings name.
+        """Return the tenants that the settings name.
 
         Raises:
             ConfigError: the file cannot be read, an entry is wrong, or names an SLO class that there is not.
@@ -47,13 +47,13 @@ class TenantsFile:
         return book
 
     async def run(self) -> None:
-        """Follows the file until cancelled. Returns at once where none is configured."""
+        """Follow the file until cancelled. Returns at once where none is configured."""
         while self._config.tenants_file:
             await asyncio.sleep(POLL_S)
             await self.poll()
 
     async def poll(self) -> None:
-        """Reads the file once, in a thread: its disk may be slow, and its parsing long."""
+        """Read the file once, in a thread: its disk may be slow, and its parsing long."""
         version = await asyncio.to_thread(_version_at, self._path)
         is_stable, self._seen = version == self._seen, version
         if not is_stable or version == self._settled:

@@ -31,18 +31,18 @@ class ModelFacts:
     """The longest answer that the tenant may ask for; None: any that the context window leaves room for."""
 
     def of(self, tenant: Tenant) -> ModelFacts:
-        """Returns the facts with the tenant's own bound."""
+        """Return the facts with the tenant's own bound."""
         return self if tenant.max_answer_tokens is None else replace(self, max_answer_tokens=tenant.max_answer_tokens)
 
 
 def check_model(name: str, model: ModelFacts) -> None:
-    """Raises ModelNotFound for another model than the served one; an empty name means that one."""
+    """Raise ModelNotFound for another model than the served one; an empty name means that one."""
     if name not in ("", model.id):
         raise ModelNotFound(f"the model {name!r} is not served here; use {model.id!r}", "model")
 
 
 def check_length(num_characters: int, longest_token: int, model: ModelFacts) -> None:
-    """Raises ContextLengthExceeded for a text that cannot fit however it is tokenized, before that costs anything."""
+    """Raise ContextLengthExceeded for a text that cannot fit however it is tokenized, before that costs anything."""
     limit = model.max_model_len * longest_token
     if num_characters > limit:
         raise ContextLengthExceeded(
@@ -53,14 +53,14 @@ def check_length(num_characters: int, longest_token: int, model: ModelFacts) -> 
 
 
 def check_prompt(token_ids: Sequence[int], model: ModelFacts) -> None:
-    """Raises InvalidRequest unless these are 1 to max_model_len - 1 tokens."""
+    """Raise InvalidRequest unless these are 1 to max_model_len - 1 tokens."""
     if not token_ids:
         raise InvalidRequest("the prompt is empty; send at least one token", "input")
     check_num_tokens(len(token_ids), model.max_model_len - 1, model.id)
 
 
 def check_vocabulary(token_ids: Sequence[int], model: ModelFacts) -> None:
-    """Raises InvalidRequest unless these ids, of which there is at least one, are the model's."""
+    """Raise InvalidRequest unless these ids, of which there is at least one, are the model's."""
     if max(token_ids) >= model.vocab_size or min(token_ids) < 0:
         bad = next(t for t in token_ids if not 0 <= t < model.vocab_size)
         raise InvalidRequest(
@@ -70,13 +70,13 @@ def check_vocabulary(token_ids: Sequence[int], model: ModelFacts) -> None:
 
 
 def check_special(prompt: PromptInput, tenant: Tenant) -> None:
-    """Raises Forbidden for a prompt that may write special tokens, of a tenant that may not."""
+    """Raise Forbidden for a prompt that may write special tokens, of a tenant that may not."""
     if not isinstance(prompt, TokenIds) and prompt.parse_special and not tenant.parse_special:
         raise Forbidden("this API key may not write special tokens; unset parse_special, or ask the operator")
 
 
 def truncation_of(asked: Truncation | None, params: SamplingParams, model: ModelFacts) -> Truncation | None:
-    """Returns how a prompt is truncated, in a number of tokens.
+    """Return how a prompt is truncated, in a number of tokens.
 
     Raises:
         InvalidRequest: it is none that a prompt may have.
@@ -95,7 +95,7 @@ def truncation_of(asked: Truncation | None, params: SamplingParams, model: Model
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises InvalidRequest unless the id is empty, or short and printable: it travels in every message and log."""
+    """Raise InvalidRequest unless the id is empty, or short and printable: it travels in every message and log."""
     if len(request_id) > MAX_REQUEST_ID or not request_id.isascii() or not request_id.isprintable():
         raise InvalidRequest(
             f"request_id must be at most {MAX_REQUEST_ID} printable ASCII characters; shorten it or leave it empty",
@@ -104,7 +104,7 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_resume(request: GenerateRequest, params: SamplingParams) -> None:
-    """Raises InvalidRequest for a `resume_from` that cannot be of this request, as far as is known by now."""
+    """Raise InvalidRequest for a `resume_from` that cannot be of this request, as far as is known by now."""
     if request.resume_from and not request.request_id:
         raise InvalidRequest(
             "resume_from continues the request of a request_id; set it to the one that the answer carried", "request_id"
@@ -167,7 +167,7 @@ def with_lengths(
     *,
     shortens: bool = False,
 ) -> SamplingParams:
-    """Returns the request with `max_tokens` set: what the client asked, else what the context window and the tenant's
+    """Return the request with `max_tokens` set: what the client asked, else what the context window and the tenant's
     own bound leave. The least length that the model recommends gives way to that.
 
     Args:

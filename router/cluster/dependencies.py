@@ -33,7 +33,7 @@ class Dependencies:
         self._next_s = float("-inf")
 
     async def look(self, now_s: float) -> None:
-        """Asks Redis for its memory, unless it was asked within `LOOK_S`."""
+        """Ask Redis for its memory, unless it was asked within `LOOK_S`."""
         if now_s < self._next_s:
             return
         self._next_s = now_s + LOOK_S

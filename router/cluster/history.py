@@ -120,13 +120,13 @@ class ClusterHistory:
             await asyncio.sleep(PERIOD_S)
 
     async def close(self) -> None:
-        """Writes what has been counted since the last look, if the store can be reached, and closes it."""
+        """Write what has been counted since the last look, if the store can be reached, and closes it."""
         with contextlib.suppress(StoreUnavailable):
             await self.look()
         await self._store.close()
 
     async def look(self) -> None:
-        """Notes what has been counted since the last look, and reads what others have written.
+        """Record what has been counted since the last look, and reads what others have written.
 
         Raises:
             StoreUnavailable: own counts are noted, and are written with the next look.
@@ -159,7 +159,7 @@ class ClusterHistory:
         return HistorySlot(others.num_routers + 1, sums({"": others.counts, self._writer: own}))
 
     def _note(self) -> int:
-        """Adds what has been counted since the last time to the current slot, and returns the slot."""
+        """Add what has been counted since the last time to the current slot, and returns the slot."""
         slot = int(self._clock() // SLOT_S)
         now = counted(self._metrics)
         new = {name: number - self._seen.get(name, 0.0) for name, number in now.items()}

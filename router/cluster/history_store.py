@@ -30,10 +30,10 @@ class HistoryStore(Protocol):
         """Puts a router's counts of a slot in the place of those that it has written before."""
 
     async def read(self, slots: Iterable[int]) -> dict[int, dict[str, Counts]]:
-        """Returns the counts of slots, by writer; nothing for slots in which nobody has written."""
+        """Return the counts of slots, by writer; nothing for slots in which nobody has written."""
 
     async def close(self) -> None:
-        """Closes the store."""
+        """Close the store."""
 
 
 class MemoryHistory:
@@ -101,7 +101,7 @@ class RedisHistory:
 
 
 def _decoded(value: bytes) -> Counts:
-    """Raises ValueError: it is no counts of a router."""
+    """Raise ValueError: it is no counts of a router."""
     try:
         counts = json.loads(value)
     except RecursionError:

@@ -78,7 +78,7 @@ class LoadMeter:
         self.note()
 
     async def run(self) -> None:
-        """Measures until cancelled."""
+        """Measure until cancelled."""
         while True:
             for _ in range(NOTE_EVERY):
                 before_s = self._clock()
@@ -87,7 +87,7 @@ class LoadMeter:
             self.note()
 
     def note(self) -> None:
-        """Notes the processor's time; `run` does so every `NOTE_EVERY` ticks."""
+        """Record the processor's time; `run` does so every `NOTE_EVERY` ticks."""
         self._noted.append((self._clock(), self._cpu()))
 
     def now(self) -> RouterLoad:

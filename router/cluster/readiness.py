@@ -1,4 +1,4 @@
-"""Whether this router should be sent requests: what /readyz and gRPC's health service say."""
+"""True if this router should be sent requests: what /readyz and gRPC's health service say."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Readiness:
         return "" if is_waited_for else lacking
 
     def stop(self) -> None:
-        """Makes the router not ready, from now on."""
+        """Make the router not ready, from now on."""
         self._is_stopping = True
 
     def _lacking(self) -> str:

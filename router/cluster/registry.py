@@ -76,7 +76,7 @@ class Registry:
         """
 
     async def run(self) -> None:
-        """Polls until cancelled. While Redis is away, the last picture stays."""
+        """Poll until cancelled. While Redis is away, the last picture stays."""
         was_whole = False
         while True:
             try:
@@ -133,7 +133,7 @@ class Registry:
         )
 
     def num_routers(self) -> int:
-        """Returns how many routers were alive when Redis was last read; this one at least."""
+        """Return how many routers were alive when Redis was last read; this one at least."""
         return max(1, len(self._routers))
 
     def controller(self) -> ControllerInfo | None:

@@ -29,7 +29,7 @@ class Alert:
     for_s: float
     """Seconds for which it has to last before it counts."""
     is_firing: bool
-    """Whether it has lasted that long."""
+    """True if it has lasted that long."""
 
 
 class AlertBook:

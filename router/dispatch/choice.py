@@ -50,9 +50,9 @@ class Choice:
     sampler: str = ""
     """Name of the sampler of the latest attempt, on this router or another: what is emitted is drawn by it."""
     is_continued: bool = False
-    """Whether the client has tokens of it from an earlier call."""
+    """True if the client has tokens of it from an earlier call."""
     is_answered: bool = False
-    """Whether the client needs no more of it, because of the engine or a stop string. Set by the service: the attempt
+    """True if the client needs no more of it, because of the engine or a stop string. Set by the service: the attempt
     that runs is then left."""
 
     num_attempts: int = 0
@@ -103,7 +103,7 @@ class Choice:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether its tokens depend on random numbers, and so on the sampler."""
+        """True if its tokens depend on random numbers, and so on the sampler."""
         return self.spec.sampling.temperature > 0
 
     @property
@@ -117,7 +117,7 @@ class Choice:
 
     @property
     def is_of_unknown_sampler(self) -> bool:
-        """Whether the client has drawn tokens of which no router has noted what drew them."""
+        """True if the client has drawn tokens of which no router has noted what drew them."""
         return self.is_continued and self.is_drawn and not self.emitted
 
     def next_spec(self, now_s: float, num_expected_tokens: int) -> SequenceSpec:
@@ -144,12 +144,12 @@ class Choice:
         return self.hypotheses.shared_token_ids() if self.hypotheses.running else tuple(self.emitted)
 
     def has_kv(self) -> None:
-        """Notes that its decode worker has the prompt's KV now: its followers may go there."""
+        """Record that its decode worker has the prompt's KV now: its followers may go there."""
         self.kv_is_on = self.decode_worker
         self.has_begun.set()
 
     def leave_superseded(self) -> None:
-        """Leaves the calls that the choice has moved from; idempotent."""
+        """Leave the calls that the choice has moved from; idempotent."""
         for stream in self.superseded:
             stream.leave()
 
@@ -164,7 +164,7 @@ class ChoiceGroup:
     def begin(
         spec: SequenceSpec, claim: Claim, trace: Context, num_choices: int, noted: Mapping[int, Noted]
     ) -> ChoiceGroup:
-        """Makes the choices of a request.
+        """Make the choices of a request.
 
         Args:
             spec: the first choice's.
@@ -197,7 +197,7 @@ class ChoiceGroup:
 
     @property
     def is_search(self) -> bool:
-        """Whether one beam search finds all of the answers."""
+        """True if one beam search finds all of the answers."""
         return bool(self.choices) and self.choices[0].spec.sampling.use_beam_search
 
     @property
@@ -226,7 +226,7 @@ class Assignment:
     """The call that decodes until now. It is left once the next calls have begun, so that its worker waits for them."""
 
     def leave_old_call(self) -> None:
-        """Leaves the call that the choice moves from, if it moves; idempotent."""
+        """Leave the call that the choice moves from, if it moves; idempotent."""
         if self.moves_from is not None:
             self.moves_from.leave()
 

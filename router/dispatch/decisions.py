@@ -51,7 +51,7 @@ class DecisionLog:
         self._latest: deque[PlacementDecision] = deque()
 
     def note(self, spec: SequenceSpec, claim: Claim, placement: Placement, prediction: Prediction) -> PlacementDecision:
-        """Returns a new placement, to be filled in; the oldest one loses its candidates."""
+        """Return a new placement, to be filled in; the oldest one loses its candidates."""
         decision = PlacementDecision(
             request_id=spec.request_id,
             choice_index=spec.choice_index,

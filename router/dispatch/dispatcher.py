@@ -101,11 +101,11 @@ class Dispatcher:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether a choice has waited long for room on the worker that decodes it."""
+        """True if a choice has waited long for room on the worker that decodes it."""
         return self._waits.is_tried
 
     def answered(self, choice: Choice, num_tokens: int) -> None:
-        """Learns from a choice that has come to its end, by itself, its limit or a stop string: other answers will be
+        """Learn from a choice that has come to its end, by itself, its limit or a stop string: other answers will be
         as long, and the next prompt may begin with it.
 
         Args:
@@ -209,7 +209,7 @@ class Dispatcher:
             await cancel_and_wait(running.values())
 
     async def _begin(self, choice: Choice, spec: SequenceSpec, prepared: Assignment | None) -> Attempt:
-        """Places a choice, and admits it if it is its first attempt.
+        """Place a choice, and admits it if it is its first attempt.
 
         Args:
             prepared: the workers of a choice that moves.
@@ -267,7 +267,7 @@ class Dispatcher:
         choice.events.note(now_s, kind, text, spec.attempt, decode_worker)
 
     def _leaves(self, choice: Choice, worker: Worker, attempt: Attempt) -> None:
-        """Notes that a worker leaves, before it has computed anything of the choice."""
+        """Record that a worker leaves, before it has computed anything of the choice."""
         self._pools.leaves(worker)
         worker_id = worker.info.id
         text = f"{worker.info.label} leaves its role: placed again"
@@ -287,7 +287,7 @@ class Dispatcher:
         return replace(placement.prediction, wait_s=wait_s)
 
     def _learn(self, choice: Choice, failure: WorkerCallError, attempt: Attempt) -> None:
-        """Notes a failed attempt, for this choice and for all that are placed after it.
+        """Record a failed attempt, for this choice and for all that are placed after it.
 
         Raises:
             InvalidRequest: the worker says so; others, alike, would say the same.

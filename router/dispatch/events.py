@@ -59,7 +59,7 @@ class EventLog:
     num_left_out: int = 0
 
     def note(self, at_s: float, what: EventKind, text: str, attempt: int = 0, worker: str = "") -> None:
-        """Adds an event; where there are many, one in the middle goes."""
+        """Add an event; where there are many, one in the middle goes."""
         self.events.append(LifeEvent(at_s, what, text, attempt, worker))
         if len(self.events) > MOST_EVENTS:
             del self.events[MOST_EVENTS // 2]

@@ -57,12 +57,12 @@ class FirstTokenWait:
 
     @property
     def is_tried(self) -> bool:
-        """Whether a choice has waited long for room on the worker that decodes it."""
+        """True if a choice has waited long for room on the worker that decodes it."""
         return bool(self._waits_long)
 
     @contextlib.contextmanager
     def wait_for_room(self, entry: QueueEntry, compute_s: float = 0.0) -> Iterator[None]:
-        """Notes that a choice waits for room while the block is entered.
+        """Record that a choice waits for room while the block is entered.
 
         Args:
             compute_s: what else the block takes.
@@ -93,7 +93,7 @@ class FirstTokenWait:
 
     @contextlib.asynccontextmanager
     async def wait_for_first_token(self, attempt: Attempt) -> AsyncGenerator[None]:
-        """Bounds the wait for an attempt's first token while the block is entered.
+        """Bound the wait for an attempt's first token while the block is entered.
 
         Raises:
             Overloaded: the token did not come within TTFT_DEADLINE_FACTOR times its objective, or the choice has to
@@ -128,7 +128,7 @@ class _Held:
         self._tasks: list[asyncio.Task[Any]] = []
 
     def call(self, stream: WorkerStream[E]) -> WorkerStream[E]:
-        """Takes a call over: it is left with the attempt."""
+        """Take a call over: it is left with the attempt."""
         self._calls.append(stream)
         return stream
 
@@ -330,7 +330,7 @@ class _Rest:
         return message
 
     async def _leave(self, order: Migrate) -> Decoding | Moved:
-        """Prepares a move, and returns what comes first: the next message, or that the move is ready."""
+        """Prepare a move, and returns what comes first: the next message, or that the move is ready."""
         if self._attempt.spec.sampling.use_beam_search:
             if not order.hypotheses.running:
                 return await self._stream.read()  # its state does not travel: its worker serves it to the end
@@ -367,6 +367,6 @@ class _Rest:
 
 
 def _gave_up(reading: asyncio.Task[Decoding]) -> bool:
-    """Whether a decode worker's stream ended because the sender no longer wants its transfer."""
+    """Return whether a decode worker's stream ended because the sender no longer wants its transfer."""
     failure = reading.exception()
     return isinstance(failure, WorkerCallError) and isinstance(failure.error, TransferCancelled)

@@ -36,7 +36,7 @@ class Migration:
         self._instruments = instruments
 
     async def prepare(self, attempt: Attempt, stream: WorkerStream[Decoding]) -> Assignment | None:
-        """Finds a worker with room, however long that takes, and has it pull the KV there is so far.
+        """Find a worker with room, however long that takes, and has it pull the KV there is so far.
 
         Args:
             stream: the call that decodes until the choice has moved.

@@ -24,7 +24,7 @@ class Reports:
         self._instruments = instruments
 
     def room(self, attempt: Attempt) -> None:
-        """Records that the decode worker has room for an attempt whose prompt another worker computes."""
+        """Record that the decode worker has room for an attempt whose prompt another worker computes."""
         choice, now_s, worker_id = attempt.choice, time.monotonic(), attempt.assignment.placement.decode_worker
         choice.stages.has_room(now_s)
         if choice.decision is not None and attempt.spec.attempt == 0:
@@ -34,7 +34,7 @@ class Reports:
         )
 
     def prefill(self, attempt: Attempt, report: PrefillReport) -> None:
-        """Records that the prompt is computed and the first token here."""
+        """Record that the prompt is computed and the first token here."""
         hint, choice = attempt.assignment.hint, attempt.choice
         if attempt.spec.sampling.prompt_logprobs is not None:
             choice.prompt_scores = report.prompt_scores
@@ -66,7 +66,7 @@ class Reports:
     async def kv_transfer(
         self, prefill: WorkerStream[FirstToken | Transferred], ticket: Ticket, attempt: Attempt
     ) -> None:
-        """Returns once the prefill worker has reported the KV transfer, and books it.
+        """Return once the prefill worker has reported the KV transfer, and books it.
 
         Raises:
             WorkerCallError: the KV transfer failed, or that worker did.
@@ -92,7 +92,7 @@ class Reports:
 
 
 def _measure(measured: MeasuredSeconds, report: PrefillReport) -> None:
-    """Notes what a worker says of a prompt. Where it decodes as well, it says how long it had no room."""
+    """Record what a worker says of a prompt. Where it decodes as well, it says how long it had no room."""
     if measured.room_s is None:
         measured.room_s = report.room_s
     measured.wait_s = max(0.0, report.queue_s - report.pull_s - report.room_s)

@@ -52,7 +52,7 @@ class Avoidance:
     """The peers of failed transfers, and both of two workers that do not fit each other. A peer may be dead although
     its stream is still open, so it is used only if no other worker is available."""
     kv_transfer: bool = False
-    """Whether enough KV transfers have failed: `auto` then means the mode in which nothing has to travel, slower
+    """True if enough KV transfers have failed: `auto` then means the mode in which nothing has to travel, slower
     perhaps.
     """
 
@@ -70,7 +70,7 @@ def consecutive(failures: Sequence[Failure], latest: Failure) -> tuple[Failure, 
 
 
 def is_used_up(failures: Sequence[Failure], max_attempts: int) -> bool:
-    """Returns whether no further attempt is made after these consecutive failures."""
+    """Return whether no further attempt is made after these consecutive failures."""
     num_lost = sum(isinstance(failure.error, LostInStep) for failure in failures)
     return len(failures) >= max_attempts or num_lost >= MAX_LOST_DEVICES
 

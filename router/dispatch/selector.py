@@ -77,7 +77,7 @@ class WorkerSelector:
             await self.pools.wait_for_change(deadline - time.monotonic())
 
     def beside(self, choice: Choice, spec: SequenceSpec, prompt: Prompt, leader: Choice) -> Assignment | None:
-        """Returns an assignment to the decode worker that has the prompt's KV from another choice of the request.
+        """Return an assignment to the decode worker that has the prompt's KV from another choice of the request.
 
         None: none has, or it is gone, leaves its role, or cannot serve the sequence.
         """
@@ -150,7 +150,7 @@ class WorkerSelector:
             return decide
 
         def decide_alike(prompt: Prompt, candidates: Sequence[Candidate], mode: str) -> Placement | None:
-            """Chooses among the workers of one sampler, the one with which the answer is complete soonest."""
+            """Choose among the workers of one sampler, the one with which the answer is complete soonest."""
             groups = self.pools.alike(candidates, choice.only_sampler)
             found = [placement for group in groups if (placement := decide(prompt, group, mode)) is not None]
             return min(found, key=lambda each: _answered_s(prompt, each.prediction), default=None)
@@ -172,7 +172,7 @@ class WorkerSelector:
         )
 
     def _give_up(self, choice: Choice, spec: SequenceSpec, unfit: dict[str, set[str]], *, is_late: bool) -> None:
-        """Raises NoWorker or Unsupported where waiting longer is of no use."""
+        """Raise NoWorker or Unsupported where waiting longer is of no use."""
         decodes = [worker.info.id for worker in self.pools.workers if worker.info.role is Role.DECODE]
         # A choice that has begun was placed on a worker that knew all of it and may be back.
         is_hopeless = spec.attempt == 0 and bool(decodes) and unfit.keys() >= set(decodes)
@@ -200,7 +200,7 @@ class WorkerSelector:
 
 
 def _most_trusted_first(candidates: list[Candidate], doubted: Collection[str]) -> Iterator[list[Candidate]]:
-    """Yields the workers that may be chosen: those without a doubt, then also those of a pool without such a worker,
+    """Yield the workers that may be chosen: those without a doubt, then also those of a pool without such a worker,
     then all. A doubted prefill worker that has no other beside it thus takes no doubt from the decode workers.
     """
     if doubted:

@@ -92,16 +92,16 @@ class WorkerStream(Generic[E]):
         return sum(num_computed(event) for event in self._events if isinstance(event, NewTokens))
 
     def leave(self) -> None:
-        """Cancels the call, which frees everything on the worker; idempotent."""
+        """Cancel the call, which frees everything on the worker; idempotent."""
         self._leave()
 
     def deliver(self, event: E) -> None:
-        """Adds an answer."""
+        """Add an answer."""
         self._events.append(event)
         self._wake()
 
     def fail(self, failure: BatonError) -> None:
-        """Ends the call: no further answer comes."""
+        """End the call: no further answer comes."""
         self._failure = failure
         self._wake()
 
@@ -119,12 +119,12 @@ class WorkerStream(Generic[E]):
 
 
 def num_computed(new: NewTokens) -> int:
-    """Returns how many tokens a worker has computed since its last message."""
+    """Return how many tokens a worker has computed since its last message."""
     return len(new.token_ids) + new.num_searched
 
 
 def _taken(events: list[E]) -> E:
-    """Takes the next answer, or the tokens of several."""
+    """Take the next answer, or the tokens of several."""
     parts = list(itertools.takewhile(lambda event: isinstance(event, NewTokens), events[:MAX_JOINED]))
     if len(parts) <= 1:
         return events.pop(0)
@@ -161,7 +161,7 @@ class _Link:
     def start(
         self, worker: Worker, request: PrefillRequest | DecodeRequest | FetchRequest, trace: Context
     ) -> WorkerStream[Any]:
-        """Raises WorkerCallError where the worker does not know all that would be said: then nothing is."""
+        """Raise WorkerCallError where the worker does not know all that would be said: then nothing is."""
         call_id = next(self._call_ids)
         command = wire.start_command(messages.StartCall(call_id, request, dict(tracing.to_metadata(trace))))
         lacking = wire.fields_unknown_to(worker.info.known_fields)
@@ -220,7 +220,7 @@ class _Link:
 
 
 def _why(broken: grpc.aio.AioRpcError, peer: str) -> BatonError:
-    """Returns why a stream ended. That a worker refuses this router is no refusal of the client."""
+    """Return why a stream ended. That a worker refuses this router is no refusal of the client."""
     error = from_rpc_error(broken, peer)
     return WorkerFailed(f"{peer} does not serve this router: {error}") if isinstance(error, NotAMember) else error
 
@@ -261,7 +261,7 @@ class WorkerClient:
         return self._link(worker).start(worker, FetchRequest(spec, source), trace)
 
     async def read_log(self, worker: Worker, max_lines: int) -> tuple[str, ...]:
-        """Returns the latest lines that a worker has logged.
+        """Return the latest lines that a worker has logged.
 
         Raises:
             BatonError: it does not answer within `LOG_TIMEOUT_S`, or is of a release without this call.
@@ -275,7 +275,7 @@ class WorkerClient:
             raise _why(error, worker.info.label) from error
 
     async def forget_past_incarnations(self, workers: Collection[Worker]) -> None:
-        """Closes the channels of workers that are listed at another address now; their calls have failed anyway."""
+        """Close the channels of workers that are listed at another address now; their calls have failed anyway."""
         addresses = {worker.info.id: worker.info.address for worker in workers}
         for address, (worker_id, _, _) in list(self._channels.items()):
             if addresses.get(worker_id, address) != address:

@@ -140,7 +140,7 @@ class LoadTracker:
         self._note_recent(job.compute_s, now)
 
     def computed(self, job: Job, now: float) -> None:
-        """Removes a job that is computed, or has left, from the queue; idempotent."""
+        """Remove a job that is computed, or has left, from the queue; idempotent."""
         if job.queued_at is self:
             job.queued_at = None
             del self._jobs[job]
@@ -155,7 +155,7 @@ class LoadTracker:
         self._book(job, 1)
 
     def finished(self, job: Job, now: float) -> None:
-        """Removes a job that is done, or has left, from the sequences that decode; idempotent."""
+        """Remove a job that is done, or has left, from the sequences that decode; idempotent."""
         if job.decoding_at is self:
             job.decoding_at = None
             self.residence.observe(now - job.began_s)

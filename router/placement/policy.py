@@ -91,7 +91,7 @@ class Candidate:
     chunk_tokens: int = 2048
     """Prompt tokens in one step."""
     takes_work: bool = True
-    """Whether it takes new work; a worker that does not is a source of prefixes only."""
+    """True if it takes new work; a worker that does not is a source of prefixes only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ def place(
     pull_above_tokens: int = 64,
     not_from: Collection[str] = (),
 ) -> Placement | None:
-    """Chooses the workers of a request, and the source of its prefix.
+    """Choose the workers of a request, and the source of its prefix.
 
     Args:
         mode: "disaggregated", "aggregated", or "auto": whichever is predicted to be quicker.

@@ -83,7 +83,7 @@ class PoolView:
         return self._block_size
 
     async def update(self, workers: Collection[Worker]) -> None:
-        """Takes over the leases; a worker without one is gone."""
+        """Take over the leases; a worker without one is gone."""
         least = least_of([worker.load.costs for worker in workers])
         bounded = (_bounded(worker, least) for worker in workers)
         self._workers = {worker.info.id: worker for worker in sorted(bounded, key=lambda worker: worker.info.id)}
@@ -123,7 +123,7 @@ class PoolView:
         return {info.id: lengths[info.id] for info in infos if lengths[info.id] * SHORT < usual[info.role]}
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Returns after the next `update`, or after the time given."""
+        """Return after the next `update`, or after the time given."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait()
@@ -133,16 +133,16 @@ class PoolView:
         return self._workers[worker_id]
 
     def suspect(self, worker: Worker) -> None:
-        """Passes this incarnation over for a while: its stream broke, though its lease may still live."""
+        """Pass this incarnation over for a while: its stream broke, though its lease may still live."""
         self._suspects[worker.info.id, worker.info.epoch] = self._clock() + self._suspicion_s
 
     def leaves(self, worker: Worker) -> None:
-        """Notes that a worker takes no new work in its role; its lease may not say so yet."""
+        """Record that a worker takes no new work in its role; its lease may not say so yet."""
         info = worker.info
         self._leaving[info.id, info.epoch, info.role] = self._clock() + LEAVING_S
 
     def stays(self, worker: Worker) -> bool:
-        """Whether a worker that announced to leave its role has stayed, according to its lease."""
+        """Return whether a worker that announced to leave its role has stayed, according to its lease."""
         now = self._workers.get(worker.info.id)
         return now is not None and now.info.role is worker.info.role and self.is_trusted(now)
 
@@ -159,7 +159,7 @@ class PoolView:
         return self._samplers
 
     def alike(self, candidates: Sequence[Candidate], only: str | None = None) -> list[Sequence[Candidate]]:
-        """Groups candidates that may share an answer that is drawn: those of one sampler. A KV transfer, a move and a
+        """Group candidates that may share an answer that is drawn: those of one sampler. A KV transfer, a move and a
         retry then give the tokens that one worker alone would have given.
 
         Args:
@@ -187,7 +187,7 @@ class PoolView:
         }
 
     def is_trusted(self, worker: Worker) -> bool:
-        """Whether a worker takes work, and neither broke off nor leaves its role."""
+        """Return whether a worker takes work, and neither broke off nor leaves its role."""
         return worker.load.state is WorkerState.READY and self._is_trusted(worker.info.id, worker.info.epoch)
 
     def _is_trusted(self, worker_id: str, epoch: int) -> bool:
@@ -198,7 +198,7 @@ class PoolView:
         return self._leaving.get((worker_id, epoch, role), 0.0) <= now
 
     def is_ready(self, role: Role) -> bool:
-        """Whether a worker of this role takes work."""
+        """Return whether a worker of this role takes work."""
         return any(w.info.role is role and self.is_trusted(w) for w in self.workers)
 
     def candidates(self, prompt: Prompt, turn: Turn, excluded: Collection[str] = ()) -> list[Candidate]:

@@ -30,12 +30,12 @@ class PriceFit:
         self.prices = prior
 
     def pulled(self, num_tokens: int, took_s: float) -> None:
-        """Learns how long the pull of a prefix took."""
+        """Learn how long the pull of a prefix took."""
         self._pull.observe((1.0, num_tokens), took_s)
         self._update()
 
     def transferred(self, num_tokens: int, exposed_s: float) -> None:
-        """Learns how long after the first token a prompt's KV arrived."""
+        """Learn how long after the first token a prompt's KV arrived."""
         self._exposed.observe((1.0, num_tokens), exposed_s)
         self._update()
 

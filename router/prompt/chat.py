@@ -52,7 +52,7 @@ class ChatTemplate:
     """The templates of one model by name; most have one, "default", and some another for requests with tools."""
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """Raises ModelLoadError when a template is not valid Jinja."""
+        """Raise ModelLoadError when a template is not valid Jinja."""
         environment = environment_of_templates()
         self._special_tokens = dict(special_tokens)
         self._sources = dict(templates)
@@ -96,23 +96,23 @@ class ChatTemplate:
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the template of chats with tools reads `tools`."""
+        """True if the template of chats with tools reads `tools`."""
         return self.reads("tools", has_tools=True)
 
     @property
     def asks_for_hermes(self) -> bool:
-        """Whether the router itself writes the tools of a chat with tools, as Hermes reads them."""
+        """True if the router itself writes the tools of a chat with tools, as Hermes reads them."""
         return not self.reads_tools and _OF_SYSTEM not in self._known_words.get(self._name(has_tools=True), ())
 
     def reads(self, variable: str, *, has_tools: bool) -> bool:
-        """Returns whether the template of chats with or without tools reads a variable."""
+        """Return whether the template of chats with or without tools reads a variable."""
         return variable in self._names.get(self._name(has_tools=has_tools), ())
 
     @staticmethod
     def load(
         folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str], chosen: str = ""
     ) -> ChatTemplate:
-        """Reads chat_template.jinja and additional_chat_templates/, else tokenizer_config.json.
+        """Read chat_template.jinja and additional_chat_templates/, else tokenizer_config.json.
 
         Args:
             chosen: a file whose template is the only one; empty: those of the folder.
@@ -194,7 +194,7 @@ class ChatTemplate:
         return f"{text[:-1]},{MAX_GROWTH * len(text) + MAX_OWN}]".encode()
 
     def _check_read(self, chat: Chat, name: str) -> None:
-        """Raises InvalidRequest for what the template would not read: it would be ignored."""
+        """Raise InvalidRequest for what the template would not read: it would be ignored."""
         given = {**dict.fromkeys(chat.template_kwargs, "chat_template_kwargs")}
         if reserved := next((each for each in given if each in RESERVED), None):
             raise InvalidRequest(f"chat_template_kwargs cannot set {reserved!a}", "chat_template_kwargs")
@@ -212,13 +212,13 @@ class ChatTemplate:
 
 
 def _source_in(path: Path) -> str:
-    """Returns the template that a file holds. Raises OSError: it is no plain file, or too long; ValueError: no text."""
+    """Return the template that a file holds. Raises OSError: it is no plain file, or too long; ValueError: no text."""
     text = read_plain(path, MAX_SOURCE).decode("utf-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def with_systems_first(chat: Chat) -> Chat | None:
-    """Returns a chat with the texts of all its system messages in the first message, in order; None: they are already.
+    """Return a chat with the texts of all its system messages in the first message, in order; None: they are already.
 
     Some templates refuse those that come later.
     """

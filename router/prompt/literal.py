@@ -87,7 +87,7 @@ class LiteralEncoder:
         return encode_batch(self._literal, [text], add_special_tokens=add_special_tokens)[0]
 
     def mark(self, context: Mapping[str, Any]) -> Marked | None:
-        """Marks what a template gets from a client.
+        """Mark what a template gets from a client.
 
         Args:
             context: plain JSON values by the template's names; the role of a message is none of the client's text, nor
@@ -169,7 +169,7 @@ class _Finder:
         self._normalized = _patterns(cores, own)
 
     def is_suspect(self, texts: str) -> bool:
-        """Whether there is anything of that kind in texts, each of which stands between two edges."""
+        """Return whether there is anything of that kind in texts, each of which stands between two edges."""
         for pattern in self._sought:
             if pattern.search(texts):
                 return True
@@ -179,7 +179,7 @@ class _Finder:
         return EDGE not in normal or any(pattern.search(normal) for pattern in self._normalized)
 
     def places(self, text: str) -> Iterator[int]:
-        """Yields where a special token begins or, at its end or begin, the text continues one that others began."""
+        """Yield where a special token begins or, at its end or begin, the text continues one that others began."""
         if self._whole is None:
             return
         place = -1
@@ -191,7 +191,7 @@ class _Finder:
         yield from self._places_of_parts(bare, text.find(bare))
 
     def _places_of_parts(self, text: str, offset: int) -> Iterator[int]:
-        """Yields where parts of special tokens are at the begin and the end of a text, counted from an offset."""
+        """Yield where parts of special tokens are at the begin and the end of a text, counted from an offset."""
         if text in self._middles:
             yield offset
         for last in self._last:
@@ -256,13 +256,13 @@ def _core(normalizer: Any, content: str) -> str:
 
 
 def _is_in_a_word(token: tokenizers.AddedToken, text: str, match: re.Match[str]) -> bool:
-    """Whether a token that must be a word of its own is a part of one."""
+    """Return whether a token that must be a word of its own is a part of one."""
     beside = text[match.start() - 1 : match.start()] + text[match.end() : match.end() + 1]
     return token.single_word and any(character.isalnum() or character == "_" for character in beside)
 
 
 def _collect(value: Any, names: Collection[str], texts: list[str]) -> None:
-    """Adds the client's texts in a value to the list. Every chat comes by here, so the commonest type is first."""
+    """Add the client's texts in a value to the list. Every chat comes by here, so the commonest type is first."""
     if isinstance(value, str):
         texts.append(value)
     elif isinstance(value, dict):
@@ -296,7 +296,7 @@ def _marked(value: Any, finder: _Finder, mark: str, names: Collection[str]) -> A
 
 
 def _is_word(key: str, value: Any, names: Collection[str]) -> bool:
-    """Whether a value is none of the client's text, but a word with which templates compare."""
+    """Return whether a value is none of the client's text, but a word with which templates compare."""
     if not isinstance(value, str):
         return False
     return value in ROLES if key == "role" else key == "type" and value in _TYPES and value in names

@@ -75,7 +75,7 @@ class Sandboxes:
         return SandboxTurn(self, owner, num_bytes + OVERHEAD_BYTES)
 
     async def take_turn(self, owner: str, size: int) -> None:
-        """Waits for a turn. Raises Overloaded: too many others wait, or one's own."""
+        """Wait for a turn. Raises Overloaded: too many others wait, or one's own."""
         try:
             async with asyncio.timeout(WAIT_S):
                 await self._turns.take(owner, size)
@@ -83,7 +83,7 @@ class Sandboxes:
             raise Overloaded(f"many requests wait for {self._name}; try again later") from None
 
     def end_turn(self, owner: str, asked: _Sandbox | None) -> None:
-        """Ends a turn: where its question is not answered, or has ended the process, once there is an idle one."""
+        """End a turn: where its question is not answered, or has ended the process, once there is an idle one."""
         if asked is None:
             self._turns.end(owner)
             return
@@ -92,7 +92,7 @@ class Sandboxes:
         renewal.add_done_callback(self._renewals.discard)
 
     async def start(self) -> Reply:
-        """Starts a process before it is needed, and returns what it answers to its setup."""
+        """Start a process before it is needed, and returns what it answers to its setup."""
         sandbox = _Sandbox(self._command)
         self._all.add(sandbox)
         reply = await sandbox.ask(self._setup, START_S)
@@ -103,14 +103,14 @@ class Sandboxes:
         return reply
 
     def close(self) -> None:
-        """Ends the processes. Nothing is answered any more."""
+        """End the processes. Nothing is answered any more."""
         self._is_closed = True
         for sandbox in self._all:
             sandbox.end()
             sandbox.release()
 
     async def taken(self) -> _Sandbox:
-        """Returns a process that is idle, or a new one, for who has a turn. Raises Overloaded: it does not start."""
+        """Return a process that is idle, or a new one, for who has a turn. Raises Overloaded: it does not start."""
         while True:
             while self._idle:
                 sandbox = self._idle.pop()
@@ -122,7 +122,7 @@ class Sandboxes:
             starting.result()
 
     def start_spare(self) -> None:
-        """Starts one more process, if there is room for one: somebody asks what takes long, and others may come."""
+        """Start one more process, if there is room for one: somebody asks what takes long, and others may come."""
         if len(self._all) < NUM_PROCESSES and self._spare is None:
             self._spare = asyncio.ensure_future(self._start())
             self._spare.add_done_callback(self._has_spare)
@@ -133,7 +133,7 @@ class Sandboxes:
             spare.exception()  # the next one that needs a process gets the error
 
     def give_back(self, sandbox: _Sandbox) -> None:
-        """Takes back a process that is idle."""
+        """Take back a process that is idle."""
         self._idle.append(sandbox)
 
     async def _renew(self, owner: str, sandbox: _Sandbox) -> None:
@@ -149,7 +149,7 @@ class Sandboxes:
             self._turns.end(owner)
 
     async def _start(self) -> None:
-        """Raises Overloaded: it does not start."""
+        """Raise Overloaded: it does not start."""
         if self._is_closed:
             raise Overloaded(f"{self._name} has ended with its router")
         reply = await self.start()
@@ -222,11 +222,11 @@ class _Sandbox:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it can be asked."""
+        """True if it can be asked."""
         return self.is_settled.is_set() and not self._has_ended and self._process.poll() is None
 
     async def ask(self, question: bytes, within_s: float, on_long: Callable[[], None] = lambda: None) -> Reply:
-        """Returns the answer. Who is cancelled meanwhile leaves a process that is busy.
+        """Return the answer. Who is cancelled meanwhile leaves a process that is busy.
 
         Args:
             on_long: called if it takes longer than LONG_S.
@@ -245,12 +245,12 @@ class _Sandbox:
         return Reply(ReplyKind.TOO_LONG) if status == -signal.SIGPROF else found
 
     def end(self) -> None:
-        """Ends the process, and waits for that: to free its memory may take a while."""
+        """End the process, and waits for that: to free its memory may take a while."""
         self._process.kill()
         self._process.wait()
 
     def release(self) -> None:
-        """Closes the socket, once the process has ended."""
+        """Close the socket, once the process has ended."""
         if not self._loop.is_closed():
             self._lost()
         self._connection.close()
@@ -297,7 +297,7 @@ class _Sandbox:
             self._settle(Reply(ReplyKind(kind), text))
 
     def _lost(self) -> None:
-        """Notes that the process has closed its end of the socket."""
+        """Record that the process has closed its end of the socket."""
         self._loop.remove_reader(self._connection)
         self._loop.remove_writer(self._connection)
         self._has_ended = True

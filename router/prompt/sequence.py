@@ -61,11 +61,11 @@ class PromptEncoder:
         self._threads = ThreadPoolExecutor(num_threads, "prompts")
         self._turns = Turns(num_threads, MAX_WAITING_BYTES)
         self._has_merged = False
-        """Whether the log says that system messages were merged."""
+        """Return whether the log says that system messages were merged."""
         self._templates = Sandboxes("baton.template", setup=tokenizer.chat_template.setup, name="chats to be written")
 
     async def start(self) -> None:
-        """Starts what writes chats, if the model has a template.
+        """Start what writes chats, if the model has a template.
 
         Raises:
             ModelLoadError: its template is not valid, or takes too long to compile.
@@ -77,7 +77,7 @@ class PromptEncoder:
             raise ModelLoadError(reply.text.decode() or "the model's chat template takes too much to load")
 
     def close(self) -> None:
-        """Ends the threads and the processes. Nothing is encoded any more."""
+        """End the threads and the processes. Nothing is encoded any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._templates.close()
 
@@ -219,7 +219,7 @@ def _cost(text: str) -> int:
 
 
 def _cut(text: str, side: TruncationSide, most: int) -> str:
-    """Returns the part of a text that its last or first tokens are of; where it is cut, it is far away from them."""
+    """Return the part of a text that its last or first tokens are of; where it is cut, it is far away from them."""
     if len(text) <= most:
         return text
     return text[-most:] if side is TruncationSide.LEFT else text[:most]
@@ -269,7 +269,7 @@ class SequenceBuilder:
 
 @functools.lru_cache(maxsize=MAX_SETTLED)
 def _for_workers(params: SamplingParams, vocab_size: int) -> SamplingParams:
-    """Returns what workers need to know, but for the seed where none is set and random numbers are drawn."""
+    """Return what workers need to know, but for the seed where none is set and random numbers are drawn."""
     top_k = params.top_k if 0 < params.top_k < vocab_size else 0
     logprobs = 0 if params.is_selected and params.logprobs is None else params.logprobs
     if params.use_beam_search:

@@ -36,7 +36,7 @@ class StructureChecker:
         self._verdicts = _Verdicts()
 
     async def check(self, structure: StructuredOutputs | None, tenant_id: str) -> StructuredOutputs | None:
-        """Returns the structure as workers can serve it; None: any text is an answer.
+        """Return the structure as workers can serve it; None: any text is an answer.
 
         What cannot be enforced of tools that are not strict is left out of it: the whole schemas of their arguments if
         they are too costly.
@@ -70,7 +70,7 @@ class StructureChecker:
         return loosened(structure, left_out)
 
     def close(self) -> None:
-        """Ends the compilers' processes. Nothing is checked any more."""
+        """End the compilers' processes. Nothing is checked any more."""
         self._compilers.close()
 
 
@@ -82,7 +82,7 @@ class _Verdict(NamedTuple):
     left_out: str = ""
     """What is left out of it, as its compiler says it; empty: nothing."""
     is_too_much: bool = False
-    """Whether the compiler came to no answer."""
+    """True if the compiler came to no answer."""
 
 
 class _Verdicts:
@@ -94,7 +94,7 @@ class _Verdicts:
         self._known: OrderedDict[str, OrderedDict[bytes, _Verdict]] = OrderedDict()
 
     def of(self, tenant_id: str, digest: bytes) -> _Verdict | None:
-        """Returns what is known of a structure; None: nothing."""
+        """Return what is known of a structure; None: nothing."""
         own = self._known.get(tenant_id)
         if own is None or digest not in own:
             return None
@@ -103,7 +103,7 @@ class _Verdicts:
         return own[digest]
 
     def note(self, tenant_id: str, digest: bytes, verdict: _Verdict) -> None:
-        """Keeps a verdict, and as many others as there is room for."""
+        """Keep a verdict, and as many others as there is room for."""
         own = self._known.setdefault(tenant_id, OrderedDict())
         own[digest] = verdict
         if len(own) > MAX_KNOWN:
@@ -114,7 +114,7 @@ class _Verdicts:
 
 
 def _verdict(reply: Reply) -> _Verdict:
-    """Returns what is known of a structure by what its compiler says, or what became of that."""
+    """Return what is known of a structure by what its compiler says, or what became of that."""
     match reply.kind:
         case ReplyKind.ANSWERED:
             return _Verdict(left_out=reply.text.decode())

@@ -25,7 +25,7 @@ class TokenTexts:
         """The texts of each block, one after the other, and where each begins, with the end of the last."""
 
     def of(self, token_id: int) -> str:
-        """Returns a token's text."""
+        """Return a token's text."""
         number, place = divmod(token_id, BLOCK)
         text, begins = self._blocks.get(number) or self._read(number)
         return text[begins[place] : begins[place + 1]]

@@ -70,7 +70,7 @@ class Tokenizer:
     _added_ids: frozenset[int]
     """Tokens that are spelled as their text."""
     _is_byte_level: bool
-    """Whether other tokens are spelled in GPT-2's stand-ins for bytes."""
+    """True if other tokens are spelled in GPT-2's stand-ins for bytes."""
     _tokenizer: tokenizers.Tokenizer
     _segments: SegmentEncoder
     _literal: LiteralEncoder
@@ -78,7 +78,7 @@ class Tokenizer:
 
     @staticmethod
     def load(folder: Path, chat_template: str = "") -> Tokenizer:
-        """Reads tokenizer.json, tokenizer_config.json, config.json and generation_config.json.
+        """Read tokenizer.json, tokenizer_config.json, config.json and generation_config.json.
 
         What the last recommends and this version does not apply is named in the log.
 
@@ -133,7 +133,7 @@ class Tokenizer:
         return self._literal.encode(text, add_special_tokens=add_special_tokens)
 
     def draft_chat(self, chat: Chat) -> ChatDraft:
-        """Returns what the template is to write, up to where the assistant's next message begins.
+        """Return what the template is to write, up to where the assistant's next message begins.
 
         Raises:
             InvalidRequest: no template, or messages in a form that no template knows.
@@ -160,13 +160,13 @@ class Tokenizer:
         return self._segments.encode(text, scope)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text; U+FFFD stands for bytes that make no character, special tokens and ids outside the
+        """Return the text; U+FFFD stands for bytes that make no character, special tokens and ids outside the
         vocabulary have none.
         """
         return self._decoded(token_ids, skip_special_tokens=True)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Returns the text as `decode` does, with that of special tokens."""
+        """Return the text as `decode` does, with that of special tokens."""
         return self._decoded(token_ids, skip_special_tokens=False)
 
     def _decoded(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -176,7 +176,7 @@ class Tokenizer:
             raise ModelLoadError(f"the model's tokenizer cannot decode an answer: {complaint_of(error)}") from error
 
     def text_of(self, token_id: int) -> str:
-        """Returns what `decode_all` does for one token; each is decoded once."""
+        """Return what `decode_all` does for one token; each is decoded once."""
         return self._texts.of(token_id)
 
     def encode_fragment(self, text: str) -> list[int]:

@@ -29,7 +29,7 @@ For each function call, return a json object with function name and arguments wi
 
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Returns the messages with the tools in the system message, which comes first; if there is none, in a new one."""
+    """Return the messages with the tools in the system message, which comes first; if there is none, in a new one."""
     signatures = "\n".join(json.dumps(tool.in_openai_form(), ensure_ascii=False) for tool in tools)
     block = BLOCK.format(tools=signatures)
     first, *others = map(dict, messages)
@@ -39,7 +39,7 @@ def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> 
 
 
 def with_tools_of_system(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Returns the messages with the tools as a member of the system message, as Phi 4 mini's template reads them."""
+    """Return the messages with the tools as a member of the system message, as Phi 4 mini's template reads them."""
     described = json.dumps([tool.in_openai_form()["function"] for tool in tools], ensure_ascii=False)
     first, *others = map(dict, messages)
     if first["role"] == "system":
@@ -48,7 +48,7 @@ def with_tools_of_system(messages: Sequence[Mapping[str, Any]], tools: Sequence[
 
 
 def with_functools(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with the calls in the content of the assistant's, as Phi 4 mini writes them."""
+    """Return the messages with the calls in the content of the assistant's, as Phi 4 mini writes them."""
     written = []
     for message in messages:
         plain = {name: value for name, value in message.items() if name != "tool_calls"}
@@ -59,7 +59,7 @@ def with_functools(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def with_observations(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with each call as a message of its own whose `metadata` is the tool's name, and with results
+    """Return the messages with each call as a message of its own whose `metadata` is the tool's name, and with results
     as observations, as GLM 4's template reads them.
     """
     written: list[dict[str, Any]] = []
@@ -77,7 +77,7 @@ def with_observations(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def with_calls_as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with the calls in the content of the assistant's, and the results of calls in the user's."""
+    """Return the messages with the calls in the content of the assistant's, and the results of calls in the user's."""
     written: list[dict[str, Any]] = []
     was_result = False
     for message in messages:

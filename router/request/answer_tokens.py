@@ -30,12 +30,12 @@ class AnswerTokens:
         """Tokens of the reasoning, by choice, those included that left before."""
 
     def drawn(self, chunk: GenerateChunk) -> GenerateChunk:
-        """Counts a chunk of an answer, whether the client gets it or not."""
+        """Count a chunk of an answer, whether the client gets it or not."""
         self._num_drawn += len(chunk.token_ids)
         return chunk
 
     def left(self, chunk: GenerateChunk) -> None:
-        """Counts a chunk that leaves for the client."""
+        """Count a chunk that leaves for the client."""
         self.sent[chunk.choice_index] += len(chunk.token_ids)
         if chunk.num_reasoning_tokens:
             self._num_reasoning[chunk.choice_index] = chunk.num_reasoning_tokens
@@ -60,7 +60,7 @@ class AnswerTokens:
         return sum(max(0, num - self.delivered.get(index, 0)) for index, num in self._num_reasoning.items())
 
     def usage(self, num_prompt_tokens: int, num_cached_tokens: int) -> Usage:
-        """Returns the usage of the whole answer, with what the client had of it before, and with what was drawn for it:
+        """Return the usage of the whole answer, with what the client had of it before, and with what was drawn for it:
         all of `best_of` answers, and the beams of a search.
         """
         if self._group.is_search:

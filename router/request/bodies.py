@@ -42,12 +42,12 @@ class BodyBook:
         self._model = {"model": model_id}
 
     def ignored(self, fields: Iterable[str]) -> None:
-        """Counts the fields of one request that are ignored, by their labels."""
+        """Count the fields of one request that are ignored, by their labels."""
         for field in fields:
             self._instruments.ignored_fields.add(1, {"field": field})
 
     def refused(self, body: RefusedBody) -> None:
-        """Counts a body that is refused, and lists it."""
+        """Count a body that is refused, and lists it."""
         outcome = "rejected" if isinstance(body.error, Overloaded) else "invalid"
         self._instruments.requests.add(1, {**self._model, "outcome": outcome})
         self._instruments.tenant_requests.add(1, {"tenant": body.tenant, "outcome": outcome})

@@ -31,7 +31,7 @@ class Ingress:
     """Host; empty: not known."""
     port: int = 0
     is_streamed: bool = True
-    """Whether the client reads the answer as it comes."""
+    """True if the client reads the answer as it comes."""
 
 
 UNKNOWN_INGRESS = Ingress()

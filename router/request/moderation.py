@@ -56,7 +56,7 @@ Judge: TypeAlias = Callable[[AnswerSoFar], "bool | Awaitable[bool]"]
 
 
 def load_judge(name: str) -> Judge:
-    """Returns the function that `MODULE:FUNCTION` names.
+    """Return the function that `MODULE:FUNCTION` names.
 
     Raises:
         ConfigError: it cannot be imported, or cannot be called.
@@ -93,7 +93,7 @@ class Moderator:
 
     @staticmethod
     def of(config: RouterConfig, instruments: Instruments) -> Moderator | None:
-        """Returns the moderator that the settings ask for; None: they ask for none.
+        """Return the moderator that the settings ask for; None: they ask for none.
 
         Raises:
             ConfigError: see `load_judge`.
@@ -101,7 +101,7 @@ class Moderator:
         return Moderator(load_judge(config.moderation), config, instruments) if config.moderation else None
 
     async def allows(self, answer: AnswerSoFar) -> bool:
-        """Returns whether an answer may be shown so far."""
+        """Return whether an answer may be shown so far."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 verdict = await self._verdict(answer)
@@ -168,7 +168,7 @@ class ModeratedAnswer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the client needs no more tokens."""
+        """True if the client needs no more tokens."""
         return self._is_vetoed or self._chunks.has_ended
 
     @property
@@ -179,7 +179,7 @@ class ModeratedAnswer:
     async def replay(
         self, token_ids: Sequence[int], finish_reason: FinishReason | None
     ) -> AsyncGenerator[Sequence[GenerateChunk]]:
-        """Takes what had been generated before this call, and lets others have their turn on the event loop.
+        """Take what had been generated before this call, and lets others have their turn on the event loop.
 
         All of it is judged again: the client says how much of it has left, and may be wrong.
 
@@ -196,7 +196,7 @@ class ModeratedAnswer:
     async def write(
         self, token_ids: Sequence[int], finish_reason: FinishReason | None, scores: TokenScores = NO_SCORES
     ) -> Sequence[GenerateChunk]:
-        """Takes new tokens and the engine's word on the end, and returns what the client gets now.
+        """Take new tokens and the engine's word on the end, and returns what the client gets now.
 
         Raises:
             InvalidRequest: see `AnswerChunks.write`.
@@ -221,7 +221,7 @@ class ModeratedAnswer:
                 return ready
 
     async def _judged(self, moderator: Moderator) -> list[GenerateChunk]:
-        """Returns what has waited, or what the client gets in its place."""
+        """Return what has waited, or what the client gets in its place."""
         num_tokens = self._chunks.num_kept
         so_far = AnswerSoFar(
             tenant=self._tenant,

@@ -32,7 +32,7 @@ class ChoiceRecord:
 
     @staticmethod
     def of(choice: Choice) -> ChoiceRecord:
-        """Returns what is remembered of a choice; it goes on being filled in as long as the choice is."""
+        """Return what is remembered of a choice; it goes on being filled in as long as the choice is."""
         return ChoiceRecord(index=choice.index, events=choice.events, decision=choice.decision)
 
 
@@ -48,7 +48,7 @@ class FirstChoice:
 
     @staticmethod
     def of(choices: Sequence[Choice]) -> FirstChoice:
-        """Returns it for a request of these choices; none: it was never placed."""
+        """Return it for a request of these choices; none: it was never placed."""
         if not choices:
             return FirstChoice()
         first = choices[0]
@@ -94,7 +94,7 @@ class RequestRecord:
 
     @property
     def is_harmless(self) -> bool:
-        """Whether it ended without anything that an operator would look into."""
+        """True if it ended without anything that an operator would look into."""
         return self.outcome in HARMLESS
 
 

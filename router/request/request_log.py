@@ -33,14 +33,14 @@ class RequestFilter:
     limit: int = DEFAULT_LIMIT
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest: there is no such outcome, or the limit is out of bounds."""
+        """Raise InvalidRequest: there is no such outcome, or the limit is out of bounds."""
         if unknown := sorted(set(self.outcomes) - set(OUTCOMES)):
             raise InvalidRequest(f"outcome must be one of {', '.join(OUTCOMES)}; got {unknown[0]!r:.100}", "outcome")
         if not 1 <= self.limit <= MAX_LIMIT:
             raise InvalidRequest(f"limit must be from 1 to {MAX_LIMIT}, got {self.limit}", "limit")
 
     def passes(self, record: RequestRecord) -> bool:
-        """Whether the request is one of those that are asked for."""
+        """Return whether the request is one of those that are asked for."""
         if self.tenant and record.tenant != self.tenant:
             return False
         if self.slo_class and (record.claim is None or record.claim.slo_class != self.slo_class):
@@ -64,7 +64,7 @@ class RequestLog:
 
     @contextlib.contextmanager
     def keeping(self, settlement: Settlement) -> Iterator[Settlement]:
-        """Opens a request's books while the block is entered, and remembers what is in them."""
+        """Open a request's books while the block is entered, and remembers what is in them."""
         self._running[settlement] = None
         try:
             with settlement:
@@ -74,7 +74,7 @@ class RequestLog:
             self.remember(settlement.record())
 
     def remember(self, record: RequestRecord) -> None:
-        """Remembers a request that has ended."""
+        """Remember a request that has ended."""
         self._latest.append(record)
         if len(self._latest) > LATEST:
             oldest = self._latest.popleft()

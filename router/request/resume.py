@@ -46,7 +46,7 @@ class Call:
     driver: asyncio.Task[Any]
     """The task that waits for the next chunk, or had the last one."""
     has_gone_on: bool = False
-    """Whether chunks after the first are asked for."""
+    """True if chunks after the first are asked for."""
     digest: bytes = b""
     """Digest of what determines its tokens; empty: not known yet."""
     group: ChoiceGroup | None = None
@@ -62,11 +62,11 @@ class Call:
         return Call(driver=task)
 
     def begin(self, digest: bytes, group: ChoiceGroup) -> None:
-        """Notes the choices, now that they are known."""
+        """Record the choices, now that they are known."""
         self.digest, self.group = digest, group
 
     def goes_on(self) -> None:
-        """Notes the task that asks for what follows the first chunk. One task awaits all the rest, but for an HTTP
+        """Record the task that asks for what follows the first chunk. One task awaits all the rest, but for an HTTP
         stream it is another one than awaited the first.
         """
         if not self.has_gone_on:
@@ -91,7 +91,7 @@ class CallsInFlight:
 
     @contextlib.contextmanager
     def entered(self, key: RecordKey) -> Iterator[Call]:
-        """Enters the call that the current task serves: later calls find it while the block is entered."""
+        """Enter the call that the current task serves: later calls find it while the block is entered."""
         call = self._calls[key] = Call.of_current_task()
         try:
             yield call
@@ -100,7 +100,7 @@ class CallsInFlight:
             call.ended.set()
 
     async def take_over(self, key: RecordKey) -> Call | None:
-        """Ends the call that serves this request here, if one does: its client has lost it, noticed or not.
+        """End the call that serves this request here, if one does: its client has lost it, noticed or not.
 
         Raises:
             Overloaded: it does not end in time.
@@ -120,7 +120,7 @@ class CallsInFlight:
 
     @contextlib.contextmanager
     def conflict_when_taken_over(self) -> Iterator[None]:
-        """Turns the end of a call whose request another call continues into Conflict. The block is one API call."""
+        """Turn the end of a call whose request another call continues into Conflict. The block is one API call."""
         try:
             yield
         except asyncio.CancelledError:
@@ -155,7 +155,7 @@ class Journal:
 
     @contextlib.contextmanager
     def noting(self, key: RecordKey, digest: bytes, choices: Sequence[Choice]) -> Iterator[None]:
-        """Notes a request while the block is entered. What stays for a while is of one that did not come to its end:
+        """Record a request while the block is entered. What stays for a while is of one that did not come to its end:
         another router may go on with it, or do so already.
 
         Args:
@@ -183,7 +183,7 @@ class Journal:
             return {}
 
     async def run(self) -> None:
-        """Writes until cancelled. While the store is away nothing is kept for it; then all is written anew."""
+        """Write until cancelled. While the store is away nothing is kept for it; then all is written anew."""
         num_failures = 0
         while True:
             await asyncio.sleep(max(FLUSH_S, backoff_s(num_failures) if num_failures else 0.0))
@@ -246,7 +246,7 @@ def digest_of(content_id: str, spec: SequenceSpec) -> bytes:
 
 
 def with_delivered(noted: Mapping[int, Noted], resume_from: Mapping[int, int]) -> dict[int, Noted]:
-    """Adds the choices of which the client has tokens and nothing is noted.
+    """Add the choices of which the client has tokens and nothing is noted.
 
     Args:
         noted: what has been generated, by choice.
@@ -256,7 +256,7 @@ def with_delivered(noted: Mapping[int, Noted], resume_from: Mapping[int, int]) -
 
 
 def only_delivered(noted: Mapping[int, Noted], resume_from: Mapping[int, int]) -> dict[int, Noted]:
-    """Returns of what is noted the tokens that the client has: the others are generated again, for their scores, which
+    """Return of what is noted the tokens that the client has: the others are generated again, for their scores, which
     nobody notes.
     """
     known = {}

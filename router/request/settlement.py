@@ -114,7 +114,7 @@ class Settlement:
         resume_from: Mapping[int, int],
         digest: bytes,
     ) -> None:
-        """Takes over the request's choices, now that they are known.
+        """Take over the request's choices, now that they are known.
 
         Args:
             group: all that are drawn.
@@ -144,11 +144,11 @@ class Settlement:
             )
 
     def drawn(self, chunk: GenerateChunk) -> GenerateChunk:
-        """Counts a chunk of an answer, whether its client gets it or not."""
+        """Count a chunk of an answer, whether its client gets it or not."""
         return self._tokens.drawn(chunk)
 
     def book(self, chunk: GenerateChunk) -> GenerateChunk:
-        """Counts a chunk that leaves for the client; the request's last one gets usage and timing."""
+        """Count a chunk that leaves for the client; the request's last one gets usage and timing."""
         now = time.monotonic()
         if not self._first_token_s:
             self._first_token_s = now
@@ -254,7 +254,7 @@ class Settlement:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        """Settles the request. GeneratorExit and CancelledError mean that the client has left."""
+        """Settle the request. GeneratorExit and CancelledError mean that the client has left."""
         outcome = self._outcome(error)
         if not self._ended_s:
             self._end(time.monotonic())
@@ -294,7 +294,7 @@ class Settlement:
         return "cancelled"
 
     def _book_slo(self, outcome: str) -> str:
-        """Classifies the request once, against its objectives."""
+        """Classify the request once, against its objectives."""
         if self.claim is None or outcome in ("invalid", "limited"):
             return outcome
         labels = {**self._model, "slo_class": self.claim.slo_class}
@@ -307,7 +307,7 @@ class Settlement:
         return outcome
 
     def _book_stages(self, claim: Claim, labels: dict[str, str]) -> SloOutcome:
-        """Records where the time of an answered request went, and which stage is to blame for a missed objective."""
+        """Record where the time of an answered request went, and which stage is to blame for a missed objective."""
         objective, stages = claim.objective, self._stages
         for stage, seconds in stages.by_stage().items():
             self._instruments.stage_duration.record(seconds, STAGE_LABELS[stage])
@@ -362,11 +362,11 @@ class Settlement:
         )
 
     def _ns(self, at_s: float) -> int:
-        """Converts a time of the monotonic clock to the clock of traces, in nanoseconds."""
+        """Convert a time of the monotonic clock to the clock of traces, in nanoseconds."""
         return self._arrived_ns + round((at_s - self.arrived_s) * 1e9)
 
     def _write_span(self, outcome: str, slo: str) -> None:
-        """Writes the request's span, and a child for each phase: these follow one another without a gap."""
+        """Write the request's span, and a child for each phase: these follow one another without a gap."""
         for stage, begin_s, end_s in self._life:
             tracing.span_between(f"request.{stage}", self.trace, self._ns(begin_s), self._ns(end_s))
         attributes: dict[str, str | int | float] = {"baton.outcome": outcome, "baton.slo": slo}

@@ -37,14 +37,14 @@ class UsageFile:
     def __init__(self, path: str) -> None:
         self._path = path
         self._is_torn = False
-        """Whether the file ends within a line."""
+        """Return whether the file ends within a line."""
         try:
             self._file = self._opened()
         except OSError as error:
             raise ConfigError(f"router.usage_log: cannot write {path}: {error}") from error
 
     def append(self, lines: Sequence[str]) -> None:
-        """Appends lines; to a new file, if the one before was moved.
+        """Append lines; to a new file, if the one before was moved.
 
         Raises:
             OSError: not all of them could be written.
@@ -114,21 +114,21 @@ class UsageBook:
 
     @property
     def is_kept(self) -> bool:
-        """Whether there is a log."""
+        """True if there is a log."""
         return self._file is not None
 
     def placed(self, key: RecordKey, digest: bytes, is_resumption: bool) -> UsageCall:
-        """Notes that a call has begun to answer a request."""
+        """Record that a call has begun to answer a request."""
         call = UsageCall(secrets.token_hex(8), digest.hex(), is_resumption)
         self._note(_UsageEvent(key, call, None))
         return call
 
     def ended(self, key: RecordKey, call: UsageCall, record: UsageRecord) -> None:
-        """Notes that a call has ended, and what it used."""
+        """Record that a call has ended, and what it used."""
         self._note(_UsageEvent(key, call, record))
 
     async def run(self) -> None:
-        """Writes until cancelled."""
+        """Write until cancelled."""
         while self._file is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SWEEP_S):
@@ -138,14 +138,14 @@ class UsageBook:
             await self.sweep()
 
     async def flush(self) -> None:
-        """Writes what has been noted so far."""
+        """Write what has been noted so far."""
         while self._events:  # each once, and to its end, also when this is cancelled
             writing = asyncio.ensure_future(self._handle(self._events.popleft()))
             await seen_through(writing)
             writing.result()
 
     async def close(self) -> None:
-        """Writes what is left; also what is held, if no other router is there to do so."""
+        """Write what is left; also what is held, if no other router is there to do so."""
         await self.flush()
         if self._num_routers() <= 1:
             for key in list(self._held):
@@ -163,7 +163,7 @@ class UsageBook:
         await self._write(await self._record_of(event))
 
     async def _record_of(self, event: _UsageEvent) -> UsageRecord | None:
-        """Returns what is to be written when a call has begun or ended."""
+        """Return what is to be written when a call has begun or ended."""
         call, record = event.call, event.record
         try:
             if record is None:
@@ -182,7 +182,7 @@ class UsageBook:
             return None
 
     async def _changed(self, key: RecordKey, change: Callable[[UsageMark | None], MarkStep]) -> UsageRecord | None:
-        """Changes a mark, and returns the record that is to be written because of that.
+        """Change a mark, and returns the record that is to be written because of that.
 
         Raises:
             StoreUnavailable: also when it was away a moment ago.
@@ -203,7 +203,7 @@ class UsageBook:
             raise StoreUnavailable(str(error)) from error
 
     async def sweep(self) -> None:
-        """Writes the records that are due, of whichever router."""
+        """Write the records that are due, of whichever router."""
         if time.monotonic() < self._away_until_s:
             return
         try:

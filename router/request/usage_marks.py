@@ -43,19 +43,19 @@ class MarkStore(Protocol):
     """
 
     async def get(self, key: RecordKey) -> FoundMark:
-        """Returns the mark of a request."""
+        """Return the mark of a request."""
 
     async def swap(self, key: RecordKey, old: FoundMark, new: UsageMark) -> bool:
-        """Stores a mark; False: it is not `old` any more, and nothing has changed."""
+        """Store a mark; False: it is not `old` any more, and nothing has changed."""
 
     async def due(self) -> list[RecordKey]:
-        """Returns requests whose marks have held a record for HOLD_S, or held one a while ago; not all at once."""
+        """Return requests whose marks have held a record for HOLD_S, or held one a while ago; not all at once."""
 
     async def forget_due(self, key: RecordKey) -> None:
-        """Lists a request as due no more: its mark holds no record."""
+        """List a request as due no more: its mark holds no record."""
 
     async def close(self) -> None:
-        """Closes the store."""
+        """Close the store."""
 
 
 class MemoryMarks:

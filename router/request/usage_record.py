@@ -43,7 +43,7 @@ class UsageRecord:
     status: str
     """ok, error or cancelled."""
     is_resumption: bool
-    """Whether the call continued an earlier one."""
+    """True if the call continued an earlier one."""
 
     def line(self) -> str:
         """The record as one line of JSON."""
@@ -63,7 +63,7 @@ class UsageRecord:
         return json.dumps(body)
 
     def beyond(self, recorded: Usage) -> UsageRecord | None:
-        """Returns the record without what records have already; None: nothing is new."""
+        """Return the record without what records have already; None: nothing is new."""
         if recorded == NO_USAGE:
             return self
         new = Usage(
@@ -103,7 +103,7 @@ class UsageMark:
 
     @staticmethod
     def decode(found: bytes) -> UsageMark:
-        """Raises ValueError for what is no mark."""
+        """Raise ValueError for what is no mark."""
         try:
             digest, token, recorded, held = json.loads(found)
             if held is not None:
