@@ -413,7 +413,7 @@ async def test_a_choice_that_has_to_make_way_is_refused_at_once() -> None:
             await until(lambda: len(workers.requests) == 1 + len(waiting))
         urgent = replace(small, objective=replace(NO_OBJECTIVE, ttft_s=4 * compute_s))
         assert await collected(bench.tokens(claim=urgent)) == [5]
-        with pytest.raises(Overloaded, match="had to make way"):
+        with pytest.raises(Overloaded, match="preempted in the queue"):
             await asyncio.wait_for(waiting[2], 5)
         assert not waiting[0].done()
         for answer in waiting:
