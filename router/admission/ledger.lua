@@ -1,5 +1,5 @@
--- Records a router's entry for a tenant, atomically. `router.admission.account` implements the same in Python and documents
--- the arithmetic.
+-- Records a router's entry for a tenant, atomically. `router.admission.account` implements the same in Python and
+-- documents the arithmetic.
 --
 -- KEYS  1 the tenant's account: {windows, answers in flight by router: {version, number, until, tokens reserved}}, as
 --         cmsgpack
@@ -11,8 +11,8 @@
 -- Returns {index of the exceeded limit, from 1; 0: none, ms until it has room, {amount in each window}, {ms until each
 -- window is empty}, answers in flight on all routers, tokens reserved for them, garbage}.
 --
--- Race: two routers ask at the same time, and there is room for one request. The script reads and writes in one step, so
--- one of them is refused.
+-- Race: two routers ask at the same time, and there is room for one request. The script reads and writes in one step,
+-- so one of them is refused.
 local now = tonumber(ARGV[1])
 if not now then
   local time = redis.call('TIME')

@@ -92,7 +92,7 @@ class RedisHistory:
                 writer, stored = found
                 counts = _decoded(stored if self._seal is None else self._seal.open(key, writer, stored))
                 if len(names.union(counts)) > MAX_COUNTS:
-                    raise ValueError(f"it has more than {MAX_COUNTS} counts")
+                    raise ValueError(f"the slot has more than {MAX_COUNTS} counts")
                 writers[writer.decode()] = counts
                 names.update(counts)
             except ValueError as error:
@@ -109,9 +109,9 @@ def _decoded(value: bytes) -> Counts:
     try:
         counts = json.loads(value)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("the value is nested too deeply") from None
     if not isinstance(counts, dict) or not all(starmap(_is_count, counts.items())):
-        raise ValueError("it is no counts of a router")
+        raise ValueError("malformed counts of a router")
     return counts
 
 

@@ -143,8 +143,8 @@ class PromptEncoder:
         if reply.kind is ReplyKind.ANSWERED and not self._has_merged:
             self._has_merged = True
             logger.warning(
-                "the model's chat template accepts a system message only at the start: the router appends later ones to "
-                "the first system message"
+                "the model's chat template accepts a system message only at the start: the router appends later ones "
+                "to the first system message"
             )
 
     async def _run(self, tenant: Tenant, num_bytes: int, work: Callable[[], T]) -> T:
