@@ -80,7 +80,7 @@ class Choice:
     stages: StageLog = field(default_factory=StageLog)
     """Time stamps of its stages; a migration to another decode worker counts as decoding."""
     events: EventLog = field(default_factory=EventLog)
-    """Its time line, as text for operators."""
+    """Time line of the choice, as text for operators."""
     mode: str = ""
     prefill_worker: str = ""
     decode_worker: str = ""

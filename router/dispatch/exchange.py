@@ -87,8 +87,8 @@ class FirstTokenWait:
             raise
         for victim in victims:
             self._instruments.shed.add(1, {"tenant": victim.tenant.id})
-            # 0.0 lies in the past, so the victim's task is cancelled at the next iteration of the event loop, and the
-            # value tells a preemption from a deadline there. `reschedule` raises for a timeout that has expired.
+            # 0.0 lies in the past, so the victim's task is cancelled at the next iteration of the event loop. There,
+            # the value 0.0 marks a preemption, unlike a deadline. `reschedule` raises if a timeout has expired already.
             timeout = self._timeouts.get(victim)
             if timeout is not None and not timeout.expired():
                 timeout.reschedule(0.0)
