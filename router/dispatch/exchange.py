@@ -113,7 +113,7 @@ class FirstTokenWait:
         except TimeoutError:
             reason = f"no first token within {timeout_s:.1f} s"
             if timeout.when() == 0.0:  # see `admit`
-                reason = "preempted in the queue by a tenant below its fair share"
+                reason = "preempted in the queue by a tenant with less queued work"
             if choice.decision is not None:
                 choice.decision.outcome = f"refused: {reason}"
             raise Overloaded(f"{reason}; try again later", retry_after_s=max(0.1, attempt.job.compute_s)) from None

@@ -57,7 +57,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._sources = dict(templates)
         if (size := sum(map(len, templates.values()))) > MAX_SOURCE:
-            raise ModelLoadError(f"The model's chat templates have {size} characters; the limit is {MAX_SOURCE}")
+            raise ModelLoadError(f"the model's chat templates have {size} characters; the limit is {MAX_SOURCE}")
         try:
             trees = {name: environment.parse(source) for name, source in templates.items()}
             self._names = {name: Variables.of(tree) for name, tree in trees.items()}
@@ -68,7 +68,7 @@ class ChatTemplate:
             self.names = frozenset(name for tree in trees.values() for name in _names(tree))
             """Names of object members that the templates may read."""
         except STOPS as error:
-            raise ModelLoadError(f"The model's chat template is not valid: {stop_of(error)}") from error
+            raise ModelLoadError(f"the model's chat template is not valid: {stop_of(error)}") from error
         self._known_words = {
             name: frozenset(word for word in _KNOWN_WORDS if word in source) for name, source in templates.items()
         }
@@ -135,7 +135,7 @@ class ChatTemplate:
             for path in () if chosen else sorted((folder / "additional_chat_templates").glob("*.jinja")):
                 templates[path.stem] = _source_in(path)
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ModelLoadError(f"Cannot read {place}: {error!r}") from error
+            raise ModelLoadError(f"cannot read {place}: {error!r}") from error
         return ChatTemplate(templates, special_tokens)
 
     def context(self, chat: Chat) -> dict[str, Any]:

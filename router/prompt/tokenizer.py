@@ -233,7 +233,7 @@ def _default_sampling(generation: Mapping[str, Any], vocabulary: Collection[int]
             said["bad_word_ids"] = tuple(word for word in words if all(token_id in vocabulary for token_id in word))
         return dataclasses.replace(SamplingParams(), **said)
     except (InvalidRequest, TypeError) as error:
-        raise ModelLoadError(f"The model's generation_config.json recommends invalid values: {error}") from error
+        raise ModelLoadError(f"the model's generation_config.json recommends invalid values: {error}") from error
 
 
 def _number(generation: Mapping[str, Any], name: str) -> Any:
@@ -248,7 +248,7 @@ def _number(generation: Mapping[str, Any], name: str) -> Any:
     value = whole(value) if is_whole else value
     if type(value) is not int and (is_whole or not isinstance(value, float)):
         raise ModelLoadError(
-            f"The model's generation_config.json recommends invalid values: {value!r:.100} as {name}, which must be a "
+            f"the model's generation_config.json recommends invalid values: {value!r:.100} as {name}, which must be a "
             f"{'whole ' if is_whole else ''}number"
         )
     return value

@@ -391,7 +391,7 @@ def test_who_had_to_make_way_is_explained_so_and_tenants_may_use_the_same_id(slo
         shed.refused()
         by_tenant = {told["tenant"]: told["outcome"] for told in explain(slow.router, "mine")}
         assert by_tenant == {
-            "large": "refused: preempted in the queue by a tenant below its fair share",
+            "large": "refused: preempted in the queue by a tenant with less queued work",
             "small": "admitted",
         }
         small.served()
