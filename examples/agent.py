@@ -1,9 +1,9 @@
-"""An agent with three tools, through Anthropic's client. Workers may come and go meanwhile: no turn is lost.
+"""An agent with three tools that uses the Anthropic client. Workers may come and go: no turn is lost.
 
     python examples/agent.py "What is 17 times 23?"
 
-It asks http://127.0.0.1:8000 unless ANTHROPIC_BASE_URL names another address, with the key in ANTHROPIC_API_KEY if
-there is one. With --force the model has to call a tool in every turn but the last; small models seldom do so otherwise.
+It connects to http://127.0.0.1:8000, or to ANTHROPIC_BASE_URL if that is set, with the key in ANTHROPIC_API_KEY if
+there is one. With --force the model must call a tool in every turn but the last; small models seldom do so otherwise.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RUN: Mapping[str, Callable[..., object]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("question", nargs="*", default=["What", "is", "17", "times", "23?"])
-    parser.add_argument("--force", action="store_true", help="have the model call a tool in every turn but the last")
+    parser.add_argument("--force", action="store_true", help="make the model call a tool in every turn but the last")
     args = parser.parse_args()
     client = Anthropic(
         base_url=os.environ.get("ANTHROPIC_BASE_URL", "http://127.0.0.1:8000"),

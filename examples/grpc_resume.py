@@ -1,10 +1,10 @@
-"""Streams an answer over gRPC and continues it at another router when the connection breaks.
+"""Streams an answer over gRPC and continues it on another router when the connection breaks.
 
     python examples/grpc_resume.py 127.0.0.1:50051,127.0.0.1:50052 "Once upon a time"
 
-What a client has to do is in `stream` below: send the same request again, with the `request_id` that the answer
-carried, and name the number of tokens that it has of each choice. The stream goes on after those tokens, with the same
-text that an unbroken one would have had. `baton generate` does the same by itself.
+`stream` below does what a client must do: send the same request again, with the `request_id` from the response and the
+number of tokens that it has of each choice. The stream continues after those tokens, with the same text that an
+unbroken stream would have had. `baton generate` does this automatically.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAUSE_S = 0.5
 
 
 def stream(addresses: list[str], request: inference_pb2.GenerateRequest) -> Iterator[inference_pb2.GenerateResponse]:
-    """Yields each message once, whatever number of routers die.
+    """Yield each message once, however many routers die.
 
     Raises:
         grpc.RpcError: the request was refused, or TRIES routers in a row could not be reached.
@@ -43,7 +43,7 @@ def stream(addresses: list[str], request: inference_pb2.GenerateRequest) -> Iter
                 num_failures += 1
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or num_failures == TRIES:
                     raise
-        print("\n[the connection broke; going on elsewhere]", file=sys.stderr)
+        print("\n[the connection broke; continuing on another router]", file=sys.stderr)
         router += 1
         time.sleep(PAUSE_S)
 

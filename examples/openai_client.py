@@ -1,8 +1,8 @@
-"""Streams a chat through OpenAI's client.
+"""Streams a chat with the OpenAI client.
 
     python examples/openai_client.py "What is the capital of France?"
 
-It asks http://127.0.0.1:8000/v1 unless OPENAI_BASE_URL names another address, with the key in OPENAI_API_KEY if there
+It connects to http://127.0.0.1:8000/v1, or to OPENAI_BASE_URL if that is set, with the key in OPENAI_API_KEY if there
 is one.
 """
 

@@ -1,10 +1,10 @@
-"""Compares a placement policy of one's own with two others, in virtual time and without a model.
+"""Compares a custom placement policy with two others, in virtual time and without a model.
 
     python examples/placement_policy.py
 
-A policy sees every worker as a `WorkerView` and answers with the index of one. This one scores each worker by the share
-of the prompt that it has cached, less the share of its KV cache that is in use. To see a policy beside all others, add
-it to `BASELINES` in lab/simulate/baselines.py: then `baton simulate --policy prefix_less_load` knows it.
+A policy gets a `WorkerView` of every worker and returns the index of one. This policy scores each worker by the share
+of the prompt that it has cached, minus the share of its KV cache that is in use. To compare a policy with all others,
+add it to `BASELINES` in lab/simulate/baselines.py; `baton simulate --policy prefix_less_load` then runs it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PrefixLessLoad:
         self._rng = rng
 
     def choose(self, request: TraceRequest, workers: Sequence[WorkerView]) -> int:
-        """Returns the index of the worker that computes the prompt, and decodes in a pool that is not split."""
+        """Return the index of the worker that computes the prompt and, in aggregated mode, also decodes."""
 
         def score(worker: WorkerView) -> float:
             return worker.num_cached_tokens / request.num_prompt_tokens - worker.kv_use
@@ -38,7 +38,7 @@ class PrefixLessLoad:
         return self._rng.choice([worker for worker in workers if score(worker) == best]).index
 
     def choose_decode(self, request: TraceRequest, workers: Sequence[WorkerView]) -> int:
-        """Returns the index of the worker that decodes, where the pools are split."""
+        """Return the index of the worker that decodes in disaggregated mode."""
         return min(workers, key=lambda worker: worker.kv_use).index
 
 

@@ -1,4 +1,4 @@
-"""`python -m router`: the process of one router (`router.process`)."""
+"""Entry point of `python -m router`: runs one router process (`router.process`)."""
 
 from baton import garbage
 

@@ -1,4 +1,4 @@
-"""The router's HTTP servers: uvicorn, within bounds, on sockets of our own."""
+"""The router's HTTP servers: uvicorn with limits on connections, on sockets that the router binds."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from router.api.places import ConnectionLimits, OpenConnections
 from router.service import RouterService
 
 UNSENT_BYTES = 16 * 2**10
-"""What the kernel takes of an answer beyond what is on its way. Else it takes megabytes that nobody reads, and a write
-waits only then."""
+"""Limit on the unsent bytes that the kernel buffers per connection. Without it, the kernel accepts megabytes for a
+client that does not read, and only then do writes wait."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers, since the process has one owner of signals, and with its sockets.
+    """uvicorn without signal handlers, which `router.process` owns, and with sockets that are already bound.
 
     Args:
-        sockets: bound ones.
-        open_connections: those that the protocol of `config` counts.
-        tls: what the endpoints show; None: they speak plain HTTP.
+        sockets: bound sockets.
+        open_connections: the counter of connections that the protocol of `config` updates.
+        tls: certificates of the endpoints; None: plain HTTP.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class HttpServer(uvicorn.Server):
         self._sockets, self.open_connections, self._tls = sockets, open_connections, tls
 
     async def serve_all(self) -> None:
-        """Serves until `should_exit` is set."""
+        """Serve on all sockets until `should_exit` is set."""
         await self.serve(self._sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -86,13 +86,13 @@ def http_servers(
     *,
     operations: Operations | None = None,
 ) -> tuple[HttpServer, ...]:
-    """The server of the APIs, and that of the metrics, if they have a port of their own.
+    """Create the server of the APIs and, if `telemetry.port` is set, a second one for the metrics.
 
     Args:
         is_ready, metrics, operations: see `create_app`.
 
     Raises:
-        ConfigError: a port is taken, a host is not one of this machine's, or the certificates are wrong.
+        ConfigError: a port is taken, a host is not an address of this machine, or the certificates are invalid.
     """
     hosts = Hosts.configured(config, not tenants.is_open)
     tls = endpoint_tls(config)
@@ -122,7 +122,7 @@ def http_servers(
 
 
 def connection_limits(router: RouterConfig) -> ConnectionLimits:
-    """Return the bounds of the connections of one server."""
+    """Return the connection limits of one server."""
     return ConnectionLimits(
         max_connections=router.max_connections,
         max_per_client=router.max_connections_per_client,
@@ -138,12 +138,12 @@ def _server(
         uvicorn.Config(
             app=app,
             http=protocol,
-            ws="none",  # a connection that is upgraded would have a protocol that never leaves its place
+            ws="none",  # a protocol that takes over an upgraded connection would never release its slot
             log_config=None,
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            timeout_keep_alive=config.router.keep_alive_s,  # type: ignore[arg-type]  # it is handed to call_later
+            timeout_keep_alive=config.router.keep_alive_s,  # type: ignore[arg-type]  # it is passed to call_later
             timeout_graceful_shutdown=math.ceil(config.router.drain_timeout_s),
         ),
         bound(host, port, config.cluster.routers > 1),
@@ -153,10 +153,10 @@ def _server(
 
 
 def bound(host: str, port: int, shares_port: bool) -> list[socket.socket]:
-    """A socket for every address of `host`, not listening yet.
+    """Bind a socket to every address of `host`, without listening.
 
     Raises:
-        ConfigError: the port is taken, or the host is not one of this machine's.
+        ConfigError: the port is taken, or the host is not an address of this machine.
     """
     sockets: list[socket.socket] = []
     try:
@@ -165,7 +165,7 @@ def bound(host: str, port: int, shares_port: bool) -> list[socket.socket]:
         ):
             sockets.append(opened := socket.socket(family, kind, protocol))
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if sys.platform == "linux":  # the connections have it from here
+            if sys.platform == "linux":  # accepted connections inherit it
                 opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
             if shares_port:
                 opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

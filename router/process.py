@@ -1,4 +1,4 @@
-"""The router process: `python -m router`, configured by BATON_CONFIG_JSON or by BATON_* variables."""
+"""The router process, `python -m router`. BATON_CONFIG_JSON or BATON_* variables configure it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> None:
     garbage.share_heap()
     config = baton_config.process_config()
     logs.configure(config.telemetry.log_level, config.telemetry.log_format, "baton-router")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there are always many prompts, each a small one
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts are small and many: they run in parallel
     try:
         uvloop.run(_run(config))
     except* BatonError as errors:

@@ -1,4 +1,4 @@
-"""Puts the router's parts together and runs them until the process is asked to stop."""
+"""Builds the router from its parts and runs it until the process must stop."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Store:
-    """What the router reads from Redis and writes to it."""
+    """The router's connections to Redis and the stores that use them."""
 
     redis: RedisConnection
     leases: RedisLeases
@@ -72,12 +72,12 @@ class _Store:
     follower: MirrorFollower
     journal: Journal
     ledger: Ledger
-    """Closed by the accounts, which own it."""
+    """The accounts own and close it."""
     marks: MarkStore
-    """Closed by the usage book, which owns them."""
+    """The usage book owns and closes them."""
     surroundings: Dependencies
     history: HistoryStore
-    """Closed by the history of the cluster, which owns it."""
+    """The cluster's history owns and closes it."""
 
     @staticmethod
     def connect(config: Config, content: str, keys: KeyFile | None, tls: Tls | None, endpoint: Tls | None) -> _Store:
@@ -113,12 +113,10 @@ class _Store:
 
 
 async def serve(config: Config, stop: asyncio.Event) -> None:
-    """Runs a router until `stop` is set, and requests in flight for `router.drain_timeout_s` more.
+    """Run a router until `stop` is set, then give requests in flight up to `router.drain_timeout_s` to complete.
 
     Raises:
-        ConfigError: a port is taken, no Redis is configured, there are no keys where others than this machine listen,
-            the keys or the tenants' file are wrong, or the usage log cannot be written.
-        ModelLoadError: the model's folder has no tokenizer.
+        ConfigError, ModelLoadError: see `build`.
     """
     router = build(config)
     garbage.keep_what_is_loaded()
@@ -127,7 +125,7 @@ async def serve(config: Config, stop: asyncio.Event) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """The parts of a router that have to be run or closed."""
+    """The parts of a router that must be run or closed."""
 
     config: Config
     tracer: TracerProvider | None
@@ -144,7 +142,7 @@ class Router:
     operations: Operations
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serves until `stop` is set, then lets requests in flight end, for `router.drain_timeout_s` at most."""
+        """Serve until `stop` is set, then give requests in flight up to `router.drain_timeout_s` to complete."""
         try:
             await self.service.start()
             await self.rpc.start()
@@ -167,7 +165,7 @@ class Router:
                 logger.info("router %s stops", self.config.router.id)
                 self.readiness.stop()
                 for each in self.http:
-                    each.should_exit = True  # gRPC and HTTP close at once, and give requests the same time
+                    each.should_exit = True  # gRPC and HTTP drain at the same time, with the same timeout
                 await asyncio.gather(self.rpc.stop(self.config.router.drain_timeout_s), *serving)
                 for task in background:
                     task.cancel()
@@ -189,15 +187,15 @@ class Router:
 
 
 def build(config: Config) -> Router:
-    """Puts a router's parts together, and binds its ports.
+    """Build a router and bind its ports.
 
     Raises:
-        ConfigError: a port is taken, no Redis is configured, there are no keys where others than this machine listen,
-            the keys or the tenants' file are wrong, or the usage log cannot be written.
+        ConfigError: a port is taken, no Redis is configured, the router listens beyond this machine without keys, the
+            keys or the tenants' file are invalid, or the usage log cannot be written.
         ModelLoadError: the model's folder has no tokenizer.
     """
     if not config.index.redis_url:
-        raise ConfigError("the router needs index.redis_url (BATON_INDEX_REDIS_URL)")
+        raise ConfigError("index.redis_url is not set, and the router needs Redis; set it or BATON_INDEX_REDIS_URL")
     keys = _keys(config)
     tenants = TenantsFile.load(config.router)
     usage_file = UsageFile(config.router.usage_log) if config.router.usage_log else None
@@ -277,7 +275,11 @@ def _load_model(config: Config) -> LoadedModel:
 
 
 def _keys(config: Config) -> KeyFile | None:
-    """Raises ConfigError: there are none where others than this machine listen, or they are wrong."""
+    """Return the cluster's keys.
+
+    Raises:
+        ConfigError: the router listens beyond this machine without keys, or the keys are invalid.
+    """
     keys = open_keys(config.cluster.secret, Principal.ROUTER)
     require_keys(keys, config.cluster.host, "cluster.host")
     return keys
@@ -363,7 +365,7 @@ def _dispatcher(
 
 
 def _bind(config: Config, tenants: TenantBook, tls: Tls | None) -> tuple[RpcServer, int]:
-    """The gRPC server and its port."""
+    """Create the gRPC server, bind it, and return it with its port."""
     rpc = RpcServer(
         SERVICE_NAMES,
         [Authentication(tenants)],
@@ -377,7 +379,7 @@ def _bind(config: Config, tenants: TenantBook, tls: Tls | None) -> tuple[RpcServ
 
 
 def _announcement(config: Config, grpc_port: int) -> RouterInfo:
-    """What this router announces of itself."""
+    """Return the entry under which this router registers itself."""
     host = config.cluster.advertise_host or config.cluster.host
     return RouterInfo(
         id=config.router.id,

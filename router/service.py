@@ -1,22 +1,23 @@
 """Serves a request from its arrival to its end. The code below reads in the order of these steps.
 
-1. Admit. The API has identified the tenant (`router.admission.tenants`). Check model, id and sampling; take a slot, and
-   book the request against the tenant's limits (`router.admission.accounts`), or refuse at once with Retry-After.
-2. Write the prompt. Chat template and tokenizer; check length and vocabulary (`router.prompt`), and charge it. From
-   here on only token ids.
+1. Admit. The API has identified the tenant (`router.admission.tenants`). Check model, id and sampling; take a slot; and
+   check the tenant's known limits (`router.admission.accounts`), or refuse at once with Retry-After.
+2. Write the prompt. Chat template and tokenizer; check length and vocabulary (`router.prompt`), and charge it to the
+   tenant. From here on there are only token ids.
 3. Key it. Chained block keys, seeded with the content id and the tenant's cache scope (`router.prompt.sequence`).
-4. Place, reserve, prefill, transfer, decode: `router.dispatch`, for all choices, again when a worker fails.
-5. Write the text. Incremental detokenization and stop strings (`router.answer`); where there is a moderation, what is
-   new waits for its verdict (`router.request.moderation`).
-6. Settle. Usage, timing, metrics and the request's spans, exactly once, however the request ended: did it meet its
-   objectives, and if not, which stage is to blame (`router.request.settlement`, `router.slo`).
+4. Place, reserve, prefill, transfer, decode: `router.dispatch` does this for all choices, and retries when a worker
+   fails.
+5. Write the text. Incremental detokenization and stop strings (`router.answer`). If moderation is configured, new text
+   waits for its verdict (`router.request.moderation`).
+6. Settle. Record usage, timing, metrics and the request's spans exactly once, however the request ended. This includes
+   whether it met its objectives and, if not, which stage is to blame (`router.request.settlement`, `router.slo`).
 
-Leaving the stream early, at any step, cancels the request everywhere: each step frees what it holds as it unwinds.
+Closing the stream early, at any step, cancels the request everywhere: each step frees what it holds as it unwinds.
 
-A client whose stream broke sends the request again, to any router, with its id and `resume_from`. Before step 4, its
-choices then get the tokens that a router has recorded of them (`router.request.resume`). Tokens that were not recorded
-are regenerated and come out identical: without a client seed, the seed is derived from the request id. In step 5, what
-the client has is written again to the same state of text, and not sent.
+After a broken stream the client sends the request again, to any router, with its id and `resume_from`. Before step 4
+its choices then get the tokens that a router has recorded for them (`router.request.resume`). Tokens that were not
+recorded are regenerated and come out identical, because without a client seed the seed is derived from the request id.
+Step 5 replays the tokens that the client already has, to restore the state of the text, and does not send them.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ from router.request.usage_log import UsageBook
 
 
 class RouterService:
-    """Text in, text out, over the worker pools. gRPC and HTTP are thin layers over it.
+    """Serves requests on the worker pools: text in, text out. gRPC and HTTP are thin layers over it.
 
     Args:
-        slo_counts: filled in here.
-        worker_limit: longest sequence that the workers can hold, in tokens; None: not known yet.
+        slo_counts: the service counts finished requests in it.
+        worker_limit: returns the longest sequence that the workers can hold, in tokens; None: not known yet.
 
     Raises:
         ConfigError: the function that `router.moderation` names cannot be loaded.
@@ -108,7 +109,7 @@ class RouterService:
         self._sequences = SequenceBuilder(model.content_id, model.facts.vocab_size, config.cache_secret)
 
     async def start(self) -> None:
-        """Starts what the first requests would wait for.
+        """Start the processes that the first requests would otherwise wait for.
 
         Raises:
             ModelLoadError: the model's chat template is not valid.
@@ -116,22 +117,22 @@ class RouterService:
         await self._encoder.start()
 
     def close(self) -> None:
-        """Ends the processes and the threads that it has started. Nothing is served any more."""
+        """Stop the service's processes and threads. It cannot serve afterwards."""
         self._encoder.close()
         self._structures.close()
 
     def is_crowded(self) -> bool:
-        """Returns whether too many answers are being generated: requests are refused, or wait long for a worker."""
+        """Return whether the router is at capacity: requests are refused, or wait long for a worker."""
         return self._limiter.is_crowded or self._dispatcher.is_crowded
 
     @property
     def in_flight(self) -> tuple[int, int]:
-        """How many answers are being generated, and how many may be."""
+        """Number of choices that are being generated, and the limit."""
         return self._limiter.num_in_flight, self._limiter.max_in_flight
 
     @property
     def facts(self) -> ModelFacts:
-        """What requests are checked against: the model's limits, or the workers' where those are tighter."""
+        """Limits for validation: those of the model, or of the workers if they are tighter."""
         limit = self._worker_limit()
         if limit is None or limit >= self.model.facts.max_model_len:
             return self.model.facts
@@ -139,7 +140,7 @@ class RouterService:
 
     @property
     def card(self) -> ModelCard:
-        """The model's card, with the limits that hold now."""
+        """The model's card, with the limits that currently apply."""
         return replace(self.model.card, max_model_len=self.facts.max_model_len)
 
     async def generate(
@@ -149,13 +150,13 @@ class RouterService:
         tenant: Tenant = DEFAULT_TENANT,
         ingress: Ingress = UNKNOWN_INGRESS,
     ) -> AsyncGenerator[GenerateChunk]:
-        """Serves a request of `tenant`.
+        """Serve a request of `tenant`.
 
         Raises:
-            InvalidRequest, Unsupported: before anything was placed; the client can fix it. Also, later: the answer is
-                shorter than what `resume_from` claims that the client has of it.
-            QuotaExceeded, Overloaded, NoWorker, WorkerFailed, TransferError: it could not be served.
-            Conflict: another call has taken the request over.
+            InvalidRequest, Unsupported: the request is invalid; raised before placement. Also raised later, if the
+                answer is shorter than `resume_from` claims.
+            QuotaExceeded, Overloaded, NoWorker, WorkerFailed, TransferError: the request could not be served.
+            Conflict: another call has taken over the request.
         """
         facts = self.facts.of(tenant)
         with self.requests.keeping(self._settlement(request, tenant, ingress, trace)) as settle:
@@ -202,7 +203,7 @@ class RouterService:
             self._limiter.record(time.monotonic() - settle.arrived_s)
 
     async def _written(self, choice: Choice, message: NewTokens, writer: ModeratedAnswer) -> Sequence[GenerateChunk]:
-        """What the client gets of a choice's new tokens."""
+        """Return the chunks for the client from a choice's new tokens."""
         chunks = await writer.write(message.token_ids, message.finish_reason, message.scores)
         if writer.has_ended:
             choice.is_answered = True
@@ -214,7 +215,7 @@ class RouterService:
     async def tokenize(
         self, prompt: PromptInput, tenant: Tenant, truncation: Truncation | None = None
     ) -> tuple[int, ...]:
-        """The prompt's token ids.
+        """Return the prompt's token ids.
 
         Raises:
             InvalidRequest: see `PromptEncoder.encode`.
@@ -224,12 +225,13 @@ class RouterService:
         return await self._encoder.encode(prompt, tenant, self.facts, truncation)
 
     async def _prompt_ids(self, request: GenerateRequest, params: SamplingParams, tenant: Tenant) -> tuple[int, ...]:
-        """The token ids of a request's prompt, cut to the length that it asks for."""
+        """Return the token ids of a request's prompt, truncated as it asks for."""
         return await self.tokenize(request.prompt, tenant, truncation_of(request.truncation, params, self.facts))
 
     def _num_to_reserve(self, request: GenerateRequest, params: SamplingParams) -> int:
-        """Tokens that may be computed for a request's answers; of those whose length the client leaves open, as many as
-        are expected.
+        """Return the number of tokens to reserve for a request's answers.
+
+        This is the maximum length, or the expected length if the client does not set `max_tokens`.
         """
         assert params.max_tokens is not None
         num_tokens = params.max_tokens
@@ -254,8 +256,9 @@ class RouterService:
     def _planned(
         self, prompt: PromptInput, prompt_ids: Sequence[int], params: SamplingParams
     ) -> tuple[SamplingParams, AnswerPlan | None]:
-        """Returns the parameters with all that workers need for what the client asks of the answer's parts, and where
-        these parts go.
+        """Return the parameters for the workers with tool choice and reasoning applied, and the plan of the answer.
+
+        The plan assigns the parts of the answer to the fields of the response.
         """
         tokenizer, form = self.model.tokenizer, self.model.format
         plan = form.plan(prompt, prompt_ids, tokenizer, params)
@@ -265,11 +268,13 @@ class RouterService:
     async def _begun(
         self, key: RecordKey, digest: bytes, params: SamplingParams, delivered: Mapping[int, int], past: Call | None
     ) -> dict[int, Noted]:
-        """What there is already of a request's choices. Those that come at once are all found again: nothing was sent
-        before the last one ended, and the records have no scores.
+        """Return the tokens that a resumed request already has, by choice.
+
+        A request whose choices are sent together at the end starts over: the client has nothing of it yet, and the
+        records have no scores.
 
         Args:
-            delivered: tokens that the client has, by choice.
+            delivered: number of tokens that the client has, by choice.
         """
         if not delivered or params.comes_at_once:
             return {}
@@ -278,7 +283,7 @@ class RouterService:
         return with_delivered(only_delivered(known, delivered) if has_scores else known, delivered)
 
     async def _noted(self, key: RecordKey, digest: bytes, past: Call | None) -> dict[int, Noted]:
-        """What has been generated of this request, by choice, as far as it is known here or to Redis."""
+        """Return the tokens recorded for this request, by choice, from this router's calls or from Redis."""
         if past is not None and past.digest == digest:
             return past.noted()
         return await self._journal.recall(key, digest)
@@ -286,7 +291,7 @@ class RouterService:
     def _writers(
         self, request: GenerateRequest, group: ChoiceGroup, params: SamplingParams, plan: AnswerPlan | None
     ) -> dict[Choice, ModeratedAnswer]:
-        """The writers of a request's answers."""
+        """Create the writers of a request's answers."""
         tokenizer, num_delivered = self.model.tokenizer, {} if params.is_selected else request.resume_from
         chunks = {
             choice: AnswerChunks(
@@ -308,7 +313,7 @@ class RouterService:
 
 
 async def _replayed(writers: Mapping[Choice, ModeratedAnswer]) -> AsyncGenerator[GenerateChunk]:
-    """The chunks of what there is already of a request's choices."""
+    """Yield the chunks of the tokens that a resumed request already has."""
     for choice, writer in writers.items():
         if choice.emitted:
             async with contextlib.aclosing(writer.replay(choice.emitted, choice.finish_reason)) as replayed:
@@ -319,7 +324,7 @@ async def _replayed(writers: Mapping[Choice, ModeratedAnswer]) -> AsyncGenerator
 
 
 def _with_prompt_scores(chunk: GenerateChunk, choice: Choice) -> GenerateChunk:
-    """Returns a choice's chunk with the scores of the prompt, which are still to be passed on."""
+    """Move the pending scores of the prompt from a choice into its chunk, and return the chunk."""
     assert choice.prompt_scores is not None
     prompt_ids = choice.spec.token_ids[: choice.spec.num_prompt_tokens]
     scores, choice.prompt_scores = PromptScores(prompt_ids, choice.prompt_scores), None

@@ -1,22 +1,22 @@
-"""What a request is held against, the stages of its life, and the stage to blame when it was late.
+"""SLO outcomes of requests, the stages of a request, and the stage to blame for a missed objective.
 
     arrived                                          first token                                   ended
     | queue | decode admission | queue | prefill     | transfer | decode ...    | recovery | decode ... |
-              waiting for room           computing    what no      further tokens  a worker failed
-                                                      computing hid
+              waiting for room           computing    not hidden   further tokens  a worker failed
+                                                      by computing
 
-- **queue**: everything before the first token that is nothing of the rest: router, tokenizing, placement, the worker's
-  queue, a prefix that is pulled.
-- **decode admission**: from the call that asks the decode worker for room to its ticket. Where one worker computes and
-  decodes: what of its queue was for want of room.
-- **prefill**: what the worker that computed the prompt says that it took; it ends with the first token.
-- **transfer**: of the KV transfer, what came after the first token, and no more than the time to the second one.
-- **decode**: everything after the first token that is nothing of the rest, other choices that take longer included.
-- **recovery**: what failed attempts cost. Before the first token: from the first attempt's begin to the last one's.
-  After it: from the last token before the failure to the first one after it, for which all is computed again.
+- **queue**: all time before the first token that belongs to no other stage: router, tokenizing, placement, the worker's
+  queue, pulling a prefix.
+- **decode admission**: from the call that asks the decode worker for room to its ticket. If one worker computes and
+  decodes, the part of its queue that was due to a lack of room.
+- **prefill**: the duration that the worker that computed the prompt reports; it ends with the first token.
+- **transfer**: the part of the KV transfer after the first token, up to the second token.
+- **decode**: all time after the first token that belongs to no other stage, including the wait for longer choices.
+- **recovery**: the cost of failed attempts. Before the first token: from the start of the first attempt to the start of
+  the last one. After it: from the last token before the failure to the next token, for which the KV is recomputed.
 
-The stages follow one another without a gap, so they add up to the time from arrival to end. Times are the router's
-monotonic clock; of other processes it takes durations only.
+The stages follow one another without a gap, so they add up to the time from arrival to end. Times are on the router's
+monotonic clock. Other processes report only durations.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Stage(StrEnum):
 
 
 class SloOutcome(StrEnum):
-    """How a request that was answered to its end met its objectives."""
+    """SLO outcome of a completed request: all objectives met, or the first one missed."""
 
     MET = "met"
     TTFT_MISSED = "ttft_missed"
@@ -50,13 +50,13 @@ class SloOutcome(StrEnum):
 
 
 EARLY = frozenset((Stage.RECOVERY, Stage.DECODE_ADMISSION, Stage.PREFILL))
-"""Stages before a first token, besides the queue."""
+"""Stages before the first token, in addition to the queue."""
 LATE = frozenset((Stage.RECOVERY, Stage.TRANSFER))
-"""Stages after it, besides decoding."""
+"""Stages after the first token, in addition to decoding."""
 
 
 class StagePhase(NamedTuple):
-    """A stretch of one stage, on the router's monotonic clock."""
+    """Interval of one stage, on the router's monotonic clock."""
 
     stage: Stage
     begin_s: float
@@ -64,29 +64,29 @@ class StagePhase(NamedTuple):
 
     @property
     def took_s(self) -> float:
-        """How long it took."""
+        """Duration of the phase in seconds."""
         return self.end_s - self.begin_s
 
 
 @dataclass(slots=True, kw_only=True)
 class StageLog:
-    """What the router notes of a choice while it runs."""
+    """Phases of a choice, recorded while it runs."""
 
     last_token_s: float = 0.0
-    """When the client was given its last token so far; 0: it has none."""
+    """Time of the last token sent to the client; 0: none yet."""
     noted: list[StagePhase] = field(default_factory=list)
     _began_s: float = 0.0
-    """The first attempt."""
+    """Start of the first attempt."""
     _asked_s: float = 0.0
-    """Room was asked for, and is not there yet."""
+    """Time of a request for room that is not granted yet; 0: there is none."""
     _lost_s: float = 0.0
-    """The last token before a failure; 0: nothing is being recovered."""
+    """Time of the last token before a failure; 0: no recovery is in progress."""
     _first_token_s: float = 0.0
-    """When the first token of the attempt that is served came to the router."""
+    """Arrival at the router of the first token of the current attempt."""
     _second_token_s: float = 0.0
 
     def attempt(self, now_s: float) -> None:
-        """Notes that the choice is placed; earlier attempts have failed."""
+        """Record the start of an attempt; all earlier attempts have failed."""
         if self.last_token_s:
             self._lost_s = self._lost_s or self.last_token_s
         elif self._began_s:
@@ -95,19 +95,19 @@ class StageLog:
         self._asked_s = 0.0
 
     def asks_for_room(self, now_s: float) -> None:
-        """Notes that a decode worker is asked for room."""
+        """Record that the router asks a decode worker for room."""
         self._asked_s = now_s
 
     def has_room(self, now_s: float) -> None:
-        """Notes that it has given a ticket."""
+        """Record that the decode worker has returned a ticket."""
         self.noted.append(StagePhase(Stage.DECODE_ADMISSION, self._asked_s, now_s))
         self._asked_s = 0.0
 
     def computed(self, now_s: float, prefill_s: float, room_s: float = 0.0) -> None:
-        """The attempt's first token has come from the worker that computed the prompt in `prefill_s`.
+        """Record the attempt's first token, from the worker that computed the prompt in `prefill_s`.
 
         Args:
-            room_s: before that, for want of room there.
+            room_s: time before that in which the worker lacked room.
         """
         if self._lost_s:
             self.noted.append(StagePhase(Stage.RECOVERY, self._lost_s, now_s))
@@ -120,18 +120,18 @@ class StageLog:
         self._first_token_s, self._second_token_s = now_s, 0.0
 
     def decodes(self, now_s: float) -> None:
-        """Notes that the attempt's second token has come."""
+        """Record the arrival of the attempt's second token."""
         self._second_token_s = now_s
 
     def transferred(self, now_s: float, exposed_s: float) -> None:
-        """Notes the report of the KV transfer, before or after that."""
+        """Record the report of the KV transfer, which may come before or after the second token."""
         latest_s = self._second_token_s or now_s
         self.noted.append(
             StagePhase(Stage.TRANSFER, self._first_token_s, min(self._first_token_s + exposed_s, latest_s)),
         )
 
     def until(self, now_s: float) -> list[StagePhase]:
-        """All that is noted; a stage that has not ended ends now."""
+        """Return the recorded phases; a phase in progress ends at `now_s`."""
         if self._lost_s:
             return [*self.noted, StagePhase(Stage.RECOVERY, self._lost_s, now_s)]
         if self._asked_s:
@@ -140,11 +140,11 @@ class StageLog:
 
 
 def phases(arrived_s: float, first_token_s: float, ended_s: float, noted: Iterable[StagePhase]) -> list[StagePhase]:
-    """A request's life in phases that follow one another, from its arrival to its end.
+    """Return the phases of a request from its arrival to its end, without gaps and overlaps.
 
     Args:
-        first_token_s: 0: none came.
-        noted: in order. What lies outside of its part of the life, or in another one's place, is cut.
+        first_token_s: 0: no token came.
+        noted: phases in order. A phase is clipped to its side of the first token and to the end of the previous one.
     """
     if not first_token_s:
         return _laid(arrived_s, ended_s, noted, EARLY, Stage.QUEUE)
@@ -154,7 +154,7 @@ def phases(arrived_s: float, first_token_s: float, ended_s: float, noted: Iterab
 
 
 def _ended_at(first_s: float, prefill: StagePhase) -> StagePhase:
-    """The way of the first token to the client is no stage of its own."""
+    """Shift a prefill phase to end with the first token; the token's way to the client counts as queue."""
     took_s = prefill.end_s - prefill.begin_s
     return StagePhase(Stage.PREFILL, first_s - took_s, first_s) if prefill.end_s < first_s else prefill
 
@@ -162,7 +162,7 @@ def _ended_at(first_s: float, prefill: StagePhase) -> StagePhase:
 def _laid(
     begin_s: float, end_s: float, noted: Iterable[StagePhase], stages: frozenset[Stage], otherwise: Stage
 ) -> list[StagePhase]:
-    """The phases of `stages` between two times, and `otherwise` in the gaps."""
+    """Return the phases of `stages` between two times, with `otherwise` in the gaps."""
     laid: list[StagePhase] = []
     at_s = begin_s
     for phase in noted:
@@ -182,7 +182,7 @@ def _laid(
 
 @dataclass(slots=True, kw_only=True)
 class Stages:
-    """Seconds of a request's life in each stage."""
+    """Seconds that a request spent in each stage."""
 
     queue_s: float = 0.0
     decode_admission_s: float = 0.0
@@ -190,15 +190,15 @@ class Stages:
     transfer_s: float = 0.0
     decode_s: float = 0.0
     early_recovery_s: float = 0.0
-    """Time that failed attempts cost before the first token."""
+    """Cost of failed attempts before the first token."""
     late_recovery_s: float = 0.0
 
     @staticmethod
     def of(life: Iterable[StagePhase], first_token_s: float) -> Stages:
-        """The sums of what `phases` returns.
+        """Sum up the result of `phases`.
 
         Args:
-            first_token_s: 0: none came.
+            first_token_s: 0: no token came.
         """
         seconds, late_recovery_s = dict.fromkeys(Stage, 0.0), 0.0
         for stage, begin_s, end_s in life:
@@ -218,7 +218,7 @@ class Stages:
 
     @property
     def recovery_s(self) -> float:
-        """Time that failed attempts cost, before and after the first token."""
+        """Cost of failed attempts, before and after the first token."""
         return self.early_recovery_s + self.late_recovery_s
 
     @property
@@ -227,7 +227,7 @@ class Stages:
         return sum(self.by_stage().values())
 
     def by_stage(self) -> dict[Stage, float]:
-        """Seconds of each stage."""
+        """Return the seconds of each stage."""
         return {
             Stage.QUEUE: self.queue_s,
             Stage.DECODE_ADMISSION: self.decode_admission_s,
@@ -239,7 +239,7 @@ class Stages:
 
 
 def classify(ttft_s: float, itl_s: float, e2e_s: float, objective: Objective) -> SloOutcome:
-    """The first objective that was missed, if one was."""
+    """Return the first missed objective, or MET."""
     if ttft_s > objective.ttft_s:
         return SloOutcome.TTFT_MISSED
     if itl_s > objective.itl_s:
@@ -248,21 +248,19 @@ def classify(ttft_s: float, itl_s: float, e2e_s: float, objective: Objective) ->
 
 
 def blame(outcome: SloOutcome, stages: Stages, objective: Objective, num_gaps: int) -> Stage:
-    """The stage to blame for a missed objective: the longest of those that count.
+    """Return the stage to blame for a missed objective: the longest one that counts.
 
-    Computing that fits its objective by itself is never to blame: an idle cluster would have met it. So, of what
-    computes, prefill counts for a first token that it alone made late; decode for tokens between which it alone took
-    too long; both for an answer that they alone made late. What computes nothing always counts, on its side of the
-    first token.
+    A computing stage counts only if it alone exceeds the objective, because otherwise an idle cluster would have met
+    it. Stages that only wait always count, on their side of the first token:
 
-        missed | always counts                                          | counts if that alone is longer than allowed
+        missed | always counts                                          | counts if it alone exceeds the objective
         ttft   | queue, decode admission, recovery before the first token | prefill
         itl    | transfer, recovery after the first token               | decode
         e2e    | queue, decode admission, transfer, recovery            | prefill and decode together
 
     Args:
-        stages: of the request; for a missed ITL, up to the last token between which and the first it was measured.
-        num_gaps: between those tokens.
+        stages: stages of the request; for a missed ITL only up to the last token of the measurement.
+        num_gaps: number of gaps between the measured tokens.
     """
     computing: dict[Stage, float]
     if outcome is SloOutcome.TTFT_MISSED:

@@ -1,8 +1,8 @@
-"""Who is admitted: tenants, validation of requests, a bound on how many are served at once, and deadlines.
+"""Admission control: tenants, validation of requests, limits on concurrent requests, and deadlines.
 
-`tenants` and `validate` refuse what may not be served at all, `limiter` what is too much for one tenant of a full
-router, `accounts` what is beyond a tenant's own limits, over all routers, and `gate` what would come too late, by the
-predicted time of its first token.
+`tenants` and `validate` refuse requests that are not allowed or invalid. `limiter` refuses requests beyond a tenant's
+share of a full router, and `accounts` those beyond the tenant's own limits, which all routers share. `gate` refuses
+requests whose first token is predicted to come too late.
 """
 
 from router.admission.accounts import Accounts, Charge

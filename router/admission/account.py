@@ -1,8 +1,8 @@
-"""The arithmetic of a tenant's limits: how much of each window is used, and whether an entry fits. Pure; time is given.
+"""Arithmetic of a tenant's limits: use of each sliding window, and whether an entry fits. Pure: time is an argument.
 
-A window is cut into SPANS spans, and what is recorded counts until its whole span has left the window: so no more than
-the limit is ever recorded within any window's length, wherever it begins, and what leaves is a sixtieth late at most.
-`ledger.lua` is the same in Redis.
+A window is divided into SPANS spans, and an amount counts until its whole span has left the window. So no interval of a
+window's length ever holds more than the limit, and an amount expires at most a sixtieth of the window late.
+`ledger.lua` implements the same in Redis.
 """
 
 from __future__ import annotations
@@ -15,60 +15,60 @@ WINDOWS_MS = (60_000, 60_000, 86_400_000)
 """Lengths of the windows: requests a minute, tokens a minute, tokens a day."""
 NUM_WINDOWS = len(WINDOWS_MS)
 OF_TOKENS = (1, 2)
-"""Indices of the windows of tokens."""
+"""Indices of the windows that count tokens."""
 SEATS = NUM_WINDOWS
-"""Index of the limit of answers in flight among a tenant's limits; the windows' come before."""
+"""Index of the limit on answers in flight among a tenant's limits; the limits of the windows come before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry:
-    """What a router books for a tenant: all of it, or nothing."""
+    """Amounts that a router records for a tenant, atomically."""
 
     tenant_id: str
     limits: tuple[int | None, int | None, int | None]
-    """Limit of each window; None: none, and nothing is counted."""
+    """Limit of each window; None: no limit, and nothing is counted."""
     max_in_flight: int | None = None
     needs: tuple[int, int, int] = (0, 0, 0)
-    """Room that each window must have left; 0: it is not asked."""
+    """Room that each window must have; 0: not checked."""
     amounts: tuple[int, int, int] = (0, 0, 0)
-    """What is recorded in each window."""
+    """Amounts to record in each window."""
     writer: str = ""
     """Name of the router's process."""
     version: int = 0
-    """Number of the entry among the writer's: what an older one says of its answers in flight is late."""
+    """Sequence number of the writer's entries. An entry older than the latest does not change its answers in flight."""
     num_held: int = 0
-    """Answers of the tenant that the writer has in flight, with those that this entry asks for."""
+    """Answers of the tenant that the writer has in flight, including those that this entry asks for."""
     num_asked: int = 0
     """Answers that this entry asks for."""
     num_reserved: int = 0
-    """Tokens that the writer's answers in flight may still be computed for, with those that this entry asks for."""
+    """Tokens reserved for the writer's answers in flight, including those that this entry asks for."""
     num_to_reserve: int = 0
-    """The part of them that this entry asks for."""
+    """Tokens that this entry asks to reserve."""
     lease_ms: int = 10_000
-    """How long the writer's answers count if it is not heard of again."""
+    """Time after which the writer's answers no longer count unless it records another entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerAnswer:
-    """What became of an entry, and how the tenant's windows are afterwards."""
+    """Outcome of an entry, and the tenant's windows after it."""
 
     refused_by: int | None
-    """Index of the limit that left no room; None: the entry is recorded."""
+    """Index of the exceeded limit; None: the entry is recorded."""
     retry_ms: int
-    """Milliseconds until there is room in that window, if nobody takes it; 0 where answers in flight have to end."""
+    """Milliseconds until that window has room, if no other request takes it; 0 if answers in flight must end first."""
     used: tuple[int, ...]
-    """What each window counts."""
+    """Amount counted in each window."""
     reset_ms: tuple[int, ...]
-    """Milliseconds until each window counts nothing, if nothing is added."""
+    """Milliseconds until each window is empty, if nothing is added."""
     num_in_flight: int
-    """Answers of the tenant that all routers have in flight, as far as it is counted."""
+    """Answers of the tenant in flight on all routers that have recorded them."""
     num_reserved: int
-    """Tokens that all routers have reserved for them."""
+    """Tokens reserved for these answers on all routers."""
 
 
 @dataclass(slots=True)
 class Seats:
-    """The answers that one router has in flight."""
+    """Answers of one tenant that one router has in flight."""
 
     version: int
     num_held: int
@@ -78,15 +78,15 @@ class Seats:
 
 @dataclass(slots=True)
 class Account:
-    """What is recorded of one tenant."""
+    """Accounting of one tenant."""
 
     windows: tuple[dict[int, int], ...] = field(default_factory=lambda: tuple({} for _ in WINDOWS_MS))
-    """Amounts of each window by the number of their span, counted from 1970."""
+    """Amounts of each window, by span number since 1970."""
     seats: dict[str, Seats] = field(default_factory=dict)
     """Answers in flight by router."""
 
     def book(self, entry: LedgerEntry, now_ms: int) -> LedgerAnswer:
-        """Records the entry if there is room for all of it."""
+        """Record the entry if there is room for all of it."""
         self._forget(now_ms)
         refused_by, retry_ms = self._refusal(entry, now_ms)
         if refused_by is None:
@@ -110,7 +110,7 @@ class Account:
         )
 
     def _forget(self, now_ms: int) -> None:
-        """Drops what has left the windows, or lies in the future because the clock was set back; and lapsed seats."""
+        """Drop expired amounts and seats, and amounts in the future, which a clock that was set back leaves."""
         for window, length_ms in zip(self.windows, WINDOWS_MS, strict=True):
             current = now_ms // (length_ms // SPANS)
             for span in [span for span in window if not current - SPANS <= span <= current]:
@@ -119,7 +119,7 @@ class Account:
             del self.seats[writer]
 
     def _refusal(self, entry: LedgerEntry, now_ms: int) -> tuple[int | None, int]:
-        """Index of the limit that leaves no room, or None; and milliseconds until it does."""
+        """Return the index of the exceeded limit or None, and the milliseconds until there is room."""
         for index, (window, limit, need) in enumerate(zip(self.windows, entry.limits, entry.needs, strict=True)):
             if limit is None or not need:
                 continue
@@ -135,12 +135,12 @@ class Account:
         return None, 0
 
     def _own(self, entry: LedgerEntry) -> int:
-        """The writer's answers in flight, by its latest entry."""
+        """Return the writer's answers in flight according to its latest entry."""
         noted = self.seats.get(entry.writer)
         return noted.num_held if noted is not None and noted.version > entry.version else entry.num_held
 
     def _reserved_before(self, entry: LedgerEntry) -> int:
-        """The tokens that are reserved without those that the entry asks for."""
+        """Return the reserved tokens without those that the entry asks for."""
         others = sum(seats.num_reserved for name, seats in self.seats.items() if name != entry.writer)
         noted = self.seats.get(entry.writer)
         is_late = noted is not None and noted.version > entry.version
@@ -152,13 +152,13 @@ class Account:
             return
         num_reserved = entry.num_reserved - entry.num_to_reserve * is_refused
         if entry.max_in_flight is not None or num_reserved or noted is not None:
-            # None in flight is noted, too: an older entry may still be on its way.
+            # Zero answers in flight are recorded as well, so that an older entry that arrives later is recognized.
             num_held = entry.num_held - entry.num_asked * is_refused
             self.seats[entry.writer] = Seats(entry.version, num_held, now_ms + entry.lease_ms, num_reserved)
 
 
 def wait_ms(window: Mapping[int, int], excess: int, length_ms: int, now_ms: int) -> int:
-    """Returns the milliseconds until `excess` has left a window; those until it is empty, if it never holds so much."""
+    """Return the milliseconds until `excess` has left a window, or until the window is empty if it holds less."""
     last = 0
     for span, amount in sorted(window.items()):
         last, excess = span, excess - amount
@@ -168,5 +168,5 @@ def wait_ms(window: Mapping[int, int], excess: int, length_ms: int, now_ms: int)
 
 
 def _leaves_ms(span: int, length_ms: int) -> int:
-    """When a span has left the window: its end lies a window's length back."""
+    """Return the time at which a span has left the window: one window length after the span's end."""
     return (span + SPANS + 1) * (length_ms // SPANS)

@@ -1,16 +1,16 @@
-"""Holds tenants to their limits, over all routers.
+"""Enforces the tenants' limits over all routers.
 
-A request of a tenant with limits costs one entry in the ledger on its way: itself, its prompt and the answers that it
-asks for, once the prompt's tokens are counted. What the ledger has said before is known here: while a limit leaves no
-room, requests are refused when they arrive, and cost nothing. What the answers used is recorded along with the tenant's
-next request, or by `run` if none comes at once; `run` also keeps the answers in flight alive in the ledger, one entry
-a tenant for all of them.
+A request of a tenant with limits writes one entry to the ledger, after its prompt is tokenized: the request, its prompt
+tokens and the number of answers that it asks for. The router caches the ledger's refusals, so while a limit is
+exhausted, it refuses requests on arrival without asking the ledger. The tokens of the answers are recorded with the
+tenant's next request, or by `run` if none follows at once. `run` also renews the answers in flight in the ledger, with
+one entry per tenant.
 
-A router says how many answers of a tenant it has in flight, not that there is one more or less. So nothing has to be
-taken back: what was lost on the way is right with the next entry, and a router that dies counts for a lease's length.
+A router records its total number of answers in flight, not increments. So nothing needs a rollback: the next entry
+corrects a lost one, and the answers of a dead router expire with its lease.
 
-Without Redis each router goes on with its share of each limit, by the number of routers that were last known. What it
-books meanwhile is recorded in Redis afterwards.
+While Redis is away, each router enforces its share of each limit, by the last known number of routers. It records its
+requests in Redis afterwards.
 """
 
 from __future__ import annotations
@@ -32,51 +32,51 @@ from router.admission.tenants import Tenant
 
 logger = logging.getLogger(__name__)
 TIMEOUT_S = 0.5
-"""How long a request waits for the ledger. After that the router goes by its share until the ledger answers again."""
+"""Timeout of a request to the ledger. After a timeout the router enforces its share until the ledger answers again."""
 RETRY_S = 0.5
-"""Pause between two tries while the ledger is away."""
+"""Pause between two attempts while the ledger is away."""
 LIMITS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_in_flight")
 """Names of a tenant's limits, by the index in `LedgerAnswer.refused_by`."""
 NOTHING = (0, 0, 0)
 KNOWN_S = 1.0
-"""How long a router goes by a refusal of the ledger: windows move on, and the next request may be smaller."""
+"""Maximum time for which a router caches a refusal: windows move on, and the next request may be smaller."""
 DEBT_S = 0.02
-"""How long what answers used waits for the tenant's next request. Where most of the answers that a tenant may have in
-flight are, it does not wait: another router may refuse a request for want of those that have ended."""
+"""Time for which the tokens of answers wait for the tenant's next request. They do not wait if the tenant uses more
+than half of its answers in flight: another router could refuse a request because of answers that have ended."""
 LONGEST_HEEDED_S = 60.0
-"""The longest wait that clients heed: after a longer one they ask again at once."""
+"""Maximum Retry-After that clients respect: they ignore a longer one and retry at once."""
 BUSY_RETRY_S = 1.0
-"""When to try again after a refusal because of the answers in flight: nobody knows when one ends."""
+"""Retry-After of a refusal because of answers in flight, whose end cannot be predicted."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Holding:
-    """What this router holds and owes of one tenant."""
+    """One tenant's answers in flight on this router, and the amounts that it has not yet recorded in the ledger."""
 
     tenant: Tenant
     num_held: int = 0
-    """Answers in flight, and those that are being asked for."""
+    """Answers in flight, including those that are being requested."""
     num_requests: int = 0
-    """Requests that the ledger has not recorded yet, nor the tokens below."""
+    """Requests that are not yet recorded in the ledger; likewise the tokens below."""
     num_tokens: int = 0
     num_reserved: int = 0
-    """Tokens that the answers in flight may still be computed for."""
+    """Tokens reserved for the answers in flight."""
     has_changed: bool = False
-    """Whether the ledger has to learn of it soon."""
+    """True if there is something to record in the ledger soon."""
     renewed_s: float = 0.0
     exhausted_by: int | None = None
-    """Index of a limit that leaves no room for anybody, until the time below on the monotonic clock; None: of none."""
+    """Index of an exhausted limit, until the time below on the monotonic clock; None: no limit is exhausted."""
     exhausted_until_s: float = 0.0
     retry_s: float = 0.0
-    """When to try again, as that limit's refusal had it."""
+    """Retry-After of that limit's refusal, in seconds."""
     quota: Quota | None = None
-    """What was left after the latest entry."""
+    """Remaining quota after the latest entry."""
     num_in_flight: int = 0
-    """Answers in flight at all routers, after the latest entry."""
+    """Answers in flight on all routers after the latest entry."""
 
     @property
     def is_crowded(self) -> bool:
-        """Whether more than half of the answers that the tenant may have in flight are."""
+        """True if the tenant uses more than half of its answers in flight."""
         most = self.tenant.max_in_flight
         return most is not None and self.num_in_flight * 2 > most
 
@@ -85,18 +85,18 @@ class _Holding:
         return any(limit is not None for limit in self.tenant.windows[1:])
 
     def hold(self, charge: Charge, sign: int = 1) -> None:
-        """Counts a request's answers among those in flight, or with -1, no more."""
+        """Add a request's answers to those in flight, or with a sign of -1 remove them."""
         self.num_held += sign * charge.num_answers
         self.num_reserved += sign * charge.num_reserved
 
     def take(self) -> tuple[int, int]:
-        """Returns the requests and tokens that are owed, which an entry is about to book."""
+        """Return and clear the unrecorded requests and tokens, which the caller is about to record."""
         owed, self.num_requests, self.num_tokens = (self.num_requests, self.num_tokens), 0, 0
         self.has_changed = False
         return owed
 
     def owe(self, num_requests: int, num_tokens: int) -> None:
-        """Owes requests and tokens that no entry has recorded."""
+        """Add requests and tokens that must still be recorded."""
         self.num_requests += num_requests
         self.num_tokens += num_tokens
         self.has_changed = True
@@ -104,29 +104,29 @@ class _Holding:
 
 @dataclass(slots=True, kw_only=True)
 class Charge:
-    """What one request is charged, from its admission to its end."""
+    """Charge of one request to its tenant, from admission to the end."""
 
     accounts: Accounts | None = None
-    """None, as `holding`: its tenant has no limits."""
+    """None, like `holding`, if the tenant has no limits."""
     holding: _Holding | None = None
     num_answers: int = 0
     num_reserved: int = 0
-    """Tokens that are reserved for the answers."""
+    """Tokens reserved for the answers."""
     quota: Quota | None = None
-    """What the tenant has left, once it is recorded; None: it has no rates."""
+    """The tenant's remaining quota after the request is recorded; None: it has no rate limits."""
     is_open: bool = False
-    """Whether it is recorded, or being recorded, and not settled."""
+    """True while the charge is recorded, or being recorded, and not settled."""
 
     async def book(self, num_tokens: int, num_to_reserve: int = 0) -> None:
-        """Records the request with its prompt, takes its part of the answers in flight, and reserves what they may be.
+        """Record the request and its prompt, count its answers as in flight, and reserve tokens for them.
 
         Args:
-            num_tokens: of the prompt, for which there has to be room.
-            num_to_reserve: tokens that may be computed for the answers: there is no room for others while they are.
+            num_tokens: number of prompt tokens; the limits must have room for them.
+            num_to_reserve: maximum number of tokens of the answers, which count as used until the request is settled.
 
         Raises:
-            QuotaExceeded: a limit of the tenant leaves no room.
-            InvalidRequest: the prompt is longer than it ever may be.
+            QuotaExceeded: a limit of the tenant is exhausted.
+            InvalidRequest: the prompt alone exceeds a limit.
         """
         if self.accounts is not None and self.holding is not None:
             self.is_open = True
@@ -134,22 +134,22 @@ class Charge:
             try:
                 self.quota = await self.accounts.book(self.holding, self, num_tokens)
             except BatonError:
-                self.is_open = False  # nothing is recorded, and the ledger knows
+                self.is_open = False  # nothing is recorded, so there is nothing to settle
                 raise
 
     def settle(self, num_tokens: int) -> None:
-        """Charges the tokens of the answers, and gives up the request's part of the answers in flight; idempotent."""
+        """Charge the tokens of the answers, and stop counting the answers as in flight; idempotent."""
         if self.accounts is not None and self.holding is not None and self.is_open:
             self.is_open = False
             self.accounts.settle(self.holding, self, num_tokens)
 
 
 class Accounts:
-    """One router's. Owns `ledger`: `close` closes it.
+    """The tenants' accounts, as one router uses them. Owns `ledger`: `close` closes it.
 
     Args:
-        num_routers: how many routers are known to be alive.
-        lease_s: how long answers in flight count if this router is not heard of again.
+        num_routers: returns the number of routers that are known to be alive.
+        lease_s: time after which answers in flight no longer count if this router dies.
     """
 
     def __init__(
@@ -163,23 +163,23 @@ class Accounts:
         self._version = 0
         self._holdings: dict[str, _Holding] = {}
         self._own_share = MemoryLedger()
-        """What this router has admitted while the ledger was away."""
+        """Requests that this router has admitted while the ledger was away."""
         self._is_away = False
         self._changed = asyncio.Event()
 
     def arrive(self, tenant: Tenant, num_answers: int) -> Charge:
-        """Looks at a request that has arrived, before it costs anything.
+        """Check a new request against the cached limits, before it costs anything.
 
         Raises:
-            QuotaExceeded: it is known that a limit of the tenant leaves no room.
-            InvalidRequest: it asks for more answers than the tenant may ever have in flight.
+            QuotaExceeded: a limit of the tenant is known to be exhausted.
+            InvalidRequest: the request asks for more answers than the tenant may have in flight.
         """
         if tenant.max_in_flight is None and tenant.windows == (None, None, None):
             return Charge()
         if tenant.max_in_flight is not None and num_answers > tenant.max_in_flight:
             raise InvalidRequest(
-                f"the request asks for {num_answers} answers at a time, and {tenant.id!r} may have "
-                f"{tenant.max_in_flight} in flight; lower n and best_of",
+                f"the request asks for {num_answers} answers at a time, but max_in_flight of tenant {tenant.id!r} is "
+                f"{tenant.max_in_flight}; lower n and best_of",
                 "n",
             )
         holding = self._holdings.setdefault(tenant.id, _Holding(tenant=tenant))
@@ -197,8 +197,8 @@ class Accounts:
         limits = [limit for limit in tenant.windows[1:] if limit is not None]
         if limits and num_tokens > min(limits):
             raise InvalidRequest(
-                f"the prompt has {num_tokens} tokens, more than the {min(limits)} that {tenant.id!r} may ever use at "
-                "a time; shorten the prompt",
+                f"the prompt has {num_tokens} tokens, but the smallest token limit of tenant {tenant.id!r} is "
+                f"{min(limits)}; shorten the prompt",
                 "input",
             )
         holding.hold(charge)
@@ -218,9 +218,12 @@ class Accounts:
     async def _recorded(
         self, holding: _Holding, charge: Charge, num_tokens: int
     ) -> tuple[LedgerEntry, LedgerAnswer | None]:
-        """Records a request in the ledger, and what is owed along with it; None: the ledger is away.
+        """Record a request in the ledger, together with unrecorded amounts.
 
-        Cancelled, it is taken to be recorded: it was sent.
+        If it is cancelled, the entry counts as recorded, because it was sent.
+
+        Returns:
+            The entry and the ledger's answer; None: the ledger is away.
         """
         owed = (0, 0) if self._is_away else holding.take()
         amounts = (1 + owed[0], num_tokens + owed[1], num_tokens + owed[1])
@@ -241,7 +244,7 @@ class Accounts:
             asyncio.get_running_loop().call_later(DEBT_S, self._changed.set)
 
     async def run(self) -> None:
-        """Records what has changed, at once, and renews what goes on, in time, until cancelled."""
+        """Record changes at once, and renew answers in flight before their lease ends, until cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._lease_s / 4):
@@ -252,7 +255,7 @@ class Accounts:
                 await asyncio.sleep(RETRY_S)
 
     async def flush(self) -> None:
-        """Records what is owed, and renews the answers in flight."""
+        """Record all unrecorded amounts, and renew the answers in flight."""
         now = time.monotonic()
         for holding in list(self._holdings.values()):
             is_due = holding.num_held and now - holding.renewed_s >= self._lease_s / 5
@@ -272,14 +275,14 @@ class Accounts:
         await self._ledger.close()
 
     async def _ask(self, entry: LedgerEntry) -> LedgerAnswer | None:
-        """Asks the ledger; None: it does not answer in time."""
+        """Ask the ledger; None: it has not answered in time."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 answer = await self._ledger.book(entry)
         except (StoreUnavailable, TimeoutError) as error:
             if not self._is_away:
                 reason = error if isinstance(error, StoreUnavailable) else f"no answer within {TIMEOUT_S} s"
-                logger.warning("tenants' limits: each router goes by its share until Redis answers again: %s", reason)
+                logger.warning("tenants' limits: each router enforces its share until Redis answers again: %s", reason)
             self._is_away = True
             self._changed.set()
             return None
@@ -308,7 +311,7 @@ class Accounts:
         )
 
     def _shared(self, entry: LedgerEntry) -> LedgerEntry:
-        """Returns the entry with this router's share of the limits, which is at least 1."""
+        """Return the entry with this router's share of the limits, at least 1 each."""
         num_routers = max(1, self._num_routers())
 
         def share(limit: int | None) -> int | None:
@@ -318,7 +321,7 @@ class Accounts:
         return replace(entry, limits=(requests, minute, day), max_in_flight=share(entry.max_in_flight))
 
     def _learnt(self, holding: _Holding, entry: LedgerEntry, answer: LedgerAnswer, refused_by: int) -> QuotaExceeded:
-        """Returns a refusal by the ledger, and keeps it for those who come next, if nobody can be served."""
+        """Return the error for a refusal by the ledger, and cache the refusal if the limit is exhausted."""
         retry_s = max(0.1, answer.retry_ms / 1e3) if answer.retry_ms else BUSY_RETRY_S
         if refused_by != SEATS and WINDOWS_MS[refused_by] <= LONGEST_HEEDED_S * 1e3:
             retry_s = min(retry_s, LONGEST_HEEDED_S)
@@ -329,18 +332,18 @@ class Accounts:
         return self._refusal(holding.tenant, refused_by, retry_s, holding.quota)
 
     def _refusal(self, tenant: Tenant, refused_by: int, retry_s: float, quota: Quota | None) -> QuotaExceeded:
-        """Counts a refusal, and returns it."""
+        """Count a refusal and return its error."""
         name = LIMITS[refused_by]
         self._instruments.tenant_refusals.add(1, {"tenant": tenant.id, "limit": name})
         return QuotaExceeded(
-            f"{tenant.id!r} has used up its {name} of {getattr(tenant, name)}; try again later",
+            f"tenant {tenant.id!r} has used up its {name} of {getattr(tenant, name)}; try again later",
             retry_s,
             quota or UNLIMITED,
         )
 
 
 def quota_of(entry: LedgerEntry, answer: LedgerAnswer) -> Quota | None:
-    """Returns what is left of an entry's limits after it; None: none of them is a rate."""
+    """Return the remaining quota after an entry; None: the tenant has no rate limits."""
     taken = (answer.used[0], *(used + answer.num_reserved for used in answer.used[1:]))
     rates = [
         None if limit is None else RateLimit(limit, max(0, limit - num), reset_ms / 1e3)

@@ -1,4 +1,4 @@
-"""What a request claims: whose it is, how urgent, and what its answer is held against."""
+"""Claim of a request: its tenant, priority and objectives."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from router.placement import Objective, Weights
 
 LEAST_PRIORITY = -1000
 CUSTOM_CLASS = "custom"
-"""SLO class of requests that set an objective of their own."""
+"""SLO class of requests that set their own objectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """The claim of one request."""
+    """Tenant, priority and objectives of one request."""
 
     tenant: Tenant
     priority: int
@@ -31,7 +31,7 @@ class Claim:
 
 @dataclass(slots=True)
 class SloCounts:
-    """Requests since the router started, held against their objectives. Cancelled requests count nowhere."""
+    """SLO outcomes of requests since the router started. Cancelled requests are not counted."""
 
     met: int = 0
     missed: int = 0
@@ -39,7 +39,11 @@ class SloCounts:
 
 
 def claim_of(request: GenerateRequest, tenant: Tenant, config: RouterConfig, arrived_s: float) -> Claim:
-    """Raises InvalidRequest for an objective that is not a positive number, or a priority that is not the tenant's."""
+    """Return the claim of a request.
+
+    Raises:
+        InvalidRequest: an objective is not a positive number, or the priority is outside the tenant's range.
+    """
     if request.priority < LEAST_PRIORITY:
         raise InvalidRequest(
             f"priority must be at least {LEAST_PRIORITY}, got {request.priority}; raise it", "priority"

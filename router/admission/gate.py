@@ -1,14 +1,14 @@
 """Admits requests whose first token is predicted to come in time.
 
-The prediction is placement's, for the worker that it would choose. A request that the queue would make late is refused
-at once, with the seconds until it would not be; unless the prompts before it are of a tenant that has more than its
-share of the queues (weighted max-min fairness, on seconds of computing). These are shed, newest first, as many as it
-takes. No request waits for one of a lower priority: the workers compute those later.
+The prediction comes from placement, for the worker that it would choose. A request that the queue would make late is
+refused at once, with the seconds until it would be on time. The exception is a queue with prompts of a tenant that uses
+more than its share (weighted max-min fairness, in seconds of computing): these prompts are preempted, newest first,
+until the new request is on time. A request never waits for one of a lower priority, which the workers compute later.
 
-A prompt that takes longer than its objective even on an idle worker cannot be helped by refusing others. It is computed
-when nothing else waits (its turn comes last), and refused only if that would take TTFT_DEADLINE_FACTOR objectives.
+If a prompt alone takes longer than its objective, even on an idle worker, refusing others cannot help. It is computed
+when nothing else waits, and refused only if its wait would exceed TTFT_DEADLINE_FACTOR objectives.
 
-No clock, no queue of its own: prompts wait on the workers, which compute them in order of turn and deadline.
+The gate has no clock and no queue: prompts wait on the workers, which compute them in the order of `Turn` and deadline.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from router.placement import Placement, Prediction, Turn
 
 TTFT_DEADLINE_FACTOR = 2.0
 CAUTION = 0.8
-"""Share of the time that an objective leaves for waiting which a prediction may use up: predictions err, and a queue
-that is a fifth shorter keeps the workers just as busy."""
+"""Share of an objective's spare time that a predicted wait may use. Predictions err, and a queue that is a fifth
+shorter keeps the workers just as busy."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -34,7 +34,7 @@ class QueueEntry:
     tenant: Tenant
     priority: int
     ttft_s: float
-    """What is left of its TTFT objective."""
+    """Remaining time of its TTFT objective, in seconds."""
     worker_id: str = ""
     """The worker that would compute its prompt."""
     compute_s: float = 0.0
@@ -42,14 +42,14 @@ class QueueEntry:
     """See `router.placement.Turn`."""
 
     def is_placed(self, placement: Placement) -> None:
-        """Notes where it would go."""
+        """Record the choice's placement."""
         self.worker_id = placement.computes
         self.compute_s = placement.prediction.pull_s + placement.prediction.compute_s
         self.turn = -self.priority, self.compute_s > self.ttft_s
 
 
 class Gate:
-    """One router's. Entries stay in its books until `left`.
+    """Admission of one router's choices. An entry counts until `left`.
 
     Args:
         caution: see CAUTION.
@@ -63,16 +63,16 @@ class Gate:
         self._num_entries: Counter[str] = Counter()
 
     def admit(self, entry: QueueEntry, prediction: Prediction) -> list[QueueEntry]:
-        """Lets an entry in that is placed.
+        """Admit an entry that is placed.
 
         Returns:
-            Entries that must go for it; they have left already.
+            The entries that it preempts; they are removed already.
 
         Raises:
             Overloaded: its first token would come too late.
         """
         late_s = self._late_s(entry, prediction)
-        # Room to decode comes from sequences that end, not from prompts that go.
+        # Preempting prompts does not free room to decode: only sequences that end do.
         may_shed = late_s > 0 and prediction.wait_s >= prediction.room_s
         victims = self._outranked(entry, late_s) if may_shed else []
         if late_s > 0 and not victims:
@@ -89,7 +89,7 @@ class Gate:
         return victims
 
     def left(self, entry: QueueEntry) -> None:
-        """Removes an entry: its prompt is computed, or it has gone; idempotent."""
+        """Remove an entry whose prompt is computed or that is cancelled; idempotent."""
         queue = self._queues.get(entry.worker_id, {})
         if entry in queue:
             del queue[entry]
@@ -99,7 +99,7 @@ class Gate:
                 del self._shares[entry.tenant.id], self._num_entries[entry.tenant.id]
 
     def _late_s(self, entry: QueueEntry, prediction: Prediction) -> float:
-        """Seconds by which waiting makes it late; 0 or less: it does not."""
+        """Return the seconds by which the entry would be late; 0 or less: it is on time."""
         if math.isinf(entry.ttft_s):
             return 0.0
         wait_s = max(prediction.wait_s, prediction.room_s)
@@ -107,7 +107,7 @@ class Gate:
         return wait_s - (self._caution * spare_s if spare_s >= 0 else TTFT_DEADLINE_FACTOR * entry.ttft_s)
 
     def _outranked(self, entry: QueueEntry, late_s: float) -> list[QueueEntry]:
-        """The entries whose going makes `entry` come in time; none if that cannot be."""
+        """Return the entries to preempt so that `entry` is on time; none if that is not possible."""
         victims: list[QueueEntry] = []
         shares = self._shares.copy()
         mine = shares[entry.tenant.id] + entry.compute_s / entry.tenant.weight

@@ -1,4 +1,4 @@
-"""Estimates how long answers are, from the answers so far."""
+"""Estimates the length of answers from earlier answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 
 REMEMBERED = 256
 ENOUGH = 16
-"""Answers of a tenant before its own history is used instead of everybody's."""
+"""Number of answers from which a tenant's own history is used instead of the history of all tenants."""
 QUANTILE = 0.9
 
 
@@ -14,8 +14,8 @@ class AnswerHistory:
     """Lengths of the latest answers, by tenant.
 
     Args:
-        floor: least length that is expected where a request allows as much.
-        default: expected while nothing has been seen.
+        floor: minimum of the expected length, unless the request allows less.
+        default: expected length until ENOUGH answers have been observed.
     """
 
     def __init__(self, floor: int, default: int) -> None:
@@ -25,12 +25,12 @@ class AnswerHistory:
         self._by_tenant: dict[str, _Lengths] = {}
 
     def observe(self, tenant_id: str, num_tokens: int) -> None:
-        """An answer came to its end by itself or by its limit."""
+        """Record the length of a completed answer."""
         self._all.add(num_tokens)
         self._by_tenant.setdefault(tenant_id, _Lengths()).add(num_tokens)
 
     def expect(self, tenant_id: str, max_tokens: int, ignore_eos: bool = False) -> int:
-        """Tokens for which a decode worker should have room: nine answers in ten are no longer."""
+        """Return the number of tokens to plan for: nine of ten answers are not longer."""
         if ignore_eos:
             return max_tokens
         own = self._by_tenant.get(tenant_id)
@@ -52,7 +52,7 @@ class _Lengths:
     def add(self, num_tokens: int) -> None:
         self._latest.append(num_tokens)
         self._num_new += 1
-        if self._num_new >= ENOUGH:  # sorting at each request would cost more than it shows
+        if self._num_new >= ENOUGH:  # sorting after every answer would be expensive
             self._num_new, self._quantile = 0, None
 
     @property

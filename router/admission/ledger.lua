@@ -1,17 +1,18 @@
--- Records what a router asks for a tenant: all of it, or nothing. `router.admission.account` is the same in Python, and says
--- what the arithmetic is.
+-- Records a router's entry for a tenant, atomically. `router.admission.account` implements the same in Python and
+-- documents the arithmetic.
 --
 -- KEYS  1 the tenant's account: {windows, answers in flight by router: {version, number, until, tokens reserved}}, as
 --         cmsgpack
--- ARGV  1 now, ms; '': the store's own clock   2 spans of a window   3 the router's name   4 version of the entry
+-
 --       5 answers that the router has in flight   6 those of them that it asks for   7 most in flight; '': no limit
 --       8 lease of the answers, ms   9 tokens that the router has reserved for them   10 those of them that it asks for;
 --       then for each window: length in ms, limit ('': none), room it must have, amount
 --
--- Returns {index of the limit that leaves no room, from 1; 0: none, ms until it does, {what each window counts}, {ms until
--- each counts nothing}, answers in flight at all routers, tokens reserved for them, garbage}.
+-- Returns {index of the exceeded limit, from 1; 0: none, ms until it has room, {amount in each window}, {ms until each
+-- window is empty}, answers in flight on all routers, tokens reserved for them, garbage}.
 --
--- Race: two routers have room for one request more. Read and written in one step, one of them is refused.
+-- Race: two routers ask at the same time, and there is room for one request. The script reads and writes in one step,
+-- so one of them is refused.
 local now = tonumber(ARGV[1])
 if not now then
   local time = redis.call('TIME')
@@ -94,7 +95,7 @@ if refused == 0 and asked > 0 and most and others + (is_late and own[2] or held)
   refused = #windows + 1
 end
 local kept_reserved = reserved - (refused > 0 and reserving or 0)
-if (most or kept_reserved > 0 or own) and not is_late then -- none is noted, too: an older entry may be on its way
+if (most or kept_reserved > 0 or own) and not is_late then -- zero is recorded, too: an older entry may arrive later
   seats[writer] = {version, held - (refused > 0 and asked or 0), now + lease, kept_reserved}
 end
 if next(seats) then life = lease end

@@ -1,4 +1,4 @@
-"""The ledger of the tenants' limits: in Redis, shared by all routers, or in memory, one router's."""
+"""Ledgers of the tenants' use of their limits: in Redis, shared by all routers, or in memory for one router."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ BOOK = Script("router.admission", "ledger.lua")
 
 
 class Ledger(Protocol):
-    """The tenants' accounts."""
+    """Interface to the tenants' accounts."""
 
     async def book(self, entry: LedgerEntry) -> LedgerAnswer:
-        """Records all of an entry or nothing.
+        """Record an entry atomically.
 
         Raises:
-            StoreUnavailable: the store cannot be reached; whether the entry is recorded is unknown then.
+            StoreUnavailable: the store cannot be reached. The entry may or may not be recorded.
         """
 
     async def close(self) -> None:
-        """Closes the ledger."""
+        """Close the ledger."""
 
 
 class MemoryLedger:
@@ -43,7 +43,7 @@ class MemoryLedger:
         return self.book_now(entry)
 
     def book_now(self, entry: LedgerEntry) -> LedgerAnswer:
-        """Records without waiting; see `Ledger.book`."""
+        """Record without waiting; see `Ledger.book`."""
         return self._accounts.setdefault(entry.tenant_id, Account()).book(entry, int(self._clock() * 1000))
 
     async def close(self) -> None:
@@ -51,10 +51,10 @@ class MemoryLedger:
 
 
 class RedisLedger:
-    """A `Ledger` in Redis: one script call an entry. Owns `connection`: `close` closes it.
+    """A `Ledger` in Redis: one script call per entry. Owns `connection`: `close` closes it.
 
     Args:
-        clock: wall time in seconds; None: Redis's own, which is one for all routers.
+        clock: wall time in seconds; None: the clock of Redis, which all routers share.
     """
 
     def __init__(self, connection: RedisConnection, namespace: str, clock: Callable[[], float] | None = None) -> None:

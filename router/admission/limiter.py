@@ -1,4 +1,4 @@
-"""A bound on the choices being served at once, and on what one tenant may take of it."""
+"""Limits the number of choices that the router serves at once, in total and by tenant."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from router.admission.tenants import DEFAULT_TENANT, Tenant
 SMOOTHING = 0.1
 """Weight of the newest duration in the moving average."""
 CROWDED = 0.8
-"""Share of the limit up to which anybody may take what is free; above it, each tenant its own share."""
+"""Share of the limit up to which every tenant may take free slots; above it, each tenant is limited to its share."""
 CROWDED_S = 30.0
-"""Others are likely to be refused for so long after a refusal."""
+"""Time after a refusal during which the router counts as crowded."""
 
 
 class Limiter:
-    """Counts requests in flight; refuses at once beyond the limit, saying when to come back."""
+    """Counter of choices in flight. Beyond the limit it refuses requests at once, with the seconds until a retry."""
 
     def __init__(self, max_in_flight: int) -> None:
         self.max_in_flight = max_in_flight
         self.num_in_flight = 0
         self._request_ids: set[tuple[str, str]] = set()
         self._by_tenant: Counter[str] = Counter()
-        """Choices in flight, by tenant; none is listed that has none."""
+        """Choices in flight, by tenant; tenants without any are not listed."""
         self._weights: dict[str, float] = {}
-        """Weight of each of these, and of the refused: of the latest request, as the tenants' file may change."""
+        """Weights of the tenants above and below, as of their latest request: the tenants' file may change."""
         self._refused: set[str] = set()
-        """Tenants refused since it became crowded: what frees is kept for those that have less than their share."""
+        """Tenants refused since the router became crowded: free slots are kept for tenants below their share."""
         self._mean_duration_s = 1.0
         self._refused_s = -math.inf
-        """When somebody was refused last."""
+        """Time of the latest refusal."""
 
     @property
     def is_crowded(self) -> bool:
-        """Whether somebody was refused lately."""
+        """True if a request was refused within the last CROWDED_S seconds."""
         return time.monotonic() - self._refused_s < CROWDED_S
 
     @contextlib.contextmanager
     def slot(self, request_id: str, num_choices: int, tenant: Tenant = DEFAULT_TENANT) -> Iterator[None]:
-        """Room for one request while the block is entered.
+        """Context manager: holds the slots of one request.
 
         Raises:
-            Overloaded: the limit is reached, or it is near and the tenant has its share: by weight, among those that
-                are being served. `retry_after_s` is the mean time until a slot frees.
+            Overloaded: the limit is reached, or it is near and the tenant has its share, by weight among the tenants
+                in service. `retry_after_s` is the mean time until a slot is free.
             InvalidRequest: the tenant has a request of this id in flight.
         """
         if num_choices > self.max_in_flight:
@@ -74,7 +74,7 @@ class Limiter:
             self._request_ids.discard((tenant.id, request_id))
 
     def _limit_of(self, tenant: Tenant) -> float:
-        """How many may be in flight, all tenants' together, for one more of this tenant's to be admitted."""
+        """Return the limit on choices in flight, over all tenants, that applies to a request of this tenant."""
         others = sum(self._weights[other] for other in self._by_tenant.keys() | self._refused if other != tenant.id)
         share = self.max_in_flight * tenant.weight / (tenant.weight + others)
         has_share = self._by_tenant[tenant.id] >= share
@@ -89,5 +89,5 @@ class Limiter:
             self._refused.clear()
 
     def record(self, duration_s: float) -> None:
-        """Records how long a finished request took, for the estimate in refusals."""
+        """Record the duration of a finished request, for the estimate in refusals."""
         self._mean_duration_s += SMOOTHING * (duration_s - self._mean_duration_s)

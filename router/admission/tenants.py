@@ -1,15 +1,15 @@
 """Tenants. A request belongs to the tenant whose API key it carries.
 
-The tenants stand in one YAML file (`router.tenants_file`), which is read again when it changes
+One YAML file lists the tenants (`router.tenants_file`). Routers reload it when it changes
 (`router.admission.tenants_file`):
 
     acme:
-      key_sha256: [HASH, HASH]         # two keys: how one replaces another without a gap
+      key_sha256: [HASH, HASH]         # two keys, to rotate a key without a gap
       requests_per_minute: 600
       tokens_per_minute: 200000        # prompts and answers
       tokens_per_day: 20000000
-      max_in_flight: 16                # answers at a time
-      max_answer_tokens: 4096          # the longest answer
+      max_in_flight: 16                # concurrent answers
+      max_answer_tokens: 4096          # longest answer
       weight: 2.0
       slo_class: interactive
       max_priority: 5
@@ -23,14 +23,14 @@ The tenants stand in one YAML file (`router.tenants_file`), which is read again 
       key_sha256: [HASH]
       operator: true                   # may see and change the cluster
     archive:
-      certificates: ["DNS:archive.example", "URI:spiffe://example/archive"]   # instead of a key, or as well
+      certificates: ["DNS:archive.example", "URI:spiffe://example/archive"]   # instead of keys, or in addition
 
-A certificate's name is DNS:, URI:, email: or IP: and a subject alternative name, or CN: and the subject's common name
-(`router.tls_client_certificates`).
+The name of a certificate is DNS:, URI:, email: or IP: with a subject alternative name, or CN: with the subject's common
+name (`router.tls_client_certificates`).
 
-A HASH is the SHA-256 of a key, as `printf %s KEY | sha256sum` prints it. Nothing else of the key is stored, so a
-reader of the file cannot ask in a tenant's name. Draw keys at random (`openssl rand -hex 32`): a short or guessable one
-can be found from its hash.
+A HASH is the SHA-256 of a key, as `printf %s KEY | sha256sum` prints it. Only the hash is stored, so a reader of the
+file cannot send requests as a tenant. Generate keys at random (`openssl rand -hex 32`): a short or guessable key can be
+found from its hash.
 """
 
 from __future__ import annotations
@@ -62,48 +62,48 @@ class Tenant:
     weight: float = 1.0
     """The tenant's share of a full cluster, against the others' weights."""
     slo_class: str = ""
-    """Name of the SLO class of requests that bring no objectives of their own."""
+    """SLO class of requests that set no objectives."""
     max_priority: int = 0
-    """The highest `priority` its requests may ask for. A request that asks for none has 0, so without this no request
-    jumps a queue; every tenant may ask for less than 0, to let others go first."""
+    """Highest `priority` that its requests may set. The default priority is 0, so a request can jump the queue only if
+    this is positive. Every tenant may set a negative priority, to let others go first."""
     cache_scope: str = ""
-    """Tenants of the same scope hit each other's cached prefixes. Empty: the tenant's own id, so that another one's
-    scope can also name this tenant."""
+    """Tenants of the same scope can hit each other's cached prefixes. Empty: the tenant's own id, so another tenant can
+    share this tenant's prefixes by naming it as its scope."""
     operator: bool = False
-    """Whether it may see and change the cluster: `Admin`, and what the page shows."""
+    """True if it may see and change the cluster, through the `Admin` service and the web page."""
     parse_special: bool = False
-    """Whether its requests may write special tokens (`parse_special`): it can forge messages of any role."""
+    """True if its requests may set `parse_special`, with which a prompt can forge messages of any role."""
     strict: bool | None = None
-    """Whether fields that no API knows are refused in its requests over HTTP; None: as `router.strict` says."""
+    """True if unknown fields in its HTTP requests are refused; None: `router.strict` applies."""
     requests_per_minute: int | None = None
-    """Most requests in any 60 seconds, over all routers; None: no limit, here and below."""
+    """Maximum number of requests in any 60 seconds, over all routers; None: no limit, here and below."""
     tokens_per_minute: int | None = None
-    """Most tokens of prompts and answers in any 60 seconds. A prompt counts when it is admitted, an answer when it has
-    ended."""
+    """Maximum number of prompt and answer tokens in any 60 seconds. A prompt counts when it is admitted, an answer when
+    it has ended."""
     tokens_per_day: int | None = None
-    """Most tokens of prompts and answers in any 24 hours."""
+    """Maximum number of prompt and answer tokens in any 24 hours."""
     max_in_flight: int | None = None
-    """Most answers that are generated at a time, over all routers."""
+    """Maximum number of concurrent answers, over all routers."""
     max_answer_tokens: int | None = None
-    """The longest answer. It is the bound of a request that names none; one that asks for more is refused."""
+    """Longest answer, in tokens. It is the default of requests without `max_tokens`; a higher one is refused."""
 
     @property
     def scope(self) -> str:
-        """The scope whose cached prefixes the tenant may hit: its cache scope, or its own id."""
+        """Scope whose cached prefixes the tenant may hit: its cache scope, or its own id."""
         return self.cache_scope or self.id
 
     @property
     def windows(self) -> tuple[int | None, int | None, int | None]:
-        """The limits of requests a minute, tokens a minute and tokens a day."""
+        """Limits on requests per minute, tokens per minute and tokens per day."""
         return self.requests_per_minute, self.tokens_per_minute, self.tokens_per_day
 
 
 DEFAULT_TENANT = Tenant(id="default", operator=True, parse_special=True)
-"""Everybody, where no tenants are configured."""
+"""The tenant of all clients if no tenants are configured."""
 
 
 class TenantBook:
-    """Finds the tenant of an API key. What it knows is replaced while the router runs."""
+    """Index of tenants by API key and certificate. A changed file replaces its content while the router runs."""
 
     def __init__(
         self,
@@ -112,8 +112,8 @@ class TenantBook:
         by_certificate: Mapping[str, Tenant] = MappingProxyType({}),
     ) -> None:
         """Args:
-        by_digest: SHA-256 of a key -> whose it is; None: everybody is `DEFAULT_TENANT`.
-        by_certificate: a name in a client's certificate -> whose it is.
+        by_digest: SHA-256 of a key -> its tenant; None: every client is `DEFAULT_TENANT`.
+        by_certificate: name in a client's certificate -> its tenant.
         version: digest of the file's content, see `version_of`.
         """
         self._by_digest = by_digest
@@ -126,15 +126,15 @@ class TenantBook:
 
     @staticmethod
     def configured(tenants_file: str) -> TenantBook:
-        """What `router.tenants_file` asks for."""
+        """Load `router.tenants_file`; without one, return a book that is open to all."""
         return TenantBook.load(Path(tenants_file)) if tenants_file else TenantBook.open_to_all()
 
     @staticmethod
     def load(path: Path) -> TenantBook:
-        """Reads the tenants' file.
+        """Read the tenants' file.
 
         Raises:
-            ConfigError: it cannot be read, or an entry is wrong; the message names it.
+            ConfigError: the file cannot be read, or an entry is invalid; the message names it.
         """
         try:
             text = path.read_bytes()
@@ -145,7 +145,7 @@ class TenantBook:
         if not isinstance(entries, dict) or not entries:
             raise ConfigError(f"{path} must hold tenants, such as 'acme: {{key_sha256: [...]}}'")
         assert isinstance(root, yaml.MappingNode)
-        names = Counter(str(name.value) for name, _ in root.value)  # the dict has the last of each only
+        names = Counter(str(name.value) for name, _ in root.value)  # the dict has only the last of each
         if repeated := [name for name, count in names.items() if count > 1]:
             raise ConfigError(f"{path}: tenant {repeated[0]!r} is listed twice")
         by_digest: dict[bytes, Tenant] = {}
@@ -162,36 +162,37 @@ class TenantBook:
 
     @property
     def is_open(self) -> bool:
-        """Whether no tenants are configured, so that everybody is admitted."""
+        """True if no tenants are configured, so every client is admitted."""
         return self._by_digest is None
 
     def adopt(self, other: TenantBook) -> None:
-        """Takes over what another book knows, for all requests that arrive from now on."""
+        """Replace the content by that of another book, for all requests that arrive from now on."""
         self._by_digest, self._by_certificate = other._by_digest, other._by_certificate
         self.version = other.version
 
     @property
     def slo_classes(self) -> set[str]:
-        """The classes that tenants name."""
+        """SLO classes that tenants name."""
         tenants = (*(self._by_digest or {}).values(), *self._by_certificate.values())
         return {tenant.slo_class for tenant in tenants}
 
     @property
     def knows_certificates(self) -> bool:
-        """Whether a tenant is found by its certificate."""
+        """True if a tenant has certificates."""
         return bool(self._by_certificate)
 
     def identify(self, api_key: str | None, certificate: Iterable[str] = ()) -> Tenant:
-        """The tenant of an API key, or, where a client sends none, of its certificate.
+        """Return the tenant of an API key or, if the client sends none, of its certificate.
+
+        The look-up needs no constant-time comparison. It compares digests, so its timing reveals at most a part of a
+        digest, from which no key follows.
 
         Args:
-            certificate: the names in the client's certificate, which was verified.
-
-        The look-up needs no constant-time comparison: it compares digests, so its timing reveals at most a part
-        of a digest, from which no key follows.
+            certificate: the names in the client's verified certificate.
 
         Raises:
-            Unauthenticated: the key is no tenant's, or there is none, and no certificate of one tenant.
+            Unauthenticated: no tenant has this key; or there is no key, and the certificate does not name exactly one
+                tenant.
         """
         if self._by_digest is None:
             return DEFAULT_TENANT
@@ -207,22 +208,23 @@ class TenantBook:
 
 
 def require_operator(tenant: Tenant) -> None:
-    """Raises Forbidden for a tenant that is no operator."""
+    """Raise Forbidden for a tenant that is not an operator."""
     if not tenant.operator:
-        raise Forbidden(f"tenant {tenant.id!r} may not see or change the cluster; it takes an operator's API key")
+        raise Forbidden(f"tenant {tenant.id!r} may not see or change the cluster; use an operator's API key")
 
 
 def version_of(text: bytes) -> bytes:
-    """Returns a digest of a tenants' file."""
+    """Return a digest of the content of a tenants' file."""
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
 def api_key_of(headers: Iterable[tuple[str | bytes, str | bytes]]) -> str | None:
-    """The key in a request's headers, or in a call's metadata: `authorization: Bearer KEY`, else `x-api-key: KEY` or
-    `api-key: KEY`, which Azure's clients send.
+    """Return the API key in a request's headers or a call's metadata.
+
+    This is `authorization: Bearer KEY`, else `x-api-key: KEY`, or `api-key: KEY`, which clients of Azure send.
 
     Args:
-        headers: their names in lower case.
+        headers: pairs of a name in lower case and a value.
     """
     other = None
     for name, value in headers:
@@ -240,7 +242,7 @@ def _text(value: str | bytes) -> str:
 
 
 def _entry(tenant_id: object, fields: object, where: str) -> tuple[Tenant, list[bytes], list[str]]:
-    """One tenant of the file, the digests of its keys, and the names in its certificates."""
+    """Parse one tenant of the file; return it with the digests of its keys and the names in its certificates."""
     if not _is_word(tenant_id) or not tenant_id:
         raise ConfigError(f"{where}: the id must be a string of printable characters")
     if not isinstance(fields, dict):
@@ -277,7 +279,7 @@ def _are_names(value: object) -> bool:
 
 
 PROOFS = {"key_sha256", "certificates"}
-"""The fields by which a tenant is recognised; it has one of them at least."""
+"""Fields that authenticate a tenant; each tenant has at least one of them."""
 CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "key_sha256": (_are_digests, "a list of one or more of what `printf %s KEY | sha256sum` prints: 64 digits, quoted"),
     "certificates": (
@@ -296,4 +298,4 @@ CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
         (lambda value: _is_between(value, 1, MAX_LIMIT, int), f"a whole number from 1 to {MAX_LIMIT}"),
     ),
 }
-"""The fields of a tenant -> what they may be. Values are not quoted back: one of them may be a key."""
+"""Field of a tenant -> check and description of valid values. Errors do not quote values, which may be keys."""

@@ -1,9 +1,8 @@
-"""The tenants' file is read again when it changes: a key that is added or withdrawn holds without a restart.
+"""Reloads the tenants' file when it changes, so adding or revoking a key needs no restart.
 
-The file's content is what counts, not its time or its inode: Kubernetes swaps a link two folders above a mounted
-Secret, editors write in place, tools rename a new file over the old one. A content is adopted when it was read twice in
-a row, so that a file that is half written is not. One that is wrong changes nothing: the entries before it stay in
-force.
+Changes are detected by content, not by time stamp or inode: Kubernetes swaps a symlink two folders above a mounted
+Secret, editors write in place, and tools rename a new file over the old one. New content is adopted after it was read
+twice in a row, so a half-written file is not. An invalid file changes nothing: the previous entries stay in force.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from router.admission.tenants import TenantBook, version_of
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.5
-"""Pause between two readings; a change holds after two of them."""
+"""Pause between two reads; a change takes effect after two reads."""
 UNREADABLE = b"unreadable"
-"""Stands for the version of a file that cannot be read."""
+"""Version of a file that cannot be read."""
 
 
 class TenantsFile:
-    """Keeps `book` as the file is that `router.tenants_file` names."""
+    """Keeps `book` up to date with `router.tenants_file`."""
 
     def __init__(self, config: RouterConfig, book: TenantBook, instruments: Instruments) -> None:
         self._config = config
@@ -36,10 +35,10 @@ class TenantsFile:
 
     @staticmethod
     def load(config: RouterConfig) -> TenantBook:
-        """Returns the tenants that the settings name.
+        """Return the configured tenants.
 
         Raises:
-            ConfigError: the file cannot be read, an entry is wrong, or names an SLO class that there is not.
+            ConfigError: the file cannot be read, an entry is invalid, or names an unknown SLO class.
         """
         book = TenantBook.configured(config.tenants_file)
         for slo_class in book.slo_classes:
@@ -47,13 +46,13 @@ class TenantsFile:
         return book
 
     async def run(self) -> None:
-        """Follows the file until cancelled. Returns at once where none is configured."""
+        """Poll the file until cancelled. Return at once if none is configured."""
         while self._config.tenants_file:
             await asyncio.sleep(POLL_S)
             await self.poll()
 
     async def poll(self) -> None:
-        """Reads the file once, in a thread: its disk may be slow, and its parsing long."""
+        """Read the file once, in a thread: its disk may be slow, and its parsing long."""
         version = await asyncio.to_thread(_version_at, self._path)
         is_stable, self._seen = version == self._seen, version
         if not is_stable or version == self._settled:
@@ -62,12 +61,12 @@ class TenantsFile:
         try:
             book = await asyncio.to_thread(self.load, self._config)
         except ConfigError as error:
-            logger.error("the tenants' file is wrong, and the entries before it stay in force: %s", error)
+            logger.error("the tenants' file is invalid; the previous entries stay in force: %s", error)
             self._instruments.tenants_file_reads.add(1, {"outcome": "refused"})
             return
         self._settled = book.version
         self._book.adopt(book)
-        logger.info("the tenants' file has changed: its entries are in force")
+        logger.info("the tenants' file has changed; its entries are in force")
         self._instruments.tenants_file_reads.add(1, {"outcome": "adopted"})
 
 

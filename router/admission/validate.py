@@ -1,4 +1,4 @@
-"""Bad requests end here, with a sentence that says what to change. No worker ever sees them."""
+"""Validates requests, so that no worker gets an invalid one. Each error says what to change."""
 
 from __future__ import annotations
 
@@ -14,53 +14,53 @@ from router.admission.tenants import Tenant
 
 MAX_REQUEST_ID = 128
 MAX_SETTLED = 128
-"""Sampling parameters that are kept: most clients ask for the same again and again."""
+"""Size of the cache of sampling parameters: most clients send the same ones again and again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What validation needs to know of the served model."""
+    """Limits and defaults of the served model that validation uses."""
 
     id: str
     vocab_size: int
     max_model_len: int
     default_sampling: SamplingParams
     default_max_tokens: int = 0
-    """Answer length when a client gives none; 0: up to the context window."""
+    """Default answer length, for requests without `max_tokens`; 0: up to the context window."""
     max_answer_tokens: int | None = None
-    """The longest answer that the tenant may ask for; None: any that the context window leaves room for."""
+    """Longest answer that the tenant may request; None: limited only by the context window."""
 
     def of(self, tenant: Tenant) -> ModelFacts:
-        """Returns the facts with the tenant's own bound."""
+        """Return the facts with the tenant's own limit on the answer."""
         return self if tenant.max_answer_tokens is None else replace(self, max_answer_tokens=tenant.max_answer_tokens)
 
 
 def check_model(name: str, model: ModelFacts) -> None:
-    """Raises ModelNotFound for another model than the served one; an empty name means that one."""
+    """Raise ModelNotFound unless `name` is the served model or empty."""
     if name not in ("", model.id):
         raise ModelNotFound(f"the model {name!r} is not served here; use {model.id!r}", "model")
 
 
 def check_length(num_characters: int, longest_token: int, model: ModelFacts) -> None:
-    """Raises ContextLengthExceeded for a text that cannot fit however it is tokenized, before that costs anything."""
+    """Raise ContextLengthExceeded for a text that is too long however it is tokenized, before it is tokenized."""
     limit = model.max_model_len * longest_token
     if num_characters > limit:
         raise ContextLengthExceeded(
-            f"the prompt has {num_characters} characters, but the {model.max_model_len - 1} tokens that {model.id} "
-            f"takes never hold more than {limit}; shorten the prompt",
+            f"the prompt has {num_characters} characters, but {model.id} accepts {model.max_model_len - 1} prompt "
+            f"tokens, which hold at most {limit}; shorten the prompt",
             "input",
         )
 
 
 def check_prompt(token_ids: Sequence[int], model: ModelFacts) -> None:
-    """Raises InvalidRequest unless these are 1 to max_model_len - 1 tokens."""
+    """Raise InvalidRequest unless the prompt has 1 to max_model_len - 1 tokens."""
     if not token_ids:
         raise InvalidRequest("the prompt is empty; send at least one token", "input")
     check_num_tokens(len(token_ids), model.max_model_len - 1, model.id)
 
 
 def check_vocabulary(token_ids: Sequence[int], model: ModelFacts) -> None:
-    """Raises InvalidRequest unless these ids, of which there is at least one, are the model's."""
+    """Raise InvalidRequest unless all ids, at least one, are in the model's vocabulary."""
     if max(token_ids) >= model.vocab_size or min(token_ids) < 0:
         bad = next(t for t in token_ids if not 0 <= t < model.vocab_size)
         raise InvalidRequest(
@@ -70,16 +70,16 @@ def check_vocabulary(token_ids: Sequence[int], model: ModelFacts) -> None:
 
 
 def check_special(prompt: PromptInput, tenant: Tenant) -> None:
-    """Raises Forbidden for a prompt that may write special tokens, of a tenant that may not."""
+    """Raise Forbidden if a prompt sets `parse_special` and its tenant may not."""
     if not isinstance(prompt, TokenIds) and prompt.parse_special and not tenant.parse_special:
         raise Forbidden("this API key may not write special tokens; unset parse_special, or ask the operator")
 
 
 def truncation_of(asked: Truncation | None, params: SamplingParams, model: ModelFacts) -> Truncation | None:
-    """Returns how a prompt is truncated, in a number of tokens.
+    """Return the truncation of a prompt, with -1 resolved to a number of tokens.
 
     Raises:
-        InvalidRequest: it is none that a prompt may have.
+        InvalidRequest: the number of tokens is out of range.
     """
     if asked is None:
         return None
@@ -95,7 +95,7 @@ def truncation_of(asked: Truncation | None, params: SamplingParams, model: Model
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises InvalidRequest unless the id is empty, or short and printable: it travels in every message and log."""
+    """Raise InvalidRequest unless the id is empty, or short and printable: it is part of every message and log line."""
     if len(request_id) > MAX_REQUEST_ID or not request_id.isascii() or not request_id.isprintable():
         raise InvalidRequest(
             f"request_id must be at most {MAX_REQUEST_ID} printable ASCII characters; shorten it or leave it empty",
@@ -104,7 +104,7 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_resume(request: GenerateRequest, params: SamplingParams) -> None:
-    """Raises InvalidRequest for a `resume_from` that cannot be of this request, as far as is known by now."""
+    """Raise InvalidRequest for a `resume_from` that cannot belong to this request, as far as is known so far."""
     if request.resume_from and not request.request_id:
         raise InvalidRequest(
             "resume_from continues the request of a request_id; set it to the one that the answer carried", "request_id"
@@ -124,7 +124,7 @@ def check_resume(request: GenerateRequest, params: SamplingParams) -> None:
 
 
 def sampling_params(asked: Mapping[str, Any], model: ModelFacts) -> SamplingParams:
-    """The request's sampling, with the model's defaults where the client set nothing; `with_lengths` adds lengths.
+    """Return the request's sampling parameters, with the model's defaults; `with_lengths` adds the lengths.
 
     Raises:
         InvalidRequest: a value is out of range.
@@ -167,11 +167,13 @@ def with_lengths(
     *,
     shortens: bool = False,
 ) -> SamplingParams:
-    """Returns the request with `max_tokens` set: what the client asked, else what the context window and the tenant's
-    own bound leave. The least length that the model recommends gives way to that.
+    """Return the sampling parameters with `max_tokens` and `min_tokens` set.
+
+    Without a `max_tokens` of the client, the context window, the default and the tenant's limit determine it. The
+    `min_tokens` that the model recommends is lowered to it.
 
     Args:
-        shortens: lower a `max_tokens` that exceeds the room in the context window, if there is any.
+        shortens: lower a `max_tokens` that exceeds the remaining context window, if there is any room.
 
     Raises:
         ContextLengthExceeded: prompt and answer together exceed the context window.

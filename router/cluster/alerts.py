@@ -1,8 +1,8 @@
-"""Alerts that a router can raise by itself, for the page: those of helm/baton/rules whose data a router has.
+"""Alerts that a router can raise itself, for the web page: those of helm/baton/rules whose data a router has.
 
-Names, severities, thresholds, windows and the time for which a condition has to last are those of the rules for
-Prometheus, and a test compares them. Prometheus alone raises alerts that need more data: six hours of requests
-(BatonGoodputBurnsSlowly), the growth of counters (transfers, preemptions, failures), containers and GPUs.
+Names, severities, thresholds, windows and durations equal those of the Prometheus rules, and a test compares them.
+Alerts that need more data exist only in Prometheus: six hours of requests (BatonGoodputBurnsSlowly), the growth of
+counters (transfers, preemptions, failures), containers and GPUs.
 
 `conditions` is a pure function of a `RouterView`. `router.cluster.watch` remembers how long each condition has lasted.
 """
@@ -21,16 +21,16 @@ MINUTE_S, DAY_S = 60, 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertRule:
-    """When an alert is raised. Its page is docs/runbook/NAME.md."""
+    """Severity, thresholds and duration of an alert. Its runbook page is docs/runbook/NAME.md."""
 
     severity: str
-    """critical: an operator should look now. warning: in working hours."""
+    """critical: an operator should act now. warning: an operator should act during working hours."""
     for_s: float = 0
-    """Seconds for which its condition has to last."""
+    """Seconds for which its condition must last."""
     above: tuple[float, ...] = ()
-    """The thresholds of its condition. For certificates: the least seconds, and share of the term, left."""
+    """Thresholds of its condition. For certificates: the minimum remaining seconds and share of the validity period."""
     windows_s: tuple[float, ...] = ()
-    """The stretches of time over which requests are counted, or the processor's time."""
+    """Time windows, in seconds, over which requests or processor time are counted."""
 
 
 RULES: Mapping[str, AlertRule] = {
@@ -65,25 +65,25 @@ RULES: Mapping[str, AlertRule] = {
     "BatonRouterBusy": AlertRule(severity="warning", for_s=10 * MINUTE_S, above=(0.95,), windows_s=(LONG_S,)),
     "BatonCertificateExpiresSoon": AlertRule(severity="warning", for_s=60 * MINUTE_S, above=(14 * DAY_S, 0.2)),
 }
-"""Alerts by name, in the order in which an operator looks at them."""
+"""Alerts by name, in the order in which an operator should look at them."""
 
 WINDOWS_S = frozenset(window_s for rule in RULES.values() for window_s in rule.windows_s)
 Outcomes = Mapping[tuple[str, str], float]
 """Finished requests by outcome and SLO class."""
 Condition = tuple[str, str, str]
-"""The name of an alert, what it is about (a pool, a worker, a class; empty: the cluster), and a sentence."""
+"""Name of an alert, its subject (a pool, a worker, a class; empty: the cluster), and a sentence that describes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterView:
-    """What a router sees when it looks for conditions."""
+    """Input of `conditions`: the state of the cluster as one router sees it."""
 
     router_id: str
     now_s: float
     """Unix time."""
     status: ClusterStatus
     load: RouterLoad
-    """The router's own."""
+    """The router's own load."""
     outcomes: Mapping[float, Outcomes]
     """Finished requests of all routers, by window of `RULES` in seconds."""
 
@@ -99,7 +99,7 @@ def _window_s(name: str) -> float:
 
 
 def conditions(seen: RouterView) -> list[Condition]:
-    """Return what is wrong, in the order of `RULES`."""
+    """Return the conditions that hold, in the order of `RULES`."""
     found = [*_of_pools(seen), *_of_workers(seen), *_of_requests(seen), *_of_routers(seen), *_of_the_store(seen)]
     found += _of_certificates(seen)
     order = list(RULES)
@@ -183,10 +183,10 @@ ANSWERED = frozenset({"met", "ttft_missed", "itl_missed", "e2e_missed"})
 
 
 def _shares(counts: Outcomes, outcome: str, among: frozenset[str] | None) -> dict[str, float]:
-    """The share that an outcome has among others, by class.
+    """Return the share of an outcome among others, by class.
 
     Args:
-        among: the outcomes that count; None: all but cancelled.
+        among: the outcomes that form the whole; None: all except cancelled.
     """
     part, whole = defaultdict[str, float](float), defaultdict[str, float](float)
     for (each, of_class), number in counts.items():
@@ -207,7 +207,7 @@ def _of_burnt_goodput(seen: RouterView) -> Iterator[Condition]:
 
 
 def _missed(counts: Outcomes) -> dict[str, tuple[float, float]]:
-    """Requests that did not meet their objectives, and all that clients did not cancel, by class."""
+    """Return by class the number of requests that missed their objectives, and of all that were not cancelled."""
     missed, ended = defaultdict[str, float](float), defaultdict[str, float](float)
     for (outcome, of_class), number in counts.items():
         if outcome != "cancelled":

@@ -1,4 +1,4 @@
-"""What may end a cluster that is well itself: a Redis that is full, and certificates that expire."""
+"""Dependencies that can break a healthy cluster: the memory of Redis, and certificates that expire."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from kvstore.index import RedisConnection
 logger = logging.getLogger(__name__)
 
 LOOK_S = 10.0
-"""Seconds between two questions for Redis' memory."""
+"""Seconds between two requests for the memory of Redis."""
 
 
 class Dependencies:
-    """What a router sees of them.
+    """The state of Redis' memory and of certificates, as one router sees it.
 
     Attributes:
-        store_memory: as Redis reported it last; None: it never did, as where this router's user may not ask.
+        store_memory: latest report of Redis; None: Redis has never reported it, for example because the router's
+            Redis user lacks the permission.
 
     Args:
-        tls: what this router shows, by who else shows it; None stands for plain text.
+        tls: the router's certificates by the group of processes that uses them; None stands for plain text.
     """
 
     def __init__(self, redis: RedisConnection, tls: Mapping[str, Tls | None]) -> None:
@@ -33,7 +34,7 @@ class Dependencies:
         self._next_s = float("-inf")
 
     async def look(self, now_s: float) -> None:
-        """Asks Redis for its memory, unless it was asked within `LOOK_S`."""
+        """Ask Redis for its memory, unless the last request was less than `LOOK_S` ago."""
         if now_s < self._next_s:
             return
         self._next_s = now_s + LOOK_S
@@ -46,5 +47,5 @@ class Dependencies:
             self.store_memory = StoreMemory(used, limit, evicted)
 
     def certificates(self) -> tuple[CertificateTerm, ...]:
-        """The terms of the certificates in use now."""
+        """Return the validity periods of the certificates in use."""
         return tuple(CertificateTerm(name, *tls.now().term_s) for name, tls in self._tls.items() if tls is not None)

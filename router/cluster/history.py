@@ -1,11 +1,11 @@
-"""The last hour of what all routers together have counted, for the page.
+"""Counts of all routers over the last hour, for the web page.
 
-Time is cut into slots of `SLOT_S` seconds of the wall clock. Every two seconds a router puts what it has counted in the
-current slot into the store (`router.cluster.history_store`), beside the other routers' counts, and reads theirs of the
-latest slots. So every router has the history of all, also of those that are gone, and one that has just started has
-what was before it. While the store is away, a router goes on with its own counts, and writes them when it is back.
+Time is divided into slots of `SLOT_S` seconds of the wall clock. Every two seconds a router writes its counts of the
+current slot to the store (`router.cluster.history_store`) and reads the other routers' counts of the latest slots. So
+every router has the history of all routers, including stopped ones, and a new router has the history before its start.
+While the store is away, a router keeps its own counts, and writes them when the store is back.
 
-An hour is `NUM_SLOTS` slots; older ones are forgotten here and in the store. Nothing names a request or a tenant.
+An hour is `NUM_SLOTS` slots; older slots are dropped here and in the store. No count names a request or a tenant.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from router.cluster.history_store import Counts, HistoryStore
 SLOT_S = 10
 NUM_SLOTS = 360
 LATE_SLOTS = 6
-"""The latest slots, which are read again and again: other routers still write to them, some by a clock that is late."""
+"""Number of latest slots that are read repeatedly: other routers still write to them, some with a slow clock."""
 PERIOD_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class HistorySlot:
-    """What routers counted in one slot."""
+    """Sums of the routers' counts in one slot."""
 
     num_routers: int = 0
-    """Routers that lived in it."""
+    """Number of routers that ran in it."""
     counts: Mapping[str, float] = field(default_factory=dict)
-    """Sums by the names that `counted` gives."""
+    """Sums by name, see `counted`."""
 
 
 def counted(metrics: RequestMetrics) -> dict[str, float]:
-    """What a router has counted since its start, by names such as `requests/met/CLASS`, `misses/STAGE` and
-    `ttft/BOUND`: values up to that bound and above the one before. `ttft_of/PROMPTS/BOUND` counts those of a class of
-    prompts, see `PROMPT_CLASSES`. What is zero is left out.
+    """Return a router's counts since its start, by name, without zeros.
+
+    Names are, for example, `requests/met/CLASS`, `misses/STAGE` and `ttft/BOUND`, which counts values up to that bound
+    and above the previous one. `ttft_of/PROMPTS/BOUND` does so for a class of prompts, see `PROMPT_CLASSES`.
     """
     counts = {
         **{f"requests/{outcome}/{name}": n for (outcome, name), n in _by(metrics, "outcome", "slo_class").items()},
@@ -68,7 +69,7 @@ def counted(metrics: RequestMetrics) -> dict[str, float]:
 
 
 def _histograms(metrics: RequestMetrics) -> dict[str, Histogram]:
-    """The histograms whose buckets are counted, by the prefix of their counts."""
+    """Return the histograms whose buckets are counted, by the prefix of their counts."""
     return {
         "ttft": metrics.time_to_first_token,
         "itl": metrics.inter_token_latency,
@@ -84,8 +85,8 @@ class ClusterHistory:
     """Keeps the history current while `run` runs. Owns `store`: `close` closes it.
 
     Args:
-        writer: names this process among all that have written in the last hour.
-        metrics: what this router counts.
+        writer: name of this process, unique among all that have written in the last hour.
+        metrics: the metrics of this router.
         clock: wall time in seconds.
     """
 
@@ -99,37 +100,37 @@ class ClusterHistory:
         self._own: dict[int, Counts] = {}
         """This router's counts, by slot."""
         self._others: dict[int, HistorySlot] = {}
-        """The other routers' counts, as of the latest look, by slot."""
+        """The other routers' counts by slot, as last read."""
         self._unwritten: set[int] = set()
         self._read_to = 0
-        """The slot in which the store was read last; 0: not yet."""
+        """The slot in which the store was last read; 0: not yet."""
         self._seen: Counts = {}
-        """What had been counted when it was looked at last."""
+        """The metrics' values at the last look."""
 
     @property
     def bounds(self) -> dict[str, list[float]]:
-        """The upper bounds of the histograms and of the classes of prompts, without the infinite ones, by prefix."""
+        """Upper bounds of the histograms and of the classes of prompts by prefix, without the infinite ones."""
         bounds = {prefix: list(histogram.bounds) for prefix, histogram in _histograms(self._metrics).items()}
         return {**bounds, "ttft_of": list(map(float, PROMPT_CLASSES))}
 
     async def run(self) -> None:
-        """Looks every `PERIOD_S` until cancelled. While the store is away, own counts are kept."""
+        """Exchange counts every `PERIOD_S` until cancelled. While the store is away, keep the router's own counts."""
         while True:
             with contextlib.suppress(StoreUnavailable):  # the registry reports it
                 await self.look()
             await asyncio.sleep(PERIOD_S)
 
     async def close(self) -> None:
-        """Writes what has been counted since the last look, if the store can be reached, and closes it."""
+        """Write new counts if the store can be reached, and close it."""
         with contextlib.suppress(StoreUnavailable):
             await self.look()
         await self._store.close()
 
     async def look(self) -> None:
-        """Notes what has been counted since the last look, and reads what others have written.
+        """Write the counts since the last look, and read those of other routers.
 
         Raises:
-            StoreUnavailable: own counts are noted, and are written with the next look.
+            StoreUnavailable: the new counts are kept, and are written at the next look.
         """
         slot = self._note()
         for each in sorted(self._unwritten):
@@ -143,10 +144,10 @@ class ClusterHistory:
         self._forget(slot)
 
     def slots(self, since: int = 0) -> dict[int, HistorySlot]:
-        """What all routers counted, by slot, the oldest first.
+        """Return the counts of all routers by slot, oldest first.
 
         Args:
-            since: the first slot that is wanted.
+            since: the first slot to return.
         """
         self._forget(self._note())
         numbers = sorted(number for number in self._own.keys() | self._others.keys() if number >= since)
@@ -159,7 +160,7 @@ class ClusterHistory:
         return HistorySlot(others.num_routers + 1, sums({"": others.counts, self._writer: own}))
 
     def _note(self) -> int:
-        """Adds what has been counted since the last time to the current slot, and returns the slot."""
+        """Add the counts since the last call to the current slot, and return the slot."""
         slot = int(self._clock() // SLOT_S)
         now = counted(self._metrics)
         new = {name: number - self._seen.get(name, 0.0) for name, number in now.items()}
@@ -177,7 +178,7 @@ class ClusterHistory:
 
 
 def sums(parts: Mapping[str, Counts]) -> dict[str, float]:
-    """The sums of the counts of several routers."""
+    """Return the sums of the counts of several routers."""
     added: Counter[str] = Counter()
     for counts in parts.values():
         added.update(counts)

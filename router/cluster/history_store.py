@@ -1,4 +1,4 @@
-"""Where routers put what they count, for one another's history: in Redis, or in memory for one router."""
+"""Stores for the counts that routers share for their history: in Redis, or in memory for one router."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from kvstore.index.values import MAX_NAME_BYTES
 Counts = Mapping[str, float]
 """Numbers by name."""
 TTL_MS = 3_900_000
-"""Life of a slot in Redis: an hour, and a while for clocks that differ."""
+"""Lifetime of a slot in Redis: an hour, plus a margin for clocks that differ."""
 MAX_COUNTS, MAX_COUNT_NAME, MAX_COUNT = 2048, 128, 1e18
-"""Most counts of a slot, characters of a count's name, and the largest count that are read."""
+"""Limits when reading: counts of a slot, characters of a count's name, value of a count."""
 SLOT_BOUNDS = HashBounds(num_fields=2048, name_bytes=MAX_NAME_BYTES, value_bytes=2**16, num_bytes=2**22)
-"""What a slot may have: a field for each router's process."""
+"""Limits of a slot, which has one field per router process."""
 
 
 class HistoryStore(Protocol):
-    """The store of what routers counted. Every method raises `StoreUnavailable` when it cannot be reached."""
+    """Interface to a store of the routers' counts. All methods raise `StoreUnavailable` if it cannot be reached."""
 
     async def write(self, slot: int, writer: str, counts: Counts) -> None:
-        """Puts a router's counts of a slot in the place of those that it has written before."""
+        """Replace a router's counts of a slot."""
 
     async def read(self, slots: Iterable[int]) -> dict[int, dict[str, Counts]]:
-        """Returns the counts of slots, by writer; nothing for slots in which nobody has written."""
+        """Return the counts of slots by writer, without empty slots."""
 
     async def close(self) -> None:
-        """Closes the store."""
+        """Close the store."""
 
 
 class MemoryHistory:
@@ -56,7 +56,7 @@ class RedisHistory:
     """A `HistoryStore` in Redis. Owns `connection`: `close` closes it.
 
     Args:
-        seal: seals what is written; None: it lies open, and everything that can be read is believed.
+        seal: encrypts and authenticates the counts; None: they are stored in plain text and not verified.
     """
 
     def __init__(self, connection: RedisConnection, namespace: str, *, seal: Seal | None = None) -> None:
@@ -82,7 +82,7 @@ class RedisHistory:
         await self._connection.close()
 
     async def _of(self, key: str) -> dict[str, Counts]:
-        """The counts under a key, by writer, without those that cannot be read."""
+        """Return the counts under a key by writer, without unreadable ones."""
         writers: dict[str, Counts] = {}
         names: set[str] = set()
         async for found in pairs(self._connection, key, SLOT_BOUNDS):
@@ -92,7 +92,7 @@ class RedisHistory:
                 writer, stored = found
                 counts = _decoded(stored if self._seal is None else self._seal.open(key, writer, stored))
                 if len(names.union(counts)) > MAX_COUNTS:
-                    raise ValueError(f"it has more than {MAX_COUNTS} counts")
+                    raise ValueError(f"the slot has more than {MAX_COUNTS} counts")
                 writers[writer.decode()] = counts
                 names.update(counts)
             except ValueError as error:
@@ -101,13 +101,17 @@ class RedisHistory:
 
 
 def _decoded(value: bytes) -> Counts:
-    """Raises ValueError: it is no counts of a router."""
+    """Decode the counts of a router.
+
+    Raises:
+        ValueError: the value is malformed.
+    """
     try:
         counts = json.loads(value)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("the value is nested too deeply") from None
     if not isinstance(counts, dict) or not all(starmap(_is_count, counts.items())):
-        raise ValueError("it is no counts of a router")
+        raise ValueError("malformed counts of a router")
     return counts
 
 

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import psutil
 
 TICK_S = 0.25
-"""Seconds between two looks at the event loop: something that blocks it for longer is seen in any case."""
+"""Seconds between two measurements of the event loop. A block for longer is always detected."""
 SHOWN_S = 10.0
 """Window of `cpu_share` and `loop_lag_s`, in seconds."""
 LONG_S = 300.0
 """Window of `long_cpu_share`, which BatonRouterBusy uses, in seconds."""
 NOTE_EVERY = 8
-"""Ticks between two notes of the processor's time."""
+"""Number of ticks between two measurements of the processor time."""
 
 Bounded = Callable[[], tuple[int, int]]
 """Returns a current number and its limit."""
@@ -56,10 +56,10 @@ class LoadMeter:
     """Measures the load while `run` runs.
 
     Args:
-        connections: of the HTTP port.
-        in_flight: answers that are being generated.
+        connections: returns the open connections to the HTTP port.
+        in_flight: returns the number of answers that are being generated.
         clock: monotonic time in seconds.
-        cpu: seconds of the processor that the process has used, all threads together.
+        cpu: processor time in seconds that all threads of the process have used.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class LoadMeter:
         self._clock, self._cpu = clock, cpu
         self._lags: deque[float] = deque(maxlen=round(SHOWN_S / TICK_S))
         self._noted: deque[tuple[float, float]] = deque(maxlen=round(LONG_S / (TICK_S * NOTE_EVERY)) + 1)
-        """Times, and the processor's time until then."""
+        """Pairs of a time and the processor time until then."""
         self._process = psutil.Process()
         self.note()
 
     async def run(self) -> None:
-        """Measures until cancelled."""
+        """Measure until cancelled."""
         while True:
             for _ in range(NOTE_EVERY):
                 before_s = self._clock()
@@ -87,7 +87,7 @@ class LoadMeter:
             self.note()
 
     def note(self) -> None:
-        """Notes the processor's time; `run` does so every `NOTE_EVERY` ticks."""
+        """Record the processor time; `run` does so every `NOTE_EVERY` ticks."""
         self._noted.append((self._clock(), self._cpu()))
 
     def now(self) -> RouterLoad:
@@ -109,8 +109,10 @@ class LoadMeter:
         )
 
     def _share(self, for_s: float) -> float:
-        """Return the mean number of processors in use over the last `for_s`. Time before the first note counts as idle,
-        so that the work of starting (loading the tokenizer) does not make a router look busy.
+        """Return the mean number of processors in use over the last `for_s`.
+
+        Time before the first measurement counts as idle, so that loading the tokenizer at the start does not make a
+        router look busy.
         """
         now_s, cpu_s = self._clock(), self._cpu()
         old = [each for each in self._noted if now_s - each[0] >= for_s]

@@ -1,4 +1,4 @@
-"""Whether this router should be sent requests: what /readyz and gRPC's health service say."""
+"""Readiness of this router, as /readyz and gRPC's health service report it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from router.placement.pool_view import PoolView
 
 
 class Readiness:
-    """Decides whether a router reports ready: from its first workers on, and for `timeout_s` after the last is gone.
+    """Decides whether a router is ready: as soon as it has workers, and for `timeout_s` after it has lost them.
 
-    What takes all workers away takes them from every router at the same time. Were no router ready from then on, a load
-    balancer would turn clients away where a short wait would have done. A router that is cut off by itself is left by
-    its clients so much later.
+    All routers usually lose their workers at the same time. If none of them was ready then, a load balancer would
+    refuse clients although a short wait is enough. The cost is that clients leave a router that alone has lost its
+    workers later by `timeout_s`.
 
     Args:
-        needs_prefill: nothing is served without a prefill worker.
-        timeout_s: how long a request waits for a worker (`router.worker_wait_s`).
+        needs_prefill: requests also need a prefill worker.
+        timeout_s: time for which a request waits for a worker (`router.worker_wait_s`).
         clock: monotonic seconds.
     """
 
@@ -27,11 +27,11 @@ class Readiness:
         self._timeout_s = timeout_s
         self._clock = clock
         self._served_at_s: float | None = None
-        """When workers were there last."""
+        """Time at which the needed workers were last ready."""
         self._is_stopping = False
 
     def why_not(self) -> str:
-        """The reason why requests should go elsewhere; empty when they can come. To be asked at short intervals."""
+        """Return the reason why the router is not ready; empty: it is ready. Call this at short intervals."""
         if self._is_stopping:
             return "the router is stopping"
         now, lacking = self._clock(), self._lacking()
@@ -41,7 +41,7 @@ class Readiness:
         return "" if is_waited_for else lacking
 
     def stop(self) -> None:
-        """Makes the router not ready, from now on."""
+        """Make the router not ready from now on."""
         self._is_stopping = True
 
     def _lacking(self) -> str:

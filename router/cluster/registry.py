@@ -1,4 +1,4 @@
-"""Keeps the router's picture of the cluster current, and the router in the cluster's."""
+"""Keeps the router's view of the cluster current, and announces the router to the cluster."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from router.placement.pool_view import PoolView
 
 logger = logging.getLogger(__name__)
 START_POLL_S = 0.2
-"""Longest pause between two polls of a router that has not seen all workers ready yet: its readiness, and the end of
-`baton up`'s start, wait for them."""
+"""Longest pause between two polls until the router has seen all workers ready: its readiness and the start of
+`baton up` wait for them."""
 
 
 class Registry:
     """Reads leases into `pools` while `run` runs, and announces this router.
 
     Args:
-        me: this router, with addresses; its mirror lag and `slo_counts` are filled in.
-        redis: where `leases` are, for people to read.
-        malformed: counts what this router's server was sent and could not read.
-        surroundings: what `status` shows of Redis' memory and of certificates.
+        me: this router with its addresses; the registry adds the mirror lag and `slo_counts`.
+        redis: the connection of `leases`; `status` shows its address and malformed values.
+        malformed: counts the malformed messages that this router's server has received.
+        surroundings: source of the memory of Redis and the certificates in `status`.
     """
 
     def __init__(
@@ -71,12 +71,13 @@ class Registry:
         self._redis_ok = False
         self._boot = ""
         self._keep_until_s: dict[str, float] = {}
-        """Workers that were known when Redis lost its state and have not been listed since -> how long they are kept. A
-        further loss does not prolong it: somebody may write boot tokens.
+        """Worker that was known when Redis lost its state and is not listed again yet -> time until which it is kept.
+
+        A further loss does not prolong the time, because a client of Redis may write boot tokens.
         """
 
     async def run(self) -> None:
-        """Polls until cancelled. While Redis is away, the last picture stays."""
+        """Poll until cancelled. While Redis is away, keep the last state."""
         was_whole = False
         while True:
             try:
@@ -88,7 +89,7 @@ class Registry:
                 self._routers = tuple(await self._leases.list_routers())
             except StoreUnavailable as error:
                 if self._redis_ok:
-                    logger.warning("Redis is away; serving from what is known: %s", error)
+                    logger.warning("Redis is away; serving from the last known state: %s", error)
                 self._redis_ok = False
             else:
                 self._redis_ok = True
@@ -99,9 +100,9 @@ class Registry:
             await asyncio.sleep(self._poll_s if was_whole else min(self._poll_s, START_POLL_S))
 
     async def _listed_workers(self) -> list[Worker]:
-        """The leases; for a while after Redis lost its state, also those it has not heard of again."""
+        """Return the workers with leases and, for a while after Redis lost its state, those not listed again yet."""
         workers = await self._leases.list_workers()
-        boot = await self._leases.boot()  # after it: a list that lacks what was lost is known for one
+        boot = await self._leases.boot()  # read last: a list that lacks lost leases then always shows a new boot token
         listed = {worker.info.id for worker in workers}
         now, unheard = time.monotonic(), self._keep_until_s
         if boot != self._boot:
@@ -133,11 +134,11 @@ class Registry:
         )
 
     def num_routers(self) -> int:
-        """Returns how many routers were alive when Redis was last read; this one at least."""
+        """Return the number of routers that were alive when Redis was last read, at least 1."""
         return max(1, len(self._routers))
 
     def controller(self) -> ControllerInfo | None:
-        """The one that Redis named last; None: it names none."""
+        """Return the controller that Redis last named; None: it names none."""
         return self._controller
 
     def _myself(self, workers: Collection[Worker]) -> RouterInfo:

@@ -18,25 +18,25 @@ PERIOD_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """A condition that lasts."""
+    """A condition that holds, and its duration."""
 
     name: str
     severity: str
     about: str
     summary: str
     since_s: float
-    """When this router saw it first, as Unix time."""
+    """Unix time at which this router first saw it."""
     for_s: float
-    """Seconds for which it has to last before it counts."""
+    """Seconds for which it must last before the alert fires."""
     is_firing: bool
-    """Whether it has lasted that long."""
+    """True if it has lasted that long."""
 
 
 class AlertBook:
-    """Remembers since when conditions last, while `run` runs.
+    """Record of when conditions started. `run` must run to keep it current.
 
     Args:
-        look: returns what is wrong now, as `conditions` does.
+        look: returns the current conditions, as `conditions` does.
         clock: wall time in seconds.
     """
 
@@ -46,13 +46,13 @@ class AlertBook:
         self._since_s: dict[tuple[str, str], float] = {}
 
     async def run(self) -> None:
-        """Looks every `PERIOD_S` until cancelled."""
+        """Evaluate the conditions every `PERIOD_S` until cancelled."""
         while True:
             self.alerts()
             await asyncio.sleep(PERIOD_S)
 
     def alerts(self) -> list[Alert]:
-        """Look, and return the conditions that last: critical ones first, and those that are firing before others."""
+        """Evaluate the conditions and return the alerts: firing ones first, and critical ones first among equals."""
         found, now_s = list(self._look()), self._clock()
         self._since_s = {(name, about): self._since_s.get((name, about), now_s) for name, about, _ in found}
         raised = [self._alert(condition, now_s) for condition in found]
@@ -73,11 +73,11 @@ class AlertBook:
 
 
 class AlertWatch:
-    """Looks for conditions. Called, it returns what is wrong now.
+    """Evaluator of a router's alert conditions. A call returns the current conditions.
 
     Args:
-        status: returns the cluster as the router sees it.
-        load: the router's own.
+        status: returns the cluster's status as the router sees it.
+        load: the router's own load.
         clock: wall time in seconds.
     """
 
@@ -106,9 +106,9 @@ class AlertWatch:
 
 
 class RecentOutcomes:
-    """The requests of the last hour by outcome and class, read from the history.
+    """Requests of the last hour by outcome and class, read from the history.
 
-    Only the latest slots are read again: to add up all of them at every look would cost the router milliseconds.
+    Only the latest slots are read again, because adding up all of them each time would cost the router milliseconds.
     """
 
     def __init__(self, history: ClusterHistory, clock: Callable[[], float] = time.time) -> None:

@@ -1,6 +1,6 @@
-"""Turns choices into tokens: the workers of each attempt, calls to them, and what is learned when an attempt fails.
+"""Serves choices on the workers: places each attempt, makes its calls, and learns from its failure.
 
-`Dispatcher` is the way in: service -> dispatcher (place, attempt, learn) -> exchange (the calls of one attempt).
+`Dispatcher` is the entry point: service -> dispatcher (place, attempt, learn) -> exchange (the calls of one attempt).
 """
 
 from router.dispatch.choice import Choice, ChoiceGroup

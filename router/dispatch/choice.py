@@ -1,8 +1,8 @@
-"""One choice of a request on its way through the router, and the values of an attempt to serve it.
+"""State of one choice of a request, and the values that describe one attempt to serve it.
 
-Choice     from the request to its end, changed as things happen: the prompt asked for, the answer so far, the record
-Attempt    one placement of a choice: the sequence as it is now, and the workers that serve it
-Outcome    how an attempt ended, the last thing that an exchange yields
+Choice     lives as long as the request and is mutable: the prompt, the tokens so far, the measurements
+Attempt    one placement of a choice: the current sequence and the workers that serve it
+Outcome    how an attempt ended: the last value that an exchange yields
 """
 
 from __future__ import annotations
@@ -31,70 +31,72 @@ from router.slo import StageLog
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Choice:
-    """One choice, filled in as things happen to it."""
+    """One choice of a request. The dispatcher and the service update it while it runs."""
 
     spec: SequenceSpec
-    """The prompt and what is asked for, as of the request; attempts add the tokens emitted so far."""
+    """The prompt and the parameters of the request; attempts add the tokens emitted so far."""
     claim: Claim
     trace: Context
 
     emitted: list[int] = field(default_factory=list)
-    """Tokens of the answer so far, from whatever worker or router."""
+    """Tokens of the answer so far, from all workers and routers that served it."""
     finish_reason: FinishReason | None = None
-    """Why the engine ended the answer; None: it has not."""
+    """Why the engine ended the answer; None: it is still generating."""
     num_computed: int = 0
-    """Tokens that workers have computed for it in this call, also of what no client gets; those computed again because
-    a worker failed count once."""
+    """Tokens that workers have computed for it in this call, including tokens that no client gets. Tokens that are
+    computed again after a failure count once."""
     hypotheses: Hypotheses = NO_HYPOTHESES
-    """Where its beam search was when its worker asked for a move: the next worker goes on there."""
+    """State of its beam search when its worker asked for a migration; the next worker continues from it."""
     sampler: str = ""
-    """Name of the sampler of the latest attempt, on this router or another: what is emitted is drawn by it."""
+    """Name of the sampler of the latest attempt, on this router or another; it has drawn the emitted tokens."""
     is_continued: bool = False
-    """Whether the client has tokens of it from an earlier call."""
+    """True if the client has tokens of it from an earlier call."""
     is_answered: bool = False
-    """Whether the client needs no more of it, because of the engine or a stop string. Set by the service: the attempt
-    that runs is then left."""
+    """True if the client needs no more tokens, because the engine or a stop string ended the answer. The service sets
+    it; the dispatcher then cancels the running attempt."""
 
     num_attempts: int = 0
     failures: tuple[Failure, ...] = ()
-    """Consecutive ones, see `router.dispatch.retry`."""
+    """Consecutive failures, see `router.dispatch.retry`."""
     avoid: Avoidance = NOTHING
-    """What the next placement avoids because of them."""
+    """Workers and modes that the next placement avoids because of the failures."""
     retries: int = 0
-    """All failed attempts that were followed by another one."""
+    """Number of failed attempts that were followed by another one."""
     leader: Choice | None = None
-    """The choice of the request that computes the prompt for this one, too: it goes to its decode worker. None: it goes
-    its own way."""
+    """The choice whose attempt computes the prompt for this one as well. This choice is placed on the leader's decode
+    worker. None: it is placed independently."""
     num_followers: int = 0
-    """Sequences that decode beside this one where it does: choices of which it is the leader, or other beams."""
+    """Number of sequences that decode on the same worker with this one: choices that it leads, or other beams."""
     has_begun: Flag = field(default_factory=Flag)
-    """Set once a worker decodes it, or it has come to its end without."""
+    """Set when a worker decodes it, or when it has ended without that."""
     kv_is_on: str = ""
     """The decode worker that has the prompt's KV; empty: none yet."""
     superseded: list[WorkerStream[Decoding]] = field(default_factory=list)
-    """Calls that the choice has moved from. They outlive their attempt and are left when the choice ends."""
+    """Calls on workers that the choice has migrated from. They outlive their attempt and are cancelled when the choice
+    ends."""
 
     began_s: float = 0.0
-    """When the latest attempt began, on the monotonic clock."""
+    """Start of the latest attempt, on the monotonic clock."""
     stages: StageLog = field(default_factory=StageLog)
-    """Stages of its life; a move to another decode worker is a part of decoding."""
+    """Time stamps of its stages; a migration to another decode worker counts as decoding."""
     events: EventLog = field(default_factory=EventLog)
-    """What happened to it, for people."""
+    """Time line of the choice, as text for operators."""
     mode: str = ""
     prefill_worker: str = ""
     decode_worker: str = ""
     source: str = ""
-    """Worker from which a prefix was to be pulled; empty: none."""
+    """Worker from which the placement pulls a prefix; empty: none."""
     decision: PlacementDecision | None = None
-    """The first placement, explained."""
+    """The first placement with its candidates."""
     num_cached_tokens: int | None = None
-    """Prompt tokens found in caches by the first attempt; later attempts find what it left behind."""
+    """Prompt tokens that the first attempt found in caches. Later attempts do not count: they find what the first one
+    left behind."""
     prompt_scores: TokenScores | None = None
-    """Scores of the prompt that have come and have not been passed on; None: there are none."""
+    """Scores of the prompt that have arrived and are not yet sent to the client; None: there are none."""
     num_seen_tokens: int = 0
-    """Leading prompt tokens that came before: what a cache that forgets nothing would have had."""
+    """Leading prompt tokens seen in earlier requests: the prefix hit of an unlimited cache."""
     block_keys: tuple[bytes, ...] = ()
-    """Keys of the prompt's blocks, as it was first placed."""
+    """Keys of the prompt's blocks at its first placement."""
 
     @property
     def index(self) -> int:
@@ -103,25 +105,25 @@ class Choice:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether its tokens depend on random numbers, and so on the sampler."""
+        """True if its tokens depend on random numbers, and so on the sampler."""
         return self.spec.sampling.temperature > 0
 
     @property
     def only_sampler(self) -> str | None:
-        """Name of the only sampler that can go on with it; None: any can, as nothing is drawn, or nothing yet.
+        """Name of the only sampler that can continue it; None: any sampler can, because no token is drawn yet, or ever.
 
-        The engine does not matter: greedy answers go on across engines too, whose logits are equal but for near ties,
-        and the same sampler makes the same of equal logits.
+        The engine does not matter. Logits of different engines are equal except for near ties, so greedy answers can
+        continue on another engine, and a sampler draws the same tokens from equal logits.
         """
         return self.sampler if self.emitted and self.is_drawn else None
 
     @property
     def is_of_unknown_sampler(self) -> bool:
-        """Whether the client has drawn tokens of which no router has noted what drew them."""
+        """True if the client has drawn tokens and no router has recorded which sampler drew them."""
         return self.is_continued and self.is_drawn and not self.emitted
 
     def next_spec(self, now_s: float, num_expected_tokens: int) -> SequenceSpec:
-        """The sequence as the next attempt sends it: with the tokens emitted so far, and what is left of its time."""
+        """Return the sequence for the next attempt: with the tokens emitted so far and the remaining TTFT budget."""
         claim, sampling = self.claim, self.spec.sampling
         is_begun = self.emitted or self.hypotheses.running
         if is_begun and sampling.prompt_logprobs is not None:  # the scores came with the first token
@@ -140,23 +142,23 @@ class Choice:
 
     @property
     def known_ids(self) -> tuple[int, ...]:
-        """Tokens with which the answer is known to begin: of a search those of all its beams."""
+        """Known leading tokens of the answer; for a beam search the tokens that all beams share."""
         return self.hypotheses.shared_token_ids() if self.hypotheses.running else tuple(self.emitted)
 
     def has_kv(self) -> None:
-        """Notes that its decode worker has the prompt's KV now: its followers may go there."""
+        """Record that its decode worker has the prompt's KV now, so its followers may be placed there."""
         self.kv_is_on = self.decode_worker
         self.has_begun.set()
 
     def leave_superseded(self) -> None:
-        """Leaves the calls that the choice has moved from; idempotent."""
+        """Cancel the calls on workers that the choice has migrated from; idempotent."""
         for stream in self.superseded:
             stream.leave()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceGroup:
-    """The choices of one request, served together: they share the prompt, the claim and the trace."""
+    """The choices of one request. They share the prompt, the claim and the trace."""
 
     choices: tuple[Choice, ...]
 
@@ -164,11 +166,11 @@ class ChoiceGroup:
     def begin(
         spec: SequenceSpec, claim: Claim, trace: Context, num_choices: int, noted: Mapping[int, Noted]
     ) -> ChoiceGroup:
-        """Makes the choices of a request.
+        """Create the choices of a request.
 
         Args:
-            spec: the first choice's.
-            noted: what has been generated of the choices that the client continues.
+            spec: the sequence of the first choice.
+            noted: recorded tokens, by index, of the choices that the client continues.
         """
         others = spec
         if spec.sampling.prompt_logprobs is not None:
@@ -197,16 +199,16 @@ class ChoiceGroup:
 
     @property
     def is_search(self) -> bool:
-        """Whether one beam search finds all of the answers."""
+        """True if one beam search produces all choices."""
         return bool(self.choices) and self.choices[0].spec.sampling.use_beam_search
 
     @property
     def num_computed(self) -> int:
-        """Tokens that workers have computed for all of them in this call."""
+        """Tokens that workers have computed for all choices in this call."""
         return sum(choice.num_computed for choice in self.choices)
 
     def unanswered(self) -> ChoiceGroup:
-        """The choices of which the client still needs something."""
+        """Return the group without the choices that are already answered."""
         if not any(choice.is_answered for choice in self.choices):
             return self
         return ChoiceGroup(choices=tuple(choice for choice in self.choices if not choice.is_answered))
@@ -214,19 +216,20 @@ class ChoiceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """The workers that serve an attempt, as they were when that was decided, whatever becomes of their leases."""
+    """The workers that serve an attempt: a snapshot from the placement, even if their leases change later."""
 
     placement: Placement
     decode: Worker
     prefill: Worker | None
     source: PrefixSource | None
     hint: Hint | None
-    """What was believed of the cache of the worker that computes the prompt; None: the attempt is a move."""
+    """The expected prefix hit on the worker that computes the prompt; None: the attempt is a migration."""
     moves_from: WorkerStream[Decoding] | None = None
-    """The call that decodes until now. It is left once the next calls have begun, so that its worker waits for them."""
+    """The call that has decoded until now. It is cancelled after the next calls have started, so that its worker does
+    not exit in between."""
 
     def leave_old_call(self) -> None:
-        """Leaves the call that the choice moves from, if it moves; idempotent."""
+        """Cancel the call that the choice migrates from, if it migrates; idempotent."""
         if self.moves_from is not None:
             self.moves_from.leave()
 
@@ -237,7 +240,7 @@ class Attempt:
 
     choice: Choice
     spec: SequenceSpec
-    """The choice's, as of this attempt."""
+    """The sequence of the choice, as sent in this attempt."""
     assignment: Assignment
     job: Job
     entry: QueueEntry
@@ -245,26 +248,26 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The answer has come to its end."""
+    """The answer is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The choice goes on elsewhere; everything is prepared."""
+    """The choice continues on another worker, which is prepared."""
 
     assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeaving:
-    """A worker asks for the choice to be moved before it has decoded any of it: there is nothing to move."""
+    """A worker asks to migrate the choice before it has decoded any token: there is no KV to migrate."""
 
     worker: Worker
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """A worker refused, failed or broke off."""
+    """A worker refused the call or failed."""
 
     failure: WorkerCallError
 

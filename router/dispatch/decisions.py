@@ -1,4 +1,4 @@
-"""Why requests went where they went: placements, and what came of them."""
+"""Records of placements: candidates, predictions and measured times, for `baton status --explain`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from router.admission import Claim
 from router.placement import Placement, Prediction
 
 KEPT = 256
-"""Placements whose candidates are kept; those of one on a large pool take some tens of KiB."""
+"""Number of latest placements that keep their candidates. On a large pool those take some tens of KiB each."""
 
 
 @dataclass(slots=True, kw_only=True)
 class MeasuredSeconds:
-    """What came of a placement, where the prediction has the same names; None: not known yet."""
+    """Measured times of a placement, named as in the prediction; None: not known yet."""
 
     wait_s: float | None = None
     room_s: float | None = None
@@ -28,7 +28,7 @@ class MeasuredSeconds:
 
 @dataclass(slots=True, kw_only=True)
 class PlacementDecision:
-    """How one choice was first placed."""
+    """The first placement of one choice."""
 
     request_id: str
     choice_index: int
@@ -38,20 +38,20 @@ class PlacementDecision:
     prediction: Prediction
     num_expected_tokens: int
     outcome: str = "admitted"
-    """What became of it: admitted, or why it was not, or not for long."""
+    """Either `admitted`, or why the choice was refused or preempted."""
     ttft_s: float = 0.0
-    """Measured time to the first token, from the placement on; 0: not known yet."""
+    """Measured time from the placement to the first token; 0: not known yet."""
     measured: MeasuredSeconds = field(default_factory=MeasuredSeconds)
 
 
 class DecisionLog:
-    """Sees to it that only the last KEPT decisions keep their candidates."""
+    """Log of placements, of which only the last KEPT keep their candidates."""
 
     def __init__(self) -> None:
         self._latest: deque[PlacementDecision] = deque()
 
     def note(self, spec: SequenceSpec, claim: Claim, placement: Placement, prediction: Prediction) -> PlacementDecision:
-        """Returns a new placement, to be filled in; the oldest one loses its candidates."""
+        """Return the record of a new placement; the oldest record drops its candidates."""
         decision = PlacementDecision(
             request_id=spec.request_id,
             choice_index=spec.choice_index,
@@ -69,7 +69,7 @@ class DecisionLog:
 
 
 def explained(decision: PlacementDecision) -> Explanation:
-    """A placement in plain values, the quickest worker first."""
+    """Return a placement as plain values; its candidates are ordered by predicted time, fastest first."""
     claim, placement, prediction, measured = decision.claim, decision.placement, decision.prediction, decision.measured
     options = [
         Option(
@@ -111,7 +111,7 @@ def explained(decision: PlacementDecision) -> Explanation:
 
 
 def prediction_attributes(prediction: Prediction) -> dict[str, float]:
-    """A prediction as attributes of a span."""
+    """Return a prediction as span attributes."""
     seconds = {**asdict(_seconds(prediction)), "ttft_s": prediction.ttft_s}
     return {f"baton.predicted.{name}": value for name, value in seconds.items()}
 

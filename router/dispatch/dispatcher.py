@@ -1,14 +1,13 @@
-"""Serves the choices of a request on the workers: place, attempt, learn; and again when a worker fails.
+"""Serves the choices of a request on the workers: place, attempt, learn, and retry when a worker fails.
 
-A choice is placed before it is admitted: admission needs to know when its first token would come. It is admitted with
-a deadline for that token; when the deadline has passed, or when the choice has to make way, the client gets the error
-at once.
+A choice is placed before it is admitted, because admission needs the predicted time of its first token. It is admitted
+with a deadline for that token. If the deadline passes, or the choice is preempted, the client gets the error at once.
 
-A failure before the last token places the choice again, with the tokens emitted so far as part of its prompt. Tokens
-are drawn by position, so the stream goes on as if nothing had happened, on workers whose sampler is the one that has
-drawn it. What survived of its KV is found by placement as any prefix is.
+If a worker fails before the last token, the choice is placed again with the tokens emitted so far as part of its
+prompt. Tokens are drawn by position, so the stream continues unchanged on any worker with the same sampler. Placement
+finds the KV that survived as it finds any cached prefix.
 
-A worker that leaves its role asks for its choices to be moved (`router.dispatch.migration`).
+A worker that leaves its role asks the router to migrate its choices (`router.dispatch.migration`).
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """One router's way to the workers."""
+    """Serves choices on the workers for one router."""
 
     def __init__(
         self,
@@ -85,15 +84,15 @@ class Dispatcher:
         )
 
     def run(self, group: ChoiceGroup) -> AsyncGenerator[tuple[Choice, NewTokens]]:
-        """The tokens of a request's choices, as they come; each choice's last message has the finish reason.
+        """Yield the tokens of a request's choices as they arrive; the last message of a choice has the finish reason.
 
-        Closing the generator early cancels all choices on every worker. A choice whose `is_answered` is set when the
-        next message is asked for is cancelled by itself. The first refusal or failure ends all of them.
+        Closing the generator early cancels all choices on every worker. To cancel a single choice, set its
+        `is_answered` before asking for the next message. The first refusal or failure ends all choices.
 
         Raises:
             Overloaded: a first token would come too late, or did not come in time.
-            Unsupported: no worker knows all that is asked for.
-            NoWorker, WorkerFailed, TransferError: `max_attempts` placements failed one after the other, and how.
+            Unsupported: no worker supports all requested fields.
+            NoWorker, WorkerFailed, TransferError: `max_attempts` consecutive placements failed; the message lists them.
         """
         if group.is_search:
             return self._serve_search(group.choices)
@@ -101,14 +100,14 @@ class Dispatcher:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether a choice has waited long for room on the worker that decodes it."""
+        """True if a choice has waited long for room on the worker that decodes it."""
         return self._waits.is_tried
 
     def answered(self, choice: Choice, num_tokens: int) -> None:
-        """Learns from a choice that has come to its end, by itself, its limit or a stop string: other answers will be
-        as long, and the next prompt may begin with it.
+        """Learn from a completed choice: its length predicts that of others, and the next prompt may start with it.
 
         Args:
+            choice: ended by its end of sequence, its token limit or a stop string.
             num_tokens: length of the answer.
         """
         spec, block_size = choice.spec, self._pools.block_size
@@ -122,6 +121,7 @@ class Dispatcher:
 
     async def _serve(self, choice: Choice) -> AsyncGenerator[tuple[Choice, NewTokens]]:
         if choice.leader is not None:
+            # The leader's attempt computes the prompt. Placed earlier, this choice would compute it a second time.
             await choice.leader.has_begun.wait()
         claim, spec = choice.claim, choice.spec
         expected = self._history.expect(claim.tenant.id, spec.max_tokens, spec.sampling.ignore_eos)
@@ -130,6 +130,8 @@ class Dispatcher:
         try:
             while True:
                 attempt = await self._begin(choice, choice.next_spec(time.monotonic(), expected), prepared)
+                # `aclosing` cancels the attempt's calls here and now. A generator that is only dropped would keep its
+                # places on the workers until the garbage collector finds it.
                 async with contextlib.aclosing(self._exchange.serve(attempt)) as messages:
                     async for outcome in messages:
                         if isinstance(outcome, NewTokens):
@@ -151,14 +153,15 @@ class Dispatcher:
                     case AttemptFailed(failure):
                         self._learn(choice, failure, attempt)
         finally:
+            # Followers wait for this flag, so it is also set if the choice was refused, failed or was cancelled.
             choice.has_begun.set()
             choice.leave_superseded()
 
     async def _serve_search(self, choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, NewTokens]]:
-        """Several choices that one beam search finds: the first of the request is served, and gets all of them.
+        """Serve the choices of a beam search: the first one runs the search, whose beams become all the choices.
 
         Raises:
-            InvalidRequest: it has found fewer.
+            InvalidRequest: the search found fewer beams than the request has choices.
         """
         async with contextlib.aclosing(self._serve(choices[0])) as messages:
             async for _, message in messages:
@@ -167,8 +170,8 @@ class Dispatcher:
                 beams = {choice: message.beams[choice.index] for choice in choices if choice.index < len(message.beams)}
                 if len(beams) < len(choices):
                     raise InvalidRequest(
-                        f"the search has found {len(message.beams)} answers: what the request allows leaves no more; "
-                        "lower n",
+                        f"n is {len(choices)}, but the beam search found only {len(message.beams)} answers that the "
+                        "request allows; lower n",
                         "n",
                     )
                 for choice, beam in beams.items():
@@ -179,7 +182,8 @@ class Dispatcher:
                     )
 
     async def _serve_all(self, choices: Sequence[Choice]) -> AsyncGenerator[tuple[Choice, NewTokens]]:
-        """Several choices side by side, each in a task of its own."""
+        """Serve several choices concurrently, one task each."""
+        # The bound makes the tasks wait for a slow client. What they do not read is then joined into larger messages.
         queue: asyncio.Queue[tuple[Choice, NewTokens | Exception | None]] = asyncio.Queue(maxsize=len(choices))
 
         async def pump(choice: Choice) -> None:
@@ -188,7 +192,8 @@ class Dispatcher:
                     async for item in messages:
                         await queue.put(item)
                 await queue.put((choice, None))
-            except Exception as error:  # raised by the reader of the queue
+            except Exception as error:
+                # Raised by the reader of the queue, so the client first gets the tokens that came before the error.
                 await queue.put((choice, error))
 
         running = {choice: asyncio.create_task(pump(choice)) for choice in choices}
@@ -196,7 +201,7 @@ class Dispatcher:
             while running:
                 choice, item = await queue.get()
                 if choice not in running:
-                    continue  # answered already: nothing more is wanted of it
+                    continue  # it was cancelled below, with this item in the queue already
                 if isinstance(item, Exception):
                     raise item
                 if item is None:
@@ -204,15 +209,16 @@ class Dispatcher:
                     continue
                 yield choice, item
                 if choice.is_answered:
+                    # Waiting for the task's end also waits until its calls are cancelled on the workers.
                     await cancel_and_wait((running.pop(choice),))
         finally:
             await cancel_and_wait(running.values())
 
     async def _begin(self, choice: Choice, spec: SequenceSpec, prepared: Assignment | None) -> Attempt:
-        """Places a choice, and admits it if it is its first attempt.
+        """Place a choice, and admit it if this is its first attempt.
 
         Args:
-            prepared: the workers of a choice that moves.
+            prepared: the workers of a choice that migrates; None: place it.
 
         Raises:
             Overloaded: its first token would come too late, or every worker's queue is full.
@@ -223,12 +229,12 @@ class Dispatcher:
         choice.block_keys = choice.block_keys or prompt.block_keys
         if spec.attempt == 0 and spec.choice_index == 0:
             self._see_prompt(choice, prompt)
-        assignment, is_admitted = prepared, bool(choice.emitted)  # what has tokens was admitted by another router
+        assignment, is_admitted = prepared, bool(choice.emitted)  # with tokens, another router has admitted it
         if assignment is None:
             choice.stages.attempt(choice.began_s)
             if choice.leader is not None and spec.attempt == 0:
                 assignment = self._selector.beside(choice, spec, prompt, choice.leader)
-                is_admitted = is_admitted or assignment is not None  # its leader was admitted for both
+                is_admitted = is_admitted or assignment is not None  # admitting the leader admitted its followers
         if assignment is None:
             group = prompt
             if choice.num_followers:
@@ -261,13 +267,13 @@ class Dispatcher:
 
     def _note_placed(self, choice: Choice, spec: SequenceSpec, placement: Placement, *, is_move: bool) -> None:
         now_s, decode_worker = time.monotonic(), placement.decode_worker
-        kind, text = EventKind.MOVED, f"goes on at {with_role(decode_worker, Role.DECODE)}, which has its KV now"
+        kind, text = EventKind.MOVED, f"continues on {with_role(decode_worker, Role.DECODE)}, which now has its KV"
         if not is_move:
             kind, text = EventKind.PLACED, placed_text(placement, now_s - choice.began_s)
         choice.events.note(now_s, kind, text, spec.attempt, decode_worker)
 
     def _leaves(self, choice: Choice, worker: Worker, attempt: Attempt) -> None:
-        """Notes that a worker leaves, before it has computed anything of the choice."""
+        """Record that a worker leaves before it has computed anything of the choice."""
         self._pools.leaves(worker)
         worker_id = worker.info.id
         text = f"{worker.info.label} leaves its role: placed again"
@@ -275,22 +281,22 @@ class Dispatcher:
 
     def _see_prompt(self, choice: Choice, prompt: Prompt) -> None:
         num_seen = self._instruments.prefixes.see_prompt(prompt.block_keys)
-        # A worker computes at least the last token.
+        # A worker always computes at least the last token.
         num_reusable = (choice.spec.num_prompt_tokens - 1) // self._pools.block_size
         choice.num_seen_tokens = min(num_seen, num_reusable) * self._pools.block_size
 
     def _predicted(self, entry: QueueEntry, placement: Placement) -> Prediction:
-        """A prompt that cannot meet its objective even alone waits for all others."""
+        """Return the prediction; a prompt that misses its objective even on an idle worker waits for all others."""
         if not entry.turn[1]:
             return placement.prediction
         wait_s = self._pools.wait_s(self._pools.get(entry.worker_id), entry.turn)
         return replace(placement.prediction, wait_s=wait_s)
 
     def _learn(self, choice: Choice, failure: WorkerCallError, attempt: Attempt) -> None:
-        """Notes a failed attempt, for this choice and for all that are placed after it.
+        """Record a failed attempt, for the next placement of this choice and for later choices.
 
         Raises:
-            InvalidRequest: the worker says so; others, alike, would say the same.
+            InvalidRequest: the worker rejected the request; the other workers would, too.
             BatonError: the attempts are used up.
         """
         error, worker = failure.error, failure.worker
@@ -299,7 +305,7 @@ class Dispatcher:
         if isinstance(error, WorkerDraining):
             self._leaves(choice, worker, attempt)
             return
-        if choice.spec.sampling.use_beam_search:  # it goes on from where its search was last reported to be
+        if choice.spec.sampling.use_beam_search:  # the search restarts from the state that was last reported
             choice.num_computed = choice.hypotheses.num_computed
         text = failed_text(worker.info, error, len(choice.emitted))
         choice.events.note(time.monotonic(), EventKind.FAILED, text, attempt.spec.attempt, worker.info.id)

@@ -1,12 +1,12 @@
-"""Carries one attempt out: reserve, prefill, transfer, decode; what the workers answer comes out as it comes.
+"""Executes one attempt: reserve, prefill, transfer, decode. Tokens are yielded as the workers send them.
 
-    split         Decode(await_kv) --> ticket --> Prefill(ticket) --> first token --> KV transferred --> further tokens
+    disaggregated Decode(await_kv) --> ticket --> Prefill(ticket) --> first token --> KV transferred --> further tokens
                   `----- the open call is the reservation -------------------------------------------------- ... ---'
     aggregated    Decode --> all tokens
 
-The worker that computes the prompt may be given a source: a worker with a longer prefix of it, from which it pulls
-first. The wait for the first token has an end: a deadline, or a better claim (`FirstTokenWait`). Leaving the exchange
-early leaves all its calls, which frees everything on the workers.
+The call to the worker that computes the prompt may name a source: a worker that caches a longer prefix, from which it
+pulls first. A deadline or a preemption ends the wait for the first token (`FirstTokenWait`). Closing the exchange early
+cancels all its calls, which frees everything on the workers.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from router.placement.pool_view import PoolView
 T = TypeVar("T")
 E = TypeVar("E")
 TRANSFER_REPORT_S = 1.0
-"""How long a choice's last token waits for the prefill worker's report on the KV transfer, which is there already,
-unless
-that worker hangs."""
+"""Timeout for the prefill worker's report on the KV transfer when everything else is complete. The report has usually
+arrived by then, unless that worker hangs."""
 FINISHED = Finished()
 LONG_S = 5.0
-"""Wait for room on a worker from which on others are asked whether they need theirs."""
+"""A choice that waits longer for room on a worker makes the router disconnect stalled clients sooner."""
 
 
 class FirstTokenWait:
-    """How long choices of this router wait for their first token: the gate admits them, and a deadline or a better
-    claim ends the wait.
+    """Waits for first tokens on this router.
+
+    The gate admits a choice to the wait. The first token, a deadline or a preemption ends it.
     """
 
     def __init__(self, instruments: Instruments) -> None:
@@ -57,15 +57,15 @@ class FirstTokenWait:
 
     @property
     def is_tried(self) -> bool:
-        """Whether a choice has waited long for room on the worker that decodes it."""
+        """True if a choice has waited long for room on the worker that decodes it."""
         return bool(self._waits_long)
 
     @contextlib.contextmanager
     def wait_for_room(self, entry: QueueEntry, compute_s: float = 0.0) -> Iterator[None]:
-        """Notes that a choice waits for room while the block is entered.
+        """Context manager: counts a choice as waiting for room on a worker.
 
         Args:
-            compute_s: what else the block takes.
+            compute_s: time that the body takes in addition to the wait.
         """
         late = asyncio.get_running_loop().call_later(compute_s + LONG_S, self._waits_long.add, entry)
         try:
@@ -75,7 +75,7 @@ class FirstTokenWait:
             self._waits_long.discard(entry)
 
     def admit(self, entry: QueueEntry, decision: PlacementDecision) -> None:
-        """Lets a choice in, and ends the wait of the choices that have to make way for it.
+        """Admit a choice, and end the wait of the choices that it preempts.
 
         Raises:
             Overloaded: its first token would come too late.
@@ -87,17 +87,19 @@ class FirstTokenWait:
             raise
         for victim in victims:
             self._instruments.shed.add(1, {"tenant": victim.tenant.id})
+            # 0.0 lies in the past, so the victim's task is cancelled at the next iteration of the event loop. There,
+            # the value 0.0 marks a preemption, unlike a deadline. `reschedule` raises if a timeout has expired already.
             timeout = self._timeouts.get(victim)
             if timeout is not None and not timeout.expired():
                 timeout.reschedule(0.0)
 
     @contextlib.asynccontextmanager
     async def wait_for_first_token(self, attempt: Attempt) -> AsyncGenerator[None]:
-        """Bounds the wait for an attempt's first token while the block is entered.
+        """Context manager: bounds the wait for an attempt's first token.
 
         Raises:
-            Overloaded: the token did not come within TTFT_DEADLINE_FACTOR times its objective, or the choice has to
-            make way.
+            Overloaded: the token did not come within TTFT_DEADLINE_FACTOR times its objective, or the choice was
+                preempted.
         """
         entry, choice = attempt.entry, attempt.choice
         alone_s = attempt.job.compute_s if attempt.job.turn[1] else 0.0
@@ -110,8 +112,8 @@ class FirstTokenWait:
                 yield
         except TimeoutError:
             reason = f"no first token within {timeout_s:.1f} s"
-            if timeout.when() == 0.0:
-                reason = "the request had to make way for tenants with less in the queue"
+            if timeout.when() == 0.0:  # see `admit`
+                reason = "preempted in the queue by a tenant with less queued work"
             if choice.decision is not None:
                 choice.decision.outcome = f"refused: {reason}"
             raise Overloaded(f"{reason}; try again later", retry_after_s=max(0.1, attempt.job.compute_s)) from None
@@ -121,19 +123,22 @@ class FirstTokenWait:
 
 
 class _Held:
-    """The calls of an attempt, and the tasks that read from them: these end first, all together."""
+    """Context manager: owns the calls of an attempt and the tasks that read from them.
+
+    On exit all tasks are cancelled first, then the calls.
+    """
 
     def __init__(self) -> None:
         self._calls: list[WorkerStream[Any]] = []
         self._tasks: list[asyncio.Task[Any]] = []
 
     def call(self, stream: WorkerStream[E]) -> WorkerStream[E]:
-        """Takes a call over: it is left with the attempt."""
+        """Own a call from now on: it is cancelled with the attempt."""
         self._calls.append(stream)
         return stream
 
     def let_go(self, stream: WorkerStream[Any]) -> None:
-        """Gives a call up: it outlives the attempt."""
+        """Give up the ownership of a call: it outlives the attempt."""
         self._calls.remove(stream)
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -151,18 +156,19 @@ class _Held:
             if self._tasks:
                 await cancel_and_wait(self._tasks)
         finally:
+            # The wait above may itself be cancelled. The calls hold reservations on workers: cancel them all the same.
             for stream in reversed(self._calls):
                 stream.leave()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KVTransfer:
-    """A KV transfer that goes on behind the first token."""
+    """A KV transfer that continues after the first token."""
 
     prefill: WorkerStream[FirstToken | Transferred]
     ticket: Ticket
     reading: asyncio.Task[Decoding]
-    """The read of the decode worker's first tokens."""
+    """Reads the first tokens of the decode worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,13 +178,13 @@ class _Begun:
     stream: WorkerStream[Decoding]
     """The call that decodes."""
     first: NewTokens
-    """Empty where the decode worker draws the first token, after the KV transfer."""
+    """Empty if the decode worker draws the first token, after the KV transfer."""
     kv_transfer: _KVTransfer | None = None
-    """None: the worker that decodes has computed the prompt."""
+    """None: the decode worker has computed the prompt itself."""
 
 
 class Exchange:
-    """The calls of attempts to workers."""
+    """Executes attempts, one `serve` each."""
 
     def __init__(
         self, *, client: WorkerClient, pools: PoolView, waits: FirstTokenWait, migration: Migration, reports: Reports
@@ -190,8 +196,9 @@ class Exchange:
         self._reports = reports
 
     async def serve(self, attempt: Attempt) -> AsyncGenerator[NewTokens | Outcome]:
-        """The tokens of an attempt, as they come. The last value is its outcome; by then all its calls are left, but
-        for one that the choice has moved from.
+        """Yield the tokens of an attempt as they arrive, and its outcome as the last value.
+
+        All its calls are cancelled before the outcome is yielded, except a call that the choice has migrated from.
 
         Raises:
             Overloaded: the first token did not come in time.
@@ -202,8 +209,9 @@ class Exchange:
         try:
             with self._pools.decoding(assignment.decode, job), self._pools.computing(computes, job):
                 async with _Held() as held:
-                    is_split = assignment.placement.mode is Mode.DISAGGREGATED
-                    begun = await (self._begin_split if is_split else self._begin_aggregated)(attempt, held)
+                    is_disaggregated = assignment.placement.mode is Mode.DISAGGREGATED
+                    begin = self._begin_disaggregated if is_disaggregated else self._begin_aggregated
+                    begun = await begin(attempt, held)
                     if isinstance(begun, WorkerLeaving):
                         outcome = begun
                     else:
@@ -213,14 +221,17 @@ class Exchange:
                                 yield begun.first
                             while isinstance(outcome := await rest.next(), NewTokens):
                                 yield outcome
-                        except (GeneratorExit, asyncio.CancelledError):  # nobody wants the others
+                        except (GeneratorExit, asyncio.CancelledError):
+                            # The client left or has enough. The tokens that wait unread were computed for it, too.
                             attempt.choice.num_computed += begun.stream.num_unread
                             raise
         except WorkerCallError as failure:
-            outcome = AttemptFailed(failure.with_traceback(None))  # whose frames have the outcome
+            # The traceback's frames refer to `outcome`: without this the two would keep each other alive.
+            outcome = AttemptFailed(failure.with_traceback(None))
         finally:
             assignment.leave_old_call()
             self._waits.gate.left(attempt.entry)
+        # Only here: the consumer places the next attempt at once, and the accounting must no longer have this one.
         yield outcome
 
     async def _begin_aggregated(self, attempt: Attempt, held: _Held) -> _Begun | WorkerLeaving:
@@ -239,7 +250,7 @@ class Exchange:
         self._reports.prefill(attempt, message.report or PrefillReport())
         return _Begun(stream=stream, first=message)
 
-    async def _begin_split(self, attempt: Attempt, held: _Held) -> _Begun | WorkerLeaving:
+    async def _begin_disaggregated(self, attempt: Attempt, held: _Held) -> _Begun | WorkerLeaving:
         assignment, stages, trace = attempt.assignment, attempt.choice.stages, attempt.choice.trace
         assert assignment.prefill is not None
         stages.asks_for_room(time.monotonic())
@@ -250,20 +261,24 @@ class Exchange:
             if isinstance(ticket, Migrate):
                 return WorkerLeaving(assignment.decode)
             assert isinstance(ticket, Ticket)
-            # A KV transfer needs no permit: the router names the receiver, who is where its lease says.
+            # A KV transfer needs no permit: the router names the receiver, by the address in its lease.
             ticket = replace(ticket, kv_address=assignment.decode.info.address)
             self._reports.room(attempt)
             prefill = held.call(
                 self._client.prefill(assignment.prefill, attempt.spec, ticket, source=assignment.source, trace=trace)
             )
+            # In a migration the prefill worker is the one that leaves, and the old call decodes on it. The new call
+            # started first, so that worker is never without a call, and cannot exit before it has sent the KV.
             assignment.leave_old_call()
-            # The decode worker answers nothing before the KV transfer; it is read so that its death is noticed at once.
+            # The decode worker sends nothing before the KV transfer. Reading now shows at once that it has died.
             computing = held.start(prefill.read())
             reading = held.start(decode.read())
             await asyncio.wait((computing, reading), return_when=asyncio.FIRST_COMPLETED)
             if reading.done() and _gave_up(reading):
-                # So it looks as well when the first token is the last, and its message is behind this one.
+                # This is no failure if the first token is also the last: the prefill worker then cancels the transfer,
+                # and its own message may arrive shortly after the decode worker's.
                 await asyncio.wait((computing,), timeout=TRANSFER_REPORT_S)
+            # `result` raises if the decode worker failed: a first token that has no worker to decode on is of no use.
             if not computing.done() and isinstance(reading.result(), Migrate):
                 return WorkerLeaving(assignment.decode)
             first = await computing
@@ -282,9 +297,9 @@ class Exchange:
 
 
 class _Rest:
-    """What follows an attempt's first token, one message at a time.
+    """The messages of an attempt after its first token.
 
-    When the worker leaves its role, the tokens come on until another worker is ready.
+    If the decode worker leaves its role, it continues to send tokens until another worker is ready.
     """
 
     def __init__(self, attempt: Attempt, begun: _Begun, held: _Held, *, migration: Migration, reports: Reports) -> None:
@@ -296,12 +311,12 @@ class _Rest:
         self._is_finished = begun.first.finish_reason is not None
         self._kv_transfer = begun.kv_transfer
         self._transferring: asyncio.Task[None] | None = None
-        """The wait for the prefill worker's report."""
+        """Waits for the prefill worker's report."""
         self._preparing: asyncio.Task[Assignment | None] | None = None
-        """The preparation of a move; None: no move is asked for."""
+        """Prepares a migration; None: the worker has asked for none."""
 
     async def next(self) -> NewTokens | Outcome:
-        """The next tokens; after the last ones, or where the choice goes on elsewhere, the outcome.
+        """Return the next tokens, or the outcome after the last ones or when the choice migrates.
 
         Raises:
             WorkerCallError: a worker failed.
@@ -316,7 +331,7 @@ class _Rest:
             self._attempt.choice.stages.decodes(time.monotonic())
             self._attempt.choice.has_kv()
         else:
-            message = await (self._stream.read() if self._preparing is None else self._read_or_move(self._preparing))
+            message = await (self._stream.read() if self._preparing is None else self._read_or_migrate(self._preparing))
         while isinstance(message, Migrate):
             message = await self._leave(message)
         if isinstance(message, Moved):
@@ -325,48 +340,54 @@ class _Rest:
         if message.finish_reason is not None:
             self._is_finished = True
             if self._transferring is not None:
-                # The KV has arrived; a prefill worker that dies or stalls before it says so hurts nobody.
+                # The decode worker has the KV. A prefill worker that now dies or stalls must not fail the choice, so
+                # this waits for its report with a timeout and ignores its errors.
                 await asyncio.wait((self._transferring,), timeout=TRANSFER_REPORT_S)
         return message
 
     async def _leave(self, order: Migrate) -> Decoding | Moved:
-        """Prepares a move, and returns what comes first: the next message, or that the move is ready."""
+        """Prepare a migration, and return the next message or, if it is ready earlier, the migration."""
         if self._attempt.spec.sampling.use_beam_search:
             if not order.hypotheses.running:
-                return await self._stream.read()  # its state does not travel: its worker serves it to the end
+                return await self._stream.read()  # the search cannot migrate: its worker completes it
             self._attempt.choice.hypotheses = order.hypotheses
         if self._preparing is None:
             self._preparing = self._held.start(self._migration.prepare(self._attempt, self._stream))
-        return await self._read_or_move(self._preparing)
+        return await self._read_or_migrate(self._preparing)
 
     async def _first_decoded(self, kv_transfer: _KVTransfer) -> Decoding:
-        """The decode worker's first message. The side that sees the KV transfer fail first ends the wait at once."""
+        """Return the decode worker's first message; fail as soon as either worker reports that the transfer failed."""
         report = self._reports.kv_transfer(kv_transfer.prefill, kv_transfer.ticket, self._attempt)
         self._transferring = self._held.start(report)
         await asyncio.wait((self._transferring, kv_transfer.reading), return_when=asyncio.FIRST_COMPLETED)
         if not kv_transfer.reading.done():
-            self._transferring.result()  # if it failed, nothing will come on the decode stream
+            # Raises if the transfer failed: nothing would come on the decode stream.
+            self._transferring.result()
         return await kv_transfer.reading
 
-    async def _read_or_move(self, preparing: asyncio.Task[Assignment | None]) -> Decoding | Moved:
-        """The decode worker's next message, unless the move that is prepared is ready before."""
+    async def _read_or_migrate(self, preparing: asyncio.Task[Assignment | None]) -> Decoding | Moved:
+        """Return the decode worker's next message or, if it is ready earlier, the migration."""
         stream = self._stream
         reading = asyncio.create_task(stream.read())
         try:
             await asyncio.wait((preparing, reading), return_when=asyncio.FIRST_COMPLETED)
-            if reading.done():
+            if reading.done():  # tokens go first: each one that is passed on now is one less to compute again
                 return reading.result()
         finally:
+            # A stream has one reader at a time. Cancelling loses nothing: `read` takes messages off the stream only in
+            # the step in which it returns them.
             await cancel_and_wait((reading,))
         if (assignment := preparing.result()) is not None:
+            # The old call must outlive this attempt, which would cancel it: see `Assignment.moves_from`. It is not read
+            # any more. The next worker computes the tokens that still arrive on it again, and draws the same ones.
             self._held.let_go(stream)
             self._attempt.choice.superseded.append(stream)
             return Moved(assignment)
-        self._preparing = None  # the worker has stayed after all
+        self._preparing = None  # the worker stays after all
         return await stream.read()
 
 
 def _gave_up(reading: asyncio.Task[Decoding]) -> bool:
-    """Whether a decode worker's stream ended because the sender no longer wants its transfer."""
+    """Return whether a decode worker's stream ended because the prefill worker cancelled the transfer."""
     failure = reading.exception()
     return isinstance(failure, WorkerCallError) and isinstance(failure.error, TransferCancelled)

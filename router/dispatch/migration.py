@@ -1,8 +1,8 @@
-"""Prepares the move of a choice whose decode worker leaves its role.
+"""Prepares the migration of a choice whose decode worker leaves its role.
 
-While the tokens go on, the next worker pulls the KV that there is. Then the choice is placed once more, split, with the
-leaving worker as the one that prefills: its cache has all but the last few tokens, and what the next worker has not
-pulled yet is transferred as for any prompt.
+While the old worker continues to decode, the next worker pulls the KV that exists so far. Then the choice is placed
+again in disaggregated mode, with the leaving worker as its prefill worker. That worker caches all but the last few
+tokens, and transfers the KV that the next worker has not pulled yet as for any prompt.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from router.placement import Job, Mode, Placement
 
 logger = logging.getLogger(__name__)
 MOVE_RETRY_S = 1.0
-"""Mean time after which a choice that has to move and finds no worker with room looks again."""
+"""Mean time between two searches for a worker with room."""
 
 
 class Migration:
-    """Moves of one router's choices."""
+    """Prepares the migrations of one router's choices."""
 
     def __init__(self, *, client: WorkerClient, selector: WorkerSelector, instruments: Instruments) -> None:
         self._client = client
@@ -36,13 +36,13 @@ class Migration:
         self._instruments = instruments
 
     async def prepare(self, attempt: Attempt, stream: WorkerStream[Decoding]) -> Assignment | None:
-        """Finds a worker with room, however long that takes, and has it pull the KV there is so far.
+        """Find a worker with room, without a timeout, and make it pull the KV that exists so far.
 
         Args:
-            stream: the call that decodes until the choice has moved.
+            stream: the call that decodes until the choice has migrated.
 
         Returns:
-            None: meanwhile the worker that was to leave has stayed.
+            The next assignment; None: the leaving worker has decided to stay.
         """
         choice, leaving = attempt.choice, stream.worker
         self._pools.leaves(leaving)
@@ -53,6 +53,7 @@ class Migration:
             found = self._selector.destination(choice, spec, failed)
             if found is None:
                 failed.clear()
+                # All choices of the leaving worker look for room at the same time: the jitter spreads them.
                 await asyncio.sleep(MOVE_RETRY_S * random.uniform(0.5, 1.5))
                 if self._pools.stays(leaving):
                     return None
@@ -69,19 +70,19 @@ class Migration:
             if not await self._pull(attempt, spec, job, worker, source):
                 failed.add(worker.info.id)
                 continue
-            split = Placement(mode=Mode.DISAGGREGATED, decode_worker=worker.info.id, prefill_worker=leaving.info.id)
+            placement = Placement(mode=Mode.DISAGGREGATED, decode_worker=worker.info.id, prefill_worker=leaving.info.id)
             return Assignment(
-                placement=split, decode=worker, prefill=leaving, source=None, hint=None, moves_from=stream
+                placement=placement, decode=worker, prefill=leaving, source=None, hint=None, moves_from=stream
             )
 
     async def _pull(self, attempt: Attempt, spec: SequenceSpec, job: Job, worker: Worker, source: PrefixSource) -> bool:
-        """Has a worker pull the sequence's KV from the leaving one. Returns whether it could."""
+        """Make a worker pull the sequence's KV from the leaving one, and return whether it succeeded."""
         try:
             with self._pools.decoding(worker, job):
                 async with self._client.fetch(worker, spec, source, trace=attempt.choice.trace) as fetching:
                     fetched = await fetching.read()
         except WorkerCallError as failure:
-            logger.warning("%s does not move to %s: %s", spec.sequence_id, worker.info.label, failure.error)
+            logger.warning("%s cannot migrate to %s: %s", spec.sequence_id, worker.info.label, failure.error)
             if isinstance(failure.error, WorkerDraining):
                 self._pools.leaves(worker)
             return False

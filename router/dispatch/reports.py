@@ -1,4 +1,4 @@
-"""Records what workers report of prompts and KV transfers: with placement, which learns from it, and in the metrics."""
+"""Records the workers' reports of prompts and KV transfers: in the metrics, and for placement to learn from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.placement.stale_hints import HintTracker
 
 
 class Reports:
-    """Reports of one router's attempts."""
+    """Recorder of the reports of one router's attempts."""
 
     def __init__(self, *, hints: HintTracker, prices: PriceFit, instruments: Instruments) -> None:
         self._hints = hints
@@ -24,7 +24,7 @@ class Reports:
         self._instruments = instruments
 
     def room(self, attempt: Attempt) -> None:
-        """Records that the decode worker has room for an attempt whose prompt another worker computes."""
+        """Record that the decode worker has room for an attempt whose prompt another worker computes."""
         choice, now_s, worker_id = attempt.choice, time.monotonic(), attempt.assignment.placement.decode_worker
         choice.stages.has_room(now_s)
         if choice.decision is not None and attempt.spec.attempt == 0:
@@ -34,13 +34,13 @@ class Reports:
         )
 
     def prefill(self, attempt: Attempt, report: PrefillReport) -> None:
-        """Records that the prompt is computed and the first token here."""
+        """Record that the prompt is computed and the first token has arrived."""
         hint, choice = attempt.assignment.hint, attempt.choice
         if attempt.spec.sampling.prompt_logprobs is not None:
             choice.prompt_scores = report.prompt_scores
         if hint is None:
-            return  # it is a move: neither a prompt's queue nor a first token
-        # What was pulled may be gone again before the worker looked.
+            return  # a migration has neither a wait in a queue nor a first token to record
+        # Pulled blocks may be evicted before the worker looks the prefix up, so the difference may be negative.
         self._hints.settle(hint, max(0, report.num_cached_tokens - report.num_pulled_tokens))
         if choice.num_cached_tokens is None and not choice.emitted:
             choice.num_cached_tokens = report.num_cached_tokens
@@ -66,10 +66,10 @@ class Reports:
     async def kv_transfer(
         self, prefill: WorkerStream[FirstToken | Transferred], ticket: Ticket, attempt: Attempt
     ) -> None:
-        """Returns once the prefill worker has reported the KV transfer, and books it.
+        """Wait for the prefill worker's report of the KV transfer, and record it.
 
         Raises:
-            WorkerCallError: the KV transfer failed, or that worker did.
+            WorkerCallError: the KV transfer or the prefill worker failed.
         """
         report = await prefill.read()
         assert isinstance(report, Transferred)
@@ -92,7 +92,7 @@ class Reports:
 
 
 def _measure(measured: MeasuredSeconds, report: PrefillReport) -> None:
-    """Notes what a worker says of a prompt. Where it decodes as well, it says how long it had no room."""
+    """Record a worker's times for a prompt. `room_s` comes from the report if the worker also decodes."""
     if measured.room_s is None:
         measured.room_s = report.room_s
     measured.wait_s = max(0.0, report.queue_s - report.pull_s - report.room_s)
@@ -100,7 +100,7 @@ def _measure(measured: MeasuredSeconds, report: PrefillReport) -> None:
 
 
 def _computed_text(report: PrefillReport, worker: Worker) -> str:
-    """Says what a worker took to compute a prompt."""
+    """Describe the time that a worker needed for a prompt."""
     text = f"{worker.info.label} has the first token: {report.queue_s:.3f} s in its queue"
     if report.num_pulled_tokens:
         text += f", {report.pull_s:.3f} s of them pulling {report.num_pulled_tokens} tokens"

@@ -1,4 +1,4 @@
-"""What the failed attempts of a choice mean for its next placement. Pure: failures in, what to avoid out."""
+"""Decides what the next placement of a choice avoids after failed attempts. Pure: failures in, `Avoidance` out."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from baton.errors import (
 from router.placement import Placement
 
 MAX_FAILED_TRANSFERS = 2
-"""Failed KV transfers of a choice before the decode worker computes the prompt itself."""
+"""Number of failed KV transfers of a choice after which its decode worker computes the prompt itself."""
 MAX_LOST_DEVICES = 2
-"""Devices that are lost in steps of a choice before it is taken for the cause, and breaks no third one."""
+"""Number of devices lost in steps of one choice after which the choice counts as the cause and is not tried again."""
 PROGRESS_TOKENS = 16
-"""The failure count resets after this many tokens. A long answer may outlive several workers; a request that crashes
-every worker never gets this far."""
+"""Number of new tokens after which the failure count resets. A long answer may outlive several workers. A request that
+crashes every worker never gets this far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,26 +35,25 @@ class Failure:
     error: BatonError
     placement: Placement
     num_emitted: int
-    """Tokens that the choice had by then."""
+    """Number of tokens that the choice had by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Avoidance:
-    """What the next placement of a choice avoids."""
+    """Workers and modes that the next placement of a choice avoids."""
 
     refused: frozenset[str] = frozenset()
-    """Workers whose queue was full, or that do not know what they were asked for."""
+    """Workers that refused the choice because their queue was full or they do not support a requested field."""
     unsupported: Unsupported | None = None
-    """The last refusal of the second kind."""
+    """The last refusal because of a field."""
     no_sources: frozenset[str] = frozenset()
-    """Workers from which no prefix is pulled: sources of failed attempts, and workers that could not transfer."""
+    """Workers from which no prefix is pulled: sources of failed attempts, and workers that failed to transfer."""
     doubted: frozenset[str] = frozenset()
-    """The peers of failed transfers, and both of two workers that do not fit each other. A peer may be dead although
-    its stream is still open, so it is used only if no other worker is available."""
+    """Peers of failed transfers, and both workers of an incompatible pair. A peer may be dead although its stream is
+    still open, so it is used only if no other worker is available."""
     kv_transfer: bool = False
-    """Whether enough KV transfers have failed: `auto` then means the mode in which nothing has to travel, slower
-    perhaps.
-    """
+    """True after MAX_FAILED_TRANSFERS failed KV transfers: mode `auto` then means aggregated, which needs none but may
+    be slower."""
 
 
 NOTHING = Avoidance()
@@ -62,7 +61,7 @@ NOTHING = Avoidance()
 
 
 def consecutive(failures: Sequence[Failure], latest: Failure) -> tuple[Failure, ...]:
-    """The failures that count with the latest one: those since the choice last made progress."""
+    """Return the failures since the choice last made progress, with the latest one."""
     num_emitted = failures[-1].num_emitted if failures else 0
     if latest.num_emitted - num_emitted >= PROGRESS_TOKENS:
         return (latest,)
@@ -70,13 +69,13 @@ def consecutive(failures: Sequence[Failure], latest: Failure) -> tuple[Failure, 
 
 
 def is_used_up(failures: Sequence[Failure], max_attempts: int) -> bool:
-    """Returns whether no further attempt is made after these consecutive failures."""
+    """Return whether these consecutive failures rule out a further attempt."""
     num_lost = sum(isinstance(failure.error, LostInStep) for failure in failures)
     return len(failures) >= max_attempts or num_lost >= MAX_LOST_DEVICES
 
 
 def to_avoid(failures: Sequence[Failure]) -> Avoidance:
-    """What the next placement avoids after these consecutive failures."""
+    """Return what the next placement avoids after these consecutive failures."""
     refused: set[str] = set()
     no_sources: set[str] = set()
     doubted: set[str] = set()
@@ -85,18 +84,18 @@ def to_avoid(failures: Sequence[Failure]) -> Avoidance:
     for failure in failures:
         error, placement = failure.error, failure.placement
         if isinstance(error, Overloaded | Unsupported):
-            refused.add(failure.worker.id)  # before anything was pulled: nothing speaks against the source
+            refused.add(failure.worker.id)  # it refused before it pulled, so the source is not suspect
             unsupported = error if isinstance(error, Unsupported) else unsupported
             continue
         no_sources.add(placement.source)
         if isinstance(error, TransferError):
-            # Workers that do not fit each other will not fit the next time either.
+            # A refused transfer means that the two workers are incompatible: they stay so, and one failure suffices.
             num_failed_transfers += MAX_FAILED_TRANSFERS if isinstance(error, TransferRefused) else 1
             no_sources.add(placement.prefill_worker)
             pair = {placement.prefill_worker, placement.decode_worker}
-            if isinstance(error, TransferRefused):  # one of them may fit no other either, and nobody knows which
+            if isinstance(error, TransferRefused):  # either one may be incompatible with the other workers, too
                 doubted |= pair
-            elif not isinstance(error, TransferCorrupted):  # then the other side has answered
+            elif not isinstance(error, TransferCorrupted):  # corrupted data shows that the peer is alive
                 doubted |= pair - {failure.worker.id}
     return Avoidance(
         refused=frozenset(refused),
@@ -108,7 +107,7 @@ def to_avoid(failures: Sequence[Failure]) -> Avoidance:
 
 
 def given_up(failures: Sequence[Failure]) -> BatonError:
-    """The error that the client sees when no further attempt is made: the last one's kind, with all that happened."""
+    """Return the error for the client after the last attempt: of the last failure's type, listing all failures."""
     error = failures[-1].error
     if len(failures) == 1 or isinstance(error, Overloaded):
         return error

@@ -1,4 +1,4 @@
-"""Finds the workers of an attempt: placement over the pools as they are now, waiting for workers where none are."""
+"""Selects the workers of an attempt: placement over the current pools, with a bounded wait if no worker is ready."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from router.placement.stale_hints import HintTracker
 
 
 class WorkerSelector:
-    """Placement for one router, with its settings and what moving KV costs it.
+    """Selects workers for one router, with its settings and its estimate of the cost of KV transfers.
 
     Args:
-        keys: the router's, which sign permits; None: the cluster has no secret, and a pull needs no permit.
+        keys: the router's keys, which sign permits; None: the cluster has no secret, and a pull needs no permit.
     """
 
     def __init__(
@@ -37,25 +37,25 @@ class WorkerSelector:
         self._keys = keys
 
     def prompt(self, spec: SequenceSpec) -> Prompt:
-        """What placement needs to know of a sequence."""
+        """Return what placement needs to know about a sequence."""
         hash_block_keys = tuple(block_keys(spec.cache_seed, spec.token_ids))
         keys: tuple[bytes, ...] = ()
-        if spec.sampling.prompt_logprobs is None:  # else it takes nothing from a cache
+        if spec.sampling.prompt_logprobs is None:  # scores of the prompt need all of it computed, so no cache is used
             num_hash_blocks = self.pools.block_size // HASH_BLOCK
             keys = hash_block_keys[num_hash_blocks - 1 :: num_hash_blocks]
         num_emitted = len(spec.token_ids) - spec.num_prompt_tokens
         return Prompt(len(spec.token_ids), keys, max(1, spec.num_expected_tokens - num_emitted), hash_block_keys)
 
     async def place(self, choice: Choice, spec: SequenceSpec, prompt: Prompt) -> Assignment:
-        """Waits, within bounds, until workers for a choice are there.
+        """Place a choice, and wait up to `router.worker_wait_s` until workers are ready for it.
 
         Args:
-            spec: the choice's sequence, as of the attempt.
+            spec: the choice's sequence in this attempt.
 
         Raises:
             Overloaded, Unsupported: every worker that could serve it has refused it.
-            NoWorker: none became ready in time, or none of the sampler that has drawn its tokens; or it is not known
-                which one that is, and there are several.
+            NoWorker: no worker became ready in time, or none with the sampler that has drawn its tokens; or that
+                sampler is unknown and the workers have several.
         """
         deadline = time.monotonic() + self._config.worker_wait_s
         claim, avoid = choice.claim, choice.avoid
@@ -77,9 +77,10 @@ class WorkerSelector:
             await self.pools.wait_for_change(deadline - time.monotonic())
 
     def beside(self, choice: Choice, spec: SequenceSpec, prompt: Prompt, leader: Choice) -> Assignment | None:
-        """Returns an assignment to the decode worker that has the prompt's KV from another choice of the request.
+        """Return an assignment to the decode worker that has the prompt's KV from another choice of the request.
 
-        None: none has, or it is gone, leaves its role, or cannot serve the sequence.
+        Returns:
+            None if there is no such worker, it has died, leaves its role, or cannot serve the sequence.
         """
         excluded = choice.avoid.refused | self.pools.unfit(spec).keys() | self.pools.too_short(spec)
         candidates = self.pools.candidates(prompt, (-choice.claim.priority, False), excluded)
@@ -95,7 +96,7 @@ class WorkerSelector:
     def destination(
         self, choice: Choice, spec: SequenceSpec, excluded: Collection[str]
     ) -> tuple[Placement, Prompt] | None:
-        """The decode worker to which a choice moves; None: none that can go on with it has room for it now."""
+        """Return the decode worker to which a choice migrates; None: no suitable worker has room for it now."""
         excluded = {*excluded, *self.pools.unfit(spec), *self.pools.too_short(spec)}
         with_room = self.pools.with_room(len(spec.token_ids), excluded)
         if not with_room:
@@ -109,14 +110,14 @@ class WorkerSelector:
         return placement, prompt
 
     def source(self, prompt: Prompt, source: Worker, puller: Worker, num_tokens: int) -> PrefixSource:
-        """Names to a worker the one from which to pull a prefix, with a permit where the cluster has a secret.
+        """Describe to a worker the source from which it pulls a prefix, with a permit if the cluster has a secret.
 
-        A puller of a release that does not know permits gets none: a source that wants one refuses it, and the prompt
-        is computed.
+        A puller of an older release, which does not know permits, gets none. A source that requires a permit then
+        refuses the pull, and the prompt is computed.
 
         Args:
-            prompt: the sequence, as the puller gets it.
-            num_tokens: leading tokens that the source is believed to hold.
+            prompt: the sequence as sent to the puller.
+            num_tokens: number of leading tokens that the source is believed to hold.
         """
         permit = b""
         if self._keys is not None and wire.PERMIT_FIELD not in wire.fields_unknown_to(puller.info.known_fields):
@@ -150,7 +151,7 @@ class WorkerSelector:
             return decide
 
         def decide_alike(prompt: Prompt, candidates: Sequence[Candidate], mode: str) -> Placement | None:
-            """Chooses among the workers of one sampler, the one with which the answer is complete soonest."""
+            """Choose among workers with the same sampler; of several samplers, take the one that completes soonest."""
             groups = self.pools.alike(candidates, choice.only_sampler)
             found = [placement for group in groups if (placement := decide(prompt, group, mode)) is not None]
             return min(found, key=lambda each: _answered_s(prompt, each.prediction), default=None)
@@ -172,13 +173,13 @@ class WorkerSelector:
         )
 
     def _give_up(self, choice: Choice, spec: SequenceSpec, unfit: dict[str, set[str]], *, is_late: bool) -> None:
-        """Raises NoWorker or Unsupported where waiting longer is of no use."""
+        """Raise NoWorker or Unsupported if a longer wait cannot help."""
         decodes = [worker.info.id for worker in self.pools.workers if worker.info.role is Role.DECODE]
-        # A choice that has begun was placed on a worker that knew all of it and may be back.
+        # A choice with an earlier attempt was placed on a worker that supports all of it and may come back.
         is_hopeless = spec.attempt == 0 and bool(decodes) and unfit.keys() >= set(decodes)
         if unfit and (is_late or is_hopeless):
             unknown = wire.named(set().union(*unfit.values()))
-            raise Unsupported(f"no worker is ready that knows {unknown}; those that run are of an older release")
+            raise Unsupported(f"no worker is ready that knows {unknown}; the running workers are of an older release")
         if is_late:
             needed = f"no worker{self._sampler_in_words(choice)} became ready"
             raise NoWorker(f"{needed} within {self._config.worker_wait_s:g} s; `baton status` shows the pools")
@@ -186,13 +187,13 @@ class WorkerSelector:
     def _check_sampler(self, choice: Choice) -> None:
         if choice.is_of_unknown_sampler and len(self.pools.samplers) > 1:
             raise NoWorker(
-                f"what the client has of {choice.spec.sequence_id} was not recorded, and the samplers of the workers "
-                f"differ ({', '.join(name or 'unnamed' for name in self.pools.samplers)}): another one would not draw "
-                "the same tokens; send the request again from its start"
+                f"{choice.spec.sequence_id} cannot continue: the sampler that drew its tokens was not recorded, and "
+                f"the workers have several ({', '.join(name or 'unnamed' for name in self.pools.samplers)}), which "
+                "draw different tokens; send the request again from its start"
             )
 
     def _sampler_in_words(self, choice: Choice) -> str:
-        """Names the sampler that a choice needs, where the pools have others."""
+        """Return a phrase with the sampler that a choice needs if the pools have others, else an empty string."""
         only = choice.only_sampler
         if only is None or self.pools.samplers in ((), (only,)):
             return ""
@@ -200,8 +201,10 @@ class WorkerSelector:
 
 
 def _most_trusted_first(candidates: list[Candidate], doubted: Collection[str]) -> Iterator[list[Candidate]]:
-    """Yields the workers that may be chosen: those without a doubt, then also those of a pool without such a worker,
-    then all. A doubted prefill worker that has no other beside it thus takes no doubt from the decode workers.
+    """Yield sets of candidates from the most trusted to all.
+
+    First all workers that are not doubted; then also the doubted workers of pools that have no other; then all. So if
+    the only prefill worker is doubted, doubted decode workers are still avoided.
     """
     if doubted:
         undoubted = [c for c in candidates if c.worker_id not in doubted]

@@ -1,7 +1,7 @@
-"""Calls from the router to its workers: one stream a worker carries them all, and their failures name the worker.
+"""Calls from the router to its workers, multiplexed over one gRPC stream per worker. Failures name the worker.
 
-`worker.calls` is the other end, and shows what travels. A stream is opened by the first call that needs one.
-When it breaks, because the worker died, hangs or closed it, all its calls fail at once; the next call opens another.
+`worker.calls` is the other end and documents the messages. The first call opens the stream. When it breaks, because the
+worker died, hangs or closed it, all its calls fail at once, and the next call opens another one.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 E = TypeVar("E")
 LOG_TIMEOUT_S = 5.0
 MAX_JOINED = 32
-"""Messages with tokens that are read as one: detokenizing them must not hold up the event loop."""
+"""Maximum number of token messages that are joined into one. Detokenizing it must not block the event loop for long."""
 
 
 class WorkerCallError(Exception):
-    """A call to a worker failed with `error`. Stays inside the router."""
+    """A call to a worker failed with `error`. It never leaves the router."""
 
     def __init__(self, worker: Worker, error: BatonError) -> None:
         super().__init__(str(error))
@@ -60,9 +60,9 @@ class WorkerCallError(Exception):
 
 
 class WorkerStream(Generic[E]):
-    """The answers of one call. Leaving the context cancels the call, which frees everything on the worker.
+    """Responses of one call. Leaving the context cancels the call, which frees everything on the worker.
 
-    Answers that are not read yet wait here and hold up no other call.
+    Unread responses are buffered here, so a slow reader does not block the other calls of the stream.
     """
 
     def __init__(self, worker: Worker, leave: Callable[[], None]) -> None:
@@ -73,12 +73,15 @@ class WorkerStream(Generic[E]):
         self._reader: asyncio.Future[None] | None = None
 
     async def read(self) -> E:
-        """The next answer, for one reader at a time. Tokens come with those that wait behind them: a router that has
-        fallen behind its workers writes fewer and larger chunks, and so catches up.
+        """Return the next response, for one reader at a time.
+
+        Buffered token messages are joined. So a router that has fallen behind its workers writes fewer and larger
+        chunks, and catches up.
 
         Raises:
-            WorkerCallError: the worker refused, failed or ended the call, and all that it sent before has been read.
+            WorkerCallError: the worker refused, failed or ended the call, and all earlier responses have been read.
         """
+        # A failure is raised only when the buffer is empty: tokens that came before it still count.
         while not self._events:
             if self._failure is not None:
                 raise WorkerCallError(self.worker, self._failure)
@@ -88,24 +91,25 @@ class WorkerStream(Generic[E]):
 
     @property
     def num_unread(self) -> int:
-        """Tokens that have been computed and that nobody has read."""
+        """Number of computed tokens that are buffered unread."""
         return sum(num_computed(event) for event in self._events if isinstance(event, NewTokens))
 
     def leave(self) -> None:
-        """Cancels the call, which frees everything on the worker; idempotent."""
+        """Cancel the call, which frees everything on the worker; idempotent."""
         self._leave()
 
     def deliver(self, event: E) -> None:
-        """Adds an answer."""
+        """Add a response."""
         self._events.append(event)
         self._wake()
 
     def fail(self, failure: BatonError) -> None:
-        """Ends the call: no further answer comes."""
+        """End the call: no further response arrives."""
         self._failure = failure
         self._wake()
 
     def _wake(self) -> None:
+        # Several responses may arrive before the reader runs, and a reader may have been cancelled: its future is done.
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
@@ -119,12 +123,12 @@ class WorkerStream(Generic[E]):
 
 
 def num_computed(new: NewTokens) -> int:
-    """Returns how many tokens a worker has computed since its last message."""
+    """Return the number of tokens that a worker has computed since its last message."""
     return len(new.token_ids) + new.num_searched
 
 
 def _taken(events: list[E]) -> E:
-    """Takes the next answer, or the tokens of several."""
+    """Remove and return the next response, or the joined tokens of several."""
     parts = list(itertools.takewhile(lambda event: isinstance(event, NewTokens), events[:MAX_JOINED]))
     if len(parts) <= 1:
         return events.pop(0)
@@ -133,7 +137,7 @@ def _taken(events: list[E]) -> E:
 
 
 def _joined(parts: Sequence[NewTokens]) -> NewTokens:
-    """One message with the tokens of several that follow one another."""
+    """Join consecutive token messages into one."""
     first, last = parts[0], parts[-1]
     return NewTokens(
         token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
@@ -161,7 +165,11 @@ class _Link:
     def start(
         self, worker: Worker, request: PrefillRequest | DecodeRequest | FetchRequest, trace: Context
     ) -> WorkerStream[Any]:
-        """Raises WorkerCallError where the worker does not know all that would be said: then nothing is."""
+        """Start a call.
+
+        Raises:
+            WorkerCallError: the request sets fields that the worker does not know; nothing is sent.
+        """
         call_id = next(self._call_ids)
         command = wire.start_command(messages.StartCall(call_id, request, dict(tracing.to_metadata(trace))))
         lacking = wire.fields_unknown_to(worker.info.known_fields)
@@ -177,11 +185,12 @@ class _Link:
         await asyncio.wait((self._reading, self._writing))
 
     def _leave(self, call_id: int) -> None:
-        if self._calls.pop(call_id, None) is not None:  # else the worker has ended it
+        if self._calls.pop(call_id, None) is not None:  # else the worker has ended the call already
             self._outbox.put(wire.cancel_command(messages.CancelCall(call_id)))
 
     async def _write(self) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # broken: the reader learns why
+        # A write to a broken stream raises. `_read` gets the reason from gRPC and fails the calls with it.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await self._stream.write(wire.serve_request(await self._outbox.take(MAX_FRAME_COMMANDS)))
 
@@ -194,6 +203,7 @@ class _Link:
         except grpc.aio.AioRpcError as error:
             broken = error
         finally:
+            # No await from here on, so no call can start on this stream in between: it would never get a response.
             self.is_broken = True
             self._stream.cancel()
             self._writing.cancel()
@@ -205,7 +215,7 @@ class _Link:
     def _deliver(self, call_id: int, event: messages.Event | None) -> None:
         call = self._calls.get(call_id)
         if call is None:
-            return  # left already, and the worker will soon know
+            return  # cancelled here; the worker has sent this before it received the cancellation
         match event:
             case Failed():
                 del self._calls[call_id]
@@ -220,17 +230,20 @@ class _Link:
 
 
 def _why(broken: grpc.aio.AioRpcError, peer: str) -> BatonError:
-    """Returns why a stream ended. That a worker refuses this router is no refusal of the client."""
+    """Return the error of a broken stream. A worker's refusal of this router becomes WorkerFailed.
+
+    The client must not see it as a refusal of its own request.
+    """
     error = from_rpc_error(broken, peer)
     return WorkerFailed(f"{peer} does not serve this router: {error}") if isinstance(error, NotAMember) else error
 
 
 class WorkerClient:
-    """Opens calls to workers, over one stream an address.
+    """Opens calls to workers, over one stream per address.
 
     Args:
-        keys: by which the router proves to workers who it is; None: the cluster has no secret.
-        tls: what is shown to workers, and believed of them; None: plain text.
+        keys: authenticate the router to workers; None: the cluster has no secret.
+        tls: the certificates to show to workers and to verify theirs with; None: plain text.
     """
 
     def __init__(self, keys: KeyFile | None = None, tls: Tls | None = None) -> None:
@@ -261,10 +274,10 @@ class WorkerClient:
         return self._link(worker).start(worker, FetchRequest(spec, source), trace)
 
     async def read_log(self, worker: Worker, max_lines: int) -> tuple[str, ...]:
-        """Returns the latest lines that a worker has logged.
+        """Return the latest lines of a worker's log.
 
         Raises:
-            BatonError: it does not answer within `LOG_TIMEOUT_S`, or is of a release without this call.
+            BatonError: the worker does not answer within `LOG_TIMEOUT_S`, or its release lacks this call.
         """
         proof = member_metadata(self._keys, "/baton.v1.WorkerLog/ReadLog", worker.info.incarnation)
         stub: Any = worker_pb2_grpc.WorkerLogStub(self._channel(worker))
@@ -275,7 +288,7 @@ class WorkerClient:
             raise _why(error, worker.info.label) from error
 
     async def forget_past_incarnations(self, workers: Collection[Worker]) -> None:
-        """Closes the channels of workers that are listed at another address now; their calls have failed anyway."""
+        """Close the channels of workers that now have another address. Their calls have failed already."""
         addresses = {worker.info.id: worker.info.address for worker in workers}
         for address, (worker_id, _, _) in list(self._channels.items()):
             if addresses.get(worker_id, address) != address:
@@ -294,7 +307,7 @@ class WorkerClient:
         return link
 
     def _channel(self, worker: Worker) -> grpc.aio.Channel:
-        """The channel to a worker: a new one where there is none yet, or the certificates have changed since."""
+        """Return the channel to a worker; open one if there is none, or if the certificates have changed."""
         address, shown = worker.info.address, self._tls.now() if self._tls else None
         known = self._channels.get(address)
         if known is None or known[2] is not shown:
@@ -302,6 +315,7 @@ class WorkerClient:
         return known[1]
 
     async def _close(self, address: str) -> None:
+        # Both entries go before the first await: a call that starts meanwhile opens a new channel.
         _, open_channel, _ = self._channels.pop(address)
         if (link := self._links.pop(address, None)) is not None:
             await link.close()

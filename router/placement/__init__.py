@@ -1,7 +1,7 @@
-"""Which workers serve a request: a pure function over a snapshot of the pools.
+"""Placement of requests on workers: a pure function over a snapshot of the pools.
 
 `policy` compares candidates in seconds, from loads (`load`), costs (`prices`) and cached prefixes. `pool_view` takes
-the snapshot and `stale_hints` remembers where the index was wrong.
+the snapshot, and `stale_hints` detects errors of the prefix index.
 """
 
 from router.placement.load import Job, LoadTracker, Residence, Turn

@@ -1,6 +1,7 @@
-"""What a worker has to do, as one router knows it: what it sent there itself, at once, and what the worker reports.
+"""Load of a worker as one router knows it, from the jobs that it sent there and from the worker's reports.
 
-Other routers' work shows in the report alone, so loads are the greater of the two. Time is an argument.
+The router's own jobs count at once. Jobs of other routers show only in the report, so the load is the greater of the
+two. Time is an argument.
 """
 
 from __future__ import annotations
@@ -14,35 +15,35 @@ from router.placement.policy import Candidate
 
 UNLIMITED_TOKENS = 10**9
 RESIDENCE_S = 10.0
-"""How long a sequence holds its KV on a decode worker, before any has been seen to end."""
+"""Assumed time for which a sequence holds its KV on a decode worker, until a sequence has ended."""
 RECENT_S = 300.0
-"""Time constant of what a worker has computed lately."""
+"""Time constant of a worker's recent computing."""
 SMOOTHING = 0.05
-"""Weight of the newest such duration in the moving average."""
+"""Weight of the newest residence time in the moving average."""
 
 Turn = tuple[int, bool]
-"""Least first: (-priority, whether the deadline is out of reach). Workers compute prompts in this order."""
+"""Rank of a prompt, lowest first: (-priority, deadline is out of reach). Workers compute prompts in this order."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job:
-    """A choice on its way through the workers."""
+    """Work of one choice on workers."""
 
     turn: Turn
     compute_s: float
-    """Predicted, on the worker that computes its prompt."""
+    """Predicted time on the worker that computes its prompt."""
     num_prompt_tokens: int
     num_expected_tokens: int
     queued_at: LoadTracker | None = None
     """Set until its prompt is computed."""
     decoding_at: LoadTracker | None = None
-    """Set until it is done."""
+    """Set until its decoding ends."""
     began_s: float = 0.0
 
 
 @dataclass(slots=True)
 class Residence:
-    """How long sequences hold their KV, on average."""
+    """Mean time for which sequences hold their KV."""
 
     mean_s: float = RESIDENCE_S
 
@@ -52,7 +53,7 @@ class Residence:
 
 @dataclass(slots=True, kw_only=True)
 class LoadTracker:
-    """One incarnation of a worker. `candidate` is kept as it is now, but for what depends on the request."""
+    """Load of one incarnation of a worker. `candidate` is current, except for fields that depend on the request."""
 
     worker_id: str
     epoch: int
@@ -61,13 +62,13 @@ class LoadTracker:
     residence: Residence
     _queue_s: dict[Turn, float] = field(default_factory=dict)
     _jobs: dict[Job, None] = field(default_factory=dict)
-    """Jobs that are queued, eldest first."""
+    """Queued jobs, oldest first."""
     _since_s: float = 0.0
-    """When the eldest began, as far as is known."""
+    """Estimated start of the oldest job."""
     _others_s: float = 0.0
-    """Prompts queued there that others sent."""
+    """Time to compute the queued prompts of other routers."""
     _recent_at_s: float = 0.0
-    """When `candidate.recent_s` was worked out, and until when that is good enough."""
+    """Time of the last update of `candidate.recent_s`; the field below is the time of the next one."""
     _recent_until_s: float = 0.0
     _num_decoding: int = 0
     _num_kv_tokens: int = 0
@@ -92,22 +93,22 @@ class LoadTracker:
         return self.worker_id, self.epoch
 
     def report(self, worker: Worker, usual: StepCosts = PRIOR) -> None:
-        """What the worker says of itself.
+        """Update the load from a worker's lease.
 
         Args:
-            usual: what steps cost in its pool.
+            usual: typical costs of steps in its pool.
         """
         self._reported = worker
         candidate, load = self.candidate, worker.load
         candidate.takes_work = load.state is WorkerState.READY
-        candidate.role = worker.info.role  # it may change, and what was recorded stays recorded
+        candidate.role = worker.info.role  # the role may change; recorded jobs stay
         candidate.costs = believed(load.costs, usual)
         candidate.chunk_tokens = worker.info.chunk_tokens
         self._others_s = max(0.0, load.queued_tokens * candidate.costs.s_per_token - sum(self._queue_s.values()))
         self._refresh()
 
     def seen(self, turn: Turn, num_cached_tokens: int, now: float) -> Candidate:
-        """The worker as a request of this turn finds it. Valid until the next call."""
+        """Return the worker as a candidate for a request of this turn. The result is valid until the next call."""
         candidate = self.candidate
         candidate.num_cached_tokens = num_cached_tokens
         if now > self._recent_until_s:
@@ -116,7 +117,7 @@ class LoadTracker:
         return candidate
 
     def wait_s(self, turn: Turn, now: float) -> float:
-        """Computing the prompts whose turn is not after `turn`."""
+        """Return the time to compute the queued prompts whose turn is not after `turn`."""
         wait_s = self._others_s
         for other, seconds in self._queue_s.items():
             if other <= turn:
@@ -127,11 +128,11 @@ class LoadTracker:
 
     @property
     def is_busy(self) -> bool:
-        """A job of this router is there."""
+        """True if the worker has a job of this router."""
         return bool(self._jobs or self._num_decoding)
 
     def queue(self, job: Job, now: float) -> None:
-        """A prompt has been sent there to be computed."""
+        """Record a prompt that was sent to the worker."""
         if not self._jobs:
             self._since_s = now
         self._jobs[job] = None
@@ -140,7 +141,7 @@ class LoadTracker:
         self._note_recent(job.compute_s, now)
 
     def computed(self, job: Job, now: float) -> None:
-        """Removes a job that is computed, or has left, from the queue; idempotent."""
+        """Remove a job from the queue when its prompt is computed or it is cancelled; idempotent."""
         if job.queued_at is self:
             job.queued_at = None
             del self._jobs[job]
@@ -150,12 +151,12 @@ class LoadTracker:
                 del self._queue_s[job.turn]
 
     def decode(self, job: Job, now: float) -> None:
-        """A sequence has been sent there to be decoded."""
+        """Record a sequence that was sent to the worker for decoding."""
         job.decoding_at, job.began_s = self, now
         self._book(job, 1)
 
     def finished(self, job: Job, now: float) -> None:
-        """Removes a job that is done, or has left, from the sequences that decode; idempotent."""
+        """Remove a job from the decoding sequences when it is complete or cancelled; idempotent."""
         if job.decoding_at is self:
             job.decoding_at = None
             self.residence.observe(now - job.began_s)
@@ -180,7 +181,7 @@ class LoadTracker:
         candidate.num_decoding = max(self._num_decoding, load.running)
         candidate.num_kv_tokens = max(self._num_kv_tokens, num_in_use if load.running else 0)
         held = max(self._num_reserved_tokens, num_in_use)
-        # Who holds nothing takes whatever fits at all; who reports no blocks has not said.
+        # An empty worker accepts any sequence that fits at all. A worker that reports no blocks has unknown room.
         is_known = held and load.blocks.total
         candidate.room_tokens = load.blocks.total * self.block_size - held if is_known else UNLIMITED_TOKENS
         candidate.freed_tokens_per_s = held / max(self.residence.mean_s, 1e-3)

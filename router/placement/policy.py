@@ -1,24 +1,24 @@
-"""Placement: the workers with which a request's answer is predicted to come soonest, in seconds.
+"""Placement: chooses the workers that are predicted to complete a request's answer soonest. All costs are in seconds.
 
-For a worker that computes the prompt, the time to the first token is
+The time to the first token on the worker that computes the prompt is
 
-    max(wait for those before it, wait for room to decode) + pulling a prefix + computing the rest
+    max(wait for earlier prompts, wait for room to decode) + pulling a prefix + computing the rest
 
-where a prefix is pulled from the worker that holds the longest one if that is quicker than computing it. A worker has
-fitted the costs of its steps itself (`baton.costs`), the router those of moving KV (`Prices`). A decode worker that
-computes a prompt does so between the steps of the sequences that it decodes, so it takes longer, and they do. Handing
-over costs what the computing did not hide. Then the answer's further tokens take as long as the decode worker's steps
-will be, and a worker whose steps would break the objective comes after all others.
+A prefix is pulled from the worker that holds the longest one if that is faster than computing it. Each worker fits the
+costs of its steps itself (`baton.costs`), and the router fits the costs of KV transfers (`Prices`). A decode worker
+computes a prompt between the steps of the sequences that it decodes, so the prompt takes longer, and so do they. A KV
+transfer costs the part that computing did not hide. The remaining tokens take as long as the decode worker's steps, and
+a worker whose steps would miss the objective ranks after all others.
 
-A prefix that every worker holds (a shared system prompt) makes all of them quicker alike, so only the overlap *in
-excess of the pool's* attracts, and only as far as the owner is not busier by more than it saves: then another worker
-pulls it, and a hot prefix spreads. Naive longest-prefix routing sends a whole trace with one system prompt to a single
-worker; this does not.
+A prefix that every worker holds (a shared system prompt) speeds up all of them equally, so only a longer overlap than
+the others' attracts a request. It does so only until the owner is busier by more than the overlap saves. Then another
+worker pulls the prefix, and a hot prefix spreads. Naive longest-prefix routing would send a whole trace with one system
+prompt to a single worker.
 
-A prompt that is computed away from its owner, pulled or not, takes room in a second cache, which later prompts miss.
-That costs this request nothing, so it is an extra, for each token that the chosen worker lacks and another one holds.
-Equal costs are broken by rendezvous hashing of the prompt's first blocks, so that a session stays near where it began
-even when no cache is known.
+A prompt that is computed on another worker than its owner, with or without a pull, takes room in a second cache, which
+later prompts lack. This costs the request itself nothing, so it is an extra penalty for each token that the chosen
+worker lacks and another one holds. Rendezvous hashing of the prompt's first blocks breaks ties, so a session tends to
+stay on the same workers even if no cached prefix is known.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from baton.costs import ITL_TARGET, LEAST_SHARE, PRIOR, StepCosts
 from router.placement.prices import DEFAULT_PRICES, Prices
 
 SESSION_BLOCKS = 2
-"""Leading blocks that distinguish sessions: the first alone is often a shared system prompt."""
+"""Number of leading blocks that identify a session: the first one alone is often a shared system prompt."""
 EQUAL_SHARE = 0.01
-"""Costs that differ by less than this share are equal: predictions are no better."""
+"""Costs that differ by less than this share count as equal: predictions are not more exact."""
 
 LARGE_POOL = 32
-"""Workers from which on not all of them are looked at closely."""
+"""Number of workers beyond which only a shortlist is evaluated."""
 SHORTLIST = 8
-"""Then those that fewer others than this outdo, in what they hold and in what they have to do."""
+"""A worker is on the shortlist if fewer than this many others hold as much of the prompt and have less load."""
 BREACH = 10.0
-"""Cost in seconds of a second by which a step exceeds the objective."""
+"""Penalty in seconds for each second by which a step exceeds the objective."""
 
 
 class Mode(StrEnum):
-    """How the workers of a request share its work."""
+    """Division of a request's work between workers."""
 
     DISAGGREGATED = "disaggregated"
-    """A prefill worker computes the prompt and hands its KV over to a decode worker."""
+    """A prefill worker computes the prompt and transfers its KV to a decode worker."""
     AGGREGATED = "aggregated"
     """The decode worker computes the prompt itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What placement needs to know of a sequence and of its answer; `hash_block_keys` are for permits to pull."""
+    """A sequence as placement sees it. `hash_block_keys` are for permits to pull."""
 
     num_tokens: int
     block_keys: tuple[bytes, ...]
@@ -70,64 +70,65 @@ class Prompt:
 
 @dataclass(slots=True, kw_only=True)
 class Candidate:
-    """A worker that could take the request, as the router sees it now."""
+    """A worker that could serve the request, in its current state as the router knows it."""
 
     worker_id: str
     role: Role
     num_cached_tokens: int = 0
-    """Leading prompt tokens it is believed to hold."""
+    """Number of leading prompt tokens that it is believed to hold."""
     wait_s: float = 0.0
-    """Computing the prompts that come before this one, were the worker to do nothing else."""
+    """Time to compute the prompts ahead of this one if the worker does nothing else."""
     recent_s: float = 0.0
-    """Prompt computing that it has done lately."""
+    """Recent prompt computing, in seconds, exponentially decayed."""
     num_decoding: int = 0
     num_kv_tokens: int = 0
-    """Context of the sequences that it decodes, or will."""
+    """Total context of the sequences that it decodes or will decode."""
     room_tokens: int = 10**9
-    """KV that fits without waiting for others to finish; cached prefixes make room."""
+    """Tokens of KV that fit without waiting for other sequences to finish; cached prefixes count as free."""
     freed_tokens_per_s: float = math.inf
-    """KV that finished sequences give back."""
+    """Rate at which finished sequences free KV."""
     costs: StepCosts = PRIOR
     chunk_tokens: int = 2048
-    """Prompt tokens in one step."""
+    """Maximum number of prompt tokens in one step."""
     takes_work: bool = True
-    """Whether it takes new work; a worker that does not is a source of prefixes only."""
+    """True if it takes new work; otherwise it is only a source of prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a request's answer is held against."""
+    """Latency objectives of a request."""
 
     ttft_s: float = math.inf
     itl_s: float = math.inf
     """Mean time between tokens."""
     e2e_s: float = math.inf
-    """Time to the last token. Placement does not look at it."""
+    """Time to the last token. Placement ignores it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What counts besides the seconds of this request's own answer."""
+    """Weights of costs other than this request's own latency."""
 
     affinity: float = 1.0
-    """Penalty for leaving a cached prefix: per token cached elsewhere but not here, as a multiple of the time to
-    compute that token."""
+    """Penalty per token that another worker has cached and this one has not, as a multiple of the time to compute that
+    token."""
     interference: float = 0.02
-    """Penalty for disturbing others: per sequence decoded beside the prompt, as a share of the time to compute it."""
+    """Penalty per sequence that the worker decodes while it computes the prompt, as a share of the time to compute the
+    prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Seconds of one request on the workers chosen."""
+    """Predicted times of one request on the chosen workers, in seconds."""
 
     wait_s: float
-    """Prompts before this one."""
+    """Wait for the prompts ahead of this one."""
     room_s: float
     """Time until the decode worker has room."""
     pull_s: float
     compute_s: float
     exposed_s: float
-    """Part of the KV transfer that comes after the first token."""
+    """Part of the KV transfer after the first token."""
     step_s: float
     """Time between two tokens."""
 
@@ -139,7 +140,7 @@ class Prediction:
 
 @dataclass(slots=True)
 class Terms:
-    """One request on one candidate, in seconds; see `Prediction`."""
+    """Predicted costs of one request on one candidate, in seconds; see `Prediction`."""
 
     worker_id: str
     role: Role
@@ -150,32 +151,32 @@ class Terms:
     pull_s: float
     compute_s: float
     first_s: float
-    """Time to the first token if this one computes the prompt, and what else that is to cost."""
+    """Time to the first token if this candidate computes the prompt, plus penalties."""
     room_s: float = 0.0
     exposed_s: float = 0.0
     step_s: float = 0.0
     answer_s: float = 0.0
-    """The further tokens."""
+    """Time for the tokens after the first one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The workers of a request, and what was predicted for them."""
+    """The chosen workers of a request, with the prediction for them."""
 
     mode: Mode
     decode_worker: str
     prefill_worker: str = ""
     source: str = ""
-    """Worker from which the one that computes the prompt pulls a prefix first; empty: none."""
+    """Worker from which a prefix is pulled before the prompt is computed; empty: none."""
     source_tokens: int = 0
-    """Leading prompt tokens that the source is believed to hold."""
+    """Number of leading prompt tokens that the source is believed to hold."""
     prediction: Prediction = Prediction(wait_s=0.0, room_s=0.0, pull_s=0.0, compute_s=0.0, exposed_s=0.0, step_s=0.0)
     considered: tuple[Terms, ...] = field(default=(), compare=False, repr=False)
-    """All candidates, with what speaks for and against each."""
+    """All candidates with their costs."""
 
     @property
     def computes(self) -> str:
-        """The worker that computes the prompt."""
+        """Id of the worker that computes the prompt."""
         return self.prefill_worker or self.decode_worker
 
 
@@ -193,16 +194,16 @@ def place(
     pull_above_tokens: int = 64,
     not_from: Collection[str] = (),
 ) -> Placement | None:
-    """Chooses the workers of a request, and the source of its prefix.
+    """Choose the workers of a request, and the source of its prefix.
 
     Args:
-        mode: "disaggregated", "aggregated", or "auto": whichever is predicted to be quicker.
-        pull_above_tokens: a prefix is pulled only if it is at least so many tokens (1 or more) longer than that of the
-            worker which computes.
-        not_from: workers that are no source.
+        mode: "disaggregated", "aggregated", or "auto", which takes the one that is predicted to be faster.
+        pull_above_tokens: a prefix is pulled only if it exceeds the computing worker's own by at least this many tokens
+            (1 or more).
+        not_from: ids of workers that must not be a source.
 
     Returns:
-        None when no candidate fits the mode.
+        The placement; None: no candidate fits the mode.
     """
     if len(candidates) > LARGE_POOL:
         candidates = _shortlist(candidates, _session_of(prompt))
@@ -229,7 +230,7 @@ def place(
         if mode == Mode.DISAGGREGATED:
             return costs.placement(Mode.DISAGGREGATED, prefill, decode, considered)
     both = costs.least(decodes, lambda terms: terms.first_s + terms.answer_s)
-    # At equal costs the pools keep to their roles: the next ones to decode will not have this prompt beside them.
+    # At equal costs prefer the disaggregated mode: the prompt then does not delay the sequences on the decode worker.
     if prefills and split_s <= both.first_s + both.answer_s + weights.interference * both.compute_s:
         return costs.placement(Mode.DISAGGREGATED, prefill, decode, considered)
     return costs.placement(Mode.AGGREGATED, both, both, considered)
@@ -239,16 +240,17 @@ NUM_CACHED_TOKENS, WAIT_S, NUM_KV_TOKENS = map(attrgetter, ("num_cached_tokens",
 
 
 def _shortlist(candidates: Sequence[Candidate], session: int) -> list[Candidate]:
-    """The candidates that are worth a closer look: one that SHORTLIST others of its role outdo is left out.
+    """Return the candidates without those that SHORTLIST others of their role dominate.
 
-    The cost falls with what a worker holds and rises with what it has to do, so among workers of one speed a worker
-    never costs less than one that outdoes it. What a decode worker has to do is of two kinds, prompts and decoding;
-    each is looked at by itself, so one that is second best in both may be missed.
+    A worker dominates another one if it holds at least as much of the prompt and has less load. The cost falls with the
+    cached prefix and rises with the load, so among workers of one speed a dominated worker never costs less. A decode
+    worker has two loads, prompts and decoding. Each is considered separately, so a worker that is second best in both
+    may be missed.
     """
     chosen: dict[str, Candidate] = {}
     for role in Role:
         pool = [candidate for candidate in candidates if candidate.role is role and candidate.takes_work]
-        begin = session % max(1, len(pool))  # of workers that are alike, each session sees others
+        begin = session % max(1, len(pool))  # different sessions get different ones of several equal workers
         pool = pool[begin:] + pool[:begin]
         picked = _not_outdone(pool, WAIT_S)
         if role is Role.DECODE:
@@ -258,12 +260,10 @@ def _shortlist(candidates: Sequence[Candidate], session: int) -> list[Candidate]
 
 
 def _not_outdone(pool: Sequence[Candidate], to_do: Callable[[Candidate], float]) -> list[Candidate]:
-    """The candidates beside which fewer than SHORTLIST others hold as much and have as little to do; of equals, the
-    first.
-    """
+    """Return the candidates that fewer than SHORTLIST others dominate; of equal candidates, the first ones."""
     found: list[Candidate] = []
     least: list[float] = []
-    """What the SHORTLIST least busy of those found have to do."""
+    """Loads of the SHORTLIST least loaded candidates found so far, ascending."""
     for candidate in sorted(sorted(pool, key=to_do), key=NUM_CACHED_TOKENS, reverse=True):
         load = to_do(candidate)
         if len(least) < SHORTLIST or load < least[-1]:
@@ -278,8 +278,9 @@ def _session_of(prompt: Prompt) -> int:
 
 
 class _Costs:
-    """The costs of one request on each candidate. The loops over candidates are here: plain arithmetic on local names,
-    since this is done for every request and every worker.
+    """Costs of one request on each candidate.
+
+    The loops run for every request and every worker, so they are plain arithmetic on local names.
     """
 
     def __init__(
@@ -304,7 +305,7 @@ class _Costs:
         self._longest = max((c.num_cached_tokens for c in self._sources), default=0)
 
     def on_prefill(self, pool: Sequence[Candidate]) -> list[Terms]:
-        """Time to the first token, were it computed on a worker that does nothing else."""
+        """Return the costs of computing the prompt on workers that do not decode."""
         num_tokens, longest, pull_above = self._prompt.num_tokens, self._longest, self._pull_above
         affinity, pull_s_at_least, pull_s_per_token = self._weights.affinity, *self._pull
         found = []
@@ -326,7 +327,7 @@ class _Costs:
         return found
 
     def on_decode(self, pool: Sequence[Candidate]) -> list[Terms]:
-        """Time to the first token, were it computed on a worker that decodes as well, and time of the further ones."""
+        """Return the costs of computing the prompt on decode workers, and of decoding the answer there."""
         prompt, prices, interference, itl_s = self._prompt, self._prices, self._weights.interference, self._itl_s
         num_tokens, num_expected = prompt.num_tokens, prompt.num_expected_tokens
         found = self.on_prefill(pool)
@@ -337,7 +338,8 @@ class _Costs:
                 terms.room_s = lacking / max(c.freed_tokens_per_s, 1.0)
             alone_s, extra_s = terms.compute_s, terms.first_s - terms.wait_s - terms.compute_s
             if num_decoding:
-                # Prompts share steps with sequences that decode, in chunks that keep these within their objective.
+                # Prompts share steps with decoding sequences. Their chunks are small enough to keep these within their
+                # objective.
                 between_s = costs.s_overhead + costs.decoding_s(num_decoding, c.num_kv_tokens)
                 chunk_s = costs.s_per_token * c.chunk_tokens
                 chunk_s = min(chunk_s, max(ITL_TARGET * itl_s - between_s, chunk_s / LEAST_SHARE))
@@ -348,14 +350,16 @@ class _Costs:
             terms.first_s = max(terms.wait_s, terms.room_s) + terms.compute_s + extra_s
             terms.exposed_s = prices.exposed_s + prices.exposed_s_per_token * num_missing
             terms.step_s = step_s = costs.decode_step_s(num_decoding + 1, c.num_kv_tokens + num_tokens)
-            # Steps above the objective are of no use to anybody.
+            # Steps that exceed the objective are penalized, because their tokens are late.
             breach_s = step_s - itl_s
             terms.answer_s = num_expected * (step_s + BREACH * breach_s if breach_s > 0 else step_s)
         return found
 
     def least(self, pool: Sequence[Terms], cost: Callable[[Terms], float]) -> Terms:
-        """The cheapest. Of those that are equally cheap, the session's own two are looked at, and the one that has
-        computed less lately is taken (the power of two choices: Mitzenmacher, 2001).
+        """Return the cheapest candidate.
+
+        Among equally cheap ones, rendezvous hashing picks two for the session, and the one with less recent computing
+        wins (the power of two choices: Mitzenmacher, 2001).
         """
         costs = [cost(terms) for terms in pool]
         limit = min(costs) * (1 + EQUAL_SHARE)
@@ -389,12 +393,12 @@ class _Costs:
         )
 
     def _owner(self) -> Candidate:
-        """The source of a prefix: the least busy of the workers that hold the longest one."""
+        """Return the source of a prefix: the least loaded worker that holds the longest one."""
         owners = [c for c in self._sources if c.num_cached_tokens == self._longest]
         least = min((c.wait_s, c.num_kv_tokens) for c in owners)
         idle = [c for c in owners if (c.wait_s, c.num_kv_tokens) == least]
         return min(idle, key=lambda c: self._tie_break(c.worker_id))
 
     def _tie_break(self, worker_id: str) -> int:
-        """Rendezvous (highest random weight) hashing, Thaler and Ravishankar 1998."""
+        """Return the rank of a worker by rendezvous (highest random weight) hashing, Thaler and Ravishankar 1998."""
         return xxhash.xxh64_intdigest(worker_id.encode(), self._session)

@@ -1,4 +1,4 @@
-"""The router's view of the workers: their leases, what it sent them itself, and which of them it mistrusts."""
+"""The router's view of the workers: their leases, the jobs that it sent them, and the workers that it suspects."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from baton.messages import SequenceSpec
 from router.placement import Candidate, Job, LoadTracker, Prompt, Residence, Turn
 
 UNKNOWN_LENGTH = 2**31 - 1
-"""Context of a model that does not say its own: then the workers' limit is what counts."""
+"""Context window of a model that does not declare one: only the workers' limit applies."""
 SUSPICION_S = 10.0
-"""Least time for which a worker whose stream broke is passed over, unless it comes back as a new incarnation."""
+"""Minimum time for which a worker whose stream broke gets no work, unless it returns as a new incarnation."""
 SHORT = 8
-"""A worker that holds less than one such part of the sequence that most of its role hold is broken, or its lease is: it
-takes only what fits it, and what the others hold stays the limit of all requests. A prefill worker is also judged by
-the decode workers, which could do without it."""
+"""A worker whose longest sequence is less than 1/SHORT of what is usual in its role is misconfigured, or its lease is
+wrong. It gets only requests that fit, and does not lower the limit for all requests. Prefill workers are also compared
+with the decode workers, which can work without them."""
 LEAVING_S = 3.0
-"""Time for which a worker that asked on a stream to have its choices moved gets no work; by then its lease says that it
+"""Time for which a worker that asked on a stream to migrate its choices gets no work. After that its lease says that it
 leaves its role."""
 
 
@@ -32,10 +32,10 @@ class PoolView:
     """Snapshot of the pools, fed by `update` (leases) and by the router's own placements.
 
     Args:
-        lookup: prompt keys -> leading blocks that each worker is believed to hold.
+        lookup: prompt keys -> number of leading blocks that each worker is believed to hold.
         clock: monotonic seconds.
-        longest: sequence that the model takes; a worker that holds more is believed to hold this.
-        lease_s: time for which a dead worker may be listed; it is passed over until then.
+        longest: longest sequence that the model supports; caps the limits that workers report.
+        lease_s: time for which a dead worker may still be listed; a suspected worker gets no work for as long.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class PoolView:
         self._workers: dict[str, Worker] = {}
         self._max_model_len: int | None = None
         self._short: dict[str, int] = {}
-        """Workers that hold much less than others do -> the longest sequence that each of them holds."""
+        """Worker with a much lower limit than the others -> the longest sequence that it holds."""
         self._block_size = HASH_BLOCK
         self._loads: dict[tuple[str, int], LoadTracker] = {}
-        """Load by worker and epoch: an incarnation's jobs are none of the next one's."""
+        """Load by worker and epoch: a new incarnation does not inherit jobs."""
         self._ready: list[LoadTracker] = []
-        """Load of the workers that take traffic."""
+        """Loads of the workers that take work."""
         self._draining: list[LoadTracker] = []
-        """Load of the workers that drain: only prefixes can be had from them."""
+        """Loads of the draining workers, which are only sources of prefixes."""
         self._lacking: dict[str, frozenset[str]] = {}
-        """Workers of an older release -> fields that they do not know."""
+        """Worker of an older release -> fields that it does not know."""
         self._samplers: tuple[str, ...] = ()
         self._residence = Residence()
         self._suspects: dict[tuple[str, int], float] = {}
@@ -70,20 +70,24 @@ class PoolView:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """All workers that have a lease, by id."""
+        """All workers that have a lease, ordered by id."""
         return tuple(self._workers.values())
 
     def max_model_len(self) -> int | None:
-        """Longest sequence that every worker can hold, but for those far below the others; None while none is known."""
+        """Return the longest sequence that every worker can hold, except workers far below the others.
+
+        Returns:
+            None if no worker is known.
+        """
         return self._max_model_len
 
     @property
     def block_size(self) -> int:
-        """The block size of most workers, in tokens; a hash block while none is known."""
+        """Block size of most workers, in tokens; the size of a hash block if no worker is known."""
         return self._block_size
 
     async def update(self, workers: Collection[Worker]) -> None:
-        """Takes over the leases; a worker without one is gone."""
+        """Adopt the current leases; a worker without a lease is gone."""
         least = least_of([worker.load.costs for worker in workers])
         bounded = (_bounded(worker, least) for worker in workers)
         self._workers = {worker.info.id: worker for worker in sorted(bounded, key=lambda worker: worker.info.id)}
@@ -97,7 +101,7 @@ class PoolView:
         self._samplers = tuple(sorted({info.sampler for info in infos}))
         usual = {role: typical([w.load.costs for w in self._workers.values() if w.info.role is role]) for role in Role}
         known = self._loads
-        # A lease that is missing once must not make a worker look idle.
+        # Keep the jobs of a worker whose lease is missing once: it must not look idle when the lease is back.
         self._loads = {incarnation: book for incarnation, book in known.items() if book.is_busy}
         for worker in self._workers.values():
             incarnation = worker.info.id, worker.info.epoch
@@ -123,31 +127,35 @@ class PoolView:
         return {info.id: lengths[info.id] for info in infos if lengths[info.id] * SHORT < usual[info.role]}
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Returns after the next `update`, or after the time given."""
+        """Return after the next `update`, or after the timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait()
 
     def get(self, worker_id: str) -> Worker:
-        """The worker of this id. Raises KeyError where it has no lease."""
+        """Return the worker with this id.
+
+        Raises:
+            KeyError: the worker has no lease.
+        """
         return self._workers[worker_id]
 
     def suspect(self, worker: Worker) -> None:
-        """Passes this incarnation over for a while: its stream broke, though its lease may still live."""
+        """Give this incarnation no work for a while: its stream broke, although its lease may still be valid."""
         self._suspects[worker.info.id, worker.info.epoch] = self._clock() + self._suspicion_s
 
     def leaves(self, worker: Worker) -> None:
-        """Notes that a worker takes no new work in its role; its lease may not say so yet."""
+        """Record that a worker takes no new work in its role, even if its lease does not say so yet."""
         info = worker.info
         self._leaving[info.id, info.epoch, info.role] = self._clock() + LEAVING_S
 
     def stays(self, worker: Worker) -> bool:
-        """Whether a worker that announced to leave its role has stayed, according to its lease."""
+        """Return whether a worker that announced to leave its role stays, according to its lease."""
         now = self._workers.get(worker.info.id)
         return now is not None and now.info.role is worker.info.role and self.is_trusted(now)
 
     def unfit(self, spec: SequenceSpec) -> dict[str, set[str]]:
-        """Workers that do not know all that is set in the sequence -> the fields that they do not know."""
+        """Return the workers that do not know all fields that the sequence sets -> the unknown fields."""
         if not self._lacking:
             return {}
         used = wire.fields_of(spec)
@@ -155,28 +163,29 @@ class PoolView:
 
     @property
     def samplers(self) -> tuple[str, ...]:
-        """Names of the workers' samplers; the empty one stands for those that do not say theirs."""
+        """Names of the workers' samplers; an empty name stands for workers that do not report theirs."""
         return self._samplers
 
     def alike(self, candidates: Sequence[Candidate], only: str | None = None) -> list[Sequence[Candidate]]:
-        """Groups candidates that may share an answer that is drawn: those of one sampler. A KV transfer, a move and a
-        retry then give the tokens that one worker alone would have given.
+        """Group the candidates by sampler, because only workers of one sampler may share an answer that is drawn.
+
+        KV transfers, migrations and retries within a group then give the same tokens as a single worker.
 
         Args:
             only: the sampler that has drawn a part of the answer; None: nothing is drawn yet.
         """
         names = self._samplers if only is None else (only,)
-        if names == self._samplers and len(names) < 2:  # as nearly always
+        if names == self._samplers and len(names) < 2:  # the usual case
             return [candidates]
         return [[c for c in candidates if self._workers[c.worker_id].info.sampler == name] for name in names]
 
     def too_short(self, spec: SequenceSpec) -> set[str]:
-        """Workers that cannot hold the sequence and all of its answer, though it is no longer than `max_model_len`."""
+        """Return the workers that cannot hold the sequence with its answer, although `max_model_len` allows it."""
         num_tokens = spec.num_prompt_tokens + spec.max_tokens
         return {worker_id for worker_id, length in self._short.items() if length < num_tokens}
 
     def with_room(self, num_tokens: int, excluded: Collection[str]) -> set[str]:
-        """The decode workers that have room for `num_tokens`, as far as is known, if none of them is cached there."""
+        """Return the decode workers that have room for `num_tokens` without a prefix hit, as far as is known."""
         return {
             book.worker_id
             for book in self._ready
@@ -187,7 +196,7 @@ class PoolView:
         }
 
     def is_trusted(self, worker: Worker) -> bool:
-        """Whether a worker takes work, and neither broke off nor leaves its role."""
+        """Return whether a worker takes work, is not suspected and does not leave its role."""
         return worker.load.state is WorkerState.READY and self._is_trusted(worker.info.id, worker.info.epoch)
 
     def _is_trusted(self, worker_id: str, epoch: int) -> bool:
@@ -198,15 +207,16 @@ class PoolView:
         return self._leaving.get((worker_id, epoch, role), 0.0) <= now
 
     def is_ready(self, role: Role) -> bool:
-        """Whether a worker of this role takes work."""
+        """Return whether a worker of this role takes work."""
         return any(w.info.role is role and self.is_trusted(w) for w in self.workers)
 
     def candidates(self, prompt: Prompt, turn: Turn, excluded: Collection[str] = ()) -> list[Candidate]:
-        """The workers that could take a request now, or be the source of its prefix, with what they hold of its prompt.
-        Valid until the next call.
+        """Return the workers that could serve a request now or be the source of its prefix, with their prefix hits.
+
+        The result is valid until the next call.
 
         Args:
-            turn: of the request; see `router.placement.Turn`.
+            turn: the request's turn; see `router.placement.Turn`.
         """
         held = self._lookup(prompt.block_keys)
         now = self._clock()
@@ -223,12 +233,12 @@ class PoolView:
         return [book.seen(turn, min(held.get(book.worker_id, 0) * book.block_size, num_tokens), now) for book in ready]
 
     def wait_s(self, worker: Worker, turn: Turn) -> float:
-        """Seconds of computing the prompts whose turn is not after `turn`."""
+        """Return the time to compute a worker's queued prompts whose turn is not after `turn`, in seconds."""
         return self._loads[worker.info.id, worker.info.epoch].wait_s(turn, self._clock())
 
     @contextlib.contextmanager
     def computing(self, worker: Worker, job: Job) -> Iterator[None]:
-        """The job's prompt is queued on a worker's incarnation while the block is entered."""
+        """Context manager: counts the job's prompt as queued on a worker's incarnation."""
         book = self._loads.get((worker.info.id, worker.info.epoch))
         if book is not None:
             book.queue(job, self._clock())
@@ -239,13 +249,13 @@ class PoolView:
                 book.computed(job, self._clock())
 
     def computed(self, job: Job) -> None:
-        """The job's prompt is computed, though the block of `computing` is entered still; idempotent."""
+        """Record that the job's prompt is computed, before its `computing` exits; idempotent."""
         if job.queued_at is not None:
             job.queued_at.computed(job, self._clock())
 
     @contextlib.contextmanager
     def decoding(self, worker: Worker, job: Job) -> Iterator[None]:
-        """The job's sequence is on the incarnation that decodes it, while the block is entered."""
+        """Context manager: counts the job's sequence as decoding on a worker's incarnation."""
         book = self._loads.get((worker.info.id, worker.info.epoch))
         if book is not None:
             book.decode(job, self._clock())
@@ -257,7 +267,7 @@ class PoolView:
 
 
 def _bounded(worker: Worker, least: StepCosts) -> Worker:
-    """The worker with costs that are not believed to be less than the least."""
+    """Return the worker with its costs raised to the lowest plausible ones."""
     costs = lifted(worker.load.costs, least)
     return worker if costs is worker.load.costs else replace(worker, load=replace(worker.load, costs=costs))
 

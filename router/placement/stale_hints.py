@@ -1,7 +1,7 @@
-"""Compares what placement believed of a worker's cache with what the worker found there.
+"""Compares the prefix hits that placement expected with those that workers report.
 
-The worker that computes a prompt reports how much of it was cached. Less than believed means that the hint was stale.
-It is counted, and the mirror takes back what was wrong, unless events of the worker have come since.
+The worker that computes a prompt reports how much of it was cached. If that is less than expected, the hint was stale.
+The router counts it and removes the wrong entries from its mirror, unless newer events of the worker have arrived.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from router.placement import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
-    """What the worker that is to compute a prompt was believed to hold of it."""
+    """Expected prefix hit of a prompt on the worker that computes it."""
 
     worker_id: str
     block_size: int
     keys: tuple[bytes, ...]
-    """Keys of the leading blocks that it could use if it held them."""
+    """Keys of the leading blocks that the worker is expected to hold and can use."""
     as_of: Position | None
-    """Where the mirror stood in the worker's events; None: it knew nothing of the worker."""
+    """Position of the mirror in the worker's events; None: the mirror did not know the worker."""
 
     num_tokens: int
-    """Leading tokens that placement counted on."""
+    """Number of leading tokens that placement expected."""
 
 
 class HintTracker:
-    """Notes hints as requests are placed, and settles them as workers answer."""
+    """Records hints when requests are placed, and checks them when workers report."""
 
     def __init__(self, mirror: Mirror, instruments: Instruments) -> None:
         self._mirror = mirror
         self._instruments = instruments
 
     def note(self, spec: SequenceSpec, prompt: Prompt, worker: Worker, num_believed_tokens: int) -> Hint:
-        """Must be called before the mirror that placement looked into has changed."""
-        # The last token is computed whatever is cached. Of an answer that goes on elsewhere nothing is noted: workers
-        # report what they found of the prompt alone, but all that they pulled.
+        """Record a hint. Call this before the mirror changes after the placement."""
+        # The last token is always computed. A continued answer gets an empty hint, because workers report the hit of
+        # the prompt alone but the pulled tokens of the whole sequence.
         num_tokens = 0 if spec.is_continued else min(num_believed_tokens, spec.num_prompt_tokens - 1)
         info = worker.info
         keys = prompt.block_keys[: num_tokens // info.block_size]
@@ -53,7 +53,11 @@ class HintTracker:
         )
 
     def settle(self, hint: Hint, num_found_tokens: int) -> None:
-        """The worker held `num_found_tokens` leading tokens of the prompt, not counting what it pulled for it."""
+        """Check a hint against a worker's report.
+
+        Args:
+            num_found_tokens: number of leading prompt tokens that the worker held, without those that it pulled.
+        """
         stale = hint.keys[num_found_tokens // hint.block_size :]
         if not stale:
             return

@@ -1,7 +1,6 @@
-"""Makes token ids of what a client wrote, and the sequence that workers compute of them: chat template, tokenizer, the
-cache of segments that chats share.
+"""Turns a client's prompt into token ids and a sequence for workers: chat template, tokenizer, cache of segments.
 
-Plain state without I/O. A `Tokenizer` may be used by several threads.
+A `Tokenizer` may be used by several threads.
 """
 
 from router.prompt.chat import RESERVED, ChatTemplate

@@ -1,6 +1,6 @@
-"""What is known of a model's chat templates, and what they get from a chat.
+"""Chat templates of a model, and the context that they get from a chat.
 
-They are read here and run elsewhere (`baton.template`): they come with the model, and nobody has checked them.
+Templates come with the model and are untrusted. They are parsed here and run in a sandbox (`baton.template`).
 """
 
 from __future__ import annotations
@@ -29,96 +29,96 @@ from router.prompt.tools import (
 )
 
 CONTINUES = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Stands where the last message is continued: transformers' mark, by which the two write the same."""
+"""Marks the end of the message to continue. It is the mark of transformers, so both render the same prompt."""
 _NAMING = (
     jinja2.nodes.Getattr, jinja2.nodes.Getitem, jinja2.nodes.Compare, jinja2.nodes.Operand, jinja2.nodes.Call,
     jinja2.nodes.Keyword, jinja2.nodes.Filter, jinja2.nodes.Test, jinja2.nodes.List, jinja2.nodes.Tuple,
 )  # fmt: skip
-"""Parts of a template whose texts may be names of members."""
+"""Nodes of a template whose string literals may be member names."""
 MAX_SOURCE = 2**20
-"""Characters of all templates of a model."""
+"""Maximum number of characters of all templates of a model."""
 MAX_GROWTH, MAX_OWN = 4, 2**20
-"""Characters that a template may write: so many times what it gets, and so many besides."""
+"""Limit on the characters that a template may write: MAX_GROWTH times its input, plus MAX_OWN."""
 _OF_SYSTEM = "<|/tool|>"
-"""Stands in a template that reads the tools from the system message: Phi 4 mini's."""
+"""Occurs in templates that read the tools from the system message (Phi 4 mini)."""
 _OBSERVED = "<|observation|>"
-"""Stands in a template that has the results of calls as observations: GLM 4's."""
+"""Occurs in templates that render results of calls as observations (GLM 4)."""
 _KNOWN_WORDS = ("developer", "tool_calls", _OF_SYSTEM, _OBSERVED)
 RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
-"""Variables of a template that are set from the request's own fields."""
+"""Variables of a template that other fields of the request set."""
 
 
 class ChatTemplate:
-    """The templates of one model by name; most have one, "default", and some another for requests with tools."""
+    """Templates of one model, by name. Most models have one, "default"; some have another for requests with tools."""
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """Raises ModelLoadError when a template is not valid Jinja."""
+        """Raise ModelLoadError if a template is not valid Jinja."""
         environment = environment_of_templates()
         self._special_tokens = dict(special_tokens)
         self._sources = dict(templates)
         if (size := sum(map(len, templates.values()))) > MAX_SOURCE:
-            raise ModelLoadError(f"The model's chat templates have {size} characters; they may have {MAX_SOURCE}")
+            raise ModelLoadError(f"the model's chat templates have {size} characters; the limit is {MAX_SOURCE}")
         try:
             trees = {name: environment.parse(source) for name, source in templates.items()}
             self._names = {name: Variables.of(tree) for name, tree in trees.items()}
             self.words = frozenset(word for tree in trees.values() for word in _words(tree)) | set(
                 special_tokens.values()
             )
-            """All texts that the templates have: what they may write, and more."""
+            """All string literals of the templates; they include all text that a template can write itself."""
             self.names = frozenset(name for tree in trees.values() for name in _names(tree))
-            """What the templates may ask objects for."""
+            """Names of object members that the templates may read."""
         except STOPS as error:
-            raise ModelLoadError(f"The model's chat template is not valid: {stop_of(error)}") from error
+            raise ModelLoadError(f"the model's chat template is not valid: {stop_of(error)}") from error
         self._known_words = {
             name: frozenset(word for word in _KNOWN_WORDS if word in source) for name, source in templates.items()
         }
-        """What the templates look for, by name."""
+        """Known words that occur in the templates, by template name."""
 
     @property
     def parts(self) -> tuple[Mapping[str, str], Mapping[str, str]]:
-        """The templates by name, and the texts of the special tokens by theirs."""
+        """The templates by name, and the texts of the special tokens by name."""
         return self._sources, self._special_tokens
 
     @property
     def setup(self) -> bytes:
-        """What a process gets first that renders them (`baton.template`)."""
+        """First input of a process that renders the templates (`baton.template`)."""
         return json.dumps(self.parts).encode()
 
     @property
     def source(self) -> str:
-        """The template of chats without tools; empty: the model has none."""
+        """Template of chats without tools; empty: the model has none."""
         return self._sources.get("default", "")
 
     @property
     def source_with_tools(self) -> str:
-        """The template of chats with tools; empty: the model has none."""
+        """Template of chats with tools; empty: the model has none."""
         return self._sources.get(self._name(has_tools=True), "")
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the template of chats with tools reads `tools`."""
+        """True if the template of chats with tools reads `tools`."""
         return self.reads("tools", has_tools=True)
 
     @property
     def asks_for_hermes(self) -> bool:
-        """Whether the router itself writes the tools of a chat with tools, as Hermes reads them."""
+        """True if the router writes the tools of a chat into its messages, in the format of Hermes."""
         return not self.reads_tools and _OF_SYSTEM not in self._known_words.get(self._name(has_tools=True), ())
 
     def reads(self, variable: str, *, has_tools: bool) -> bool:
-        """Returns whether the template of chats with or without tools reads a variable."""
+        """Return whether the template of chats with or without tools reads a variable."""
         return variable in self._names.get(self._name(has_tools=has_tools), ())
 
     @staticmethod
     def load(
         folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str], chosen: str = ""
     ) -> ChatTemplate:
-        """Reads chat_template.jinja and additional_chat_templates/, else tokenizer_config.json.
+        """Read chat_template.jinja and additional_chat_templates/, else tokenizer_config.json.
 
         Args:
-            chosen: a file whose template is the only one; empty: those of the folder.
+            chosen: path of a file whose template replaces those of the folder; empty: use the folder's.
 
         Raises:
-            ModelLoadError: one cannot be read, or is not valid.
+            ModelLoadError: a template cannot be read, or is invalid.
         """
         templates: dict[str, str] = {}
         place = f"model.chat_template {chosen}" if chosen else f"the chat templates in {folder}"
@@ -135,20 +135,20 @@ class ChatTemplate:
             for path in () if chosen else sorted((folder / "additional_chat_templates").glob("*.jinja")):
                 templates[path.stem] = _source_in(path)
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ModelLoadError(f"Cannot read {place}: {error!r}") from error
+            raise ModelLoadError(f"cannot read {place}: {error!r}") from error
         return ChatTemplate(templates, special_tokens)
 
     def context(self, chat: Chat) -> dict[str, Any]:
-        """What the template gets from the client.
+        """Return the variables of the template for a chat.
 
         Raises:
-            InvalidRequest: no template, one that does not read what the chat has, or messages in a form that no
-                template knows; `param` names it.
+            InvalidRequest: there is no template, it does not read a field of the chat, or a message is invalid; `param`
+                names the field.
         """
         name = self._name(has_tools=bool(chat.tools))
         if name not in self._sources:
             raise InvalidRequest(
-                "This model has no chat template, so it cannot answer a chat; send the prompt as text instead.",
+                "this model has no chat template, so it cannot answer a chat; send the prompt as text instead",
                 "messages",
             )
         check_num_messages(len(chat.messages))
@@ -172,7 +172,7 @@ class ChatTemplate:
         if chat.continue_final_message:
             if not chat.messages[-1].content:
                 raise InvalidRequest(
-                    "continue_final_message needs a last message with content; it has none", "continue_final_message"
+                    "continue_final_message needs content in the last message; it has none", "continue_final_message"
                 )
             messages[-1]["content"] += CONTINUES
         return {
@@ -184,7 +184,7 @@ class ChatTemplate:
         }
 
     def question(self, context: Mapping[str, Any]) -> bytes:
-        """What a process gets to render a chat.
+        """Return the input of a process that renders a chat.
 
         Args:
             context: see `context`.
@@ -194,7 +194,7 @@ class ChatTemplate:
         return f"{text[:-1]},{MAX_GROWTH * len(text) + MAX_OWN}]".encode()
 
     def _check_read(self, chat: Chat, name: str) -> None:
-        """Raises InvalidRequest for what the template would not read: it would be ignored."""
+        """Raise InvalidRequest for variables that the template does not read, because they would have no effect."""
         given = {**dict.fromkeys(chat.template_kwargs, "chat_template_kwargs")}
         if reserved := next((each for each in given if each in RESERVED), None):
             raise InvalidRequest(f"chat_template_kwargs cannot set {reserved!a}", "chat_template_kwargs")
@@ -212,15 +212,23 @@ class ChatTemplate:
 
 
 def _source_in(path: Path) -> str:
-    """Returns the template that a file holds. Raises OSError: it is no plain file, or too long; ValueError: no text."""
+    """Return the template in a file.
+
+    Raises:
+        OSError: it is not a regular file, or too long.
+        ValueError: it is not UTF-8 text.
+    """
     text = read_plain(path, MAX_SOURCE).decode("utf-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def with_systems_first(chat: Chat) -> Chat | None:
-    """Returns a chat with the texts of all its system messages in the first message, in order; None: they are already.
+    """Return a chat with the texts of all system messages merged into the first message, in order.
 
-    Some templates refuse those that come later.
+    Some templates refuse later system messages.
+
+    Returns:
+        None if there is nothing to merge, or if the last message is a system message that is continued.
     """
     systems = [message for message in chat.messages if message.role in _SYSTEMS]
     others = [message for message in chat.messages if message.role not in _SYSTEMS]
@@ -235,7 +243,11 @@ _SYSTEMS = ("system", "developer")
 
 
 def _for_template(message: ChatMessage, index: int, *, knows_developer: bool) -> dict[str, Any]:
-    """A message in the form that templates expect. Raises InvalidRequest naming what is wrong with it."""
+    """Return a message in the form that templates expect.
+
+    Raises:
+        InvalidRequest: the message is invalid.
+    """
     message.check(index)
     # `developer` is OpenAI's newer name for `system`, which most templates do not know.
     role = "system" if message.role == "developer" and not knows_developer else message.role
@@ -270,14 +282,14 @@ def _names(tree: jinja2.nodes.Template) -> Iterator[str]:
 
 
 def until_continued(text: str) -> str:
-    """The prompt up to the end of the message that is continued. Some templates strip what is at a message's end.
+    """Return the prompt up to the end of the message to continue. Some templates strip white space there.
 
     Raises:
-        InvalidRequest: the template has left the message out.
+        InvalidRequest: the template does not render the end of the message.
     """
     end = text.rfind(CONTINUES.strip())
     if end < 0:
         raise InvalidRequest(
-            "The model's chat template leaves the end of the last message out, so it cannot be continued.", "messages"
+            "the model's chat template omits the end of the last message, so it cannot be continued", "messages"
         )
     return text[:end] if text.startswith(CONTINUES, end) else text[:end].rstrip()

@@ -1,17 +1,17 @@
-r"""Special tokens in a client's text are text.
+r"""Encodes special tokens in a client's text as plain text.
 
-A tokenizer takes `<|im_end|>` for the token that ends a message, be it the chat template's or a user's. Here
-only the template's are tokens. A client's texts that could be taken for one are marked before the template writes them
-out: a mark, a noncharacter of Unicode that is in none of the client's texts, stands before the place or in it. That
-goes for the part of one, too, where the template or another text may write the rest beside it. What the template wrote
-itself has none. Then the prompt is cut at the template's special tokens, and what lies between them is
-encoded by a copy of the tokenizer that knows no special token (`encode_special_tokens`).
+A tokenizer turns `<|im_end|>` into the token that ends a message, even if a user wrote it. Here only the special tokens
+of the template become tokens. Texts of the client that look like a special token are marked before the template renders
+them: a noncharacter of Unicode that occurs in none of the client's texts is inserted before or into them. This includes
+parts of a special token that the template or another text may complete. The template's own output has no marks. Then
+the prompt is split at the template's special tokens, and a copy of the tokenizer that knows no special tokens
+(`encode_special_tokens`) encodes the pieces between them.
 
     client      "see <|im_end|>"          template   <|im_start|>user\n + text + <|im_end|>
     marked      "see #<|im_end|>"         rendered   <|im_start|>user\nsee #<|im_end|><|im_end|>
                                           cut        [<|im_start|>] "user\nsee <|im_end|>" [<|im_end|>]
 
-Most chats hold nothing of that kind, and are encoded as `SegmentEncoder` does it.
+Most chats have no such text, and `SegmentEncoder` encodes them.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from baton.errors import InvalidRequest
 from router.prompt.segment_cache import encode_batch, longest_of
 
 BATCH = 1024
-"""Pieces that are encoded at a time: each takes a kilobyte meanwhile."""
+"""Number of pieces that are encoded at a time; each takes about a kilobyte of memory."""
 EDGE = "\0"
-"""Stands before and behind each text where all of a client's are searched at once."""
+"""Separates the client's texts when they are searched together."""
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-"""Noncharacters of Unicode, which no text needs."""
+"""Candidates for the mark: noncharacters of Unicode, which no text needs."""
 ANCHOR, STRIPS_RIGHT, STRIPS_LEFT = (f"\U0001fffe{secrets.token_hex(16)}" for _ in range(3))
-"""Tokens of the copy alone, which stand where special tokens were: what is beside one is not the text's begin or end.
-No client can guess one."""
+"""Tokens that only the copy has. They replace special tokens, so that the text next to one is not treated as the start
+or end of a text. They are random, so no client can guess one."""
 
 
 _TYPES = frozenset(("function", "object", "array", "string", "number", "integer", "boolean", "null"))
-"""Words of tools and of schemas, with which templates compare."""
+"""Keywords of tools and schemas that templates compare with."""
 _INSERTED = re.compile(r"%[-\d.]*[a-z]|\{[^{}]*\}")
-"""Where formatting puts another text in."""
+"""Placeholders of string formatting."""
 
 
 class LiteralEncoder:
-    """Encodes a client's text so that none of it becomes a special token.
+    """Encodes a client's text so that no part of it becomes a special token.
 
     Args:
-        words: the texts that the model's chat templates have.
-        names: members of objects that they ask for: none of the client's text.
+        words: the string literals of the model's chat templates.
+        names: the names of object members that the templates read; these are not the client's text.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class LiteralEncoder:
         self._names = frozenset(names) - self._special.keys()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a prompt of plain text.
+        """Return the token ids of a plain-text prompt.
 
         Args:
-            add_special_tokens: whether what the model wants around a text is added.
+            add_special_tokens: add the special tokens that the model expects around a text.
 
         Raises:
             InvalidRequest: the text is not valid Unicode.
@@ -87,17 +87,17 @@ class LiteralEncoder:
         return encode_batch(self._literal, [text], add_special_tokens=add_special_tokens)[0]
 
     def mark(self, context: Mapping[str, Any]) -> Marked | None:
-        """Marks what a template gets from a client.
+        """Mark the client's texts in a template's context.
 
         Args:
-            context: plain JSON values by the template's names; the role of a message is none of the client's text, nor
-                are names that the template asks for.
+            context: plain JSON values by variable name. The role of a message and the names that the template reads do
+                not count as the client's text.
 
         Returns:
-            None: nothing of it can be taken for a special token.
+            The marked context; None: no text looks like a special token.
 
         Raises:
-            InvalidRequest: the texts hold every character that could be the mark.
+            InvalidRequest: the texts contain every candidate for the mark.
         """
         texts: list[str] = []
         _collect(context, self._names, texts)
@@ -108,20 +108,20 @@ class LiteralEncoder:
         mark = next((each for each in MARKS if each not in everything and _code(each) not in everything), None)
         if mark is None:
             raise InvalidRequest(
-                "The chat holds special tokens of the model, and all the noncharacters U+FDD0 to U+FDEF, of which one "
-                "must be free; remove one of them.",
+                "the chat contains special tokens of the model and all noncharacters U+FDD0 to U+FDEF, one of which "
+                "must be unused; remove one of them",
                 "messages",
             )
         marked = {name: _marked(value, self._finder, mark, self._names) for name, value in context.items()}
         return Marked(mark, marked)
 
     def encode_marked(self, text: str, mark: str) -> list[int]:
-        """The tokens of a prompt that a template has written of marked texts.
+        """Return the token ids of a prompt that a template has rendered from a marked context.
 
         Raises:
             InvalidRequest: the text is not valid Unicode.
         """
-        escape = json.dumps(mark)[1:-1]  # as a template's `tojson` may write it
+        escape = json.dumps(mark)[1:-1]  # the template's `tojson` may write the mark like this
         pieces, ends, begin = [], [], 0
         before = ""
         for match in re.finditer(f"(?<!{mark})(?<!{re.escape(escape)})(?:{self._cuts})", text):
@@ -145,14 +145,14 @@ class LiteralEncoder:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """What a template gets, with marks, and the mark."""
+    """Context of a template with marks, and the mark."""
 
     mark: str
     context: dict[str, Any]
 
 
 class _Finder:
-    """Finds what could be taken for a special token, alone or together with what the template writes beside it."""
+    """Finds texts that look like a special token, alone or together with text that the template writes next to them."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, special: Mapping[str, Any], words: Collection[str]) -> None:
         self._longest = max(map(len, special), default=0)
@@ -169,7 +169,7 @@ class _Finder:
         self._normalized = _patterns(cores, own)
 
     def is_suspect(self, texts: str) -> bool:
-        """Whether there is anything of that kind in texts, each of which stands between two edges."""
+        """Return whether texts, each between two edges, contain anything to mark."""
         for pattern in self._sought:
             if pattern.search(texts):
                 return True
@@ -179,19 +179,19 @@ class _Finder:
         return EDGE not in normal or any(pattern.search(normal) for pattern in self._normalized)
 
     def places(self, text: str) -> Iterator[int]:
-        """Yields where a special token begins or, at its end or begin, the text continues one that others began."""
+        """Yield the positions to mark: starts of special tokens, and parts of one at the start or end of the text."""
         if self._whole is None:
             return
         place = -1
-        while (match := self._whole.search(text, place + 1)) is not None:  # one may begin within another
+        while (match := self._whole.search(text, place + 1)) is not None:  # special tokens may overlap
             place = match.start()
             yield place
-        bare = text.strip()  # as a template may write it
+        bare = text.strip()  # a template may strip the text
         yield from self._places_of_parts(text, 0)
         yield from self._places_of_parts(bare, text.find(bare))
 
     def _places_of_parts(self, text: str, offset: int) -> Iterator[int]:
-        """Yields where parts of special tokens are at the begin and the end of a text, counted from an offset."""
+        """Yield the positions of parts of special tokens at the start and end of a text, plus an offset."""
         if text in self._middles:
             yield offset
         for last in self._last:
@@ -209,12 +209,12 @@ class _Finder:
 
 
 class _SpecialParts(NamedTuple):
-    """What becomes a special token together with what others write beside it."""
+    """Parts of special tokens, which other text may complete."""
 
     begins: set[str]
     ends: set[str]
     middles: set[str]
-    """A middle goes on where what the template writes may have begun a token."""
+    """Parts that can continue a special token whose start the template may write."""
 
 
 def _parts(special: Iterable[str], words: Iterable[str]) -> _SpecialParts:
@@ -237,7 +237,7 @@ def _parts(special: Iterable[str], words: Iterable[str]) -> _SpecialParts:
 
 
 def _patterns(special: Collection[str], words: Iterable[str]) -> list[re.Pattern[str]]:
-    """What is suspect in texts, each of which stands between two edges."""
+    """Return the patterns that find special tokens and their parts in texts, each between two edges."""
     parts = _parts(special, words)
     sought = [longest_of(special)] if special else []
     if parts.begins:
@@ -249,20 +249,20 @@ def _patterns(special: Collection[str], words: Iterable[str]) -> list[re.Pattern
 
 
 def _core(normalizer: Any, content: str) -> str:
-    """A token's content as it is found in normalized text, without what a normalizer puts before every text."""
+    """Return a token's content in normalized text, without the prefix that a normalizer adds to every text."""
     alone, behind = normalizer.normalize_str("x"), normalizer.normalize_str("x" + content)
     core: str = behind[len(alone) :] if behind.startswith(alone) else normalizer.normalize_str(content)
     return core
 
 
 def _is_in_a_word(token: tokenizers.AddedToken, text: str, match: re.Match[str]) -> bool:
-    """Whether a token that must be a word of its own is a part of one."""
+    """Return whether a token that must be a separate word is a part of a word."""
     beside = text[match.start() - 1 : match.start()] + text[match.end() : match.end() + 1]
     return token.single_word and any(character.isalnum() or character == "_" for character in beside)
 
 
 def _collect(value: Any, names: Collection[str], texts: list[str]) -> None:
-    """Adds the client's texts in a value to the list. Every chat comes by here, so the commonest type is first."""
+    """Add the client's texts in a value to the list. This runs for every chat, so the most common type is first."""
     if isinstance(value, str):
         texts.append(value)
     elif isinstance(value, dict):
@@ -296,12 +296,12 @@ def _marked(value: Any, finder: _Finder, mark: str, names: Collection[str]) -> A
 
 
 def _is_word(key: str, value: Any, names: Collection[str]) -> bool:
-    """Whether a value is none of the client's text, but a word with which templates compare."""
+    """Return whether a value is a keyword that templates compare with, and not the client's text."""
     if not isinstance(value, str):
         return False
     return value in ROLES if key == "role" else key == "type" and value in _TYPES and value in names
 
 
 def _code(mark: str) -> str:
-    """The mark's number in hexadecimal, as JSON may write it."""
+    """Return the mark's code point in hexadecimal, as in a JSON escape."""
     return f"{ord(mark):04x}"

@@ -1,7 +1,7 @@
-"""Processes that answer questions about what a client or a model's folder has written, and can be ended.
+"""Pool of sandbox processes that evaluate input of clients or model folders, and can be killed.
 
-Tenants take turns at them, and of one tenant at least one process stays free for the others. Whose question has ended a
-process keeps the turn until there is another one in its place: nobody else waits for that.
+Tenants are served in round-robin order, and one tenant never occupies all processes. If a question kills its process,
+its tenant keeps the slot until a new process has started, so other tenants do not wait for the start.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from baton.turns import Turns
 logger = logging.getLogger(__name__)
 NUM_PROCESSES = 2
 WAIT_S = 10.0
-"""How long a question waits for its turn."""
+"""Time limit for a question in the queue."""
 ANSWER_S = 10.0
-"""How long an answer may take, whatever the processor's time: the machine may be busy with other things."""
+"""Wall-time limit for an answer, in addition to the limit on processor time: the machine may be busy."""
 START_S = 60.0
 LONG_S = 0.1
-"""A question that takes longer is no ordinary one."""
+"""A question that takes longer makes the pool start a spare process."""
 MAX_PIECE_BYTES = 2**18
 MAX_WAITING_BYTES = 32 * 2**20
 OVERHEAD_BYTES = 1024
-"""What a question counts beside its bytes."""
+"""Bytes that a question counts in addition to its own."""
 
 
 class Reply(NamedTuple):
-    """What became of a question."""
+    """Outcome of a question, with the process's answer."""
 
     kind: ReplyKind
     text: bytes = b""
 
 
 class Sandboxes:
-    """Some processes of one kind. None is started before it is needed.
+    """Pool of processes that run one module. Processes start on demand.
 
     Args:
         module: run as `python -m MODULE PARENT ARGUMENTS...`; it calls `baton.sandbox.serve`.
-        setup: the first question of each process.
-        name: what they do, for messages.
+        setup: the first question to each process.
+        name: a phrase for their work, for messages.
     """
 
     def __init__(self, module: str, arguments: Sequence[str] = (), *, setup: bytes = b"", name: str) -> None:
@@ -62,20 +62,26 @@ class Sandboxes:
         self._all: set[_Sandbox] = set()
         self._renewals: set[asyncio.Task[None]] = set()
         self._spare: asyncio.Future[None] | None = None
-        """A process that starts and that nobody waits for; None: there is none."""
+        """A spare process that is starting; None: there is none."""
         self._is_closed = False
 
     def turn(self, owner: str, num_bytes: int) -> SandboxTurn:
-        """A turn, to be had while the block is entered, and until a question that the block leaves has ended.
+        """Return an async context manager that holds a slot for one question.
+
+        If the caller leaves before the answer, the slot is held until the process has finished the question.
 
         Args:
             owner: the tenant.
-            num_bytes: of the question.
+            num_bytes: size of the question.
         """
         return SandboxTurn(self, owner, num_bytes + OVERHEAD_BYTES)
 
     async def take_turn(self, owner: str, size: int) -> None:
-        """Waits for a turn. Raises Overloaded: too many others wait, or one's own."""
+        """Wait for a slot.
+
+        Raises:
+            Overloaded: too many questions of the tenant or of all tenants wait.
+        """
         try:
             async with asyncio.timeout(WAIT_S):
                 await self._turns.take(owner, size)
@@ -83,7 +89,7 @@ class Sandboxes:
             raise Overloaded(f"many requests wait for {self._name}; try again later") from None
 
     def end_turn(self, owner: str, asked: _Sandbox | None) -> None:
-        """Ends a turn: where its question is not answered, or has ended the process, once there is an idle one."""
+        """Free a slot: at once or, if the question is unanswered or has ended the process, when one is idle again."""
         if asked is None:
             self._turns.end(owner)
             return
@@ -92,7 +98,7 @@ class Sandboxes:
         renewal.add_done_callback(self._renewals.discard)
 
     async def start(self) -> Reply:
-        """Starts a process before it is needed, and returns what it answers to its setup."""
+        """Start a process before it is needed, and return its answer to the setup."""
         sandbox = _Sandbox(self._command)
         self._all.add(sandbox)
         reply = await sandbox.ask(self._setup, START_S)
@@ -103,14 +109,18 @@ class Sandboxes:
         return reply
 
     def close(self) -> None:
-        """Ends the processes. Nothing is answered any more."""
+        """Kill the processes. No question is answered afterwards."""
         self._is_closed = True
         for sandbox in self._all:
             sandbox.end()
             sandbox.release()
 
     async def taken(self) -> _Sandbox:
-        """Returns a process that is idle, or a new one, for who has a turn. Raises Overloaded: it does not start."""
+        """Return an idle process or a new one, for the holder of a slot.
+
+        Raises:
+            Overloaded: the process does not start.
+        """
         while True:
             while self._idle:
                 sandbox = self._idle.pop()
@@ -122,7 +132,7 @@ class Sandboxes:
             starting.result()
 
     def start_spare(self) -> None:
-        """Starts one more process, if there is room for one: somebody asks what takes long, and others may come."""
+        """Start one more process, if there is room for one, because a question takes long and others may follow."""
         if len(self._all) < NUM_PROCESSES and self._spare is None:
             self._spare = asyncio.ensure_future(self._start())
             self._spare.add_done_callback(self._has_spare)
@@ -130,10 +140,10 @@ class Sandboxes:
     def _has_spare(self, spare: asyncio.Future[None]) -> None:
         self._spare = None
         if not spare.cancelled():
-            spare.exception()  # the next one that needs a process gets the error
+            spare.exception()  # mark it as retrieved; the next question that needs a process gets an error itself
 
     def give_back(self, sandbox: _Sandbox) -> None:
-        """Takes back a process that is idle."""
+        """Return an idle process to the pool."""
         self._idle.append(sandbox)
 
     async def _renew(self, owner: str, sandbox: _Sandbox) -> None:
@@ -149,7 +159,11 @@ class Sandboxes:
             self._turns.end(owner)
 
     async def _start(self) -> None:
-        """Raises Overloaded: it does not start."""
+        """Start a process.
+
+        Raises:
+            Overloaded: the process does not start.
+        """
         if self._is_closed:
             raise Overloaded(f"{self._name} has ended with its router")
         reply = await self.start()
@@ -165,14 +179,14 @@ class Sandboxes:
 
 
 class SandboxTurn:
-    """A turn at a sandbox: one question. Entering it raises Overloaded: too many others wait, or one's own."""
+    """Async context manager: a slot for one question. Entering it raises `Overloaded` if too many questions wait."""
 
     def __init__(self, sandboxes: Sandboxes, owner: str, size: int) -> None:
         self._sandboxes = sandboxes
         self._owner = owner
         self._size = size
         self._asked: _Sandbox | None = None
-        """The process that was asked; None: it has been given back, or none was."""
+        """The process that was asked; None: it is back in the pool, or no process was asked."""
 
     async def __aenter__(self) -> SandboxTurn:
         await self._sandboxes.take_turn(self._owner, self._size)
@@ -182,10 +196,10 @@ class SandboxTurn:
         self._sandboxes.end_turn(self._owner, self._asked)
 
     async def ask(self, question: bytes) -> Reply:
-        """Asks, and waits for the answer.
+        """Ask the question and wait for the answer.
 
         Raises:
-            Overloaded: no process starts, or it does not get to answer.
+            Overloaded: no process starts, or the answer takes longer than `ANSWER_S`.
         """
         sandbox = self._asked = await self._sandboxes.taken()
         reply = await sandbox.ask(question, ANSWER_S, self._sandboxes.start_spare)
@@ -198,23 +212,23 @@ class SandboxTurn:
 
 
 class _Sandbox:
-    """One process, and the socket to it. It belongs to the event loop that runs when it is made."""
+    """One process and the socket to it. It belongs to the event loop in which it is created."""
 
     def __init__(self, command: list[str]) -> None:
         self._loop = asyncio.get_running_loop()
         self._connection, inner = socket.socketpair()
         self._connection.setblocking(False)
         with inner:
-            # The thread that starts it is the event loop's, with which it ends (`baton.parent`).
+            # The process ends with the thread that starts it (`baton.parent`): here, the thread of the event loop.
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 command, stdin=inner.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
         self._loop.add_reader(self._connection, self._receive)
         self.is_settled = Flag()
-        """Set while nothing is asked."""
+        """Set while no question is being answered."""
         self.is_settled.set()
         self._reply: asyncio.Future[Reply] | None = None
-        """The answer that somebody waits for; None: nobody does."""
+        """Future of the answer; None: no caller waits for one."""
         self._timer: asyncio.TimerHandle | None = None
         self._unsent = memoryview(b"")
         self._received = bytearray()
@@ -222,11 +236,11 @@ class _Sandbox:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it can be asked."""
+        """True if the process can take a question."""
         return self.is_settled.is_set() and not self._has_ended and self._process.poll() is None
 
     async def ask(self, question: bytes, within_s: float, on_long: Callable[[], None] = lambda: None) -> Reply:
-        """Returns the answer. Who is cancelled meanwhile leaves a process that is busy.
+        """Return the answer. If the caller is cancelled, the process stays busy with the question.
 
         Args:
             on_long: called if it takes longer than LONG_S.
@@ -245,12 +259,12 @@ class _Sandbox:
         return Reply(ReplyKind.TOO_LONG) if status == -signal.SIGPROF else found
 
     def end(self) -> None:
-        """Ends the process, and waits for that: to free its memory may take a while."""
+        """Kill the process and wait for its end: freeing its memory may take a while."""
         self._process.kill()
         self._process.wait()
 
     def release(self) -> None:
-        """Closes the socket, once the process has ended."""
+        """Close the socket after the process has ended."""
         if not self._loop.is_closed():
             self._lost()
         self._connection.close()
@@ -297,7 +311,7 @@ class _Sandbox:
             self._settle(Reply(ReplyKind(kind), text))
 
     def _lost(self) -> None:
-        """Notes that the process has closed its end of the socket."""
+        """Record that the process has closed its end of the socket."""
         self._loop.remove_reader(self._connection)
         self._loop.remove_writer(self._connection)
         self._has_ended = True

@@ -1,12 +1,12 @@
-"""Encodes prompts of which most has been encoded before.
+"""Encodes prompts with a cache of segments, because most of a prompt has usually been encoded before.
 
-A chat comes again with every turn, and its system prompt with every chat. Special tokens (<|im_start|> and its like)
-cut a prompt into segments that do not see each other: a tokenizer looks for those tokens first, and encodes whatever
-lies between two of them by itself (Hugging Face's `AddedVocabulary::extract_and_normalize`). So the tokens of each
-segment are kept for the next prompt that holds it. The routers of SGLang (SMG) and Dynamo do this with whole prefixes.
+Every turn sends the chat again, and every chat sends its system prompt again. Special tokens such as <|im_start|> split
+a prompt into independent segments: a tokenizer searches for these tokens first, and encodes the text between two of
+them separately (Hugging Face's `AddedVocabulary::extract_and_normalize`). So the tokens of each segment are cached for
+the next prompt that contains it. The routers of SGLang (SMG) and Dynamo do this with whole prefixes.
 
-A segment begins with the token that cuts it off, so that no tokenizer takes its text for the beginning of a prompt,
-before which some write a space.
+A segment starts with the special token before it. Otherwise a tokenizer would take its text for the start of a prompt,
+where some tokenizers insert a space.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from baton.errors import InvalidRequest
 from baton.rust import complaint_of
 
 MAX_BYTES = 64 * 2**20
-"""Kept at most: about 25 to 35 MB of English text, and its tokens."""
+"""Size limit of the cache: about 25 to 35 MB of English text, with its tokens."""
 LARGEST_SHARE = 1 / 16
-"""Largest segment that is kept, as a share of MAX_BYTES: otherwise a single one could evict all others."""
+"""Largest segment that is cached, as a share of MAX_BYTES: otherwise a single one could evict all others."""
 MIN_CHARACTERS = 64
-"""Shortest segment that is kept when another one follows: shorter ones would cost more than they save."""
+"""Minimum length of a segment that another one follows: shorter ones would cost more than they save."""
 OVERHEAD_BYTES = 300
-"""Bytes of a kept segment beside its text and its tokens: about what the dictionary and the objects take."""
+"""Estimated bytes of a cached segment in addition to its text and tokens."""
 
 
 def encode_batch(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-    """The token ids of each text.
+    """Return the token ids of each text.
 
     Raises:
-        InvalidRequest: a text is not valid Unicode, or is none that the tokenizer can encode.
+        InvalidRequest: a text is not valid Unicode, or the tokenizer cannot encode it.
     """
     try:
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)  # fast: without offsets
-    except TypeError as error:  # JSON may smuggle half of a surrogate pair into a str
-        raise InvalidRequest("The prompt is not valid Unicode: it holds half of a surrogate pair.") from error
+    except TypeError as error:  # JSON escapes can put half of a surrogate pair into a str
+        raise InvalidRequest("the prompt is not valid Unicode: it contains half of a surrogate pair") from error
     except BaseException as error:
-        raise InvalidRequest(f"The model's tokenizer cannot encode the prompt: {complaint_of(error)}") from error
+        raise InvalidRequest(f"the model's tokenizer cannot encode the prompt: {complaint_of(error)}") from error
     return [encoding.ids for encoding in encodings]
 
 
 class SegmentEncoder:
-    """Text to token ids, as `tokenizer.encode(text, add_special_tokens=False)` does it for any number of threads.
+    """Cached and thread-safe equivalent of `tokenizer.encode(text, add_special_tokens=False)`.
 
-    That a tokenizer's post-processor does no more than to add special tokens is taken for granted.
+    It assumes that the tokenizer's post-processor only adds special tokens.
 
     Args:
-        max_bytes: kept at most, of all scopes together; what was used least recently goes first.
+        max_bytes: size limit over all scopes; the least recently used segments are evicted first.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, max_bytes: int = MAX_BYTES) -> None:
@@ -67,11 +67,11 @@ class SegmentEncoder:
         self._lock = threading.Lock()
 
     def encode(self, text: str, scope: str) -> list[int]:
-        """The token ids of `text`.
+        """Return the token ids of `text`.
 
         Args:
-            scope: the tenant's cache scope. The time that this takes reveals what came before, so only prompts of the
-                same scope share segments.
+            scope: the tenant's cache scope. The duration reveals whether a text was cached, so only prompts of the same
+                scope share segments.
 
         Raises:
             InvalidRequest: the text is not valid Unicode.
@@ -95,14 +95,14 @@ class SegmentEncoder:
 
     @property
     def num_bytes(self) -> int:
-        """Kept now."""
+        """Current size of the cache."""
         return self._num_bytes
 
     def _keep(self, new: dict[tuple[str, str], array[int]]) -> None:
         with self._lock:
             for key, ids in new.items():
                 num_bytes = _size(key, ids)
-                was_first = key not in self._kept  # else another thread was
+                was_first = key not in self._kept  # another thread may have encoded the same segment
                 if was_first and num_bytes <= LARGEST_SHARE * self._max_bytes:
                     self._kept[key] = ids
                     self._num_bytes += num_bytes
@@ -115,7 +115,7 @@ def _size(key: tuple[str, str], ids: array[int]) -> int:
 
 
 def _segments(text: str, cuts: re.Pattern[str]) -> list[str]:
-    """`text` in pieces, each but the first beginning with an added token."""
+    """Split `text` into segments; each one but the first starts with an added token."""
     segments, begin = [], 0
     for match in cuts.finditer(text):
         if match.start() - begin >= MIN_CHARACTERS:
@@ -125,14 +125,15 @@ def _segments(text: str, cuts: re.Pattern[str]) -> list[str]:
 
 
 def _cuts(tokens: Iterable[tokenizers.AddedToken]) -> re.Pattern[str] | None:
-    """What finds special tokens as a tokenizer does; None: this one has none that can be found that way.
+    """Return a pattern that finds special tokens as the tokenizer does; None: no pattern can.
 
-    It looks for all its added tokens at once, the leftmost first and of those the longest. Ordinary ones, of which some
-    models have thousands, matter only as far as they could take the place of a special one, or of one that matters.
+    A tokenizer searches for all added tokens at once, and takes the leftmost and then the longest match. Some models
+    have thousands of ordinary added tokens. The pattern needs only those that may overlap a special token, or another
+    token of the pattern.
     """
-    raw = [token for token in tokens if not token.normalized]  # the others are looked for after these, in between
+    raw = [token for token in tokens if not token.normalized]  # normalized ones are searched later, within segments
     sought = {token.content for token in raw if token.special}
-    if not sought or any(token.lstrip or token.single_word for token in raw):  # these look at what precedes them
+    if not sought or any(token.lstrip or token.single_word for token in raw):  # these depend on the text before them
         return None
     ordinary = {token.content for token in raw} - sought
     begins = {content[0] for content in sought}
@@ -144,7 +145,7 @@ def _cuts(tokens: Iterable[tokenizers.AddedToken]) -> re.Pattern[str] | None:
 
 
 def longest_of(words: Iterable[str]) -> str:
-    """A pattern for the longest of the words, as a trie: in an alternation each would be tried at every place."""
+    """Return a pattern for the longest of the words. It is a trie, which is faster than an alternation of all words."""
     trie: dict[str, Any] = {}
     for word in words:
         node = trie

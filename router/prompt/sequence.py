@@ -1,7 +1,7 @@
-"""Makes of a prompt the sequence that workers compute.
+"""Turns a prompt into the sequence that workers compute.
 
-1. `PromptEncoder`: chat template, in a sandbox, and tokenizer; the model can take the token ids.
-2. `SequenceBuilder`: the sampling is settled, the cache keyed by tenant.
+1. `PromptEncoder` runs the chat template in a sandbox and the tokenizer, and checks the token ids.
+2. `SequenceBuilder` completes the sampling parameters, and keys the cache by tenant.
 """
 
 from __future__ import annotations
@@ -37,22 +37,24 @@ Encode: TypeAlias = Callable[[str], list[int]]
 MAX_INLINE_BYTES = 4096
 """Longest prompt that is tokenized on the event loop, in a millisecond or two; longer ones go to a thread."""
 CUT_TIMES = 2
-"""A prompt that is to be cut may have so many times the longest text that fits. Of a text so many times the longest
-that the kept tokens may have is tokenized."""
+"""A prompt to truncate may have this many times the longest text that fits. It is cut to this many times the longest
+text of the kept tokens before it is tokenized."""
 ORDINARY_CHARACTERS = 16
 """Upper estimate of the mean number of characters per token."""
 MESSAGE_BYTES = 64
-"""What a message costs beside its text: as much as so many bytes of text."""
+"""Cost of a message in addition to its text, in bytes of text."""
 MAX_THREADS = 4
-"""Threads that tokenize at the same time, where there are as many processors. Most of the time they let the event loop
-run: tokenizers give Python's lock back."""
+"""Maximum number of threads that tokenize, on a machine with as many processors. They seldom block the event loop,
+because tokenizers release the GIL."""
 MAX_WAITING_BYTES = 64 * 2**20
 _NO_ROUTERS_SAMPLING: dict[str, Any] = {f.name: f.default for f in fields(SamplingParams) if f.name in ROUTERS_SAMPLING}
 
 
 class PromptEncoder:
-    """Prompts of one model. Short ones are encoded at once, long ones in a few threads in which tenants take turns.
-    Chats are written by the model's template in a process of its own, which may take a second, and some memory.
+    """Encodes prompts of one model.
+
+    Short prompts are encoded at once, long ones in a few threads that serve tenants in round-robin order. The model's
+    template renders chats in a sandbox process, because it may take a second and a lot of memory.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -61,14 +63,14 @@ class PromptEncoder:
         self._threads = ThreadPoolExecutor(num_threads, "prompts")
         self._turns = Turns(num_threads, MAX_WAITING_BYTES)
         self._has_merged = False
-        """Whether the log says that system messages were merged."""
+        """True if the warning about merged system messages is logged."""
         self._templates = Sandboxes("baton.template", setup=tokenizer.chat_template.setup, name="chats to be written")
 
     async def start(self) -> None:
-        """Starts what writes chats, if the model has a template.
+        """Start a process that renders chats, if the model has a template.
 
         Raises:
-            ModelLoadError: its template is not valid, or takes too long to compile.
+            ModelLoadError: the template is invalid, or takes too long to compile.
         """
         if not self._tokenizer.chat_template.source:
             return
@@ -77,21 +79,21 @@ class PromptEncoder:
             raise ModelLoadError(reply.text.decode() or "the model's chat template takes too much to load")
 
     def close(self) -> None:
-        """Ends the threads and the processes. Nothing is encoded any more."""
+        """Stop the threads and the processes. No prompt can be encoded afterwards."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._templates.close()
 
     async def encode(
         self, prompt: PromptInput, tenant: Tenant, facts: ModelFacts, truncation: Truncation | None = None
     ) -> tuple[int, ...]:
-        """The prompt's token ids. What has been encoded for the tenant's cache scope is not encoded again.
+        """Return the prompt's token ids. Segments that were encoded for the tenant's cache scope are reused.
 
         Args:
-            truncation: what is kept of a longer prompt.
+            truncation: number and side of the tokens to keep of a longer prompt.
 
         Raises:
             InvalidRequest: the prompt is empty, too long, not renderable, or has ids outside the vocabulary.
-            Overloaded: many long prompts wait.
+            Overloaded: too many long prompts wait.
         """
         longest, num_characters = self._tokenizer.longest_token, _num_characters(prompt)
         check_length(num_characters // (1 if truncation is None else CUT_TIMES), longest, facts)
@@ -113,7 +115,7 @@ class PromptEncoder:
         if truncation is not None:
             token_ids = truncation.of(token_ids)
         check_prompt(token_ids, facts)
-        if not isinstance(prompt, Chat):  # a chat's are the vocabulary's; what is put around a text may be anything
+        if not isinstance(prompt, Chat):  # a chat's ids are in the vocabulary; a post-processor may add any to a text
             check_vocabulary(token_ids, facts)
         return token_ids
 
@@ -124,7 +126,7 @@ class PromptEncoder:
         return tuple(await self._run(tenant, _cost(text), work))
 
     async def _written(self, chat: Chat, tenant: Tenant, cost: int) -> tuple[str, str | None]:
-        """What the template makes of a chat, and the mark that stands in it (`ChatDraft`)."""
+        """Return the rendered chat, and its mark (`ChatDraft`)."""
         draft, reply = await self._answered(chat, tenant, cost)
         if reply.kind is ReplyKind.REFUSED and (merged := with_systems_first(chat)) is not None:
             draft, reply = await self._answered(merged, tenant, cost)
@@ -141,12 +143,12 @@ class PromptEncoder:
         if reply.kind is ReplyKind.ANSWERED and not self._has_merged:
             self._has_merged = True
             logger.warning(
-                "the model's chat template refuses system messages that are not the first: their texts are appended to "
-                "the first system message"
+                "the model's chat template accepts a system message only at the start: the router appends later ones "
+                "to the first system message"
             )
 
     async def _run(self, tenant: Tenant, num_bytes: int, work: Callable[[], T]) -> T:
-        """Does what takes as long as so many bytes of text do: at once, or in a thread."""
+        """Run work that costs as much as encoding `num_bytes` of text: at once if it is short, else in a thread."""
         if num_bytes <= MAX_INLINE_BYTES:
             return work()
         async with self._turns.turn(tenant.id, num_bytes):
@@ -180,7 +182,11 @@ def _encoded(encode: Encode, text: str, facts: ModelFacts, truncation: Truncatio
 
 
 def _text_of(reply: Reply) -> str:
-    """What a template has made of a chat. Raises InvalidRequest: it makes nothing of it."""
+    """Return the rendered chat.
+
+    Raises:
+        InvalidRequest: the template refused the chat, or exceeded a limit.
+    """
     match reply.kind:
         case ReplyKind.ANSWERED:
             return reply.text.decode(errors="surrogatepass")
@@ -206,7 +212,7 @@ def _num_characters(prompt: PromptInput) -> int:
 
 
 def _overhead(prompt: PromptInput) -> int:
-    """What a prompt costs beside its texts, in bytes of text."""
+    """Return the cost of a prompt in addition to its texts, in bytes of text."""
     if not isinstance(prompt, Chat):
         return 0
     of_any_size = bool(prompt.documents or prompt.template_kwargs)
@@ -214,34 +220,41 @@ def _overhead(prompt: PromptInput) -> int:
 
 
 def _cost(text: str) -> int:
-    """What a text costs a tokenizer, in bytes of UTF-8; of a long one the least that it may be."""
+    """Return the cost of encoding a text, in bytes of UTF-8; for a long text a lower bound."""
     return len(text) if len(text) > MAX_INLINE_BYTES or text.isascii() else len(text.encode(errors="replace"))
 
 
 def _cut(text: str, side: TruncationSide, most: int) -> str:
-    """Returns the part of a text that its last or first tokens are of; where it is cut, it is far away from them."""
+    """Return at most `most` characters from the end or start of a text, to keep its last or first tokens.
+
+    The limit is generous, so the cut is far away from the kept tokens.
+    """
     if len(text) <= most:
         return text
     return text[-most:] if side is TruncationSide.LEFT else text[:most]
 
 
 class SequenceBuilder:
-    """Sequences of one model.
+    """Builds sequences of one model.
 
     Args:
-        cache_secret: keys the tenants' cache scopes, and the seeds of requests without one.
+        cache_secret: keys the tenants' cache scopes, and the derived seeds of requests.
     """
 
     def __init__(self, content_id: str, vocab_size: int, cache_secret: str) -> None:
         self._content_id = content_id
         self._vocab_size = vocab_size
         self._secret = cache_secret.encode()
-        self._cache_seeds: dict[str, bytes] = {}  # by cache scope: as many as the operator has named
+        self._cache_seeds: dict[str, bytes] = {}  # by cache scope; the tenants' file bounds their number
 
     def build(
         self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, tenant: Tenant
     ) -> SequenceSpec:
-        """The sequence of a request's first choice, whose sampling has token ids in place of texts (`in_tokens`)."""
+        """Return the sequence of a request's first choice.
+
+        Args:
+            params: with token ids in place of texts (`in_tokens`).
+        """
         sampling = _for_workers(params, self._vocab_size)
         if sampling.seed is None:
             sampling = sampling.seeded(self._seed(tenant, request_id))
@@ -261,7 +274,7 @@ class SequenceBuilder:
         return seed
 
     def _seed(self, tenant: Tenant, request_id: str) -> int:
-        """The seed of a request that sets none: the same on every router and in every attempt, and not predictable."""
+        """Return the seed of a request without one: equal on all routers and in all attempts, and unpredictable."""
         name = f"seed\0{tenant.id}\0{request_id}"
         drawn = hmac.digest(self._secret, name.encode(), "sha256")[:8]
         return max(-(2**63 - 1), int.from_bytes(drawn, "little", signed=True))
@@ -269,7 +282,7 @@ class SequenceBuilder:
 
 @functools.lru_cache(maxsize=MAX_SETTLED)
 def _for_workers(params: SamplingParams, vocab_size: int) -> SamplingParams:
-    """Returns what workers need to know, but for the seed where none is set and random numbers are drawn."""
+    """Return the sampling parameters for workers; the seed is still missing if tokens are drawn and none is set."""
     top_k = params.top_k if 0 < params.top_k < vocab_size else 0
     logprobs = 0 if params.is_selected and params.logprobs is None else params.logprobs
     if params.use_beam_search:

@@ -1,4 +1,4 @@
-"""Structures are compiled before a worker sees them: what is invalid, too costly or unknown ends here."""
+"""Compiles structures before a worker gets them, to reject those that are invalid, too expensive or unsupported."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from baton.structure import COMPILE_S, StructuredOutputs, invalid_structure, loo
 from router.prompt.sandboxes import Reply, Sandboxes
 
 MAX_KNOWN = 256
-"""Structures of a tenant of which the verdict is kept."""
+"""Maximum number of cached verdicts per tenant."""
 MAX_TENANTS = 64
-"""Tenants of which verdicts are kept."""
+"""Maximum number of tenants with cached verdicts."""
 
 
 class StructureChecker:
-    """Checks structures in processes of their own: there are some with which compiling has no end, and some that end
-    the compiler. The event loop goes on meanwhile, and so do other tenants' structures.
+    """Checks structures in sandbox processes, because some structures make the compiler hang or crash.
+
+    The event loop and the structures of other tenants are not blocked.
 
     Args:
-        tokenizer: the model's tokenizer.json.
-        vocab_size: ids that the model has.
-        eos_token_ids: tokens that end every answer.
+        tokenizer: path of the model's tokenizer.json.
+        vocab_size: number of ids that the model has.
+        eos_token_ids: tokens that end an answer.
     """
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
@@ -36,14 +37,14 @@ class StructureChecker:
         self._verdicts = _Verdicts()
 
     async def check(self, structure: StructuredOutputs | None, tenant_id: str) -> StructuredOutputs | None:
-        """Returns the structure as workers can serve it; None: any text is an answer.
+        """Return the structure as workers can serve it; None: the answer is not constrained.
 
-        What cannot be enforced of tools that are not strict is left out of it: the whole schemas of their arguments if
-        they are too costly.
+        Parts of the schemas of tools that are not strict are dropped if they cannot be enforced, and whole schemas if
+        they are too expensive.
 
         Raises:
-            InvalidRequest: it is not valid, has what is not known, or takes too long to compile.
-            Overloaded: too many others of this tenant, or of all, wait to be compiled.
+            InvalidRequest: the structure is invalid, uses an unsupported feature, or takes too long to compile.
+            Overloaded: too many structures of this tenant, or of all tenants, wait for the compiler.
         """
         if structure is None:
             return None
@@ -52,7 +53,7 @@ class StructureChecker:
         verdict = self._verdicts.of(tenant_id, digest)
         if verdict is None:
             async with self._compilers.turn(tenant_id, len(question)) as turn:
-                verdict = self._verdicts.of(tenant_id, digest)  # it may have come several times at once
+                verdict = self._verdicts.of(tenant_id, digest)  # a concurrent request may have compiled it meanwhile
                 if verdict is None:
                     verdict = _verdict(await turn.ask(question))
                     self._verdicts.note(tenant_id, digest, verdict)
@@ -70,31 +71,32 @@ class StructureChecker:
         return loosened(structure, left_out)
 
     def close(self) -> None:
-        """Ends the compilers' processes. Nothing is checked any more."""
+        """Kill the compilers' processes. No structure can be checked afterwards."""
         self._compilers.close()
 
 
 class _Verdict(NamedTuple):
-    """What is known of a structure."""
+    """Result of compiling a structure."""
 
     problem: str = ""
-    """What is wrong with it; empty: nothing."""
+    """Description of the error; empty: none."""
     left_out: str = ""
-    """What is left out of it, as its compiler says it; empty: nothing."""
+    """Dropped parts, as the compiler reports them; empty: none."""
     is_too_much: bool = False
-    """Whether the compiler came to no answer."""
+    """True if the compiler hit a limit or died."""
 
 
 class _Verdicts:
-    """What is known of structures, by tenant. What one tenant asks for takes nothing of what is known of another's, nor
-    does it show that another has asked.
+    """Cache of verdicts, separate for each tenant.
+
+    So one tenant can neither evict another one's verdicts nor learn from timing what another one has asked.
     """
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, OrderedDict[bytes, _Verdict]] = OrderedDict()
 
     def of(self, tenant_id: str, digest: bytes) -> _Verdict | None:
-        """Returns what is known of a structure; None: nothing."""
+        """Return the cached verdict of a structure, or None."""
         own = self._known.get(tenant_id)
         if own is None or digest not in own:
             return None
@@ -103,7 +105,7 @@ class _Verdicts:
         return own[digest]
 
     def note(self, tenant_id: str, digest: bytes, verdict: _Verdict) -> None:
-        """Keeps a verdict, and as many others as there is room for."""
+        """Cache a verdict, and evict the least recently used ones beyond the limits."""
         own = self._known.setdefault(tenant_id, OrderedDict())
         own[digest] = verdict
         if len(own) > MAX_KNOWN:
@@ -114,7 +116,7 @@ class _Verdicts:
 
 
 def _verdict(reply: Reply) -> _Verdict:
-    """Returns what is known of a structure by what its compiler says, or what became of that."""
+    """Return the verdict that follows from a compiler's reply."""
     match reply.kind:
         case ReplyKind.ANSWERED:
             return _Verdict(left_out=reply.text.decode())

@@ -1,4 +1,4 @@
-"""What single tokens stand for, in little memory."""
+"""Memory-efficient cache of the texts of single tokens."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 BLOCK = 64
-"""Tokens that are decoded together."""
+"""Number of tokens that are decoded together."""
 
 
 class TokenTexts:
-    """The text of each token, decoded once, with others beside it in the vocabulary. What has been decoded is kept as
-    one string a block: a string a token would take 50 bytes more, and all come up once clients ask for log
-    probabilities.
+    """Cache of token texts, decoded and stored in blocks of neighbouring token ids.
+
+    Each block is one string: a string per token would take 50 bytes more, and requests with log probabilities soon use
+    the whole vocabulary.
 
     Args:
-        decode: returns the text of each of several sequences.
+        decode: returns the texts of several sequences.
     """
 
     def __init__(self, decode: Callable[[Sequence[Sequence[int]]], Sequence[str]]) -> None:
         self._decode = decode
         self._blocks: dict[int, tuple[str, array[int]]] = {}
-        """The texts of each block, one after the other, and where each begins, with the end of the last."""
+        """Block number -> the concatenated texts, and their start offsets followed by the end of the last text."""
 
     def of(self, token_id: int) -> str:
-        """Returns a token's text."""
+        """Return a token's text."""
         number, place = divmod(token_id, BLOCK)
         text, begins = self._blocks.get(number) or self._read(number)
         return text[begins[place] : begins[place + 1]]

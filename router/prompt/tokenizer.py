@@ -1,4 +1,4 @@
-"""One model's tokenizer, and what its folder says about prompts and answers."""
+"""Tokenizer of one model, with the limits and defaults that the model's folder states."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ RECOMMENDED_SAMPLING = {
     "min_new_tokens": "min_tokens",
     "bad_words_ids": "bad_word_ids",
 }
-"""Names in generation_config.json -> our names."""
+"""Name in generation_config.json -> name in `SamplingParams`."""
 
 
 class ChatDraft(NamedTuple):
-    """A chat that a template has still to write."""
+    """A chat that the template has not rendered yet."""
 
     question: bytes
-    """What the process gets that renders it."""
+    """Input of the process that renders it."""
     mark: str | None
-    """Stands in the client's texts where they could be taken for special tokens; None: nowhere."""
+    """Character that marks special tokens in the client's texts; None: the texts have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,19 +58,19 @@ class Tokenizer:
     vocab_size: int
     """One more than the highest token id."""
     special_ids: frozenset[int]
-    """Tokens without text: <|im_end|> and its like."""
+    """Special tokens such as <|im_end|>, which have no text."""
     eos_ids: tuple[int, ...]
-    """Any of them ends an answer."""
+    """Tokens that end an answer."""
     max_model_len: int
-    """Longest prompt + answer in tokens, as the model was trained; 0: the model does not say."""
+    """Context window of the model in tokens (prompt and answer); 0: the model does not declare it."""
     longest_token: int
-    """Characters of the longest vocabulary entry: no token stands for more text."""
+    """Length in characters of the longest vocabulary entry: no token stands for more text."""
     default_sampling: SamplingParams
-    """What the model's authors recommend; what they leave open is neutral."""
+    """Sampling parameters that the model's authors recommend; the others are neutral."""
     _added_ids: frozenset[int]
-    """Tokens that are spelled as their text."""
+    """Added tokens, whose spelling in the vocabulary is their text."""
     _is_byte_level: bool
-    """Whether other tokens are spelled in GPT-2's stand-ins for bytes."""
+    """True if the spelling of the other tokens uses GPT-2's printable characters for bytes."""
     _tokenizer: tokenizers.Tokenizer
     _segments: SegmentEncoder
     _literal: LiteralEncoder
@@ -78,12 +78,12 @@ class Tokenizer:
 
     @staticmethod
     def load(folder: Path, chat_template: str = "") -> Tokenizer:
-        """Reads tokenizer.json, tokenizer_config.json, config.json and generation_config.json.
+        """Read tokenizer.json, tokenizer_config.json, config.json and generation_config.json.
 
-        What the last recommends and this version does not apply is named in the log.
+        A warning names the recommendations in generation_config.json that this version does not apply.
 
         Args:
-            chat_template: a file with the chat template; empty: the folder's own.
+            chat_template: path of a file with the chat template; empty: the folder's own template.
 
         Raises:
             ModelLoadError: tokenizer.json or config.json is missing, or a file cannot be read.
@@ -96,7 +96,7 @@ class Tokenizer:
         if unapplied := unapplied_recommendations(folder):
             logger.warning(
                 "%s recommends %s, which this version does not apply: answers may differ from those that the model's "
-                "authors had in mind",
+                "authors intended",
                 folder / "generation_config.json",
                 ", ".join(f"{name} {value}" for name, value in unapplied.items()),
             )
@@ -120,7 +120,7 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, parse_special: bool = False, add_special_tokens: bool = True) -> list[int]:
-        """A prompt of plain text, with what the model wants around one (BOS for some).
+        """Return the token ids of a plain-text prompt, with the special tokens that the model adds (for example BOS).
 
         Args:
             parse_special, add_special_tokens: see `baton.api.Text`.
@@ -133,10 +133,10 @@ class Tokenizer:
         return self._literal.encode(text, add_special_tokens=add_special_tokens)
 
     def draft_chat(self, chat: Chat) -> ChatDraft:
-        """Returns what the template is to write, up to where the assistant's next message begins.
+        """Return the input for the template, which renders the chat up to the start of the assistant's next message.
 
         Raises:
-            InvalidRequest: no template, or messages in a form that no template knows.
+            InvalidRequest: there is no template, or it does not support the messages.
         """
         context = self.chat_template.context(chat)
         marked = None if chat.parse_special else self._literal.mark(context)
@@ -145,12 +145,12 @@ class Tokenizer:
         return ChatDraft(self.chat_template.question(marked.context), marked.mark)
 
     def encode_written(self, text: str, *, mark: str | None, scope: str) -> list[int]:
-        """The tokens of a chat that the template has written, special tokens among them.
+        """Return the token ids of a rendered chat, including special tokens.
 
         Args:
-            text: what it has made of a draft.
-            mark: the draft's.
-            scope: whose chat it is: what has been encoded for this scope is not encoded again.
+            text: the template's output for a draft.
+            mark: the mark of the draft.
+            scope: the tenant's cache scope; segments that were encoded for it are reused.
 
         Raises:
             InvalidRequest: the text is not valid Unicode.
@@ -160,13 +160,14 @@ class Tokenizer:
         return self._segments.encode(text, scope)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text; U+FFFD stands for bytes that make no character, special tokens and ids outside the
-        vocabulary have none.
+        """Return the text, without special tokens and ids outside the vocabulary.
+
+        U+FFFD replaces bytes that are not valid UTF-8.
         """
         return self._decoded(token_ids, skip_special_tokens=True)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Returns the text as `decode` does, with that of special tokens."""
+        """Return the text like `decode`, but including special tokens."""
         return self._decoded(token_ids, skip_special_tokens=False)
 
     def _decoded(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -176,11 +177,11 @@ class Tokenizer:
             raise ModelLoadError(f"the model's tokenizer cannot decode an answer: {complaint_of(error)}") from error
 
     def text_of(self, token_id: int) -> str:
-        """Returns what `decode_all` does for one token; each is decoded once."""
+        """Return the result of `decode_all` for one token, from a cache."""
         return self._texts.of(token_id)
 
     def encode_fragment(self, text: str) -> list[int]:
-        """The tokens of a text that has others around it.
+        """Return the token ids of a text in the middle of other text, without added special tokens.
 
         Raises:
             InvalidRequest: the text is not valid Unicode.
@@ -188,7 +189,7 @@ class Tokenizer:
         return encode_batch(self._tokenizer, [text], add_special_tokens=False)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, a part of a character's too; b"" outside the vocabulary."""
+        """Return the bytes of a token, which may be a part of a character; b"" outside the vocabulary."""
         spelling = self.token(token_id)
         if token_id in self._added_ids:
             return spelling.encode()
@@ -199,19 +200,19 @@ class Tokenizer:
         return spelling.replace("\u2581", " ").encode()
 
     def token(self, token_id: int) -> str:
-        """The vocabulary's own spelling of one token, "" outside the vocabulary."""
+        """Return the vocabulary's spelling of a token; "" outside the vocabulary."""
         return self._tokenizer.id_to_token(token_id) or ""
 
 
 def _literal_encoder(tokenizer: tokenizers.Tokenizer, template: ChatTemplate) -> LiteralEncoder:
     try:
         return LiteralEncoder(tokenizer, template.words, template.names)
-    except BaseException as error:  # it copies the tokenizer, and normalizes texts by it
+    except BaseException as error:  # copying the tokenizer and normalizing texts may panic in Rust
         raise ModelLoadError(f"the model's tokenizer cannot be used: {complaint_of(error)}") from error
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the bytes: a printable byte is its own, the others follow from U+0100 on."""
+    """Return GPT-2's printable character of each byte: printable bytes map to themselves, others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = itertools.count(0x100)
     return {chr(byte) if byte in printable else chr(next(others)): byte for byte in range(256)}
@@ -232,18 +233,22 @@ def _default_sampling(generation: Mapping[str, Any], vocabulary: Collection[int]
             said["bad_word_ids"] = tuple(word for word in words if all(token_id in vocabulary for token_id in word))
         return dataclasses.replace(SamplingParams(), **said)
     except (InvalidRequest, TypeError) as error:
-        raise ModelLoadError(f"The model's generation_config.json recommends invalid values: {error}") from error
+        raise ModelLoadError(f"the model's generation_config.json recommends invalid values: {error}") from error
 
 
 def _number(generation: Mapping[str, Any], name: str) -> Any:
-    """A recommended number; a whole one may be written as 50.0. Raises ModelLoadError for what is none."""
+    """Return a recommended number, or None. Whole numbers may be written like 50.0.
+
+    Raises:
+        ModelLoadError: the value is not a valid number.
+    """
     value, is_whole = generation.get(name), name in _WHOLE_NUMBERS
     if value is None or name == "bad_words_ids":
         return value
     value = whole(value) if is_whole else value
     if type(value) is not int and (is_whole or not isinstance(value, float)):
         raise ModelLoadError(
-            f"The model's generation_config.json recommends invalid values: {value!r:.100} as {name}, which must be a "
+            f"the model's generation_config.json recommends invalid values: {value!r:.100} as {name}, which must be a "
             f"{'whole ' if is_whole else ''}number"
         )
     return value

@@ -1,7 +1,7 @@
-"""Tools, calls and their results in the messages of a chat, for a model whose template does not read them.
+"""Writes tools, calls and their results into the messages of a chat, for templates that do not read them.
 
-They are written as Hermes and Qwen 2.5 are trained to read them: a block in the system message, `<tool_call>` in the
-assistant's messages, `<tool_response>` in the user's.
+The format is that of Hermes and Qwen 2.5: a block in the system message, `<tool_call>` in the assistant's messages, and
+`<tool_response>` in the user's messages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ For each function call, return a json object with function name and arguments wi
 
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Returns the messages with the tools in the system message, which comes first; if there is none, in a new one."""
+    """Return the messages with the tools in the first system message, which is added if there is none."""
     signatures = "\n".join(json.dumps(tool.in_openai_form(), ensure_ascii=False) for tool in tools)
     block = BLOCK.format(tools=signatures)
     first, *others = map(dict, messages)
@@ -39,7 +39,7 @@ def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> 
 
 
 def with_tools_of_system(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Returns the messages with the tools as a member of the system message, as Phi 4 mini's template reads them."""
+    """Return the messages with the tools as a member of the system message, as Phi 4 mini's template reads them."""
     described = json.dumps([tool.in_openai_form()["function"] for tool in tools], ensure_ascii=False)
     first, *others = map(dict, messages)
     if first["role"] == "system":
@@ -48,7 +48,7 @@ def with_tools_of_system(messages: Sequence[Mapping[str, Any]], tools: Sequence[
 
 
 def with_functools(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with the calls in the content of the assistant's, as Phi 4 mini writes them."""
+    """Return the messages with calls as text in the assistant's messages, in the format of Phi 4 mini."""
     written = []
     for message in messages:
         plain = {name: value for name, value in message.items() if name != "tool_calls"}
@@ -59,8 +59,9 @@ def with_functools(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def with_observations(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with each call as a message of its own whose `metadata` is the tool's name, and with results
-    as observations, as GLM 4's template reads them.
+    """Return the messages as GLM 4's template reads them.
+
+    Each call becomes a separate message whose `metadata` is the tool's name, and results become observations.
     """
     written: list[dict[str, Any]] = []
     for message in messages:
@@ -77,7 +78,7 @@ def with_observations(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def with_calls_as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with the calls in the content of the assistant's, and the results of calls in the user's."""
+    """Return the messages with calls as text in the assistant's messages, and results in the user's messages."""
     written: list[dict[str, Any]] = []
     was_result = False
     for message in messages:

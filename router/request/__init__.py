@@ -1,11 +1,11 @@
-"""One request as a whole: the model it asks for, its books, and how it is continued after a break.
+"""A request as a whole: its model, its accounting, and its continuation after a broken stream.
 
-`settlement` books a request exactly once, however it ended, with the tokens that `answer_tokens` counts; `resume`
-continues it after a break, from this router's memory or from the journal of another router; `moderation` holds its
-answers until the operator's judge allows them. `request_log` remembers what became of requests, as `record` says;
-`bodies` books what was refused before it was one.
-`usage_log` writes what each request used, once over all of its calls: `usage_record` decides that, and `usage_marks` is
-what routers know of it in common.
+`settlement` records a request exactly once, however it ended, with the tokens that `answer_tokens` counts. `resume`
+continues it after a break, from this router's memory or from the journal of another router. `moderation` holds its
+answers until the operator's judge allows them. `request_log` keeps the latest requests as `record` describes them, and
+`bodies` records bodies that were refused before they became requests.
+`usage_log` writes one usage record per request, over all of its calls. `usage_record` decides when, and `usage_marks`
+is the state that routers share for it.
 """
 
 __all__ = [

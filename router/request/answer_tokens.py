@@ -1,4 +1,4 @@
-"""The tokens of a request's answers: what was computed, what was drawn of them, and what has left for the client."""
+"""Token counts of a request's answers: computed, drawn, and sent to the client."""
 
 from __future__ import annotations
 
@@ -10,58 +10,62 @@ from router.dispatch.choice import ChoiceGroup
 
 
 class AnswerTokens:
-    """Counts the tokens of one call, from chunk to chunk.
+    """Counter of the tokens of one call.
 
     Args:
-        group: all answers, those included that the client does not get.
-        params: as the client asked for them.
-        delivered: tokens that the client had before this call, by choice.
+        group: all choices, including those that the client does not get.
+        params: the parameters of the request.
+        delivered: number of tokens that the client had before this call, by choice.
     """
 
     def __init__(self, group: ChoiceGroup, params: SamplingParams, delivered: Mapping[int, int]) -> None:
         self._group = group
         self._comes_at_once = params.comes_at_once
         self._num_drawn = 0
-        """Tokens of all answers, before the best of them are selected."""
+        """Tokens of all choices, before the best are selected."""
         self.delivered = delivered
         self.sent = [0] * params.n
-        """Tokens that left, by choice."""
+        """Tokens sent in this call, by choice."""
         self._num_reasoning: dict[int, int] = {}
-        """Tokens of the reasoning, by choice, those included that left before."""
+        """Reasoning tokens by choice, including those that were sent before this call."""
 
     def drawn(self, chunk: GenerateChunk) -> GenerateChunk:
-        """Counts a chunk of an answer, whether the client gets it or not."""
+        """Count a chunk of a choice, even if the client does not get it, and return it."""
         self._num_drawn += len(chunk.token_ids)
         return chunk
 
     def left(self, chunk: GenerateChunk) -> None:
-        """Counts a chunk that leaves for the client."""
+        """Count a chunk that is sent to the client."""
         self.sent[chunk.choice_index] += len(chunk.token_ids)
         if chunk.num_reasoning_tokens:
             self._num_reasoning[chunk.choice_index] = chunk.num_reasoning_tokens
 
     @property
     def num_computed(self) -> int:
-        """Tokens that workers have computed in this call: those after a stop string, those that a moderation held back,
-        and those that the client claims to have and that no router has recorded are among them.
+        """Tokens that workers have computed in this call.
+
+        This includes tokens after a stop string, tokens that moderation held back, and tokens that the client claims to
+        have although no router has recorded them.
         """
         return self._group.num_computed
 
     @property
     def num_sent(self) -> int:
-        """Tokens that left in this call."""
+        """Tokens sent in this call."""
         return sum(self.sent)
 
     @property
     def num_reasoning_sent(self) -> int:
-        """Tokens of the reasoning that left in this call. A reasoning begins its answer, so what the client had of a
-        choice was that first.
+        """Reasoning tokens sent in this call.
+
+        Reasoning comes first in an answer, so the tokens that the client had before are reasoning tokens first.
         """
         return sum(max(0, num - self.delivered.get(index, 0)) for index, num in self._num_reasoning.items())
 
     def usage(self, num_prompt_tokens: int, num_cached_tokens: int) -> Usage:
-        """Returns the usage of the whole answer, with what the client had of it before, and with what was drawn for it:
-        all of `best_of` answers, and the beams of a search.
+        """Return the usage of the whole answer, including the tokens that the client had before this call.
+
+        All `best_of` answers and all beams of a search count, although the client gets only some of them.
         """
         if self._group.is_search:
             num_tokens = self.num_computed
@@ -73,4 +77,4 @@ class AnswerTokens:
 
 
 NO_TOKENS = AnswerTokens(ChoiceGroup(choices=()), SamplingParams(), {})
-"""The counts of a request that has not begun."""
+"""Counts of a request that has no choices yet."""

@@ -1,4 +1,4 @@
-"""What becomes of bodies before they are requests: which fields are ignored, and which bodies are refused."""
+"""Records HTTP bodies before they become requests: ignored fields, and refused bodies."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class RefusedBody:
     """A body that was refused before it became a request."""
 
     request_id: str
-    """The id that the answer has."""
+    """Id in the response."""
     tenant: str
     operation: str
     arrived_s: float
-    """When it came, on the monotonic clock."""
+    """Arrival on the monotonic clock."""
     error: Exception
     field: str
-    """The label of the field to blame; empty: it is none's fault."""
+    """Label of the invalid field; empty: no single field is invalid."""
 
 
 class BodyBook:
-    """Records bodies in the metrics and among the requests, as `Settlement` books requests.
+    """Recorder of bodies, in the metrics and in the request log, as `Settlement` records requests.
 
     Args:
         model_id: the served model's name.
@@ -42,12 +42,12 @@ class BodyBook:
         self._model = {"model": model_id}
 
     def ignored(self, fields: Iterable[str]) -> None:
-        """Counts the fields of one request that are ignored, by their labels."""
+        """Count the ignored fields of one request, by label."""
         for field in fields:
             self._instruments.ignored_fields.add(1, {"field": field})
 
     def refused(self, body: RefusedBody) -> None:
-        """Counts a body that is refused, and lists it."""
+        """Count a refused body, and add it to the request log."""
         outcome = "rejected" if isinstance(body.error, Overloaded) else "invalid"
         self._instruments.requests.add(1, {**self._model, "outcome": outcome})
         self._instruments.tenant_requests.add(1, {"tenant": body.tenant, "outcome": outcome})

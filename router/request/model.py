@@ -1,4 +1,4 @@
-"""What the service knows of the served model, and of the address at which a request came."""
+"""The served model, and the address at which a request arrived."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from router.prompt import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """The served model, as the router needs it."""
+    """The served model with its tokenizer, answer format and limits."""
 
     card: ModelCard
     tokenizer: Tokenizer
     format: AnswerFormat = PLAIN
-    """How its answers to chats are marked."""
+    """Markers of reasoning and tool calls in its answers to chats."""
     content_id: str
     facts: ModelFacts
-    """What requests are checked against."""
+    """Limits and defaults for validation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ingress:
-    """The server's address at which a request came, for its span."""
+    """Server address at which a request arrived, for its span."""
 
     address: str = ""
-    """Host; empty: not known."""
+    """Host; empty: unknown."""
     port: int = 0
     is_streamed: bool = True
-    """Whether the client reads the answer as it comes."""
+    """True if the client reads the answer as it comes."""
 
 
 UNKNOWN_INGRESS = Ingress()

@@ -1,9 +1,9 @@
-"""The operator's judge of answers: tokens wait for its verdict, and a veto ends the answer.
+"""Moderation of answers by a function of the operator: tokens wait for its verdict, and a veto ends the answer.
 
-`router.moderation` names a function `MODULE:FUNCTION`. It gets an `AnswerSoFar` whenever an answer has grown to a
-multiple of `router.moderation_tokens`, and when it has ended, and returns whether the answer may be shown so far. These
-points depend on the answer's tokens alone, not on how they came. What comes after the last one that was allowed waits
-in the router; after a veto none of it leaves.
+`router.moderation` names the function as `MODULE:FUNCTION`. The router calls it with an `AnswerSoFar` whenever the
+number of tokens reaches a multiple of `router.moderation_tokens`, and at the end of the answer. The function returns
+whether the answer so far may be shown. The points depend only on the answer's tokens, not on the chunks in which they
+arrive. Tokens after the last allowed point wait in the router, and are dropped after a veto.
 """
 
 from __future__ import annotations
@@ -30,36 +30,35 @@ from router.prompt import Tokenizer
 
 logger = logging.getLogger(__name__)
 REPLAY_TOKENS = 64
-"""Tokens of a continued answer that are written to text before others have their turn on the event loop."""
+"""Tokens of a continued answer that are detokenized before other tasks get the event loop."""
 MAX_THREADS = 16
-"""Calls of a judge that is no coroutine which run at a time, of one tenant one less. One that never returns keeps its
-thread."""
+"""Maximum number of concurrent calls of a judge that is a plain function; one less for a single tenant. A call that
+never returns keeps its thread."""
 MAX_WAITING_CHARACTERS = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSoFar:
-    """An answer, as a judge gets it."""
+    """Argument of a judge: an answer and its progress."""
 
     tenant: str
     request_id: str
     choice_index: int
     text: str
-    """All that the model has written, its marks and special tokens included. Bytes that make no character yet are
-    U+FFFD."""
+    """All output of the model, including markers and special tokens. Incomplete characters are U+FFFD."""
     num_tokens: int
     has_ended: bool
 
 
 Judge: TypeAlias = Callable[[AnswerSoFar], "bool | Awaitable[bool]"]
-"""Returns True where an answer may be shown so far, False where it has to end."""
+"""Returns True if the answer so far may be shown, False if it must end."""
 
 
 def load_judge(name: str) -> Judge:
-    """Returns the function that `MODULE:FUNCTION` names.
+    """Return the function that `MODULE:FUNCTION` names.
 
     Raises:
-        ConfigError: it cannot be imported, or cannot be called.
+        ConfigError: it cannot be imported, or is not callable.
     """
     module, _, function = name.partition(":")
     try:
@@ -67,17 +66,17 @@ def load_judge(name: str) -> Judge:
     except Exception as error:  # a module can raise anything when it is imported
         raise ConfigError(f"router.moderation: cannot load {name!r}, which must be MODULE:FUNCTION: {error}") from error
     if not callable(judge):
-        raise ConfigError(f"router.moderation: {name!r} is no function")
+        raise ConfigError(f"router.moderation: {name!r} is not callable; name a function")
     found: Judge = judge
     return found
 
 
 class Moderator:
-    """Asks the operator's judge, and says what holds where it fails or does not answer.
+    """Calls the operator's judge, and applies `router.moderation_on_failure` if it fails or times out.
 
     Args:
-        judge: a plain function is called on threads, a coroutine function on the event loop.
-        config: says how often the judge is asked, how long it may take, and what becomes of an answer if it fails.
+        judge: a plain function runs in threads, a coroutine function on the event loop.
+        config: sets the interval, the timeout and the behaviour after a failure.
     """
 
     def __init__(self, judge: Judge, config: RouterConfig, instruments: Instruments) -> None:
@@ -89,11 +88,11 @@ class Moderator:
         self._verdicts = instruments.moderation_verdicts
         self._turns = Turns(MAX_THREADS, MAX_WAITING_CHARACTERS)
         self.every_tokens = config.moderation_tokens
-        """Tokens from one verdict to the next."""
+        """Number of tokens between two verdicts."""
 
     @staticmethod
     def of(config: RouterConfig, instruments: Instruments) -> Moderator | None:
-        """Returns the moderator that the settings ask for; None: they ask for none.
+        """Return the configured moderator; None: none is configured.
 
         Raises:
             ConfigError: see `load_judge`.
@@ -101,13 +100,13 @@ class Moderator:
         return Moderator(load_judge(config.moderation), config, instruments) if config.moderation else None
 
     async def allows(self, answer: AnswerSoFar) -> bool:
-        """Returns whether an answer may be shown so far."""
+        """Return whether the answer so far may be shown."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 verdict = await self._verdict(answer)
             if not isinstance(verdict, bool):
-                raise TypeError(f"it returned {type(verdict).__name__}, no bool")
-        except Exception as error:  # whatever the operator's function raises
+                raise TypeError(f"it returned {type(verdict).__name__} instead of bool")
+        except Exception as error:  # the operator's function may raise anything
             logger.error("moderation of %s failed: %r", answer.request_id, error)
             self._verdicts.add(1, {"verdict": "failed"})
             return self._passes_on_failure
@@ -135,22 +134,23 @@ class Moderator:
             error: Exception | None = None
             try:
                 verdict = self._judge(answer)
-            except BaseException as raised:  # also what would end the process from another thread
+            except BaseException as raised:  # including SystemExit and KeyboardInterrupt
                 error = RuntimeError(repr(raised))
-            with contextlib.suppress(RuntimeError):  # the loop has ended
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(end, verdict, error)
 
-        # Not a pool's: the interpreter waits for those when it ends, and a judge may never return.
+        # A daemon thread and not a pool: the interpreter waits for a pool's threads at exit, and a judge may never
+        # return.
         threading.Thread(target=judge, name="moderation", daemon=True).start()
         return await future
 
 
 class ModeratedAnswer:
-    """One choice's answer on its way to the client, past the operator's judge if there is one.
+    """Writer of one choice's answer, which passes through moderation if that is configured.
 
     Args:
-        chunks: writes the answer.
-        moderator: None: everything leaves as it comes.
+        chunks: writer of the answer.
+        moderator: None: all chunks are sent at once.
         tenant: id of the tenant.
     """
 
@@ -161,27 +161,27 @@ class ModeratedAnswer:
         self._tenant = tenant
         self._token_ids: list[int] = []
         self._held: list[GenerateChunk] = []
-        """What waits for a verdict."""
+        """Chunks that wait for a verdict."""
         self._num_reasoning = 0
-        """Tokens of the reasoning in what has left."""
+        """Reasoning tokens in the chunks that were sent."""
         self._is_vetoed = False
 
     @property
     def has_ended(self) -> bool:
-        """Whether the client needs no more tokens."""
+        """True if the client needs no more tokens."""
         return self._is_vetoed or self._chunks.has_ended
 
     @property
     def num_tokens(self) -> int:
-        """Tokens taken so far, those after a stop string included."""
+        """Tokens taken so far, including those after a stop string."""
         return self._chunks.num_tokens
 
     async def replay(
         self, token_ids: Sequence[int], finish_reason: FinishReason | None
     ) -> AsyncGenerator[Sequence[GenerateChunk]]:
-        """Takes what had been generated before this call, and lets others have their turn on the event loop.
+        """Take the tokens from before this call, and yield to the event loop in between.
 
-        All of it is judged again: the client says how much of it has left, and may be wrong.
+        All of them are judged again, because the number of tokens that the client claims to have may be wrong.
 
         Raises:
             InvalidRequest: see `AnswerChunks.write`.
@@ -196,7 +196,7 @@ class ModeratedAnswer:
     async def write(
         self, token_ids: Sequence[int], finish_reason: FinishReason | None, scores: TokenScores = NO_SCORES
     ) -> Sequence[GenerateChunk]:
-        """Takes new tokens and the engine's word on the end, and returns what the client gets now.
+        """Take new tokens and the finish reason, and return the chunks to send now.
 
         Raises:
             InvalidRequest: see `AnswerChunks.write`.
@@ -221,7 +221,7 @@ class ModeratedAnswer:
                 return ready
 
     async def _judged(self, moderator: Moderator) -> list[GenerateChunk]:
-        """Returns what has waited, or what the client gets in its place."""
+        """Return the held chunks if they are allowed, else the chunk that ends the answer."""
         num_tokens = self._chunks.num_kept
         so_far = AnswerSoFar(
             tenant=self._tenant,

@@ -1,6 +1,6 @@
-"""What is remembered of a request: raw values as it ends or runs, and the same for people. It has no content.
+"""Record of a request: raw values while it runs and when it ends, and their readable form. It has no content.
 
-The raw values are made of every request, and are not frozen, which would take three times as long.
+Raw records are created for every request. They are not frozen, because that would take three times as long.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from router.placement import NO_OBJECTIVE
 from router.slo import StagePhase, Stages
 
 MOST_CHOICES = 8
-"""Choices of a request whose events and placements are kept."""
+"""Maximum number of choices of a request whose events and placements are kept."""
 HARMLESS = frozenset(("met", "limited", "invalid", "cancelled"))
-"""Outcomes after which nobody asks what the cluster did wrong."""
+"""Outcomes that do not indicate a problem of the cluster."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChoiceRecord:
-    """What is remembered of one choice."""
+    """Record of one choice."""
 
     index: int
     events: EventLog
@@ -32,13 +32,13 @@ class ChoiceRecord:
 
     @staticmethod
     def of(choice: Choice) -> ChoiceRecord:
-        """Returns what is remembered of a choice; it goes on being filled in as long as the choice is."""
+        """Return the record of a choice. It shares the choice's events and placement, so it stays current."""
         return ChoiceRecord(index=choice.index, events=choice.events, decision=choice.decision)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class FirstChoice:
-    """Where the latest placement of a request's first choice was, and what it found."""
+    """Latest placement of a request's first choice, and its prefix hit."""
 
     mode: str = ""
     prefill_worker: str = ""
@@ -48,7 +48,7 @@ class FirstChoice:
 
     @staticmethod
     def of(choices: Sequence[Choice]) -> FirstChoice:
-        """Returns it for a request of these choices; none: it was never placed."""
+        """Return the values for a request with these choices; without choices, it was never placed."""
         if not choices:
             return FirstChoice()
         first = choices[0]
@@ -63,19 +63,19 @@ class FirstChoice:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestRecord:
-    """One request. Times are the router's monotonic clock, unless something else is said."""
+    """Record of one request. Times are on the router's monotonic clock, unless stated otherwise."""
 
     request_id: str
     tenant: str
     operation: str
     is_streamed: bool
     claim: Claim | None
-    """None: it was not found valid."""
+    """None: the request was not valid."""
     arrived_s: float
     arrived_at_s: float
-    """Seconds since 1970."""
+    """Arrival as Unix time."""
     ended_s: float
-    """The end, or now."""
+    """End of the request, or the current time while it runs."""
     outcome: str
     error: str
     blamed_stage: str
@@ -83,23 +83,23 @@ class RequestRecord:
     num_tokens: int
     num_choices: int
     first_token_s: float
-    """0: there was none."""
+    """0: there was no token."""
     itl_s: float | None
     life: Sequence[StagePhase]
-    """Phases that follow one another from the arrival to the end."""
+    """Consecutive phases from the arrival to the end."""
     first: FirstChoice
     events: EventLog
-    """What happened to the request as a whole."""
+    """Events of the request as a whole."""
     choices: Sequence[ChoiceRecord]
 
     @property
     def is_harmless(self) -> bool:
-        """Whether it ended without anything that an operator would look into."""
+        """True if its outcome does not indicate a problem of the cluster."""
         return self.outcome in HARMLESS
 
 
 def summary_of(record: RequestRecord, router: str) -> RequestSummary:
-    """One request for a list.
+    """Return the summary of a request, for a list.
 
     Args:
         router: id of this router.
@@ -138,7 +138,7 @@ def summary_of(record: RequestRecord, router: str) -> RequestSummary:
 
 
 def timeline_of(record: RequestRecord, router: str) -> RequestTimeline:
-    """One request with its time line.
+    """Return a request with its time line.
 
     Args:
         router: id of this router.

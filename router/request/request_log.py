@@ -1,4 +1,4 @@
-"""The requests that a router serves, and the latest that it has served, to be listed and explained."""
+"""Log of the requests that a router serves and has lately served, for listing and explaining them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from router.request.record import RequestRecord, summary_of, timeline_of
 from router.request.settlement import Settlement
 
 LATEST = 1024
-"""Requests that are remembered, whatever became of them: some KiB each."""
+"""Number of latest requests that are kept, whatever their outcome: some KiB each."""
 TROUBLED = 512
-"""Requests that failed, were refused or missed an objective, and are remembered after LATEST others have come."""
+"""Number of requests beyond LATEST that are kept because they failed, were refused or missed an objective."""
 
 
 PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
-"""What the APIs put before the id in a client's header x-request-id, which an answer has as it came."""
+"""Prefixes that the APIs add to a client's x-request-id to form the request's id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFilter:
-    """Which requests are asked for; what is empty asks for all."""
+    """Filter for requests; an empty field matches all of them."""
 
     tenant: str = ""
     slo_class: str = ""
@@ -33,14 +33,14 @@ class RequestFilter:
     limit: int = DEFAULT_LIMIT
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest: there is no such outcome, or the limit is out of bounds."""
+        """Raise InvalidRequest if an outcome is unknown or the limit is out of range."""
         if unknown := sorted(set(self.outcomes) - set(OUTCOMES)):
             raise InvalidRequest(f"outcome must be one of {', '.join(OUTCOMES)}; got {unknown[0]!r:.100}", "outcome")
         if not 1 <= self.limit <= MAX_LIMIT:
             raise InvalidRequest(f"limit must be from 1 to {MAX_LIMIT}, got {self.limit}", "limit")
 
     def passes(self, record: RequestRecord) -> bool:
-        """Whether the request is one of those that are asked for."""
+        """Return whether a request matches the filter."""
         if self.tenant and record.tenant != self.tenant:
             return False
         if self.slo_class and (record.claim is None or record.claim.slo_class != self.slo_class):
@@ -49,22 +49,22 @@ class RequestFilter:
 
 
 class RequestLog:
-    """Requests of one router.
+    """Log of one router's requests.
 
     Args:
-        router: its id.
+        router: id of the router.
     """
 
     def __init__(self, router: str = "") -> None:
         self._router = router
         self._running: dict[Settlement, None] = {}
-        """Records that are open, in the order of their requests' arrival."""
+        """Running requests, in the order of their arrival."""
         self._latest: deque[RequestRecord] = deque()
         self._troubled: deque[RequestRecord] = deque(maxlen=TROUBLED)
 
     @contextlib.contextmanager
     def keeping(self, settlement: Settlement) -> Iterator[Settlement]:
-        """Opens a request's books while the block is entered, and remembers what is in them."""
+        """Context manager: lists a request as running, settles it on exit, and keeps its record."""
         self._running[settlement] = None
         try:
             with settlement:
@@ -74,7 +74,7 @@ class RequestLog:
             self.remember(settlement.record())
 
     def remember(self, record: RequestRecord) -> None:
-        """Remembers a request that has ended."""
+        """Keep the record of a request that has ended."""
         self._latest.append(record)
         if len(self._latest) > LATEST:
             oldest = self._latest.popleft()
@@ -82,17 +82,17 @@ class RequestLog:
                 self._troubled.append(oldest)
 
     def _records(self) -> list[RequestRecord]:
-        """All that are known, the latest arrival first."""
+        """Return all known requests, latest arrival first."""
         known = [*self._troubled, *self._latest, *(settlement.record() for settlement in self._running)]
         return sorted(known, key=lambda record: -record.arrived_s)
 
     @property
     def keeps(self) -> str:
-        """A clause that says which requests are known."""
+        """Clause for error messages that describes which requests are known."""
         return f"it keeps the latest {LATEST} that it has served, and {TROUBLED} that failed or were late"
 
     def listed(self, wanted: RequestFilter) -> RequestList:
-        """The latest requests that pass."""
+        """Return the latest requests that match a filter."""
         known = self._records()
         passing = [record for record in known if wanted.passes(record)]
         return RequestList(
@@ -103,11 +103,11 @@ class RequestLog:
         )
 
     def explain(self, request_id: str, tenant: str = "") -> list[RequestTimeline]:
-        """All calls with this id that are known, the latest first; empty: none is, or not any more.
+        """Return all known calls with this id, latest first; empty: none is known, or no longer.
 
         Args:
-            request_id: the request's id, or the one that its client sent in the header x-request-id.
-            tenant: whose they are; empty: anybody's.
+            request_id: the request's id, or the client's x-request-id header.
+            tenant: id of the tenant; empty: any tenant.
         """
         ids = {f"{prefix}{request_id}" for prefix in ("", *PREFIXES)}
         return [

@@ -1,13 +1,13 @@
-"""How a request goes on after its stream has broken: what its choices have answered is known here, or to Redis.
+"""Continues a request after its stream broke, from the tokens that this router or Redis has of it.
 
-A client whose stream broke sends its request again, with `resume_from`, to any router.
+After a broken stream the client sends its request again, with `resume_from`, to any router.
 
-`CallsInFlight`   If the broken call still runs here, unnoticed, the new call ends it first, and goes on with what it
-                  had generated.
-`Journal`         If its router died, another one goes on from what that had noted of its requests in flight. What was
-                  not noted in time is generated again: the tokens are the same, so a journal that is late, lost or
-                  away costs time and nothing else. Therefore the path of a request only leaves its record here; `run`
-                  writes what is new of all of them, a few times a second.
+`CallsInFlight`   If the broken call still runs on this router, the new call ends it first, and continues with the
+                  tokens that it had generated.
+`Journal`         If the router died, another one continues from the tokens that it had recorded in Redis. Tokens that
+                  were not recorded in time are generated again and come out identical, so a journal that is late, lost
+                  or away costs only time. Therefore requests never wait for the journal: `run` writes the new tokens of
+                  all of them a few times a second.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from router.dispatch.choice import Choice, ChoiceGroup
 
 logger = logging.getLogger(__name__)
 TAKE_OVER_S = 5.0
-"""How long a call that continues a request waits for the one before it to unwind."""
+"""Timeout of a call that continues a request for the end of the previous call."""
 FLUSH_S = 0.2
 READ_S = 2.0
-"""How long a request that is continued waits for its record: as long as some hundred tokens take."""
+"""Timeout for reading the record of a continued request: about the time of a hundred tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """A request in flight, as a later call finds it."""
+    """A request in flight, which a later call may take over."""
 
     driver: asyncio.Task[Any]
-    """The task that waits for the next chunk, or had the last one."""
+    """The task that waits for the next chunk, or got the last one."""
     has_gone_on: bool = False
-    """Whether chunks after the first are asked for."""
+    """True if a chunk after the first was requested."""
     digest: bytes = b""
     """Digest of what determines its tokens; empty: not known yet."""
     group: ChoiceGroup | None = None
@@ -56,24 +56,25 @@ class Call:
 
     @staticmethod
     def of_current_task() -> Call:
-        """The call that the current task serves."""
+        """Return a call that the current task drives."""
         task = asyncio.current_task()
         assert task is not None
         return Call(driver=task)
 
     def begin(self, digest: bytes, group: ChoiceGroup) -> None:
-        """Notes the choices, now that they are known."""
+        """Record the request's choices when they are known."""
         self.digest, self.group = digest, group
 
     def goes_on(self) -> None:
-        """Notes the task that asks for what follows the first chunk. One task awaits all the rest, but for an HTTP
-        stream it is another one than awaited the first.
+        """Record the task that requests the chunks after the first one.
+
+        A single task awaits them all, but for an HTTP stream it is not the task that awaited the first chunk.
         """
         if not self.has_gone_on:
             self.has_gone_on, self.driver = True, asyncio.current_task() or self.driver
 
     def noted(self) -> dict[int, Noted]:
-        """What has been generated of it, by choice."""
+        """Return the tokens generated so far, by choice."""
         choices = self.group.choices if self.group else ()
         return {
             choice.index: Noted(tuple(choice.emitted), choice.finish_reason, choice.only_sampler or "")
@@ -82,16 +83,16 @@ class Call:
 
 
 class CallsInFlight:
-    """The requests that this router serves now, by tenant and id."""
+    """Requests that this router is serving, by tenant and id."""
 
     def __init__(self) -> None:
         self._calls: dict[RecordKey, Call] = {}
         self._taken_over: WeakSet[asyncio.Task[Any]] = WeakSet()
-        """Tasks whose calls others continue."""
+        """Tasks whose requests other calls continue."""
 
     @contextlib.contextmanager
     def entered(self, key: RecordKey) -> Iterator[Call]:
-        """Enters the call that the current task serves: later calls find it while the block is entered."""
+        """Context manager: registers a call of the current task, so that later calls can take it over."""
         call = self._calls[key] = Call.of_current_task()
         try:
             yield call
@@ -100,15 +101,15 @@ class CallsInFlight:
             call.ended.set()
 
     async def take_over(self, key: RecordKey) -> Call | None:
-        """Ends the call that serves this request here, if one does: its client has lost it, noticed or not.
+        """End the call that serves this request on this router, if there is one: its client has lost the stream.
 
         Raises:
-            Overloaded: it does not end in time.
+            Overloaded: the call does not end in time.
         """
         past: Call | None = None
         try:
             async with asyncio.timeout(TAKE_OVER_S):
-                while (call := self._calls.get(key)) is not None:  # others may have come before: the last one wins
+                while (call := self._calls.get(key)) is not None:  # after several retries, the last call wins
                     past = call
                     if not call.is_superseded:
                         call.is_superseded = call.driver.cancel()
@@ -120,7 +121,7 @@ class CallsInFlight:
 
     @contextlib.contextmanager
     def conflict_when_taken_over(self) -> Iterator[None]:
-        """Turns the end of a call whose request another call continues into Conflict. The block is one API call."""
+        """Context manager around one API call: raises Conflict if another call has taken over its request."""
         try:
             yield
         except asyncio.CancelledError:
@@ -128,38 +129,39 @@ class CallsInFlight:
             if task is None or task not in self._taken_over:
                 raise
             task.uncancel()
-            raise Conflict("another call has taken this request over, to continue it") from None
+            raise Conflict("another call has taken over this request to continue it") from None
 
 
 @dataclass(slots=True, kw_only=True)
 class _Noting:
-    """A request in flight."""
+    """A request in flight, with the progress of its record."""
 
     digest: bytes
     """Digest of everything that determines the tokens."""
     choices: Sequence[Choice]
     num_written: list[int]
     fields: list[bytes] = field(default_factory=list)
-    """Fields of its record that were written."""
+    """Written fields of its record."""
 
 
 class Journal:
-    """Owns `store`: `close` closes it."""
+    """Journal of the tokens of one router's requests in flight. Owns `store`: `close` closes it."""
 
     def __init__(self, store: RecordStore) -> None:
         self._store = store
         self._writer = secrets.token_bytes(WRITER_BYTES)
         self._notings: dict[RecordKey, _Noting] = {}
         self._ended: list[RecordEnd] = []
-        """Requests whose records the store has to forget."""
+        """Requests whose records must be deleted from the store."""
 
     @contextlib.contextmanager
     def noting(self, key: RecordKey, digest: bytes, choices: Sequence[Choice]) -> Iterator[None]:
-        """Notes a request while the block is entered. What stays for a while is of one that did not come to its end:
-        another router may go on with it, or do so already.
+        """Context manager: records a request while it runs, and deletes its record when it completes.
+
+        After an error the record stays for a while, because another router may continue the request, or already does.
 
         Args:
-            choices: the request's, whose owner fills them as the answer comes.
+            choices: the request's choices; their owner adds tokens while the answer is generated.
         """
         noting = _Noting(digest=digest, choices=choices, num_written=[0] * len(choices))
         is_continued = any(choice.emitted for choice in choices)
@@ -168,22 +170,22 @@ class Journal:
             yield
         finally:
             del self._notings[key]
-        if is_continued:  # with what another router has noted, which is of no use any more
+        if is_continued:  # also delete the record of the earlier router, which is no longer needed
             self._ended.append(RecordEnd(key, digest))
         elif noting.fields:
             self._ended.append(RecordEnd(key, digest, tuple(noting.fields)))
 
     async def recall(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
-        """What a router has recorded of this request, by choice; empty: nothing, or it cannot be had in time."""
+        """Return the tokens that a router has recorded for this request, by choice; empty: none, or not in time."""
         try:
             async with asyncio.timeout(READ_S):
                 return await self._store.read(key, digest)
         except (StoreUnavailable, TimeoutError, ValueError) as error:
-            logger.warning("%s is continued from its beginning: %s", key.request_id, error or "Redis does not answer")
+            logger.warning("%s is continued from its start: %s", key.request_id, error or "Redis does not answer")
             return {}
 
     async def run(self) -> None:
-        """Writes until cancelled. While the store is away nothing is kept for it; then all is written anew."""
+        """Write new tokens until cancelled. After the store was away, write the records again from the start."""
         num_failures = 0
         while True:
             await asyncio.sleep(max(FLUSH_S, backoff_s(num_failures) if num_failures else 0.0))
@@ -193,10 +195,14 @@ class Journal:
             except StoreUnavailable as error:
                 num_failures += 1
                 if num_failures == 1:
-                    logger.warning("requests in flight are not noted, trying again: %s", error)
+                    logger.warning("requests in flight are not recorded; retrying: %s", error)
 
     async def flush(self) -> None:
-        """Raises: StoreUnavailable."""
+        """Write new tokens of all requests, and delete records of ended ones.
+
+        Raises:
+            StoreUnavailable: the store cannot be reached.
+        """
         ended, self._ended = self._ended, []
         entries = [entry for key, noting in self._notings.items() if (entry := self._entry(key, noting))]
         if not (ended or entries):
@@ -214,7 +220,7 @@ class Journal:
         await self._store.close()
 
     def _entry(self, key: RecordKey, noting: _Noting) -> RecordEntry | None:
-        """What is new of a request, counted as written from here on."""
+        """Return the new tokens of a request, which count as written from now on; None: there are none."""
         parts = []
         for index, choice in enumerate(noting.choices):
             start, end = noting.num_written[index], len(choice.emitted)
@@ -236,8 +242,9 @@ class Journal:
 
 
 def digest_of(content_id: str, spec: SequenceSpec) -> bytes:
-    """A digest of everything that determines the tokens of a request, but for the choices' index. Who does not know the
-    tenant's cache seed cannot try prompts on it.
+    """Return a digest of everything that determines a request's tokens, except the index of the choice.
+
+    It is keyed with the tenant's cache seed, so without the seed prompts cannot be guessed from it.
     """
     asked = (content_id, spec.num_prompt_tokens, spec.sampling.asked)
     digest = hashlib.blake2b(repr(asked).encode(), key=spec.cache_seed, digest_size=DIGEST_BYTES)
@@ -246,19 +253,17 @@ def digest_of(content_id: str, spec: SequenceSpec) -> bytes:
 
 
 def with_delivered(noted: Mapping[int, Noted], resume_from: Mapping[int, int]) -> dict[int, Noted]:
-    """Adds the choices of which the client has tokens and nothing is noted.
+    """Add empty records for choices of which the client has tokens but no router has recorded any.
 
     Args:
-        noted: what has been generated, by choice.
-        resume_from: tokens that the client has, by choice.
+        noted: recorded tokens by choice.
+        resume_from: number of tokens that the client has, by choice.
     """
     return {index: Noted() for index, num_tokens in resume_from.items() if num_tokens} | dict(noted)
 
 
 def only_delivered(noted: Mapping[int, Noted], resume_from: Mapping[int, int]) -> dict[int, Noted]:
-    """Returns of what is noted the tokens that the client has: the others are generated again, for their scores, which
-    nobody notes.
-    """
+    """Return the recorded tokens that the client has; the others are generated again to get their scores."""
     known = {}
     for index, one in noted.items():
         num_tokens = min(resume_from.get(index, 0), len(one.token_ids))

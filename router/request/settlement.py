@@ -1,4 +1,4 @@
-"""The books of one request, settled exactly once, however it ended: usage, timing, metrics, spans, objectives."""
+"""Records usage, timing, metrics, spans and SLO outcome of a request exactly once, however it ended."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ STAGE_LABELS = {stage: {"stage": stage.value} for stage in Stage}
 
 
 class Settlement:
-    """A request's books, open while the block is entered: timestamps while it runs, one entry in metrics and trace when
-    it ends. The request arrives when this is made.
+    """Context manager: collects time stamps while a request runs, and records metrics and trace when it ends.
+
+    The request's arrival is the time at which this is created.
 
     Args:
-        trace: the client's.
-        slo_counts: filled in here.
+        trace: trace context of the client.
+        slo_counts: counters to update.
     """
 
     def __init__(
@@ -56,16 +57,16 @@ class Settlement:
         self.arrived_s = time.monotonic()
         self._arrived_ns = time.time_ns()
         self.request_id = request.request_id
-        """The request's; empty: it has none yet."""
+        """Id of the request; empty: it has none yet."""
         self.claim: Claim | None = None
-        """The request's; None: it has not been found valid yet."""
+        """Claim of the request; None: it is not validated yet."""
         self.charge = Charge()
-        """What the tenant is charged for it."""
+        """Charge to the tenant."""
         self._instruments = instruments
         self._slo_counts = slo_counts
         self._usage_book = usage_book
         self._usage_call: UsageCall | None = None
-        """This call, for the usage log; None: it has not begun to answer, or there is no log."""
+        """This call in the usage log; None: no token was sent yet, or there is no log."""
         self._tenant = tenant
         self._is_streamed = ingress.is_streamed
         self._continuous_usage = request.continuous_usage
@@ -87,9 +88,9 @@ class Settlement:
         self._finish_reasons: dict[int, FinishReason] = {}
         self._first_token_s = 0.0
         self._ended_s = 0.0
-        """When the last chunk left, or the request failed; 0: not yet."""
+        """Time at which the last chunk was sent or the request failed; 0: not yet."""
         self._life: list[StagePhase] = []
-        """The life of the first choice, and so of the request, once it has ended."""
+        """Phases of the request after its end; they are those of its first choice."""
         self._stages = Stages()
         self._num_unfinished = 0
         self._events = EventLog()
@@ -114,13 +115,13 @@ class Settlement:
         resume_from: Mapping[int, int],
         digest: bytes,
     ) -> None:
-        """Takes over the request's choices, now that they are known.
+        """Record the request's choices when they are known.
 
         Args:
-            group: all that are drawn.
-            params: as the client asked for them.
-            resume_from: tokens that the client has of choices already.
-            digest: of everything that determines the answer.
+            group: all choices that are drawn.
+            params: the parameters of the request.
+            resume_from: number of tokens that the client already has, by choice.
+            digest: digest of everything that determines the answer.
         """
         choices = group.choices[: params.n]
         spec = choices[0].spec
@@ -144,11 +145,11 @@ class Settlement:
             )
 
     def drawn(self, chunk: GenerateChunk) -> GenerateChunk:
-        """Counts a chunk of an answer, whether its client gets it or not."""
+        """Count a chunk of a choice, even if the client does not get it, and return it."""
         return self._tokens.drawn(chunk)
 
     def book(self, chunk: GenerateChunk) -> GenerateChunk:
-        """Counts a chunk that leaves for the client; the request's last one gets usage and timing."""
+        """Count a chunk that is sent to the client, and return it; the last one gets usage and timing."""
         now = time.monotonic()
         if not self._first_token_s:
             self._first_token_s = now
@@ -173,11 +174,11 @@ class Settlement:
         if self._num_unfinished:
             return replace(chunk, usage=self.usage()) if self._continuous_usage else chunk
         self._end(now)
-        self.charge.settle(self._tokens.num_computed)  # before the client has the last chunk, and asks for more
+        self.charge.settle(self._tokens.num_computed)  # before the client gets the last chunk and sends a new request
         return replace(chunk, usage=self.usage(), timing=self.timing())
 
     def usage(self) -> Usage:
-        """The usage of the whole answer; see `AnswerTokens.usage`."""
+        """Return the usage of the whole answer; see `AnswerTokens.usage`."""
         return self._tokens.usage(self._num_prompt_tokens, self._choices[0].num_cached_tokens or 0)
 
     @property
@@ -186,11 +187,11 @@ class Settlement:
 
     @property
     def _after_first_s(self) -> float:
-        """Seconds from the first token to the last; 0 where none came, because the client had them all."""
+        """Seconds from the first to the last token; 0 if no token was sent, because the client had all of them."""
         return max(0.0, self._choices[0].stages.last_token_s - self._first_token_s)
 
     def _itl_s(self) -> float:
-        """Mean seconds between two tokens; 0 where there are no two."""
+        """Return the mean seconds between two tokens; 0 for fewer than two tokens."""
         num_gaps = self._tokens.sent[0] - 1
         return self._after_first_s / num_gaps if num_gaps > 0 else 0.0
 
@@ -221,7 +222,7 @@ class Settlement:
         )
 
     def record(self) -> RequestRecord:
-        """What is to be remembered of the request, as it is now or as it ended."""
+        """Return the record of the request in its current or final state."""
         ended_s, choices = self._ended_s or time.monotonic(), self._choices
         has_gaps = bool(choices) and self._tokens.sent[0] > 1
         itl_s = self._itl_s() if has_gaps else None
@@ -254,11 +255,11 @@ class Settlement:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        """Settles the request. GeneratorExit and CancelledError mean that the client has left."""
+        """Settle the request. GeneratorExit and CancelledError mean that the client has disconnected."""
         outcome = self._outcome(error)
         if not self._ended_s:
             self._end(time.monotonic())
-        self.charge.settle(self._tokens.num_computed)  # unless it was
+        self.charge.settle(self._tokens.num_computed)  # no effect if the last chunk has settled it
         self._instruments.tenant_tokens.add(self._tokens.num_computed, {"tenant": self._tenant.id, "kind": "computed"})
         if self._usage_call is not None:
             self._usage_book.ended(self._key, self._usage_call, self._usage_record(self._usage_call, outcome))
@@ -294,7 +295,7 @@ class Settlement:
         return "cancelled"
 
     def _book_slo(self, outcome: str) -> str:
-        """Classifies the request once, against its objectives."""
+        """Count the request's SLO outcome, and return it."""
         if self.claim is None or outcome in ("invalid", "limited"):
             return outcome
         labels = {**self._model, "slo_class": self.claim.slo_class}
@@ -307,7 +308,7 @@ class Settlement:
         return outcome
 
     def _book_stages(self, claim: Claim, labels: dict[str, str]) -> SloOutcome:
-        """Records where the time of an answered request went, and which stage is to blame for a missed objective."""
+        """Record the stages of a completed request, and the stage to blame for a missed objective."""
         objective, stages = claim.objective, self._stages
         for stage, seconds in stages.by_stage().items():
             self._instruments.stage_duration.record(seconds, STAGE_LABELS[stage])
@@ -335,7 +336,7 @@ class Settlement:
         instruments.prompt_length.record(usage.prompt_tokens, self._model)
         instruments.answer_length.record(num_new, self._model)
         instruments.prefix_hit_tokens.add(usage.cached_tokens, self._model)
-        # Not less than what was found: another router may have seen that.
+        # At least the actual hit: another router may have seen the prefix.
         instruments.prefix_ceiling_tokens.add(max(first.num_seen_tokens, usage.cached_tokens), self._model)
         instruments.generation_tokens.add(num_new, self._model)
         kinds = {
@@ -362,11 +363,11 @@ class Settlement:
         )
 
     def _ns(self, at_s: float) -> int:
-        """Converts a time of the monotonic clock to the clock of traces, in nanoseconds."""
+        """Convert a time of the monotonic clock to the clock of traces, in nanoseconds."""
         return self._arrived_ns + round((at_s - self.arrived_s) * 1e9)
 
     def _write_span(self, outcome: str, slo: str) -> None:
-        """Writes the request's span, and a child for each phase: these follow one another without a gap."""
+        """Write the request's span with one child span per phase. The phases have no gaps."""
         for stage, begin_s, end_s in self._life:
             tracing.span_between(f"request.{stage}", self.trace, self._ns(begin_s), self._ns(end_s))
         attributes: dict[str, str | int | float] = {"baton.outcome": outcome, "baton.slo": slo}

@@ -1,7 +1,7 @@
--- Marks whose record is due. Returns {their members, garbage}. Members that are too long are none, and removed.
+-- Lists the marks whose record is due. Returns {their members, garbage}. Members that are too long are removed.
 --
 -- KEYS  1 the marks that hold a record
--- ARGV  1 now, ms  2 the most members  3 the most bytes of a member
+-- ARGV  1 now, ms  2 maximum number of members  3 maximum bytes of a member
 if not is(KEYS[1], 'zset') then return {{}, garbage} end
 local due = {}
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], 0, ARGV[1], 'LIMIT', 0, ARGV[2])) do

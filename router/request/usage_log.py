@@ -1,4 +1,4 @@
-"""The usage log: one line of JSON for each request that was answered, for billing."""
+"""Usage log for billing: one line of JSON for each answered request."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from router.request.usage_record import MarkStep, UsageCall, UsageMark, UsageRec
 
 logger = logging.getLogger(__name__)
 TIMEOUT_S = 1.0
-"""How long one step of a mark may take; after that the record is written without."""
+"""Timeout for one change of a mark; after that the record is written without it."""
 SWEEP_S = 2.0
-"""Pause between two looks for records that are due; and before Redis is tried again, while it is away."""
+"""Pause between two searches for due records, and between attempts to reach Redis while it is away."""
 
 
 class UsageFile:
-    """A file to which lines are appended. A line is written in one piece, so that several routers may share the file.
+    """A file for appending lines. Each line is one write, so several routers can share the file.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._is_torn = False
-        """Whether the file ends within a line."""
+        """True if the file ends within a line."""
         try:
             self._file = self._opened()
         except OSError as error:
             raise ConfigError(f"router.usage_log: cannot write {path}: {error}") from error
 
     def append(self, lines: Sequence[str]) -> None:
-        """Appends lines; to a new file, if the one before was moved.
+        """Append lines; if the file was moved, to a new file.
 
         Raises:
-            OSError: not all of them could be written.
+            OSError: not all lines could be written.
         """
         if self._is_moved():
             opened = self._opened()
@@ -77,20 +77,20 @@ class UsageFile:
 
 @dataclass(frozen=True, slots=True)
 class _UsageEvent:
-    """A call that has begun to answer, or has ended."""
+    """First token or end of a call."""
 
     key: RecordKey
     call: UsageCall
     record: UsageRecord | None
-    """None: it has begun."""
+    """The usage of a call that has ended; None: the call has its first token."""
 
 
 class UsageBook:
-    """One router's usage records, written by `run` while requests go on. Owns file and marks: `close` closes them.
+    """Usage records of one router, which `run` writes in the background. Owns file and marks: `close` closes them.
 
     Args:
         file: None: no records are kept.
-        num_routers: how many routers are known to be alive.
+        num_routers: returns the number of routers that are known to be alive.
     """
 
     def __init__(
@@ -107,28 +107,28 @@ class UsageBook:
         self._events: deque[_UsageEvent] = deque()
         self._has_events = asyncio.Event()
         self._held: set[RecordKey] = set()
-        """Requests whose records this router has left in the marks, to be written when they are due."""
+        """Requests whose records this router has left in the marks until they are due."""
         self._away_until_s = 0.0
         self._is_away = self._is_failing = False
-        """What the log has said of the marks and of the file, once."""
+        """True if the log already reports that the marks, or the file, are unavailable."""
 
     @property
     def is_kept(self) -> bool:
-        """Whether there is a log."""
+        """True if usage is logged."""
         return self._file is not None
 
     def placed(self, key: RecordKey, digest: bytes, is_resumption: bool) -> UsageCall:
-        """Notes that a call has begun to answer a request."""
+        """Record that a call has its first token."""
         call = UsageCall(secrets.token_hex(8), digest.hex(), is_resumption)
         self._note(_UsageEvent(key, call, None))
         return call
 
     def ended(self, key: RecordKey, call: UsageCall, record: UsageRecord) -> None:
-        """Notes that a call has ended, and what it used."""
+        """Record that a call has ended, with its usage."""
         self._note(_UsageEvent(key, call, record))
 
     async def run(self) -> None:
-        """Writes until cancelled."""
+        """Write records until cancelled."""
         while self._file is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SWEEP_S):
@@ -138,14 +138,14 @@ class UsageBook:
             await self.sweep()
 
     async def flush(self) -> None:
-        """Writes what has been noted so far."""
-        while self._events:  # each once, and to its end, also when this is cancelled
+        """Write the records of all events so far."""
+        while self._events:  # each event is handled exactly once and completely, even if this is cancelled
             writing = asyncio.ensure_future(self._handle(self._events.popleft()))
             await seen_through(writing)
             writing.result()
 
     async def close(self) -> None:
-        """Writes what is left; also what is held, if no other router is there to do so."""
+        """Write the remaining records and, if no other router is alive, the held ones as well."""
         await self.flush()
         if self._num_routers() <= 1:
             for key in list(self._held):
@@ -163,7 +163,7 @@ class UsageBook:
         await self._write(await self._record_of(event))
 
     async def _record_of(self, event: _UsageEvent) -> UsageRecord | None:
-        """Returns what is to be written when a call has begun or ended."""
+        """Return the record to write after an event; None: none."""
         call, record = event.call, event.record
         try:
             if record is None:
@@ -182,10 +182,10 @@ class UsageBook:
             return None
 
     async def _changed(self, key: RecordKey, change: Callable[[UsageMark | None], MarkStep]) -> UsageRecord | None:
-        """Changes a mark, and returns the record that is to be written because of that.
+        """Change a mark, and return the record to write as a result; None: none.
 
         Raises:
-            StoreUnavailable: also when it was away a moment ago.
+            StoreUnavailable: the store cannot be reached, or could not be reached within the last SWEEP_S seconds.
         """
         if time.monotonic() < self._away_until_s:
             raise StoreUnavailable("Redis was away a moment ago")
@@ -203,7 +203,7 @@ class UsageBook:
             raise StoreUnavailable(str(error)) from error
 
     async def sweep(self) -> None:
-        """Writes the records that are due, of whichever router."""
+        """Write the due records of all routers."""
         if time.monotonic() < self._away_until_s:
             return
         try:
@@ -233,7 +233,7 @@ class UsageBook:
             await asyncio.to_thread(self._file.append, [record.line()])
         except OSError as error:
             if not self._is_failing:
-                logger.error("usage records cannot be written, and are lost until they can: %s", error)
+                logger.error("usage records cannot be written and are lost until this is fixed: %s", error)
             self._is_failing = True
             self._instruments.usage_records.add(1, {"outcome": "failed"})
         else:

@@ -1,4 +1,4 @@
-"""Where the marks of `router.request.usage_record` are: in Redis, or in memory for one router."""
+"""Stores of the marks of `router.request.usage_record`: in Redis, or in memory for one router."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ SWAP = Script("router.request", "usage_swap.lua")
 DUE = Script("router.request", "usage_due.lua")
 MARK_TTL_MS = 3_600_000
 HELD_TTL_MS = 7 * 86_400_000
-"""Life of a mark that holds a record: all routers may be away for a while."""
+"""Lifetime of a mark that holds a record: all routers may be down for a while."""
 MAX_DUE = 100
-"""Marks that are looked at in one round."""
+"""Maximum number of marks per sweep."""
 MARK_BYTES = 2**16
-"""Largest mark."""
+"""Maximum size of a mark."""
 MEMBER_BYTES = 2**14
-"""Longest member of the list of marks that hold a record."""
+"""Maximum size of a member of the list of marks that hold a record."""
 
 
 class FoundMark(NamedTuple):
-    """A mark as it was read."""
+    """A mark as read from the store."""
 
     stored: bytes | None = None
-    """The bytes in the store; None: there are none."""
+    """The stored bytes; None: there are none."""
     mark: UsageMark | None = None
-    """None: there is none, or none that can be read, which the next one replaces."""
+    """The decoded mark; None: there is none, or it is unreadable and the next one replaces it."""
 
 
 class MarkStore(Protocol):
-    """The store of marks.
+    """Interface to a store of marks.
 
-    Every method raises `StoreUnavailable` when the store cannot be reached; whether it had an effect is unknown then.
+    Every method raises `StoreUnavailable` if the store cannot be reached. It may or may not have had an effect then.
     """
 
     async def get(self, key: RecordKey) -> FoundMark:
-        """Returns the mark of a request."""
+        """Return the mark of a request."""
 
     async def swap(self, key: RecordKey, old: FoundMark, new: UsageMark) -> bool:
-        """Stores a mark; False: it is not `old` any more, and nothing has changed."""
+        """Replace the mark `old` by `new`; return False if the stored mark is no longer `old`."""
 
     async def due(self) -> list[RecordKey]:
-        """Returns requests whose marks have held a record for HOLD_S, or held one a while ago; not all at once."""
+        """Return up to MAX_DUE requests whose marks have held a record for HOLD_S; some may no longer hold one."""
 
     async def forget_due(self, key: RecordKey) -> None:
-        """Lists a request as due no more: its mark holds no record."""
+        """Remove a request whose mark holds no record from the list of due requests."""
 
     async def close(self) -> None:
-        """Closes the store."""
+        """Close the store."""
 
 
 class MemoryMarks:
@@ -99,7 +99,7 @@ class RedisMarks:
 
     Args:
         clock: wall time in seconds.
-        seal: seals what is written; None: it lies open, and everything that can be read is believed.
+        seal: encrypts and authenticates the marks; None: they are stored in plain text and not verified.
     """
 
     def __init__(

@@ -1,16 +1,16 @@
-"""What is billed of a request, and who writes it: one record, however many calls and routers served it. Pure.
+"""Decides which call writes the usage record of a request: one record over all calls and routers. Pure.
 
-A request may be served by several calls, on several routers: its client's stream breaks, and it goes on by
-`resume_from`. The record of the call that goes on covers the client's whole answer, so the calls before it must write
-none. They agree by a mark under the request's id, which each call changes as one step, from what it has read:
+Several calls on several routers may serve a request, if the client's stream breaks and it continues with `resume_from`.
+The record of the continuing call covers the client's whole answer, so earlier calls must not write one. The calls agree
+through a mark under the request's id, which each call changes atomically from the value that it has read:
 
-    placed   a call has its first token: it is the latest, and what an earlier one left to be written is void
-    ended    the latest call writes its record; or, if its answer is not whole, leaves it to be written later, as the
-             client may come back within HOLD_S
-    is due   nobody came back: the router that looks first writes what was left
+    placed   a call has its first token: it is the latest call, and a held record of an earlier call is void
+    ended    the latest call writes its record. If its answer is incomplete, the mark holds the record, because the
+             client may return within HOLD_S
+    is due   the client did not return: the router that sees this first writes the held record
 
-A call that another one has followed writes nothing. Where a record was written and the client comes back all the same,
-the next record has only what is new.
+A call that another one has followed writes nothing. If the client returns after a record was written, the next record
+has only the new tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from baton.api import Usage
 
 HOLD_S = 15.0
-"""How long the client of a broken stream may take to come back."""
+"""Time within which the client of a broken stream may return."""
 NO_USAGE = Usage(0, 0, 0)
 
 
@@ -33,20 +33,20 @@ class UsageRecord:
     """A line of the usage log."""
 
     time_s: float
-    """When the last token left, or the call ended: seconds since 1970."""
+    """Unix time at which the last token was sent, or the call ended."""
     request_id: str
     tenant: str
     model: str
     usage: Usage
     finish_reasons: tuple[str, ...]
-    """Why choices ended, in their order; one that did not come to its end has none."""
+    """Finish reasons of the completed choices, in their order."""
     status: str
     """ok, error or cancelled."""
     is_resumption: bool
-    """Whether the call continued an earlier one."""
+    """True if the call continued an earlier one."""
 
     def line(self) -> str:
-        """The record as one line of JSON."""
+        """Return the record as one line of JSON."""
         body = {
             "time": datetime.fromtimestamp(self.time_s, UTC).isoformat(timespec="milliseconds"),
             "request_id": self.request_id,
@@ -63,7 +63,7 @@ class UsageRecord:
         return json.dumps(body)
 
     def beyond(self, recorded: Usage) -> UsageRecord | None:
-        """Returns the record without what records have already; None: nothing is new."""
+        """Return the record without usage that is already recorded; None: nothing is new."""
         if recorded == NO_USAGE:
             return self
         new = Usage(
@@ -73,10 +73,10 @@ class UsageRecord:
 
 
 class UsageCall(NamedTuple):
-    """A call that serves a request, as marks name it."""
+    """Identity of a call in marks."""
 
     token: str
-    """Drawn for this call."""
+    """Random token of this call."""
     digest: str
     """Digest of everything that determines the answer: another prompt under the same id is another request."""
     is_resumption: bool
@@ -84,18 +84,18 @@ class UsageCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageMark:
-    """What routers know of the calls of a request."""
+    """State of a request's calls, which routers share."""
 
     digest: str
     token: str
-    """The latest call's."""
+    """Token of the latest call."""
     recorded: Usage = NO_USAGE
-    """What records have of the request."""
+    """Usage in records that were written."""
     held: UsageRecord | None = None
-    """The latest call's record, which is to be written unless another call follows."""
+    """The latest call's record, which is written unless another call follows."""
 
     def encode(self) -> bytes:
-        """The mark as the store has it."""
+        """Return the mark as bytes for the store."""
         held = self.held and {name: getattr(self.held, name) for name in UsageRecord.__slots__}
         if held:
             held["usage"] = _counts(held["usage"])
@@ -103,7 +103,11 @@ class UsageMark:
 
     @staticmethod
     def decode(found: bytes) -> UsageMark:
-        """Raises ValueError for what is no mark."""
+        """Decode a mark from the store.
+
+        Raises:
+            ValueError: the bytes are malformed.
+        """
         try:
             digest, token, recorded, held = json.loads(found)
             if held is not None:
@@ -111,20 +115,20 @@ class UsageMark:
                 held = UsageRecord(usage=usage, finish_reasons=reasons, **_checked(held))
             return UsageMark(digest=str(digest), token=str(token), recorded=_usage(recorded), held=held)
         except (TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError(f"no mark of a request's usage: {error}") from error
+            raise ValueError(f"malformed usage mark: {error}") from error
 
 
 class MarkStep(NamedTuple):
-    """What a call makes of a mark."""
+    """Result of a change of a mark."""
 
     mark: UsageMark | None
-    """None: it stays as it is."""
+    """The new mark; None: it stays unchanged."""
     record: UsageRecord | None
-    """The record that is to be written now."""
+    """The record to write now; None: none."""
 
 
 def placed(mark: UsageMark | None, call: UsageCall) -> MarkStep:
-    """A call has begun to answer: an earlier one's record is void if this call goes on with its answer."""
+    """Record a call's first token. If it continues an earlier call's answer, that call's held record is void."""
     if mark is not None and mark.digest == call.digest and call.is_resumption:
         return MarkStep(replace(mark, token=call.token, held=None), None)
     left = mark.held.beyond(mark.recorded) if mark is not None and mark.held is not None else None
@@ -132,7 +136,7 @@ def placed(mark: UsageMark | None, call: UsageCall) -> MarkStep:
 
 
 def ended(mark: UsageMark | None, call: UsageCall, record: UsageRecord) -> MarkStep:
-    """A call has ended: its record is written, or held if the client may come back for the rest."""
+    """Record the end of a call. Its record is written, or held if the client may return for the rest."""
     if mark is not None and mark.token != call.token:
         return MarkStep(None, None if mark.digest == call.digest else record)
     recorded = mark.recorded if mark is not None else NO_USAGE
@@ -141,7 +145,7 @@ def ended(mark: UsageMark | None, call: UsageCall, record: UsageRecord) -> MarkS
 
 
 def is_due(mark: UsageMark | None) -> MarkStep:
-    """Nobody has come back: what is held is written."""
+    """Write the held record, because the client has not returned in time."""
     if mark is None or mark.held is None:
         return MarkStep(None, None)
     covered = map(max, _counts(mark.recorded), _counts(mark.held.usage))
@@ -154,12 +158,12 @@ def _counts(usage: Usage) -> tuple[int, int, int, int]:
 
 def _usage(counts: list[Any]) -> Usage:
     if len(counts) != len(_counts(NO_USAGE)) or not all(type(count) is int and count >= 0 for count in counts):
-        raise ValueError("these are no counts of tokens")
+        raise ValueError("malformed token counts")
     return Usage(*counts)
 
 
 def _checked(held: Mapping[str, Any]) -> Mapping[str, Any]:
     kinds = {"time_s": float, "request_id": str, "tenant": str, "model": str, "status": str, "is_resumption": bool}
     if held.keys() != kinds.keys() or not all(type(held[name]) is kind for name, kind in kinds.items()):
-        raise ValueError("this is no usage record")
+        raise ValueError("malformed usage record")
     return held

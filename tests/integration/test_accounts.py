@@ -273,7 +273,7 @@ def test_a_key_that_is_withdrawn_or_added_holds_without_a_restart(cluster: Bille
     cluster.counted["goes-on"] = num_tokens + sum(len(answer.token_ids) for answer in stream)
     assert cluster.counted["goes-on"] == 600, "what was in flight has gone on"
     cluster.tenants.write_text("acme: {key_sha256: [no-hash]}")
-    wait_until(lambda: all("the tenants' file is wrong" in router.log for router in cluster.routers))
+    wait_until(lambda: all("the tenants' file is invalid" in router.log for router in cluster.routers))
     assert cluster.ask("added") == "OK"
     assert metric(cluster.routers[0], "baton_tenants_file_reads_total", 'outcome="refused"') >= 1
     cluster.tenants.write_text(OPERATOR_ENTRY + "".join(map(entry, TENANTS)))

@@ -276,7 +276,7 @@ def test_a_small_tenant_is_served_while_a_large_one_floods(slow: SlowCluster) ->
         assert flood[0] not in gone
         for one in gone:
             assert one.refused() > 0
-            assert "had to make way" in one.details
+            assert "preempted in the queue" in one.details
         assert gone == flood[-len(gone) :], "the newest"
         assert small.served().first_s < 4
         assert slow.metric("baton_admission_shed_total", 'tenant="large"') == shed + len(gone)
@@ -391,7 +391,7 @@ def test_who_had_to_make_way_is_explained_so_and_tenants_may_use_the_same_id(slo
         shed.refused()
         by_tenant = {told["tenant"]: told["outcome"] for told in explain(slow.router, "mine")}
         assert by_tenant == {
-            "large": "refused: the request had to make way for tenants with less in the queue",
+            "large": "refused: preempted in the queue by a tenant with less queued work",
             "small": "admitted",
         }
         small.served()

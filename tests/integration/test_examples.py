@@ -85,7 +85,7 @@ def test_a_grpc_client_goes_on_at_the_next_router(fleet: Fleet) -> None:
         begin = script.stdout.read(20)
         fleet.routers[0].process.kill()
         assert begin + script.stdout.read() == unbroken
-        assert "going on elsewhere" in script.stderr.read()
+        assert "continuing on another router" in script.stderr.read()
     assert script.returncode == 0
 
 

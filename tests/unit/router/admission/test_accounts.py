@@ -302,7 +302,7 @@ async def test_without_the_ledger_each_router_goes_by_its_share(away: Shared, ca
     tenant = Tenant(id="acme", requests_per_minute=11, tokens_per_minute=10**6)
     assert [await served(books, tenant, 20, 7) for books in (a, b)] == [5, 5]
     assert len(away.entries) == 2, "of each router the first request alone has waited"
-    assert caplog.text.count("goes by its share") == 2
+    assert caplog.text.count("enforces its share") == 2
     assert await used(away, tenant) == (0, 0, 0)
     await a.flush()
     await b.flush()

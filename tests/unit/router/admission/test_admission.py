@@ -116,7 +116,7 @@ def test_ids_outside_the_vocabulary_are_refused(prompt: list[int], sentence: str
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
     check_length(1000, 10, FACTS)
-    with pytest.raises(InvalidRequest, match="the prompt has 1001 characters, but the 99 tokens that tiny takes"):
+    with pytest.raises(InvalidRequest, match="the prompt has 1001 characters, but tiny accepts 99 prompt tokens"):
         check_length(1001, 10, FACTS)
 
 

@@ -108,7 +108,7 @@ async def test_a_file_that_is_wrong_changes_nothing_and_is_said_once(
         followed.path.write_text(text)
     await followed.poll(5)
     assert (followed.knows("acme"), followed.knows("zeta")) == (True, False)
-    assert followed.reads("refused") == caplog.text.count("the tenants' file is wrong") == 1
+    assert followed.reads("refused") == caplog.text.count("the tenants' file is invalid") == 1
     followed.path.write_text(entry("zeta"))
     await followed.poll()
     assert (followed.knows("acme"), followed.knows("zeta")) == (False, True)

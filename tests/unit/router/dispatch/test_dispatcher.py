@@ -413,7 +413,7 @@ async def test_a_choice_that_has_to_make_way_is_refused_at_once() -> None:
             await until(lambda: len(workers.requests) == 1 + len(waiting))
         urgent = replace(small, objective=replace(NO_OBJECTIVE, ttft_s=4 * compute_s))
         assert await collected(bench.tokens(claim=urgent)) == [5]
-        with pytest.raises(Overloaded, match="had to make way"):
+        with pytest.raises(Overloaded, match="preempted in the queue"):
             await asyncio.wait_for(waiting[2], 5)
         assert not waiting[0].done()
         for answer in waiting:
@@ -782,7 +782,7 @@ async def test_a_search_stays_on_a_worker_that_leaves_where_its_state_does_not_t
 async def test_a_search_that_finds_too_few_answers_says_so() -> None:
     workers = ScriptedWorkers(decode=[[found(7)]])
     async with bench_of(workers, {"d": Role.DECODE}, "aggregated") as bench:
-        with pytest.raises(InvalidRequest, match="found 1 answers: what the request allows leaves no more; lower n"):
+        with pytest.raises(InvalidRequest, match="n is 2, but the beam search found only 1 answers"):
             [message async for message in bench.dispatcher.run(search_of(2, 3))]
 
 
@@ -1291,7 +1291,7 @@ async def test_where_it_is_not_known_what_drew_a_clients_tokens_there_must_be_on
         if len(set(samplers.values())) == 1:
             assert await collected(bench.tokens(choice, spec=DRAWN)) == [5]
         else:
-            with pytest.raises(NoWorker, match=r"not recorded, and the samplers of the workers differ \(a, b\)"):
+            with pytest.raises(NoWorker, match=r"not recorded, and the workers have several \(a, b\)"):
                 await collected(bench.tokens(choice, spec=DRAWN))
             assert workers.requests == []
 

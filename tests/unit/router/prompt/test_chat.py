@@ -166,7 +166,7 @@ def test_templates_render_as_in_transformers(name: str, tools: list[dict[str, An
         ({"template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "does not read 'enable_thinking'"),
         ({"template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot set 'messages'"),
         ({"documents": ({"text": "x"},)}, "documents", "does not read 'documents'"),
-        ({"continue_final_message": True}, "messages", "leaves the end of the last message out"),
+        ({"continue_final_message": True}, "messages", "omits the end of the last message"),
         ({"messages": (ChatMessage(role="user", content="x"),) * 1025}, "messages", "1 to 1024 messages"),
         ({"documents": (DEEP,)}, "documents", "deeper than 64 levels"),
         ({"template_kwargs": DEEP}, "chat_template_kwargs", "deeper than 64 levels"),
@@ -184,7 +184,7 @@ def test_what_a_template_would_ignore_is_refused(chat: Json, param: str, sentenc
 
 def test_a_message_without_content_is_not_continued(tokenizer: Tokenizer) -> None:
     template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
-    with pytest.raises(InvalidRequest, match="needs a last message with content"):
+    with pytest.raises(InvalidRequest, match="needs content in the last message"):
         template.context(Chat(messages=(ChatMessage(role="user", content=""),), continue_final_message=True))
     # what a client writes is no mark
     said = Chat(messages=(ChatMessage(role="user", content="CONTINUE_FINAL_MESSAGE_TAG "),))

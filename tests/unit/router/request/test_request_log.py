@@ -163,7 +163,7 @@ async def test_the_wait_for_a_worker_is_named(tokenizer: Tokenizer) -> None:
     assert running.summary.total_s == pytest.approx(sum(phase.end_s - phase.begin_s for phase in running.phases))
     (placed,) = (event for event in timeline.events if event.what == "placed")
     assert "; waited 0." in placed.text
-    assert placed.text.endswith(" s for a worker that can take it")
+    assert placed.text.endswith(" s for a suitable worker")
     assert timeline.summary.stages.queue >= 0.1
 
 
