@@ -50,9 +50,7 @@ class ControllerClient:
     async def _order(self, method: str, request: Any) -> Any:
         """Send one order over a new channel: orders are rare, and a controller may restart at another address."""
         if (controller := self._known()) is None:
-            raise NoController(
-                "no controller is known, so the pools cannot be changed; `baton up` runs the controller"
-            )
+            raise NoController("no controller is known, so the pools cannot be changed; `baton up` runs the controller")
         try:
             async with channel(controller.address, self._tls) as opened:
                 proof = member_metadata(self._keys, f"/baton.v1.Admin/{method}", controller.incarnation)

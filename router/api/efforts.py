@@ -55,8 +55,8 @@ def set_effort(
 ) -> None:
     """Set the template variable for the reasoning effort.
 
-    If the template does not read it, the prompt is the same for every effort, so the effort is ignored. The exception is
-    "none" if the template can turn the reasoning off.
+    If the template does not read it, the prompt is the same for every effort, so the effort is ignored. The exception
+    is "none" if the template can turn the reasoning off.
 
     Args:
         variables: variables of the template; changed in place.

@@ -79,8 +79,7 @@ class TlsListener:
             task.add_done_callback(self._handshakes.discard)
 
     async def _shake_hands(self, accepted: socket.socket, client: str) -> None:
-        """Perform the handshake. A connection over the limit is closed without a message: its client could not read it.
-        """
+        """Perform the handshake. A connection over the limit is closed silently: its client could not read an error."""
         is_through = False
         place = self._open.enter(client)
         reason = place.refusal

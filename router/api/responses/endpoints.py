@@ -25,7 +25,7 @@ COUNT_PATH = "/v1/responses/input_tokens"
 
 
 def add_endpoints(app: FastAPI, service: RouterService) -> None:
-    """Adds the endpoints."""
+    """Add the endpoints."""
 
     async def responses(request: Request) -> Response:
         with Taking(service, request, "chat"):
