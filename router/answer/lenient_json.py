@@ -1,4 +1,4 @@
-"""Makes valid JSON of an object that a model wrote with small defects, letter by letter."""
+"""Fixes small defects in a JSON object that a model writes, one character at a time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class NotJson(Exception):
-    """A letter cannot come where it does."""
+    """A character is not allowed at its position."""
 
 
 class _Expects(Enum):
     FIRST = auto()
-    """The first member of an object or a list, or its end."""
+    """First member of an object or a list, or its end."""
     KEY = auto()
     COLON = auto()
     VALUE = auto()
@@ -28,42 +28,42 @@ class _Expects(Enum):
 
 
 class MendedJson:
-    """An object that comes letter by letter, and leaves as valid JSON.
+    """Converter of one object, fed one character at a time, to valid JSON.
 
-    What is valid leaves as it is written. Raw control characters in strings are escaped, wrong escapes are backslashes,
-    strings may have single quotes, Python's True, False and None are JSON's, other bare words are strings, and a comma
-    before an end is dropped. What such a defect may begin with is held back until it is known.
+    Valid JSON is returned unchanged. Raw control characters in strings are escaped, backslashes of invalid escapes are
+    doubled, and single quotes become double quotes. Python's True, False and None become JSON's literals, other bare
+    words become strings, and a trailing comma is dropped. Text that may start a defect is held back until it is known.
     """
 
     def __init__(self) -> None:
         self._closers: list[str] = []
         self._expects = _Expects.VALUE
         self._quote = ""
-        """Ends the string in which the text is; empty: it is in none."""
+        """Closing quote of the current string; empty: outside of strings."""
         self._is_key = False
-        """Whether that string, or word, is a key."""
+        """Whether the current string or word is a key."""
         self._escape = ""
         self._word = ""
         self._ready = ""
-        """A word that has ended before a letter that cannot come."""
+        """A word that has ended before a character that is not allowed."""
         self._comma = ""
-        """A comma, and white space behind it."""
+        """A held comma and the white space behind it."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether the object is whole."""
+        """True if the object is complete."""
         return self._expects is _Expects.NEXT and not self._closers
 
     @property
     def is_at_top(self) -> bool:
-        """Whether a letter would be one of the object itself: of no string in it, and of nothing nested."""
+        """True if the next character belongs to the object itself, not to a string or a nested value."""
         return len(self._closers) == 1 and not self._quote
 
     def take(self, letter: str) -> str:
-        """Takes a letter, and returns what leaves.
+        """Process a character, and return the text that is ready.
 
         Raises:
-            NotJson: it cannot come here; nothing of it is taken.
+            NotJson: the character is not allowed here; it is not consumed.
         """
         if self._quote:
             return self._in_string(letter)
@@ -75,7 +75,7 @@ class MendedJson:
         return shown
 
     def close(self) -> str:
-        """Returns what makes the object whole, now that no more of it comes."""
+        """Return the text that completes the object, when no more of it comes."""
         closed = self._ready + (self._ended_string() if self._quote else self._ended_word())
         if self._expects is _Expects.COLON:
             closed += ": null"
@@ -84,7 +84,7 @@ class MendedJson:
         return closed + "".join(reversed(self._closers))
 
     def _outside(self, letter: str) -> str:
-        """Takes a letter that is in no string."""
+        """Process a character outside of strings."""
         if letter in SPACE:
             self._comma += letter if self._comma else ""
             return "" if self._comma else letter
@@ -107,7 +107,7 @@ class MendedJson:
         return space + letter
 
     def _begun(self, letter: str) -> str:
-        """Takes the first letter of a key or a value."""
+        """Process the first character of a key or a value."""
         if self._expects in (_Expects.COLON, _Expects.NEXT):
             raise NotJson
         in_object = bool(self._closers) and self._closers[-1] == "}"
@@ -135,7 +135,7 @@ class MendedJson:
         return _in_quotes(letter)
 
     def _escaped(self, letter: str) -> str:
-        """Takes a letter of an escape."""
+        """Process a character of an escape."""
         escape, self._escape = self._escape + letter, ""
         if escape == "\\u" or (len(escape) < 6 and escape.startswith("\\u") and letter in HEX):
             self._escape = escape
@@ -162,5 +162,5 @@ class MendedJson:
 
 
 def _in_quotes(letter: str) -> str:
-    """A letter, as it stands in a string."""
+    """Return a character as it is written in a JSON string."""
     return letter if letter >= " " and letter != '"' else json.dumps(letter)[1:-1]

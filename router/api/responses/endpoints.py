@@ -1,4 +1,4 @@
-"""The endpoints of the Responses API: a stateless translation of what /v1/chat/completions serves."""
+"""The endpoints of the Responses API: a stateless translation to the service behind /v1/chat/completions."""
 
 from __future__ import annotations
 

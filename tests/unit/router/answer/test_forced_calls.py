@@ -333,7 +333,7 @@ def test_what_cannot_be_forced_is_refused(tokenizer: Tokenizer) -> None:
         None,
         call_format.form_of({"open_pattern": "<c>+", "content": "json", "transform": {"function": "{content}"}}),
     ):
-        with pytest.raises(InvalidRequest, match="how this model writes calls is not known"):
+        with pytest.raises(InvalidRequest, match="the tool-call format of this model is unknown"):
             asked(tokenizer, form, use=ToolUse.REQUIRED)
     with pytest.raises(InvalidRequest, match="no other structure"):
         asked(tokenizer, call_format.HERMES, params={"structured_outputs": StructuredOutputs(regex="a")})
@@ -341,7 +341,7 @@ def test_what_cannot_be_forced_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match=r"^tools\[0\]\.function\.parameters\.properties\.a: pattern cannot"):
         asked(tokenizer, call_format.QWEN_XML, pattern)
     name = (Tool(name="f", parameters={"properties": {"a>b": {"type": "null"}}}, strict=True),)
-    with pytest.raises(InvalidRequest, match="whose name cannot be 'a>b'"):
+    with pytest.raises(InvalidRequest, match="the name of an argument cannot be 'a>b'"):
         asked(tokenizer, call_format.QWEN_XML, name)
     union = (Tool(name="f", parameters={"properties": {"a": {"anyOf": [{"type": "string"}]}}}, strict=True),)
     with pytest.raises(InvalidRequest, match=r"properties\.a: anyOf cannot be enforced"):
@@ -357,7 +357,7 @@ def test_what_cannot_be_forced_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match=r"properties\.a: minLength cannot be enforced"):
         asked(tokenizer, call_format.QWEN_XML, zero)
     unnamed = (Tool(name="f", parameters={"properties": {"": {"type": "null"}}}, strict=True),)
-    with pytest.raises(InvalidRequest, match="whose name cannot be ''"):
+    with pytest.raises(InvalidRequest, match="the name of an argument cannot be ''"):
         asked(tokenizer, call_format.QWEN_XML, unnamed)
     long = "n" * 65
     for cut, properties, said in (
