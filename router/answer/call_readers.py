@@ -17,7 +17,7 @@ _OUTSIDE_STRINGS = SPACE | frozenset('{}[]:,"0123456789+-.eEtrufalsn')
 """Characters that JSON has outside of its strings."""
 _Reading = Generator[None, str, None]
 """Coroutine that is sent one character at a time."""
-_Letter = Generator[None, str, str]
+_Char = Generator[None, str, str]
 """Coroutine that is sent one character at a time, and returns the next character or the text that it has read."""
 
 
@@ -94,16 +94,16 @@ class JsonCalls:
         """Whether the call that has started names a tool, and not one of `no_calls`."""
         self._fixed: MendedJson | None = None
         """State of the arguments that are being read."""
-        self._letters = self._named(name) if name else self._part()
-        next(self._letters)
+        self._chars = self._named(name) if name else self._part()
+        next(self._chars)
 
     def take(self, text: str) -> Taken:
         """Read more text of the part."""
-        for place, letter in enumerate(text):
+        for place, char in enumerate(text):
             if self._raw is not None:
-                self._raw.append(letter)
+                self._raw.append(char)
             try:
-                self._letters.send(letter)
+                self._chars.send(char)
             except StopIteration:
                 return self._taken(rest=text[place + 1 :])
             except NotJson:
@@ -132,13 +132,13 @@ class JsonCalls:
             self._new.append((name, [arguments]))
         self._raw = None
 
-    def _give(self, letters: str) -> None:
+    def _give(self, chars: str) -> None:
         """Give out characters of the arguments of the current call."""
         if not self._is_call:
             return
         if not self._new:
             self._new.append(("", []))
-        self._new[-1][1].append(letters)
+        self._new[-1][1].append(chars)
 
     def _close(self) -> None:
         """Close the arguments that are being read, if their call has started."""
@@ -146,43 +146,43 @@ class JsonCalls:
             self._give(self._fixed.close())
 
     def _named(self, name: str) -> _Reading:
-        letter = yield from _space()
-        if letter != "{":
+        char = yield from _space()
+        if char != "{":
             raise NotJson
-        yield from self._arguments(letter, _JsonCall(name=name))
+        yield from self._arguments(char, _JsonCall(name=name))
 
     def _part(self) -> _Reading:
-        letter = yield from _space()
-        yield from self._list() if letter == "[" else self._object(letter)
+        char = yield from _space()
+        yield from self._list() if char == "[" else self._object(char)
 
     def _list(self, levels: int = MAX_LEVELS) -> _Reading:
         """Read the calls of a list whose opening bracket has been read, up to its end."""
-        letter = ""
-        while letter != "]":
-            letter = yield from _space()
-            yield from self._object(letter, levels)
+        char = ""
+        while char != "]":
+            char = yield from _space()
+            yield from self._object(char, levels)
             self._raw = []
-            letter = yield from _space()
-            if letter not in ",]":
+            char = yield from _space()
+            if char not in ",]":
                 raise NotJson
 
-    def _object(self, letter: str, levels: int = MAX_LEVELS) -> _Reading:
+    def _object(self, char: str, levels: int = MAX_LEVELS) -> _Reading:
         """Read a call from its first character to its last.
 
         Args:
-            letter: the first character.
+            char: the first character.
             levels: number of wrapping objects that are still allowed.
         """
-        if letter != "{":
+        if char != "{":
             raise NotJson
         call = _JsonCall()
-        letter = yield from _space()
-        while self._keys.is_loose and letter == "{":  # doubled, as in a template
-            letter = yield from _space()
-        while letter != "}":
-            key, letter = yield from _key(letter)
-            letter = yield from self._member(key, letter, call, levels)
-            letter = yield from self._behind(letter)
+        char = yield from _space()
+        while self._keys.is_loose and char == "{":  # doubled braces, as in a template
+            char = yield from _space()
+        while char != "}":
+            key, char = yield from _key(char)
+            char = yield from self._member(key, char, call, levels)
+            char = yield from self._behind(char)
         if call.holds_calls:
             return
         is_null = call.is_null and self._keys.is_loose
@@ -191,166 +191,166 @@ class JsonCalls:
         if not call.has_arguments:
             self._begin(call.name, "{}")
 
-    def _member(self, key: str, letter: str, call: _JsonCall, levels: int) -> _Letter:
+    def _member(self, key: str, char: str, call: _JsonCall, levels: int) -> _Char:
         """Read the value of a member of a call, and return the first character behind it that is not white space.
 
         Args:
-            letter: the first character of the value.
+            char: the first character of the value.
             call: state of the call.
             levels: see `_object`.
         """
         keys = self._keys
         if keys.is_bare and key not in (keys.name, *keys.arguments, *_BESIDE):
             raise NotJson
-        if keys.is_loose and levels and not call.name and (key, letter) in (("function", "{"), ("tool_calls", "[")):
+        if keys.is_loose and levels and not call.name and (key, char) in (("function", "{"), ("tool_calls", "[")):
             call.holds_calls = True
-            yield from self._list(levels - 1) if letter == "[" else self._object(letter, levels - 1)
-        elif not call.name and (key == keys.name or (keys.is_loose and (key, letter) == ("function", '"'))):
-            call.name = yield from self._name(letter)
+            yield from self._list(levels - 1) if char == "[" else self._object(char, levels - 1)
+        elif not call.name and (key == keys.name or (keys.is_loose and (key, char) == ("function", '"'))):
+            call.name = yield from self._name(char)
             if call.early:
                 self._begin(call.name, "".join(call.early))
-        elif key in keys.arguments and not call.has_arguments and letter != "n":
+        elif key in keys.arguments and not call.has_arguments and char != "n":
             call.has_arguments = True
-            yield from self._arguments(letter, call)
+            yield from self._arguments(char, call)
         else:
-            call.is_null = call.is_null or (key in keys.arguments and letter == "n")
-            return (yield from _other(letter))
+            call.is_null = call.is_null or (key in keys.arguments and char == "n")
+            return (yield from _other(char))
         return (yield from _space())
 
-    def _arguments(self, letter: str, call: _JsonCall) -> _Reading:
+    def _arguments(self, char: str, call: _JsonCall) -> _Reading:
         """Read arguments from their first character to their last.
 
         Args:
-            letter: the first character.
+            char: the first character.
             call: keeps the arguments if its name has not come yet.
         """
-        is_text = self._keys.is_loose and letter == '"'
-        while is_text and (letter := (yield from _text_letter())) in SPACE:
+        is_text = self._keys.is_loose and char == '"'
+        while is_text and (char := (yield from _text_char())) in SPACE:
             pass
-        if letter and letter != "{":
+        if char and char != "{":
             raise NotJson
         if call.name:
             self._begin(call.name)
         give = self._give if call.name else call.early.append
         self._fixed = MendedJson()
-        for each in letter or "{":
+        for each in char or "{":
             give(self._fixed.take(each))
-        while letter and not self._fixed.has_ended:
-            letter = (yield from _text_letter()) if is_text else (yield)
-            for each in letter:
+        while char and not self._fixed.has_ended:
+            char = (yield from _text_char()) if is_text else (yield)
+            for each in char:
                 give(self._fixed.take(each))
         give("" if self._fixed.has_ended else self._fixed.close())
         self._fixed = None
-        while is_text and letter:
-            letter = yield from _text_letter()
+        while is_text and char:
+            char = yield from _text_char()
 
-    def _name(self, letter: str) -> _Letter:
-        name = self._tool_of((yield from _string(letter)))
+    def _name(self, char: str) -> _Char:
+        name = self._tool_of((yield from _string(char)))
         if name is None:
             raise NotJson
         return name
 
     @staticmethod
-    def _behind(letter: str) -> _Letter:
+    def _behind(char: str) -> _Char:
         """Read the separator behind a member, and return the next member's first character, or the brace."""
-        if letter == "}":
-            return letter
-        if letter != "," or (letter := (yield from _space())) != '"':
+        if char == "}":
+            return char
+        if char != "," or (char := (yield from _space())) != '"':
             raise NotJson
-        return letter
+        return char
 
 
-def _space() -> _Letter:
+def _space() -> _Char:
     """Return the next character that is not white space."""
-    while (letter := (yield)) in SPACE:
+    while (char := (yield)) in SPACE:
         pass
-    return letter
+    return char
 
 
-def _string(letter: str) -> _Letter:
+def _string(char: str) -> _Char:
     """Read a JSON string from its first character to its last, and return its value."""
-    letters = [letter]
-    if letter != '"':
+    chars = [char]
+    if char != '"':
         raise NotJson
     is_escaped = False
-    while is_escaped or letters[-1] != '"' or len(letters) == 1:
-        is_escaped = letters[-1] == "\\" and not is_escaped
-        letters.append((yield))
+    while is_escaped or chars[-1] != '"' or len(chars) == 1:
+        is_escaped = chars[-1] == "\\" and not is_escaped
+        chars.append((yield))
     try:
-        return str(json.loads("".join(letters), strict=False))
+        return str(json.loads("".join(chars), strict=False))
     except ValueError:
         raise NotJson from None
 
 
-def _text_letter() -> _Letter:
+def _text_char() -> _Char:
     """Read one character of JSON text that is encoded in a string, and return it; empty: the string has ended.
 
     The escape of a character outside ASCII stays an escape, because the decoded text is JSON as well.
     """
-    letter = yield
-    if letter == '"':
+    char = yield
+    if char == '"':
         return ""
-    if letter != "\\":
-        return letter
-    letter = yield
-    if letter != "u":
-        return _ESCAPED.get(letter, letter)
+    if char != "\\":
+        return char
+    char = yield
+    if char != "u":
+        return _ESCAPED.get(char, char)
     digits = (yield) + (yield) + (yield) + (yield)
     if not set(digits) <= HEX:
         raise NotJson
     return chr(int(digits, 16)) if int(digits, 16) < 0x80 else f"\\u{digits}"
 
 
-def _key(letter: str) -> Generator[None, str, tuple[str, str]]:
+def _key(char: str) -> Generator[None, str, tuple[str, str]]:
     """Read a key and its colon, and return the key with the first character of the value."""
-    key = yield from _string(letter)
+    key = yield from _string(char)
     if (yield from _space()) != ":":
         raise NotJson
     return key, (yield from _space())
 
 
-def _nested(letter: str, take: Callable[[str], object]) -> _Reading:
+def _nested(char: str, take: Callable[[str], object]) -> _Reading:
     """Read an object or a list from its first character to its last.
 
     Args:
-        letter: the first character.
+        char: the first character.
         take: receives each character.
     """
-    take(letter)
+    take(char)
     depth, in_string, is_escaped = 1, False, False
     while depth:
-        letter = yield
+        char = yield
         if in_string:
-            in_string = is_escaped or letter != '"'
-            is_escaped = letter == "\\" and not is_escaped
-        elif letter not in _OUTSIDE_STRINGS:
+            in_string = is_escaped or char != '"'
+            is_escaped = char == "\\" and not is_escaped
+        elif char not in _OUTSIDE_STRINGS:
             raise NotJson
         else:
-            in_string = letter == '"'
-            depth += (letter in "{[") - (letter in "}]")
-        take(letter)
+            in_string = char == '"'
+            depth += (char in "{[") - (char in "}]")
+        take(char)
 
 
-def _other(letter: str) -> _Letter:
+def _other(char: str) -> _Char:
     """Skip a value, and return the first character behind it that is not white space."""
-    if letter in "{[":
-        yield from _nested(letter, SPACE.issuperset)
+    if char in "{[":
+        yield from _nested(char, SPACE.issuperset)
         return (yield from _space())
-    if letter == '"':
-        yield from _string(letter)
+    if char == '"':
+        yield from _string(char)
         return (yield from _space())
-    while letter not in ",}":
-        if letter not in _OUTSIDE_STRINGS or letter in '{[]":':
+    while char not in ",}":
+        if char not in _OUTSIDE_STRINGS or char in '{[]":':
             raise NotJson
-        letter = yield
-    return letter
+        char = yield
+    return char
 
 
 class JsonEnd:
     """Finds the end of a JSON object or list in growing text."""
 
     def __init__(self) -> None:
-        self._letters: _Reading | None = None
+        self._chars: _Reading | None = None
         self._num_taken = 0
         self._length: int | None = None
 
@@ -360,14 +360,14 @@ class JsonEnd:
         Args:
             text: the text of the previous call and all that has come since.
         """
-        for letter in text[self._num_taken :] if self._length is None else "":
+        for char in text[self._num_taken :] if self._length is None else "":
             self._num_taken += 1
             try:
-                if self._letters is not None:
-                    self._letters.send(letter)
-                elif letter in "{[":
-                    self._letters = _nested(letter, SPACE.issuperset)
-                    next(self._letters)
+                if self._chars is not None:
+                    self._chars.send(char)
+                elif char in "{[":
+                    self._chars = _nested(char, SPACE.issuperset)
+                    next(self._chars)
                 else:
                     raise NotJson
             except StopIteration:

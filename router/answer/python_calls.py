@@ -28,34 +28,34 @@ class PythonCalls(JsonCalls):
 
     def _part(self) -> Generator[None, str, None]:
         while True:
-            name, letter = yield from _word("")
+            name, char = yield from _word("")
             tool = self._tool_of(name) or self._tool_of(name.removesuffix(".call"))
-            if tool is None or letter != "(":
+            if tool is None or char != "(":
                 raise NotJson
             yield from self._keywords(tool)
             if not self._is_list:
                 return
             self._raw = []
-            letter = yield
-            while letter in SPACE:
-                letter = yield
-            if letter == "]":
+            char = yield
+            while char in SPACE:
+                char = yield
+            if char == "]":
                 return
-            if letter != ",":
+            if char != ",":
                 raise NotJson
 
     def _keywords(self, tool: str) -> Generator[None, str, None]:
         """Read the arguments of a call whose opening bracket has been read, up to the closing bracket."""
-        key, letter = yield from _word("")
-        if (key, letter) != ("", ")") and (not key or letter != "="):
+        key, char = yield from _word("")
+        if (key, char) != ("", ")") and (not key or char != "="):
             raise NotJson
         self._begin(tool)
         self._fixed = fixed = MendedJson()
-        for each in f"{{{key}{letter}":
+        for each in f"{{{key}{char}":
             self._give(fixed.take(_IN_JSON.get(each, each)))
         while not fixed.has_ended:
-            letter = yield
-            self._give(fixed.take(_IN_JSON.get(letter, letter) if fixed.is_at_top else letter))
+            char = yield
+            self._give(fixed.take(_IN_JSON.get(char, char) if fixed.is_at_top else char))
         self._fixed = None
 
 
@@ -65,10 +65,10 @@ _IN_JSON = {"=": ":", ")": "}"}
 
 def _word(word: str) -> Generator[None, str, tuple[str, str]]:
     """Read the rest of a word, and return (the word, the first character behind it that is not white space)."""
-    letter = yield
-    while letter in _NAME or (letter in SPACE and not word):
-        word += "" if letter in SPACE else letter
-        letter = yield
-    while letter in SPACE:
-        letter = yield
-    return word, letter
+    char = yield
+    while char in _NAME or (char in SPACE and not word):
+        word += "" if char in SPACE else char
+        char = yield
+    while char in SPACE:
+        char = yield
+    return word, char

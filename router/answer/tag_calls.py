@@ -238,7 +238,7 @@ def _as_type(text: str, kind: str) -> str | None:
 
 
 def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 _CLASSES = {"object": dict, "array": list}

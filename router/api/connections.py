@@ -331,7 +331,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._open.log_end(self._client, "it reads slowly, and too many bytes wait to be read")
             self.transport.abort()
 
-    # -- the end -------------------------------------------------------------------------------------------------------
+    # -- closing -------------------------------------------------------------------------------------------------------
 
     def eof_received(self) -> None:
         self._close()

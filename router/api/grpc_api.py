@@ -103,7 +103,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
         generate: Any = grpc.unary_stream_rpc_method_handler(
             self.Generate, request_deserializer=inference_pb2.GenerateRequest.FromString
-        )  # what it writes is serialized
+        )  # its messages are serialized already
         service, _ = SERVICE_NAMES
         server.add_registered_method_handlers(service, {"Generate": generate})
 

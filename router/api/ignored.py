@@ -115,7 +115,9 @@ def without_ignored(value: Any, error: ValidationError, ignored: Ignored) -> boo
     if ignored.is_strict or error.error_count() > MAX_ERRORS:
         return False
     has_changed = False
-    for each in reversed(error.errors(include_url=False, include_context=False)):  # of a list, the last one first
+    for each in reversed(
+        error.errors(include_url=False, include_context=False)
+    ):  # from the end, so list indices stay valid
         kind, where = each["type"], each["loc"]
         if kind not in ("extra_forbidden", UNSUPPORTED, LEFT_OUT) or not where:
             continue

@@ -31,8 +31,8 @@ def at_once(tenant: Tenant, num_prompts: int, num_answers: int) -> int:
     limit = tenant.requests_per_minute
     if limit is not None and num_prompts > limit:
         raise InvalidRequest(
-            f"prompt holds {num_prompts} prompts, each of which counts as a request, and this API key has {limit} "
-            "requests a minute; send fewer",
+            f"prompt holds {num_prompts} prompts, and each counts as a request: that is above this API key's limit of "
+            f"{limit} requests per minute; send fewer",
             "prompt",
         )
     most = MAX_AT_ONCE if tenant.max_in_flight is None else tenant.max_in_flight // max(1, num_answers)
