@@ -1,7 +1,7 @@
-"""Turns tokens into what a client sees: incremental detokenization, stop strings, and the channels of an answer.
+"""Turns tokens into the client's answer: incremental detokenization, stop strings, and the channels of an answer.
 
-Plain state without I/O, rebuilt by replaying the tokens of a choice: fed the same tokens in any grouping, it has given
-out the same.
+Plain state without I/O, rebuilt by replaying the tokens of a choice. The output depends on the tokens alone, however
+they are grouped.
 """
 
 from router.answer.best_of import AnswerSelection

@@ -1,4 +1,4 @@
-"""Which of a request's answers its client gets, and when."""
+"""Selects the answers of a request that its client gets."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from baton.tools import joined_calls
 
 
 class AnswerSelection:
-    """Passes on what comes of answers, or, where there are more answers than the client wants, keeps all of it until
-    they have ended: then come the best, whole, under the first indices.
+    """Filter of the chunks of a request's answers.
 
-    The best have the highest mean log probability of their tokens, by the model's own distribution; of equal ones, the
-    first.
+    If more answers are generated than the client wants, all chunks are kept until the answers have ended. Then the best
+    answers are returned whole, with the first indices. The best have the highest mean log probability of their tokens
+    in the model's own distribution; ties go to the first.
 
     Args:
-        params: as the client asked.
-        resume_from: tokens that the client has, by index, from a stream that broke.
+        params: sampling parameters of the client.
+        resume_from: choice index -> number of tokens that the client already has from a broken stream.
     """
 
     def __init__(self, params: SamplingParams, resume_from: Mapping[int, int]) -> None:
@@ -31,7 +31,7 @@ class AnswerSelection:
         self._num_ended = 0
 
     def take(self, chunk: GenerateChunk) -> list[GenerateChunk]:
-        """Takes what is new of an answer, and returns what the client gets now."""
+        """Add a chunk of an answer, and return the chunks that the client gets now."""
         if not self._params.is_selected:
             return [chunk]
         self._prompt_scores = self._prompt_scores or chunk.prompt_scores
@@ -46,7 +46,7 @@ class AnswerSelection:
         return [replace(told[0], prompt_scores=self._prompt_scores), *told[1:]]
 
     def _told(self, answer: GenerateChunk) -> GenerateChunk:
-        """Returns what the client lacks of an answer: what it has of one is all of it."""
+        """Return the part of an answer that the client lacks. If it has any tokens of it, it has them all."""
         if not self._params.wants_scores:
             answer = replace(answer, scores=NO_SCORES)
         if self._resume_from.get(answer.choice_index):

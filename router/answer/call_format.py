@@ -1,7 +1,7 @@
-"""How models write calls of tools: by a template of their folder, or as their families are known to.
+"""Formats of tool calls: from a template in the model's folder, or those of known model families.
 
-The templates are fields `tool_calls` of transformers' `response_template`. That library has those of Qwen; the others
-are written after the models' chat templates.
+A template is the field `tool_calls` of transformers' `response_template`. That library has those of Qwen; the formats
+of the other families follow the models' chat templates.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ _PLACE = re.compile(r"\{(\w+)(?:\.(\w+))?\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What stands around names and arguments of calls, when they are forced."""
+    """Texts around the names and arguments of calls, for grammars that enforce calls."""
 
     first: str = ""
-    """What stands before the first call."""
+    """Text before the first call."""
     begin: str
-    """What stands before a name."""
+    """Text before a name."""
     middle: str
-    """What stands between name and arguments."""
+    """Text between name and arguments."""
     end: str
-    """Behind the arguments."""
+    """Text behind the arguments."""
     between: str
-    """What stands between two calls."""
+    """Text between two calls."""
     last: str = ""
-    """Behind the last call."""
+    """Text behind the last call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """How calls are written: read, and forced."""
+    """Format of a model's calls, for reading and for enforcing them."""
 
     opens: Mark
     closes: Mark | None
-    """None: nothing stands behind them."""
+    """None: there is no closing mark."""
     keys: JsonKeys = NAME_AND_ARGUMENTS
-    """Where the JSON in which they are written has name and arguments."""
+    """Keys of the name and the arguments in JSON."""
     tags: Tags | None = None
-    """How they are written in place of JSON; None: as JSON."""
+    """Format of the arguments if they are tags; None: they are JSON."""
     only_at_begin: bool = False
-    """Whether calls stand at the begin of the content, or nowhere: nothing but JSON marks them."""
+    """Whether calls can only be at the start of the content, because they have no mark except their JSON."""
     signs: tuple[str, ...] = ()
-    """Texts without which no call begins."""
+    """Texts of which one is in the start of every call."""
     num_id_letters: int = 29
-    """Letters of a call's id."""
+    """Length of a call's id, in characters."""
     written: Written | None = None
-    """None: nobody knows how to write them."""
+    """None: unknown, so calls cannot be enforced."""
     closes_fence: Mark | None = None
-    """What stands behind calls whose opening mark has a fence; None: the same as behind others."""
+    """Closing mark of calls whose opening mark has a fence; None: the same as without a fence."""
     loose: CallForm | None = None
-    """The form in which calls are read that no grammar enforces; None: the same."""
+    """Format for reading calls that no grammar enforces; None: the same."""
 
     @property
     def marks(self) -> list[Mark]:
@@ -73,12 +73,12 @@ class CallForm:
         return [mark for mark in (self.opens, self.closes, self.tags.closes if self.tags else None) if mark]
 
     def reader(self, raw: str, found: Found, tools: Mapping[str, Tool]) -> JsonCalls | TagCalls | None:
-        """Returns a reader of what is behind a mark; None: it is the call of no tool.
+        """Return a reader for the text behind an opening mark; None: the mark names an unknown tool.
 
         Args:
-            raw: the mark, and what else becomes text if no call follows.
-            found: says what the mark has.
-            tools: those that there are, by name.
+            raw: the mark, and other text that becomes content if no call follows.
+            found: search result of the mark.
+            tools: the tools of the request, by name.
         """
 
         def tool_of(name: str) -> str | None:
@@ -100,13 +100,13 @@ class CallForm:
 
 
 def form_of(field: Any) -> CallForm | None:
-    """Reads how calls are written from a `tool_calls` field of a response template; None: in a way that is not known.
+    """Return the format of calls from the field `tool_calls` of a response template; None: the format is unknown.
 
     Raises:
-        ModelLoadError: it is not valid.
+        ModelLoadError: the field is invalid.
     """
     if not isinstance(field, Mapping):
-        raise ModelLoadError("The model's response_template has a field tool_calls that is no object.")
+        raise ModelLoadError("the model's response_template has a field tool_calls that is not an object")
     opens = Mark.of(field, "open")
     closes = Mark.of(field, "close") if "close" in field or "close_pattern" in field else None
     signs = (opens.text,) if opens.text else ()
@@ -116,7 +116,7 @@ def form_of(field: Any) -> CallForm | None:
             tags = Tags(tag=_tag(arguments["tag_pattern"]), closes=closes)
             return CallForm(opens=opens, closes=None, signs=signs, tags=tags, loose=_loose_like(opens, closes, tags))
         case "json", _ if arguments:
-            return None  # another notation than JSON's
+            return None  # a variant of JSON
         case "json", ("{name}", "{content}"):
             return CallForm(opens=opens, closes=closes, signs=signs)
         case "json", (name, of_arguments):
@@ -131,7 +131,7 @@ def form_of(field: Any) -> CallForm | None:
 
 
 def _loose_like(opens: Mark, closes: Mark | None, tags: Tags | None = None) -> CallForm | None:
-    """Returns how calls are read that no grammar enforces: as those of a known form with the same marks."""
+    """Return the format for reading calls that no grammar enforces, from a known format with the same marks."""
     if tags is None:
         is_hermes = closes is not None and opens.ends("<tool_call>") and closes.ends("</tool_call>")
         return HERMES.loose if is_hermes else None
@@ -143,7 +143,7 @@ def _loose_like(opens: Mark, closes: Mark | None, tags: Tags | None = None) -> C
 
 
 def _places(transform: Any) -> tuple[str, ...]:
-    """Returns from where a template takes the name and the arguments of a call."""
+    """Return the places from which a template takes the name and the arguments of a call."""
     function = transform.get("function") if isinstance(transform, Mapping) else None
     if function == "{content}":
         return ("{content.name}", "{content.arguments}")
@@ -158,12 +158,12 @@ def _tag(source: Any) -> regex.Pattern[str]:
         if {"key", "value"} <= tag.groupindex.keys() and not tag.fullmatch(""):
             return tag
     except (regex.error, TypeError) as error:
-        raise ModelLoadError(f"The model's response_template has an invalid tag_pattern: {error}.") from error
-    raise ModelLoadError("The model's response_template has a tag_pattern without the groups key and value.")
+        raise ModelLoadError(f"the model's response_template has an invalid tag_pattern: {error}") from error
+    raise ModelLoadError("the model's response_template has a tag_pattern without the groups key and value")
 
 
 def _written(opens: Mark, closes: Mark | None, keys: JsonKeys) -> Written | None:
-    """Returns how JSON between two marks is written; None: the marks are not always the same."""
+    """Return the texts around JSON calls between two marks; None: a mark has several spellings."""
     if not opens.text or (closes is not None and not closes.text):
         return None
     return Written(
@@ -184,16 +184,16 @@ def _pattern(source: str) -> Mark:
 
 _BARE = rf"(?P<bare>{START})"
 _BARE_JSON = rf"{_BARE}(?=[\[{{])"
-"""Calls without a mark, in a line of their own."""
+"""Pattern of the start of a JSON call without a mark, on a separate line."""
 
 
 def _with_loose(form: CallForm, opens: str, closes: str = "", *, keys: JsonKeys | None = None) -> CallForm:
-    """Returns a form with the one in which its calls are read if no grammar enforces them.
+    """Return a format with a loose variant, which reads calls that no grammar enforces.
 
     Args:
-        opens: pattern of what may stand before calls.
-        closes: pattern of what may stand behind them, beside brackets too many and the end of a fence.
-        keys: those of the calls, if they are others than the form's.
+        opens: pattern of the text that may precede calls.
+        closes: pattern of the text that may follow them, in addition to extra brackets and the end of a fence.
+        keys: keys of the loose variant, if they differ from the format's.
     """
     behind, at_fence = r"[\]}]+", ""
     if closes:
@@ -212,7 +212,7 @@ def _with_loose(form: CallForm, opens: str, closes: str = "", *, keys: JsonKeys 
 
 
 def _json_form(opens: str, closes: str) -> CallForm:
-    """The form of JSON between two marks that are always the same."""
+    """Return the format of JSON between two fixed marks."""
     begin, end = _literal(opens), _literal(closes)
     return CallForm(opens=begin, closes=end, signs=(opens,), written=_written(begin, end, NAME_AND_ARGUMENTS))
 
@@ -222,14 +222,14 @@ HERMES = _with_loose(
     rf"<tool_call>(?:\s*```(?:json)?)?|(?P<bare><tools>\s*(?:```(?:json)?\s*)?)(?=[\[{{])|{_BARE_JSON}",
     "</tool_call>|</tools>",
 )
-"""The form of Hermes and Qwen 2.5 and 3; also where the router itself writes the tools (`router.prompt.tools`)."""
+"""Format of Hermes and Qwen 2.5 and 3. Also used if the router itself writes the tools (`router.prompt.tools`)."""
 
 
 def _tag_form(mark: str) -> CallForm:
-    """The form of tags in a mark, of which a model leaves out the one or the other behind text.
+    """Return the format of tags inside a mark. Behind text, models omit the mark or the tags.
 
     Args:
-        mark: the name of the mark.
+        mark: name of the mark.
     """
     named = r"<function=(?P<name>[^>\n]+)>"
     form = CallForm(
@@ -253,9 +253,9 @@ def _tag_form(mark: str) -> CallForm:
 
 
 QWEN_XML = _tag_form("tool_call")
-"""The form of Qwen 3 Coder and 3.5."""
+"""Format of Qwen 3 Coder and 3.5."""
 SEED_XML = _tag_form("seed:tool_call")
-"""The form of Seed-OSS."""
+"""Format of Seed-OSS."""
 _MEMBERS_OF_COHERE = {"begin": '{"tool_name": "', "middle": '", "parameters": ', "end": "}", "between": ", "}
 _LISTED = {"begin": '{"name": "', "middle": '", "arguments": ', "end": "}", "between": ", ", "last": "]"}
 _OPENS_MISTRALS = _pattern(r"\[TOOL_CALLS\](?:(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\]|(?=\s*\{)))?")
@@ -270,11 +270,12 @@ MISTRAL = _with_loose(
     r"\[TOOL_CALLS\](?:\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\]|(?=\s*\{)))?"
     rf"|{_BARE}(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?\[ARGS\](?=\s*\{{)|{_BARE_JSON}",
 )
-"""A list of calls, up to Mistral Large 2; its templates refuse ids of another length. Both forms are read with both
-templates: a folder's template may be older than its weights.
+"""Format of Mistral's models up to Mistral Large 2: a list of calls. Their templates require ids of this length.
+
+Mistral's two formats are both read with either template, because a folder's template may be older than its weights.
 """
 MISTRAL_11 = replace(MISTRAL, written=Written(begin="[TOOL_CALLS]", middle="[ARGS]", end="", between=""))
-"""The form of later ones of Mistral."""
+"""Format of Mistral's later models."""
 DEEPSEEK = CallForm(
     opens=_pattern(
         "(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>"
@@ -291,7 +292,7 @@ DEEPSEEK = CallForm(
         last="<｜tool▁calls▁end｜>",
     ),
 )
-"""The form of V3 and R1; V3.1 writes name and arguments without a fence, which is read, too."""
+"""Format of DeepSeek V3 and R1. V3.1 writes name and arguments without a fence, which is read as well."""
 GRANITE = _with_loose(
     CallForm(
         opens=_literal("<|tool_call|>"),
@@ -313,7 +314,7 @@ COHERE = _with_loose(
     rf"<\|START_ACTION\|>|{_BARE_JSON}",
     r"<\|END_ACTION\|>",
 )
-"""The form of Command R7B and later."""
+"""Format of Command R7B and later."""
 COHERE_FENCED = _with_loose(
     replace(
         COHERE,
@@ -325,7 +326,7 @@ COHERE_FENCED = _with_loose(
     rf"Action:\s*```(?:json)?\s*(?=\[)|{_BARE_JSON}",
     keys=replace(COHERE.keys, no_calls=frozenset(("directly_answer", "directly-answer"))),
 )
-"""The form of Command R and R+."""
+"""Format of Command R and R+."""
 NEMOTRON = _with_loose(
     CallForm(
         opens=_literal("<TOOLCALL>"),
@@ -346,7 +347,7 @@ PHI = _with_loose(
     rf"(?:functools|<\|tool_calls?\|>)\s*(?=[\[{{])|{_BARE_JSON}",
     r"<\|/tool_calls?\|>",
 )
-"""The form of Phi 4 mini."""
+"""Format of Phi 4 mini."""
 GLM = _with_loose(
     CallForm(
         opens=_pattern(r"(?P<name>[\w.-]+)[ \t]*\n\s*(?=\{)"),
@@ -356,7 +357,7 @@ GLM = _with_loose(
     ),
     rf"(?P<bare>{START}|(?<=\x1e)(?:\s|<\|assistant\|>)*)(?P<name>[\w.-]+)[ \t]*\n\s*(?=\{{)",
 )
-"""The form of GLM 4: a name in a line of its own, and the arguments."""
+"""Format of GLM 4: a name on a separate line, then the arguments."""
 PLAIN_JSON = _with_loose(
     CallForm(
         opens=_pattern(r"<\|python_tag\|>\s*(?=[\[{])|(?=[\[{])"),
@@ -370,7 +371,7 @@ PLAIN_JSON = _with_loose(
     rf"|{_BARE}(?P<python>\[)(?=\s*[\w.-]+\()|{_BARE_JSON}",
     "</function>|</tool_call>",
 )
-"""The form of Llama 3, and of models whose form is not known: an object, or several behind semicolons."""
+"""Format of Llama 3 and of unknown models: one object, or several separated by semicolons."""
 KNOWN_FORMS: tuple[tuple[str, CallForm], ...] = (
     ("<seed:tool_call>", SEED_XML),
     ("<function=", QWEN_XML),
@@ -387,9 +388,9 @@ KNOWN_FORMS: tuple[tuple[str, CallForm], ...] = (
     ("<|tool_call|>", GRANITE),
     ("<|observation|>", GLM),
 )
-"""What a chat template has, if it is that of a model which writes calls so."""
+"""Text in the chat template -> format of calls. The first match wins."""
 
 
 def known_form(chat_template: str) -> CallForm:
-    """Returns how the model of a chat template that reads tools writes calls."""
+    """Return the format of calls for a chat template that supports tools."""
     return next((form for needle, form in KNOWN_FORMS if needle in chat_template), PLAIN_JSON)

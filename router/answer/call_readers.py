@@ -1,7 +1,7 @@
-"""Reads calls written as JSON in one part of an answer, whose mark has been found.
+"""Reads tool calls written as JSON, in the part of an answer that follows an opening mark.
 
-Arguments are given out as they come. What is valid JSON in them stays as it is written, so a mark in one of their
-strings is no mark.
+Arguments are given out as they come. Valid JSON in them stays as it is written, so a mark inside one of their strings
+does not count as a mark.
 """
 
 from __future__ import annotations
@@ -14,96 +14,96 @@ from typing import NamedTuple
 from router.answer.lenient_json import HEX, SPACE, MendedJson, NotJson
 
 _OUTSIDE_STRINGS = SPACE | frozenset('{}[]:,"0123456789+-.eEtrufalsn')
-"""Letters that JSON has outside of its strings."""
+"""Characters that JSON has outside of its strings."""
 _Reading = Generator[None, str, None]
-"""Takes letter by letter what it reads."""
-_Letter = Generator[None, str, str]
-"""Takes letter by letter what it reads, and returns a letter or what it has read."""
+"""Coroutine that is sent one character at a time."""
+_Char = Generator[None, str, str]
+"""Coroutine that is sent one character at a time, and returns the next character or the text that it has read."""
 
 
 class Taken(NamedTuple):
-    """What a reader has found in new text."""
+    """Result of a reader for new text."""
 
     calls: list[tuple[str, str]]
-    """New arguments, each with the tool's name if a call begins with them, else with an empty one."""
+    """New arguments, each with the tool's name if they start a call, else with an empty name."""
     text: str = ""
-    """What has turned out to be no call: content."""
+    """Text that has turned out not to be a call, and so is content."""
     rest: str | None = None
-    """What is behind the part; None: it goes on."""
+    """Text behind the part; None: the part has not ended."""
     has_calls: bool = True
-    """Whether a call has begun in the part, so that the mark behind calls may follow."""
+    """Whether a call has started in the part, so that a closing mark may follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonKeys:
-    """Where an object has what makes it a call."""
+    """Keys of an object that is a call."""
 
     name: str = "name"
     arguments: tuple[str, ...] = ("arguments", "parameters")
-    """Any of them."""
+    """Alternative keys of the arguments."""
     needs_arguments: bool = False
-    """Whether an object without arguments is no call: only its keys tell that it is one."""
+    """Whether an object without arguments is not a call, because no mark but its keys identifies it as one."""
     no_calls: frozenset[str] = frozenset()
-    """Names of what is no tool: with them a model says that it calls none."""
+    """Names that are not tools; a model writes them to say that it calls none."""
     is_loose: bool = False
-    """Whether other ways in which models write the object are read, too."""
+    """Whether other spellings of the object, as models write them, are read as well."""
     is_bare: bool = False
-    """Whether an object is a call without a mark: it has no keys but a call's."""
+    """Whether the object has no mark. Then it is a call only if it has no other keys than a call's."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _JsonCall:
-    """What has come of the object of a call."""
+    """State of an object that may be a call, as far as it has come."""
 
     name: str = ""
     early: list[str] = field(default_factory=list)
     """Arguments that come before the name."""
     has_arguments: bool = False
     is_null: bool = False
-    """Whether its arguments are null."""
+    """Whether the arguments are null."""
     holds_calls: bool = False
-    """Whether it is an object around calls."""
+    """Whether the object wraps calls."""
 
 
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 MAX_LEVELS = 2
-"""Objects that may stand around that of a call."""
+"""Maximum number of objects that may wrap that of a call."""
 _BESIDE = frozenset(("function", "id", "tool_call_id", "tool_calls", "type"))
 """Keys that a call without a mark may have in addition to its name and its arguments."""
 
 
 class JsonCalls:
-    """Reads a call, or a list of calls.
+    """Reader of a call, or of a list of calls.
 
     Args:
-        raw: the mark with which the part begins: text, if no call follows.
-        tool_of: returns the tool that a name means; None: none. A call of another one is text.
-        keys: those of an object with name and arguments.
-        name: the tool's, if the mark has it: the arguments follow alone.
+        raw: the opening mark of the part; it becomes text if no call follows.
+        tool_of: returns the tool for a name, or None. A call of an unknown tool is text.
+        keys: keys of an object with name and arguments.
+        name: the tool's name if the mark has it; then only the arguments follow.
     """
 
     def __init__(self, raw: str, tool_of: Callable[[str], str | None], keys: JsonKeys, name: str = "") -> None:
         self._raw: list[str] | None = [raw]
-        """What has come since the last call; None: within one that has begun."""
+        """Text since the last call; None: inside a call that has started."""
         self._tool_of = tool_of
         self._keys = keys
         self._new: list[tuple[str, list[str]]] = []
         self._has_begun = False
-        """Whether a call has begun."""
+        """Whether a call has started."""
         self._is_call = True
-        """Whether what has begun is a call, and not the word that there is none."""
+        """Whether the call that has started names a tool, and not one of `no_calls`."""
         self._fixed: MendedJson | None = None
-        """The arguments in which the text is."""
-        self._letters = self._named(name) if name else self._part()
-        next(self._letters)
+        """State of the arguments that are being read."""
+        self._chars = self._named(name) if name else self._part()
+        next(self._chars)
 
     def take(self, text: str) -> Taken:
-        """Takes more text of the part."""
-        for place, letter in enumerate(text):
+        """Read more text of the part."""
+        for place, char in enumerate(text):
             if self._raw is not None:
-                self._raw.append(letter)
+                self._raw.append(char)
             try:
-                self._letters.send(letter)
+                self._chars.send(char)
             except StopIteration:
                 return self._taken(rest=text[place + 1 :])
             except NotJson:
@@ -112,10 +112,10 @@ class JsonCalls:
         return self._taken()
 
     def flush(self, *, is_whole: bool = False) -> Taken:
-        """Returns what has come of a call that has not begun, now that the answer has ended.
+        """Return the text of a call that has not started, after the end of the answer.
 
         Args:
-            is_whole: whether arguments that are open are closed; else they were cut off.
+            is_whole: whether to close open arguments; else they were cut off.
         """
         if is_whole:
             self._close()
@@ -132,56 +132,57 @@ class JsonCalls:
             self._new.append((name, [arguments]))
         self._raw = None
 
-    def _give(self, letters: str) -> None:
-        """Gives out letters of the arguments of the call that has begun."""
+    def _give(self, chars: str) -> None:
+        """Give out characters of the arguments of the current call."""
         if not self._is_call:
             return
         if not self._new:
             self._new.append(("", []))
-        self._new[-1][1].append(letters)
+        self._new[-1][1].append(chars)
 
     def _close(self) -> None:
-        """Closes the arguments in which the text is, if their call has begun."""
+        """Close the arguments that are being read, if their call has started."""
         if self._fixed is not None and self._raw is None:
             self._give(self._fixed.close())
 
     def _named(self, name: str) -> _Reading:
-        letter = yield from _space()
-        if letter != "{":
+        char = yield from _space()
+        if char != "{":
             raise NotJson
-        yield from self._arguments(letter, _JsonCall(name=name))
+        yield from self._arguments(char, _JsonCall(name=name))
 
     def _part(self) -> _Reading:
-        letter = yield from _space()
-        yield from self._list() if letter == "[" else self._object(letter)
+        char = yield from _space()
+        yield from self._list() if char == "[" else self._object(char)
 
     def _list(self, levels: int = MAX_LEVELS) -> _Reading:
-        """Reads calls behind the begin of a list, up to its end."""
-        letter = ""
-        while letter != "]":
-            letter = yield from _space()
-            yield from self._object(letter, levels)
+        """Read the calls of a list whose opening bracket has been read, up to its end."""
+        char = ""
+        while char != "]":
+            char = yield from _space()
+            yield from self._object(char, levels)
             self._raw = []
-            letter = yield from _space()
-            if letter not in ",]":
+            char = yield from _space()
+            if char not in ",]":
                 raise NotJson
 
-    def _object(self, letter: str, levels: int = MAX_LEVELS) -> _Reading:
-        """Reads a call, from its first letter to its last one.
+    def _object(self, char: str, levels: int = MAX_LEVELS) -> _Reading:
+        """Read a call from its first character to its last.
 
         Args:
-            levels: objects that may stand around it.
+            char: the first character.
+            levels: number of wrapping objects that are still allowed.
         """
-        if letter != "{":
+        if char != "{":
             raise NotJson
         call = _JsonCall()
-        letter = yield from _space()
-        while self._keys.is_loose and letter == "{":  # doubled, as in a template
-            letter = yield from _space()
-        while letter != "}":
-            key, letter = yield from _key(letter)
-            letter = yield from self._member(key, letter, call, levels)
-            letter = yield from self._behind(letter)
+        char = yield from _space()
+        while self._keys.is_loose and char == "{":  # doubled braces, as in a template
+            char = yield from _space()
+        while char != "}":
+            key, char = yield from _key(char)
+            char = yield from self._member(key, char, call, levels)
+            char = yield from self._behind(char)
         if call.holds_calls:
             return
         is_null = call.is_null and self._keys.is_loose
@@ -190,181 +191,183 @@ class JsonCalls:
         if not call.has_arguments:
             self._begin(call.name, "{}")
 
-    def _member(self, key: str, letter: str, call: _JsonCall, levels: int) -> _Letter:
-        """Reads the value of a member of a call, and returns the first letter behind it that is no space.
+    def _member(self, key: str, char: str, call: _JsonCall, levels: int) -> _Char:
+        """Read the value of a member of a call, and return the first character behind it that is not white space.
 
         Args:
-            letter: the value's first.
-            call: what has come of the call.
+            char: the first character of the value.
+            call: state of the call.
             levels: see `_object`.
         """
         keys = self._keys
         if keys.is_bare and key not in (keys.name, *keys.arguments, *_BESIDE):
             raise NotJson
-        if keys.is_loose and levels and not call.name and (key, letter) in (("function", "{"), ("tool_calls", "[")):
+        if keys.is_loose and levels and not call.name and (key, char) in (("function", "{"), ("tool_calls", "[")):
             call.holds_calls = True
-            yield from self._list(levels - 1) if letter == "[" else self._object(letter, levels - 1)
-        elif not call.name and (key == keys.name or (keys.is_loose and (key, letter) == ("function", '"'))):
-            call.name = yield from self._name(letter)
+            yield from self._list(levels - 1) if char == "[" else self._object(char, levels - 1)
+        elif not call.name and (key == keys.name or (keys.is_loose and (key, char) == ("function", '"'))):
+            call.name = yield from self._name(char)
             if call.early:
                 self._begin(call.name, "".join(call.early))
-        elif key in keys.arguments and not call.has_arguments and letter != "n":
+        elif key in keys.arguments and not call.has_arguments and char != "n":
             call.has_arguments = True
-            yield from self._arguments(letter, call)
+            yield from self._arguments(char, call)
         else:
-            call.is_null = call.is_null or (key in keys.arguments and letter == "n")
-            return (yield from _other(letter))
+            call.is_null = call.is_null or (key in keys.arguments and char == "n")
+            return (yield from _other(char))
         return (yield from _space())
 
-    def _arguments(self, letter: str, call: _JsonCall) -> _Reading:
-        """Reads arguments from their first letter to their last one.
+    def _arguments(self, char: str, call: _JsonCall) -> _Reading:
+        """Read arguments from their first character to their last.
 
         Args:
-            call: keeps them if its name has not come.
+            char: the first character.
+            call: keeps the arguments if its name has not come yet.
         """
-        is_text = self._keys.is_loose and letter == '"'
-        while is_text and (letter := (yield from _text_letter())) in SPACE:
+        is_text = self._keys.is_loose and char == '"'
+        while is_text and (char := (yield from _text_char())) in SPACE:
             pass
-        if letter and letter != "{":
+        if char and char != "{":
             raise NotJson
         if call.name:
             self._begin(call.name)
         give = self._give if call.name else call.early.append
         self._fixed = MendedJson()
-        for each in letter or "{":
+        for each in char or "{":
             give(self._fixed.take(each))
-        while letter and not self._fixed.has_ended:
-            letter = (yield from _text_letter()) if is_text else (yield)
-            for each in letter:
+        while char and not self._fixed.has_ended:
+            char = (yield from _text_char()) if is_text else (yield)
+            for each in char:
                 give(self._fixed.take(each))
         give("" if self._fixed.has_ended else self._fixed.close())
         self._fixed = None
-        while is_text and letter:
-            letter = yield from _text_letter()
+        while is_text and char:
+            char = yield from _text_char()
 
-    def _name(self, letter: str) -> _Letter:
-        name = self._tool_of((yield from _string(letter)))
+    def _name(self, char: str) -> _Char:
+        name = self._tool_of((yield from _string(char)))
         if name is None:
             raise NotJson
         return name
 
     @staticmethod
-    def _behind(letter: str) -> _Letter:
-        """Reads what is between two members of an object, and returns the first letter of the next; or its end."""
-        if letter == "}":
-            return letter
-        if letter != "," or (letter := (yield from _space())) != '"':
+    def _behind(char: str) -> _Char:
+        """Read the separator behind a member, and return the next member's first character, or the brace."""
+        if char == "}":
+            return char
+        if char != "," or (char := (yield from _space())) != '"':
             raise NotJson
-        return letter
+        return char
 
 
-def _space() -> _Letter:
-    """Returns the next letter that is no white space."""
-    while (letter := (yield)) in SPACE:
+def _space() -> _Char:
+    """Return the next character that is not white space."""
+    while (char := (yield)) in SPACE:
         pass
-    return letter
+    return char
 
 
-def _string(letter: str) -> _Letter:
-    """Reads a string from its first letter to its last one, and returns what it stands for."""
-    letters = [letter]
-    if letter != '"':
+def _string(char: str) -> _Char:
+    """Read a JSON string from its first character to its last, and return its value."""
+    chars = [char]
+    if char != '"':
         raise NotJson
     is_escaped = False
-    while is_escaped or letters[-1] != '"' or len(letters) == 1:
-        is_escaped = letters[-1] == "\\" and not is_escaped
-        letters.append((yield))
+    while is_escaped or chars[-1] != '"' or len(chars) == 1:
+        is_escaped = chars[-1] == "\\" and not is_escaped
+        chars.append((yield))
     try:
-        return str(json.loads("".join(letters), strict=False))
+        return str(json.loads("".join(chars), strict=False))
     except ValueError:
         raise NotJson from None
 
 
-def _text_letter() -> _Letter:
-    """Reads what is one letter of a text that stands in a string, and returns it; empty: the string has ended.
+def _text_char() -> _Char:
+    """Read one character of JSON text that is encoded in a string, and return it; empty: the string has ended.
 
-    An escape of a letter that is no ASCII stays one: the text is JSON.
+    The escape of a character outside ASCII stays an escape, because the decoded text is JSON as well.
     """
-    letter = yield
-    if letter == '"':
+    char = yield
+    if char == '"':
         return ""
-    if letter != "\\":
-        return letter
-    letter = yield
-    if letter != "u":
-        return _ESCAPED.get(letter, letter)
+    if char != "\\":
+        return char
+    char = yield
+    if char != "u":
+        return _ESCAPED.get(char, char)
     digits = (yield) + (yield) + (yield) + (yield)
     if not set(digits) <= HEX:
         raise NotJson
     return chr(int(digits, 16)) if int(digits, 16) < 0x80 else f"\\u{digits}"
 
 
-def _key(letter: str) -> Generator[None, str, tuple[str, str]]:
-    """Reads a key and its colon, and returns it with the first letter of the value."""
-    key = yield from _string(letter)
+def _key(char: str) -> Generator[None, str, tuple[str, str]]:
+    """Read a key and its colon, and return the key with the first character of the value."""
+    key = yield from _string(char)
     if (yield from _space()) != ":":
         raise NotJson
     return key, (yield from _space())
 
 
-def _nested(letter: str, take: Callable[[str], object]) -> _Reading:
-    """Reads an object or a list from its first letter to its last one.
+def _nested(char: str, take: Callable[[str], object]) -> _Reading:
+    """Read an object or a list from its first character to its last.
 
     Args:
-        take: gets each letter.
+        char: the first character.
+        take: receives each character.
     """
-    take(letter)
+    take(char)
     depth, in_string, is_escaped = 1, False, False
     while depth:
-        letter = yield
+        char = yield
         if in_string:
-            in_string = is_escaped or letter != '"'
-            is_escaped = letter == "\\" and not is_escaped
-        elif letter not in _OUTSIDE_STRINGS:
+            in_string = is_escaped or char != '"'
+            is_escaped = char == "\\" and not is_escaped
+        elif char not in _OUTSIDE_STRINGS:
             raise NotJson
         else:
-            in_string = letter == '"'
-            depth += (letter in "{[") - (letter in "}]")
-        take(letter)
+            in_string = char == '"'
+            depth += (char in "{[") - (char in "}]")
+        take(char)
 
 
-def _other(letter: str) -> _Letter:
-    """Reads a value that is of no use, and returns the letter behind it that is no white space."""
-    if letter in "{[":
-        yield from _nested(letter, SPACE.issuperset)
+def _other(char: str) -> _Char:
+    """Skip a value, and return the first character behind it that is not white space."""
+    if char in "{[":
+        yield from _nested(char, SPACE.issuperset)
         return (yield from _space())
-    if letter == '"':
-        yield from _string(letter)
+    if char == '"':
+        yield from _string(char)
         return (yield from _space())
-    while letter not in ",}":
-        if letter not in _OUTSIDE_STRINGS or letter in '{[]":':
+    while char not in ",}":
+        if char not in _OUTSIDE_STRINGS or char in '{[]":':
             raise NotJson
-        letter = yield
-    return letter
+        char = yield
+    return char
 
 
 class JsonEnd:
-    """Follows an object or a list to its end, in text that grows."""
+    """Finds the end of a JSON object or list in growing text."""
 
     def __init__(self) -> None:
-        self._letters: _Reading | None = None
+        self._chars: _Reading | None = None
         self._num_taken = 0
         self._length: int | None = None
 
     def length(self, text: str) -> int | None:
-        """Returns how many characters it has: 0 if the text does not begin with one, None if it goes on.
+        """Return the length of the value in characters: 0 if the text does not start with one, None while incomplete.
 
         Args:
-            text: that of the call before, and what has come since.
+            text: the text of the previous call and all that has come since.
         """
-        for letter in text[self._num_taken :] if self._length is None else "":
+        for char in text[self._num_taken :] if self._length is None else "":
             self._num_taken += 1
             try:
-                if self._letters is not None:
-                    self._letters.send(letter)
-                elif letter in "{[":
-                    self._letters = _nested(letter, SPACE.issuperset)
-                    next(self._letters)
+                if self._chars is not None:
+                    self._chars.send(char)
+                elif char in "{[":
+                    self._chars = _nested(char, SPACE.issuperset)
+                    next(self._chars)
                 else:
                     raise NotJson
             except StopIteration:

@@ -1,8 +1,8 @@
-"""The calls of tools in the content of an answer, as increments; the rest of the content stays text.
+"""Finds the tool calls in an answer's content and returns them as increments; the rest of the content stays text.
 
-Plain state, fed text as it comes: however that is split, the calls and the text are the same. A call comes when its
-name and the begin of its arguments have; what turns out not to be a call before is text. White space next to calls is
-text only between other text.
+Plain state, fed text as it comes: the calls and the text are the same however it is split. A call is reported once its
+name and the start of its arguments have come. Text that turns out not to be a call stays text. White space next to
+calls is dropped, unless it is between other text.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from router.answer.tag_calls import TagCalls
 
 
 class Parted(NamedTuple):
-    """What new content adds to the text and to the calls of an answer."""
+    """Increment of an answer's text and calls from new content."""
 
     text: str
     calls: tuple[ToolCallDelta, ...] = ()
 
 
 class CallIds:
-    """Ids of the calls of one choice: the same whenever it is written again.
+    """Ids of the calls of one choice. They are the same whenever the choice is replayed.
 
     Args:
-        num_letters: length of an id.
+        num_letters: length of an id, in characters.
     """
 
     def __init__(self, request_id: str, choice_index: int, num_letters: int) -> None:
@@ -37,17 +37,19 @@ class CallIds:
         self._num_letters = num_letters
 
     def of(self, index: int) -> str:
-        """The id of a call."""
+        """Return the id of a call."""
         digest = hashlib.blake2b(f"{self._of_choice}\0{index}".encode()).hexdigest()
         return f"call_{digest}"[: self._num_letters] if self._num_letters > 9 else digest[: self._num_letters]
 
 
 class Calls:
-    """The calls in one answer's content.
+    """Parser of the calls in one answer's content.
 
     Args:
-        tools: those that it may call, by name.
-        is_forced: whether the answer consists of calls: what is none is the rest of one that was cut off, and no text.
+        form: format of the model's calls.
+        tools: tools that the answer may call, by name.
+        ids: ids for the calls.
+        is_forced: whether the answer consists of calls. Then other text is the rest of a cut-off call, and dropped.
     """
 
     def __init__(self, form: CallForm, tools: Mapping[str, Tool], ids: CallIds, *, is_forced: bool = False) -> None:
@@ -56,34 +58,34 @@ class Calls:
         self._ids = ids
         self._is_forced = is_forced
         self._reader: JsonCalls | TagCalls | None = None
-        """Reads the part in which the content is; None: it is in none."""
+        """Reader of the current part; None: outside of parts with calls."""
         self._closes: Mark | None = None
-        """The mark behind the part that has ended, which may come; None: none may."""
+        """Closing mark of the last part, which may still come; None: no closing mark is expected."""
         self._part_closes = form.closes
-        """The one behind the part in which the content is."""
+        """Closing mark of the current part."""
         self._before = BEGIN
-        """The letter before what is held."""
+        """The character before the held text."""
         self._block = CodeBlock()
-        """Whether the text that has been given out ends within a fence."""
+        """Markdown state at the end of the text that was given out."""
         self._held = ""
         self._space = ""
-        """White space that is text if more text follows, or no call."""
+        """White space that becomes text if more text follows, or if no call does."""
         self._has_text = False
         self._follows_call = False
         self._num_shown = 0
-        """Characters of the text that have been given out."""
+        """Number of characters of text that have been given out."""
         self.num_calls = 0
-        """Calls that have begun."""
+        """Number of calls that have started."""
 
     def push(self, text: str) -> Parted:
-        """Takes more content."""
+        """Add content, and return its increment."""
         return self._take(text, is_end=False)
 
     def flush(self, *, is_whole: bool = False) -> Parted:
-        """Returns what was held back, now that the answer has ended.
+        """Return the held content after the end of the answer.
 
         Args:
-            is_whole: whether the model ended it: the arguments of its calls are closed; else they were cut off.
+            is_whole: whether the model ended the answer. Then open arguments are closed; else they were cut off.
         """
         found = self._take("", is_end=True, is_whole=is_whole)
         space, self._space = self._space, ""
@@ -111,7 +113,7 @@ class Calls:
         return Parted(shown, tuple(calls))
 
     def _noted(self, taken: Taken, calls: list[ToolCallDelta]) -> str:
-        """Notes the calls that a reader has found, and returns its text."""
+        """Append the calls that a reader has found to `calls`, and return its text."""
         for name, arguments in taken.calls:
             if name:
                 self._follows_call = True
@@ -135,7 +137,7 @@ class Calls:
         return shown
 
     def _closed(self, text: str, closes: Mark, *, is_end: bool) -> str | None:
-        """Looks for the mark behind a part, and returns what is behind it; None: it may yet come."""
+        """Look for the closing mark of a part, and return the text behind it; None: the mark may still come."""
         found = closes.find(text, is_end=is_end)
         is_next = not text[: found.begin].strip()
         if is_next and found.end is None and not is_end and len(text) <= MAX_HELD:
@@ -147,14 +149,14 @@ class Calls:
         return text[found.end :] if is_next and found.end is not None else text
 
     def _opened(self, text: str, *, is_end: bool) -> tuple[str, str | None]:
-        """Looks for the mark before a part: text -> (what of it is text, what is behind the mark; None: none yet)."""
+        """Look for an opening mark, and return (text before it, text behind it; None: there is no mark yet)."""
         found = self._form.opens.find(self._before + text, is_end=is_end, begin=1)
         found = found._replace(begin=found.begin - 1, end=None if found.end is None else found.end - 1)
         before = text[: found.begin].lstrip(" \t\r\n;" if self.num_calls else None)
         if self._form.only_at_begin and (self._has_text or before):
             return self._text(text), None
         if found.end is None:
-            begin = 0 if self._form.only_at_begin else found.begin  # white space, and what separates calls
+            begin = 0 if self._form.only_at_begin else found.begin  # holds white space and separators of calls, too
             end = len(text) if is_end else max(begin, len(text) - MAX_HELD)
             self._held = text[end:]
             return self._text(text[:end]), None
@@ -167,7 +169,7 @@ class Calls:
         return self._text(text[: begin if self._reader else found.end]), text[found.end :]
 
     def _text(self, text: str) -> str:
-        """Returns what is given out of text: white space at its end waits for what follows."""
+        """Return the part of a text that can be given out. White space at its end waits for the following text."""
         self._before = text[-1:] or self._before
         self._block = self._block.behind(text)
         if self._is_forced:

@@ -1,8 +1,7 @@
-"""An answer's text into its channels: content, reasoning and calls of tools.
+"""Splits an answer's text into its channels: content, reasoning and tool calls.
 
-Plain state, fed text as it comes. What the channels have after so many tokens depends on these alone, so that a resumed
-stream can be replayed, and the whole answer is the sum of its increments. Where marks come from says
-`router.answer.format`.
+Plain state, fed text as it comes. The state after a number of tokens depends on these tokens alone, so a resumed stream
+can be replayed, and the whole answer is the sum of its increments. `router.answer.format` finds a model's marks.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from router.answer.reasoning import ReasoningReader
 
 
 class Delta(NamedTuple):
-    """What new text adds to the channels of an answer."""
+    """Increment of an answer's channels."""
 
     text: str = ""
     """Content."""
@@ -25,7 +24,7 @@ class Delta(NamedTuple):
 
     @staticmethod
     def joined(deltas: Sequence[Delta]) -> Delta:
-        """Returns what several add together, each call in one delta."""
+        """Return the sum of several increments, with one delta per call."""
         if len(deltas) == 1 and len(deltas[0].calls) < 2:
             return deltas[0]
         calls = [call for delta in deltas for call in delta.calls]
@@ -37,12 +36,12 @@ class Delta(NamedTuple):
 
 
 class Channels:
-    """The channels of one answer.
+    """Channels of one answer.
 
     Args:
-        reasoning: reads the reasoning; None: there is none.
-        calls: reads the calls in the content; None: there are none.
-        shown_ids: special tokens that marks are made of.
+        reasoning: reads the reasoning; None: the answer has none.
+        calls: reads the calls in the content; None: the answer has none.
+        shown_ids: special tokens in the model's marks.
     """
 
     def __init__(
@@ -51,20 +50,20 @@ class Channels:
         self._reasoning = reasoning
         self._calls = calls
         self.shown_ids = shown_ids
-        """Special tokens whose text has to come here."""
+        """Special tokens whose text must be passed to `push`."""
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text so far ends in the reasoning."""
+        """True if the text so far ends inside the reasoning."""
         return self._reasoning is not None and self._reasoning.is_reasoning
 
     @property
     def has_calls(self) -> bool:
-        """Whether a call has begun."""
+        """True if a call has started."""
         return self._calls is not None and self._calls.num_calls > 0
 
     def push(self, text: str) -> Delta:
-        """Takes more text, and returns what it adds."""
+        """Add text, and return its increment."""
         content, reasoning = (text, "") if self._reasoning is None else self._reasoning.push(text)
         if self._calls is None:
             return Delta(content, reasoning)
@@ -72,10 +71,10 @@ class Channels:
         return Delta(found.text, reasoning, found.calls)
 
     def flush(self, *, is_whole: bool = False) -> Delta:
-        """Returns what was held back, now that the answer has ended.
+        """Return the held text after the end of the answer.
 
         Args:
-            is_whole: whether the model ended it; else it was cut off.
+            is_whole: whether the model ended the answer; else it was cut off.
         """
         content, reasoning = ("", "") if self._reasoning is None else self._reasoning.flush()
         if self._calls is None:

@@ -1,18 +1,19 @@
-"""Token ids into text while they arrive.
+"""Converts token ids to text as they arrive.
 
-A token is not text: it may hold a part of a character's bytes, or a leading space that depends on what came before. So,
-as text-generation-inference does (server/text_generation_server/models/model.py, `decode_token`) and vLLM after it, the
-new tokens are decoded together with a few before them, and the text of those is cut off:
+A token is not text: it may hold a part of a character's bytes, or a leading space that depends on the text before it.
+So new tokens are decoded together with a few tokens before them, and the text of those is cut off. This follows
+text-generation-inference (server/text_generation_server/models/model.py, `decode_token`) and vLLM:
 
     ... | context | pending |        text = decode(context + pending), without decode(context)
         prefix    read      end
 
-When that text ends in U+FFFD, a character may be unfinished and all pending tokens wait; else they become the context.
+If the text ends in U+FFFD, a character may be incomplete, and all pending tokens wait. Otherwise they become the
+context.
 
-`tokenizers.decoders.DecodeStream` (0.23.3) does the same and is right, but it never gives up on bytes that are broken
-for good, so a run of them is withheld for ever at quadratic cost (4,000 tokens: 1.4 s), as is a run of special tokens,
-and it has no flush. Hence this code, with two rules more: skipped tokens never enter the window, and a window of
-`MAX_PENDING` tokens is cut where that provably changes nothing.
+`tokenizers.decoders.DecodeStream` (0.23.3) does the same correctly, but it waits for ever for invalid bytes to become
+valid. It withholds a run of them, or of special tokens, at quadratic cost (4,000 tokens: 1.4 s), and has no flush. So
+this code adds two rules: skipped tokens never enter the window, and a window of `MAX_PENDING` tokens is cut at a
+position where that provably changes nothing.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ NUM_CONTEXT = 6
 
 
 class IncrementalDetokenizer:
-    """The text of one choice, given out in whole characters.
+    """Decoder of one choice's tokens, which returns whole characters.
 
-    All that `push` and `flush` return, joined, is `tokenizer.decode` of all ids. With `context`, the prompt, the answer
-    is decoded as its continuation, so that "▁Paris" keeps its space. A push decodes a bounded number of tokens.
+    The joined results of `push` and `flush` equal `tokenizer.decode` of all ids. A push decodes a bounded number of
+    tokens.
 
     Args:
+        context: tokens of the prompt. The answer is decoded as its continuation, so that "▁Paris" keeps its space.
         skipped_ids: tokens that have no text; None: special tokens.
     """
 
@@ -54,19 +56,19 @@ class IncrementalDetokenizer:
 
     @property
     def holds_back(self) -> bool:
-        """Whether tokens were pushed whose text has not been given out."""
+        """True if the text of pushed tokens is held back."""
         return len(self._window) > self._num_context
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; may be empty."""
+        """Add tokens, and return the text that they complete; it may be empty."""
         return "".join([self._push(token_id) for token_id in self._with_text(token_ids)])
 
     def flush(self) -> str:
-        """The answer has ended: what was held back, with U+FFFD for bytes that make no character."""
+        """Return the held text at the end of the answer, with U+FFFD for bytes that are not a character."""
         return self._advance(len(self._window))
 
     def _with_text(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens that have a text: none outside the vocabulary, nor those that are skipped."""
+        """Return the tokens that have text: those in the vocabulary that are not skipped."""
         size, skipped = self._vocab_size, self._skipped_ids
         return [token_id for token_id in token_ids if 0 <= token_id < size and token_id not in skipped]
 
@@ -80,10 +82,10 @@ class IncrementalDetokenizer:
         return ""
 
     def _safe_cut(self, text: str) -> int:
-        """The last boundary in the window that no character spans, so that more tokens cannot change what is before it.
+        """Return the last boundary in the window that no character spans; more tokens cannot change the text before it.
 
-        In lossy UTF-8 decoding, text(a + b) == text(a) + text(b) for a non-empty b just when no character and no
-        beginning of one goes over the boundary; a broken character ends within three bytes, so one of these holds.
+        In lossy UTF-8 decoding, text(a + b) == text(a) + text(b) for a non-empty b exactly if no character, complete or
+        incomplete, spans the boundary. An invalid character ends within three bytes, so one of the boundaries works.
         """
         for cut in range(len(self._window) - 1, len(self._window) - 1 - MAX_CHARACTER_TOKENS, -1):
             if self._decode(self._window[:cut]) + self._decode(self._window[cut:]) == text:
@@ -91,7 +93,7 @@ class IncrementalDetokenizer:
         return self._num_context
 
     def _advance(self, end: int, text: str | None = None) -> str:
-        """Gives out the text of the window up to `end`; the tokens it came from become the context."""
+        """Return the text of the window up to `end`; its tokens become the context."""
         if end == self._num_context:
             return ""
         text = self._decode(self._window[:end]) if text is None else text

@@ -1,8 +1,8 @@
-"""Makes the calls of an answer what a client asks: a grammar in which nothing else can be written.
+"""Enforces a client's tool choice with a grammar.
 
-It is Lark in llguidance's dialect: a text that is free until a call begins is followed by lazy lexemes, as in that
-library's own structural tags. With `tool_choice` "auto" it is needed for strict tools, for a single call, and where the
-content has a schema.
+The grammar is Lark in llguidance's dialect. Free text before a call uses lazy lexemes, as in that library's own
+structural tags. With `tool_choice` "auto" a grammar is needed for strict tools, for a single call, and if the content
+has a schema.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 def with_tool_choice(
     params: SamplingParams, prompt: PromptInput, form: CallForm | None, tokenizer: Tokenizer
 ) -> SamplingParams:
-    """Returns the parameters with what makes answers call the tools that a client asks for, or none.
+    """Return the parameters with the grammar or bad words that enforce the tool choice of a prompt.
 
     Args:
-        form: how the model writes calls; None: in a way that is not known.
+        form: format of the model's calls; None: unknown.
 
     Raises:
-        InvalidRequest: the model's calls cannot be forced, or there is another structure beside them.
+        InvalidRequest: the model's calls cannot be enforced, or the request also asks for another structure.
     """
     if not isinstance(prompt, Chat) or not prompt.tools:
         return params
@@ -57,12 +57,12 @@ def with_tool_choice(
         return params
     if form is None or form.written is None:
         raise InvalidRequest(
-            "how this model writes calls is not known, so none can be forced; set tool_choice to auto, and leave "
-            "strict, parallel_tool_calls and response_format out",
+            "tool_choice cannot be enforced: the tool-call format of this model is unknown; set tool_choice to auto, "
+            "and unset strict, parallel_tool_calls and response_format",
             "tool_choice",
         )
     if content is not None and not (content.json or content.json_object):
-        raise InvalidRequest("beside tools, an answer may have a JSON schema and no other structure", "tools")
+        raise InvalidRequest("tools can be combined with a JSON schema, but not with another structure", "tools")
     tools = [
         _ToolArguments.of(tool, index) for index, tool in enumerate(prompt.tools) if choice.name in ("", tool.name)
     ]
@@ -72,18 +72,18 @@ def with_tool_choice(
     num_bytes = len(text.encode("utf-8", "replace"))
     if num_bytes > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(
-            f"calls that are forced or strict need a grammar of {num_bytes} bytes for these tools; it may have at most "
-            f"{MAX_GRAMMAR_BYTES}",
+            f"the grammar for forced or strict calls of these tools has {num_bytes} bytes, above the limit of "
+            f"{MAX_GRAMMAR_BYTES}; send fewer or smaller tools",
             "tools",
         )
     return replace(params, structured_outputs=StructuredOutputs(grammar=text))
 
 
 def needs_grammar(chat: Chat, params: SamplingParams) -> bool:
-    """Returns whether a grammar enforces the calls of a chat with tools, or what stands in place of them.
+    """Return whether a chat with tools needs a grammar, for its calls or for its content.
 
     Args:
-        params: the client's.
+        params: sampling parameters of the client.
     """
     choice = chat.tool_choice
     is_strict = any(tool.strict for tool in chat.tools)
@@ -93,39 +93,39 @@ def needs_grammar(chat: Chat, params: SamplingParams) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ToolArguments:
-    """The arguments of a tool's calls."""
+    """Arguments of one tool."""
 
     name: str
-    """The tool's."""
+    """Name of the tool."""
     schema: Mapping[str, Any]
     place: str
-    """The request's field that has the schema."""
+    """Path of the schema in the request."""
     is_loose: bool
-    """Whether what of it cannot be enforced is left out."""
+    """Whether parts of the schema that cannot be enforced are ignored."""
 
     @staticmethod
     def of(tool: Tool, index: int) -> _ToolArguments:
-        """Returns those of a tool.
+        """Return the arguments of a tool.
 
         Args:
-            index: its place among the tools.
+            index: index of the tool in the request.
         """
         place = f"tools[{index}].function.parameters"
         return _ToolArguments(name=tool.name, schema=_schema_of(tool), place=place, is_loose=not tool.strict)
 
     def rule(self) -> str:
-        """What stands for them in a grammar, as JSON."""
+        """Return their grammar rule, for arguments that are written as JSON."""
         return json_rule(self.schema, self.place, is_loose=self.is_loose)
 
 
 _PLAIN_KEYS = frozenset(
     ("type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions")
 )
-"""Keywords of an object's schema that ask for no members but those in `properties`."""
+"""Keywords of an object's schema that ask for no members except those in `properties`."""
 
 
 class _Grammar:
-    """Writes grammars for one model."""
+    """Writer of grammars for one model."""
 
     def __init__(self, form: CallForm, written: Written, tokenizer: Tokenizer) -> None:
         self._form = form
@@ -133,15 +133,15 @@ class _Grammar:
         self._specials = {tokenizer.token(token_id): token_id for token_id in sorted(tokenizer.special_ids)}
 
     def forced(self, tools: Sequence[_ToolArguments], is_single: bool) -> str:
-        """A grammar of calls and nothing else."""
+        """Return a grammar for calls and nothing else."""
         written = self._written
         return _lark([f"start: {self._list(is_single)}", *self._calls(tools, written.begin)])
 
     def free(self, tools: Sequence[_ToolArguments], is_single: bool, content: StructuredOutputs | None) -> str:
-        """A grammar of content that may have calls.
+        """Return a grammar for content that may contain calls.
 
         Args:
-            content: what it is without a call; None: any text.
+            content: structure of an answer without calls; None: free text.
         """
         written = self._written
         if content is not None or self._form.only_at_begin:
@@ -160,12 +160,12 @@ class _Grammar:
         return _lark([start, head, f"SIGN: {signs}", "TEXT: ANY & ~(ANY SIGN ANY)", *calls])
 
     def _other(self, tools: Sequence[_ToolArguments], content: StructuredOutputs | None) -> list[str]:
-        """The rules of content without a call, where calls stand at its begin."""
+        """Return the rules of content without a call, for calls that are only at the start of the content."""
         if content is not None:
             return [f"other: {json_rule(plain(_schema_of_content(content)), 'schema')}"]
         if self._written.begin:
             return [rf"other: /[^\[{{<{SPACE}]/ ANY"]
-        # Nothing but a tool's name, of letters, digits, _ and -, in a line of its own marks a call.
+        # Only a tool's name (letters, digits, _ and -) on a separate line marks a call.
         names = "|".join(tool.name for tool in tools)
         return [rf"CALL: /[{SPACE}]*({names})[ \t]*\n[{SPACE}]*\{{/", "other: OTHER", "OTHER: ANY & ~(CALL ANY)"]
 
@@ -176,7 +176,7 @@ class _Grammar:
         return "call" if is_single else f"call ({self._literal(self._written.between)} call)*"
 
     def _calls(self, tools: Sequence[_ToolArguments], begin: str) -> list[str]:
-        """The rules of one call."""
+        """Return the rules of one call."""
         written = self._written
         rules = ["call: " + " | ".join(f"call_{index}" for index in range(len(tools)))]
         if self._form.tags is not None and self._form.closes is not None:
@@ -191,7 +191,7 @@ class _Grammar:
         return rules
 
     def _literal(self, text: str) -> str:
-        """A text, in which special tokens are those tokens."""
+        """Return the grammar of a literal text, in which special tokens are matched by their ids."""
         if not text:
             return ""
         longest_first = sorted(self._specials, key=len, reverse=True)
@@ -210,24 +210,26 @@ def _quoted(text: str) -> str:
 
 
 def _schema_of_content(content: StructuredOutputs) -> dict[str, Any]:
-    """The schema of an answer that has no call.
+    """Return the schema of an answer without calls.
 
     Raises:
-        InvalidRequest: it is none.
+        InvalidRequest: the schema is invalid.
     """
     try:
         schema = json.loads(content.json or '{"type": "object"}')
     except (ValueError, RecursionError) as error:
         raise invalid_structure(f"the schema is not JSON, or too deep: {error}") from error
     if not isinstance(schema, dict):
-        raise invalid_structure("beside tools, a schema must be an object")
+        raise invalid_structure("the schema must be an object if the request has tools")
     check_levels(schema, "structured_outputs")
     return schema
 
 
 def _schema_of(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are an object: of the declared members alone, where that is known to
-    leave something. A small model would go on inventing others.
+    """Return the schema of a tool's arguments, an object.
+
+    Undeclared members are forbidden if the declared ones are known to suffice, because a small model would keep
+    inventing others.
     """
     said = plain(tool.parameters or {})
     schema: dict[str, Any] = {**(said if tool.strict else plain(said, NEVER_ENFORCED)), "type": "object"}
@@ -238,4 +240,4 @@ def _schema_of(tool: Tool) -> dict[str, Any]:
 
 
 _MORE_MEMBERS = frozenset(("$ref", "allOf", "anyOf", "oneOf"))
-"""Keywords of a strict tool's schema that may have members of their own."""
+"""Keywords of a strict tool's schema that may declare further members."""

@@ -1,8 +1,8 @@
-"""How a model marks the parts of its answers that are no content, by its folder's word or its chat template's.
+"""Finds the marks with which a model separates reasoning and tool calls from content.
 
-A folder may have a `response_template` in its tokenizer_config.json, in the form of transformers 5
-(utils/chat_parsing/response_templates.py): it wins. Else the marks that the chat template has are looked for among
-those that models are known to use.
+If tokenizer_config.json has a `response_template`, in the format of transformers 5
+(utils/chat_parsing/response_templates.py), it decides. Otherwise the chat template is searched for the marks of known
+models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
-"""What response templates call the reasoning."""
+"""Names of the reasoning field in response templates."""
 KNOWN_MARKS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -39,26 +39,26 @@ KNOWN_MARKS = (
 )
 """Marks around a reasoning: DeepSeek's, Qwen's and most others'; Mistral's; Seed's; Cohere's; Gemma's."""
 MAX_TAIL = 64
-"""Tokens at the end of a prompt that are looked at: what a template writes behind the last message."""
+"""Number of tokens at the end of a prompt that are searched for marks. It covers the generation prompt of templates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """How a model marks the parts of its answers to chats."""
+    """Format of a model's answers to chats."""
 
     reasoning: Reasoning | None = None
-    """None: the model does not reason, or does not mark it."""
+    """None: the model does not reason, or does not mark its reasoning."""
     calls: CallForm | None = None
-    """None: its calls of tools cannot be read."""
+    """None: the model's tool calls cannot be read."""
     shown_ids: frozenset[int] = frozenset()
-    """Special tokens that marks are made of."""
+    """Special tokens in the marks."""
 
     @staticmethod
     def load(tokenizer: Tokenizer) -> AnswerFormat:
-        """Reads the format of a model. What of its `response_template` is not known is a warning.
+        """Read the format of a model. Logs a warning if its `response_template` has an unknown format of calls.
 
         Raises:
-            ModelLoadError: its `response_template` is not valid.
+            ModelLoadError: its `response_template` is invalid.
         """
         fields = _fields_of(read_json(tokenizer.folder / "tokenizer_config.json").get("response_template"))
         template = tokenizer.chat_template
@@ -73,7 +73,7 @@ class AnswerFormat:
         elif fields is not None and "tool_calls" in fields:
             calls = form_of(fields["tool_calls"])
             if calls is None:
-                logger.warning("%s writes calls of tools in a way that is not known: they are text", tokenizer.folder)
+                logger.warning("%s has an unknown format of tool calls, so they stay text", tokenizer.folder)
         else:
             calls = known_form(template.source_with_tools)
         all_marks += calls.marks if calls else ()
@@ -84,12 +84,12 @@ class AnswerFormat:
     def plan(
         self, prompt: PromptInput, prompt_ids: Sequence[int], tokenizer: Tokenizer, params: SamplingParams
     ) -> AnswerPlan | None:
-        """Returns where the text of answers to a prompt goes; None: all of it is content, as all that follows a text.
+        """Return the plan for the answers to a prompt; None: all of their text is content. Answers to texts have none.
 
         Args:
             prompt_ids: the tokens of the prompt.
-            params: the client's. Content with a structure may have marks in its texts: calls stand at its begin, or
-                nowhere.
+            params: sampling parameters of the client. Structured content may contain marks in its texts, so calls are
+                then read only at its start.
         """
         if not isinstance(prompt, Chat):
             return None
@@ -115,27 +115,27 @@ class AnswerFormat:
 
 
 PLAIN = AnswerFormat()
-"""Answers that are all content."""
+"""Format of answers without reasoning and calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPlan:
-    """Where the text of answers to one prompt goes."""
+    """Plan for splitting the answers to one prompt into channels."""
 
     reasoning: Reasoning | None
-    """None: answers have none."""
+    """None: answers have no reasoning."""
     is_open: bool
-    """Whether answers begin inside of a reasoning, or may begin with one."""
+    """Whether answers start inside a reasoning; else they may start with one."""
     calls: CallForm | None
-    """None: answers have none."""
+    """None: answers have no calls."""
     is_forced: bool
     """Whether answers consist of calls."""
     tools: Mapping[str, Tool]
-    """What answers may call, by name."""
+    """Tools that answers may call, by name."""
     shown_ids: frozenset[int]
 
     def channels(self, request_id: str, choice_index: int) -> Channels:
-        """Returns the channels of one answer."""
+        """Return the channels of one answer."""
         reasoning = ReasoningReader(self.reasoning, is_open=self.is_open) if self.reasoning else None
         calls = None
         if self.calls is not None:
@@ -145,11 +145,12 @@ class AnswerPlan:
 
 
 def with_reasoning(params: SamplingParams, plan: AnswerPlan | None) -> SamplingParams:
-    """Returns the parameters with the tokens that begin and end the reasoning, where a structure or a budget needs
-    them and the client names none.
+    """Return the parameters with the tokens that start and end the reasoning.
+
+    They are set if a structure or a thinking budget needs them, and the client does not set them.
 
     Raises:
-        InvalidRequest: there is a budget, and no reasoning that is known to end.
+        InvalidRequest: there is a thinking budget, but no known end of a reasoning.
     """
     if not params.is_structured or params.reasoning_end_ids:
         return params
@@ -159,20 +160,20 @@ def with_reasoning(params: SamplingParams, plan: AnswerPlan | None) -> SamplingP
         return replace(params, reasoning_begin_id=begin_id, reasoning_end_ids=reasoning.end_ids)
     if params.thinking_budget is not None:
         raise InvalidRequest(
-            "thinking_budget limits a reasoning, but answers to this prompt are not known to have one; unset it, or "
-            "name the tokens that end the reasoning in reasoning_end_ids",
+            "thinking_budget needs a reasoning, but none is known for answers to this prompt; unset it, or set "
+            "reasoning_end_ids to the tokens that end the reasoning",
             "thinking_budget",
         )
     return params
 
 
 def _fields_of(template: Any) -> Mapping[str, Any] | None:
-    """Returns the fields of a response template; None: the model has none."""
+    """Return the fields of a response template; None: the model has no template."""
     if template is None:
         return None
     fields = template.get("fields") if isinstance(template, Mapping) else None
     if not isinstance(fields, Mapping):
-        raise ModelLoadError("The model's response_template must be an object with fields.")
+        raise ModelLoadError("the model's response_template must be an object with fields")
     return fields
 
 
@@ -181,7 +182,7 @@ def _marks_of(fields: Mapping[str, Any]) -> tuple[Mark, Mark] | None:
     if field is None:
         return None
     if not isinstance(field, Mapping):
-        raise ModelLoadError("The model's response_template has a field that is no object.")
+        raise ModelLoadError("the model's response_template has a field that is not an object")
     return Mark.of(field, "open"), Mark.of(field, "close")
 
 
@@ -195,7 +196,7 @@ def _known_marks(chat_template: str) -> tuple[Mark, Mark] | None:
 def _place_of(
     reasoning: Reasoning | None, chat: Chat, prompt_ids: Sequence[int], tokenizer: Tokenizer
 ) -> tuple[bool, bool]:
-    """Returns whether answers begin inside of a reasoning, and whether they may begin with one."""
+    """Return whether answers start inside a reasoning, and whether they may start with one."""
     if reasoning is None:
         return False, False
     if chat.continue_final_message:

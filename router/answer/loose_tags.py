@@ -1,4 +1,4 @@
-"""Reads calls whose arguments are tags from models that leave out what ends an argument, or the call."""
+"""Reads tool calls whose arguments are tags, from models that omit the closing tags of an argument or of the call."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from router.answer.tag_calls import TagCalls, Tags
 
 
 class LooseTagCalls(TagCalls):
-    """Reads a call of which marks may be missing.
+    """Reader of a call whose marks may be missing.
 
-    An argument ends with its tag, with the next argument's in a line of its own, with `</function>` or the mark behind
-    the call if another mark, or nothing, follows. Of an argument that is in one line with its tag the next one may be.
+    An argument ends with its closing tag, or before the opening tag of the next argument on a new line. It also ends
+    with `</function>` or the closing mark of the call, if another mark or nothing follows. If the value starts on the
+    line of its opening tag, the next opening tag may be on the same line, too.
 
     Args:
         tags, name, parameters: see `TagCalls`.
@@ -54,7 +55,7 @@ class LooseTagCalls(TagCalls):
             self._give(begin["key"], begin.start(), (value, max(value, end.start())), end.end())
 
     def _is_end(self, found: regex.Match[str], *, is_inline: bool) -> bool:
-        """Whether an argument ends there: not with a mere mention of a tag."""
+        """Return whether an argument ends at a match, and the match is not a mere mention of a tag."""
         if found["next"] is None:
             return True
         is_argument = found["next"] in self._schemas if self._schemas else True
@@ -63,10 +64,10 @@ class LooseTagCalls(TagCalls):
 
 @functools.cache
 def _patterns(mark: str) -> tuple[regex.Pattern[str], regex.Pattern[str], regex.Pattern[str]]:
-    """Returns what begins an argument or ends the call, what ends an argument, and what does in an answer that ends.
+    """Return patterns of an argument's start or the call's end, of an argument's end, and of its end in a whole answer.
 
     Args:
-        mark: the name of the mark around calls.
+        mark: name of the mark around calls.
     """
     next_call = rf"<{mark}>|<function="
     begins = rf"<parameter=(?P<key>[^>\n]{{1,256}})>|</function>|(?=</{mark}>|{next_call})"

@@ -1,4 +1,4 @@
-"""The marks around the parts of an answer, found in text of which more may come."""
+"""Marks around the parts of an answer, and their search in growing text."""
 
 from __future__ import annotations
 
@@ -11,61 +11,62 @@ import regex
 from baton.errors import ModelLoadError
 
 MAX_HELD = 1024
-"""Characters of what may be a mark that are held back: white space before one may be any length."""
+"""Maximum length of a possible mark that is held back, because the white space before a mark is unlimited."""
 
 
 BEGIN, BEHIND_CALL = "\x02", "\x1e"
-"""Stand for the letter before a text that nothing precedes, and before one that a call does."""
+"""Placeholders for the character before a text: at the start of the content, and behind a call."""
 START = r"(?:(?<=\x02)\s*(?:```(?:json)?\s*)?|(?<=\x1e)[\s;,]*(?:```(?:json)?\s*)?|(?<=\n))"
-"""Pattern of where a line begins that may be a call without a mark: there may be a fence if no text is before it."""
+"""Pattern of the start of a line that may be a call without a mark. It allows a fence if no text precedes it."""
 
 
 class CodeBlock(NamedTuple):
-    """Where a text ends: within a fence of Markdown or outside of all."""
+    """Markdown state at the end of a text: inside a fence or not."""
 
     is_open: bool = False
     line: str = ""
-    """The begin of the line in which it ends, up to three characters."""
+    """First characters of the last line, at most three."""
 
     def behind(self, text: str) -> CodeBlock:
-        """Returns where it ends with more text."""
+        """Return the state after more text."""
         *lines, last = (self.line + text).split("\n")
         num_marks = sum(line.lstrip().startswith("```") for line in lines)
         return CodeBlock(self.is_open ^ bool(num_marks % 2), last.lstrip()[:3])
 
 
 class Found(NamedTuple):
-    """Where a mark is in a text."""
+    """Result of the search for a mark in a text."""
 
     begin: int
-    """Where it begins, or may begin; else the text's length."""
+    """Start of the mark or of a possible mark; else the length of the text."""
     end: int | None = None
-    """None: what is there of it may become one."""
+    """End of the mark; None: there is no complete mark."""
     name: str = ""
-    """What its group `name` has; empty: nothing."""
+    """Text of the group `name`; empty if the group did not match."""
     is_bare: bool = False
-    """Whether it has its group `bare`: there is no mark, and what follows may be a call."""
+    """Whether the group `bare` matched: there is no real mark, but a call may follow."""
     is_python: bool = False
-    """Whether it has its group `python`: calls follow as Python's."""
+    """Whether the group `python` matched: calls in Python's syntax follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A text that stands before or behind a part of an answer."""
+    """Text that opens or closes a part of an answer."""
 
     pattern: regex.Pattern[str]
     text: str = ""
-    """The mark, where it is always the same; else empty."""
+    """The mark, if it has only one spelling; else empty."""
 
     @staticmethod
     def of(field: Mapping[str, Any], name: str) -> Mark:
-        """Reads a mark of a response template: one text, several, or a regular expression.
+        """Read a mark of a response template: one text, several texts, or a regular expression.
 
         Args:
+            field: the field of the template.
             name: `open` or `close`.
 
         Raises:
-            ModelLoadError: there is none of them.
+            ModelLoadError: the field has no such mark, or an invalid one.
         """
         literal, source = field.get(name), field.get(f"{name}_pattern")
         texts = [literal] if isinstance(literal, str) else literal
@@ -73,21 +74,22 @@ class Mark:
             longest_first = sorted(texts, key=len, reverse=True)
             source = "|".join(regex.escape(each) for each in longest_first)
         elif texts is not None or not isinstance(source, str):
-            raise ModelLoadError(f"The model's response_template has a field without one {name} or {name}_pattern.")
+            raise ModelLoadError(f"the model's response_template has a field without one {name} or {name}_pattern")
         try:
             pattern = regex.compile(source, regex.DOTALL)
         except regex.error as error:
-            raise ModelLoadError(f"The model's response_template has an invalid {name}_pattern: {error}.") from error
+            raise ModelLoadError(f"the model's response_template has an invalid {name}_pattern: {error}") from error
         if pattern.fullmatch(""):
-            raise ModelLoadError(f"The model's response_template has a field whose {name} may be no text at all.")
+            raise ModelLoadError(f"the model's response_template has a field whose {name} matches an empty text")
         return Mark(pattern, texts[0] if texts and len(texts) == 1 else "")
 
     def find(self, text: str, *, is_end: bool, begin: int = 0) -> Found:
-        """Looks for the first one in a text.
+        """Find the first occurrence in a text.
 
         Args:
+            text: the text so far.
             is_end: whether no more text comes.
-            begin: where it may begin first; what is before it is only looked at.
+            begin: first possible start of the mark. Earlier text serves as context only.
         """
         found = self.pattern.search(text, begin, partial=True)
         if found is None:
@@ -95,7 +97,7 @@ class Mark:
         if found.partial:
             return Found(found.start())
         if not (self.text or is_end):
-            # An earlier one may be coming, or this one may get longer.
+            # More text may complete an earlier match, or extend this one.
             for place in range(begin, found.start() + 1):
                 if self.pattern.fullmatch(text, place, partial=True):
                     return Found(place)
@@ -104,26 +106,26 @@ class Mark:
         return Found(found.start(), found.end(), name, "bare" in groups, "python" in groups)
 
     def ends(self, text: str) -> bool:
-        """Returns whether a text ends with the mark. White space at the end of either does not count."""
+        """Return whether a text ends with the mark, ignoring white space at the end of either."""
         return any(not text[found.end() :].strip() for found in self.pattern.finditer(f"{text}\n"))
 
     def names(self, text: str) -> bool:
-        """Returns whether the mark is spelled with this text."""
+        """Return whether the pattern of the mark contains this text."""
         return text in regex.sub(r"\\(.)", r"\1", self.pattern.pattern)
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The marks around a reasoning, with which an answer may begin."""
+    """Marks around the reasoning at the start of an answer."""
 
     opens: Mark
     closes: Mark
     begin_id: int | None = None
-    """The one token that begins it; None: it has several, or may begin in different ways."""
+    """The single token of the opening mark; None: the mark has several tokens or several spellings."""
     end_ids: tuple[int, ...] = ()
-    """The tokens that end it; empty: it may end in different ways."""
+    """The tokens of the closing mark; empty: it has several spellings."""
 
     def is_open_in(self, text: str) -> bool:
-        """Returns whether a text has begun a reasoning and not ended it."""
+        """Return whether a text opens a reasoning and does not close it."""
         begins = [found.end() for found in self.opens.pattern.finditer(text)]
         return bool(begins) and self.closes.pattern.search(text, begins[-1]) is None

@@ -1,6 +1,6 @@
-"""Reads calls written as Python's, in one part of an answer, whose mark has been found.
+"""Reads tool calls written in Python's syntax, in the part of an answer that follows an opening mark.
 
-Each is given out as an object of its keyword arguments.
+The arguments of each call are given out as a JSON object of its keyword arguments.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678
 
 
 class PythonCalls(JsonCalls):
-    """Reads a list of calls, or one.
+    """Reader of a call, or of a list of calls.
 
     Args:
-        raw: the mark with which the part begins: text, if no call follows.
+        raw: the opening mark of the part; it becomes text if no call follows.
         tool_of: see `JsonCalls`.
-        is_list: whether the mark has begun a list.
+        is_list: whether the mark has opened a list.
     """
 
     def __init__(self, raw: str, tool_of: Callable[[str], str | None], *, is_list: bool) -> None:
@@ -28,47 +28,47 @@ class PythonCalls(JsonCalls):
 
     def _part(self) -> Generator[None, str, None]:
         while True:
-            name, letter = yield from _word("")
+            name, char = yield from _word("")
             tool = self._tool_of(name) or self._tool_of(name.removesuffix(".call"))
-            if tool is None or letter != "(":
+            if tool is None or char != "(":
                 raise NotJson
             yield from self._keywords(tool)
             if not self._is_list:
                 return
             self._raw = []
-            letter = yield
-            while letter in SPACE:
-                letter = yield
-            if letter == "]":
+            char = yield
+            while char in SPACE:
+                char = yield
+            if char == "]":
                 return
-            if letter != ",":
+            if char != ",":
                 raise NotJson
 
     def _keywords(self, tool: str) -> Generator[None, str, None]:
-        """Reads what is behind the bracket that begins arguments, up to the one that ends them."""
-        key, letter = yield from _word("")
-        if (key, letter) != ("", ")") and (not key or letter != "="):
+        """Read the arguments of a call whose opening bracket has been read, up to the closing bracket."""
+        key, char = yield from _word("")
+        if (key, char) != ("", ")") and (not key or char != "="):
             raise NotJson
         self._begin(tool)
         self._fixed = fixed = MendedJson()
-        for each in f"{{{key}{letter}":
+        for each in f"{{{key}{char}":
             self._give(fixed.take(_IN_JSON.get(each, each)))
         while not fixed.has_ended:
-            letter = yield
-            self._give(fixed.take(_IN_JSON.get(letter, letter) if fixed.is_at_top else letter))
+            char = yield
+            self._give(fixed.take(_IN_JSON.get(char, char) if fixed.is_at_top else char))
         self._fixed = None
 
 
 _IN_JSON = {"=": ":", ")": "}"}
-"""What stands in JSON for the letters around and between arguments."""
+"""JSON's counterparts of the characters around and between arguments."""
 
 
 def _word(word: str) -> Generator[None, str, tuple[str, str]]:
-    """Reads a word -> (it, the letter behind it that is no white space)."""
-    letter = yield
-    while letter in _NAME or (letter in SPACE and not word):
-        word += "" if letter in SPACE else letter
-        letter = yield
-    while letter in SPACE:
-        letter = yield
-    return word, letter
+    """Read the rest of a word, and return (the word, the first character behind it that is not white space)."""
+    char = yield
+    while char in _NAME or (char in SPACE and not word):
+        word += "" if char in SPACE else char
+        char = yield
+    while char in SPACE:
+        char = yield
+    return word, char

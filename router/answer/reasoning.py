@@ -1,7 +1,7 @@
-"""The reasoning with which an answer may begin, apart from its content.
+"""Separates the reasoning at the start of an answer from its content.
 
-Plain state, fed text as it comes: however that is split, the two are the same. What may be the begin of a mark is held
-back until it is known. Marks, and white space next to them, belong to neither.
+Plain state, fed text as it comes: the result is the same however it is split. Text that may start a mark is held back
+until it is known. Marks, and white space next to them, belong to neither part.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from router.answer.marks import MAX_HELD, Reasoning
 
 
 class Split(NamedTuple):
-    """What new text adds to the two parts of an answer."""
+    """Increment of an answer's content and reasoning."""
 
     content: str = ""
     reasoning: str = ""
@@ -21,42 +21,42 @@ class Split(NamedTuple):
 
 class _At(Enum):
     BEFORE = auto()
-    """Only white space has come, or a part of the mark that opens a reasoning."""
+    """Only white space has come, or a part of the opening mark."""
     INSIDE = auto()
     """The reasoning is open."""
     BEHIND = auto()
-    """The reasoning is over, and no content has come."""
+    """The reasoning has ended, and no content has come."""
     CONTENT = auto()
 
 
 class ReasoningReader:
-    """Reads one answer, which begins with a reasoning or has none.
+    """Reader of one answer, which starts with a reasoning or has none.
 
     Args:
-        reasoning: its marks.
-        is_open: whether the answer begins inside of a reasoning.
+        reasoning: marks of the reasoning.
+        is_open: whether the answer starts inside the reasoning.
     """
 
     def __init__(self, reasoning: Reasoning, *, is_open: bool = False) -> None:
         self._reasoning = reasoning
         self._place = _At.INSIDE if is_open else _At.BEFORE
         self._held = ""
-        """What may be a part of a mark."""
+        """Text that may be part of a mark."""
         self._space = ""
-        """White space in the reasoning, which belongs to it if more follows."""
+        """White space that belongs to the reasoning if more of it follows."""
         self._has_reasoned = False
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text so far ends in the reasoning."""
+        """True if the text so far ends inside the reasoning."""
         return self._place is _At.INSIDE
 
     def push(self, text: str) -> Split:
-        """Takes more text, and returns what it adds."""
+        """Add text, and return its increment."""
         return self._take(text, is_end=False)
 
     def flush(self) -> Split:
-        """Returns what was held back, now that the answer has ended."""
+        """Return the held text after the end of the answer."""
         return self._take("", is_end=True)
 
     def _take(self, text: str, *, is_end: bool) -> Split:
@@ -72,7 +72,7 @@ class ReasoningReader:
         return Split(content + text, reasoning) if self._place is _At.CONTENT else Split("", reasoning)
 
     def _opened(self, text: str, *, is_end: bool) -> tuple[str, str]:
-        """Looks for the begin of the reasoning: text -> (what is behind it, content that precedes it)."""
+        """Look for the start of the reasoning, and return (text behind the mark, content of an answer without one)."""
         found = self._reasoning.opens.find(text, is_end=is_end)
         if text[: found.begin].strip() or ((is_end or len(text) > MAX_HELD) and found.end is None):
             self._place = _At.CONTENT
@@ -84,7 +84,7 @@ class ReasoningReader:
         return text[found.end :], ""
 
     def _closed(self, text: str, *, is_end: bool) -> tuple[str, str]:
-        """Looks for the end of the reasoning: text -> (what is behind it, what of it is reasoning)."""
+        """Look for the end of the reasoning, and return (text behind the mark, text of the reasoning)."""
         found = self._reasoning.closes.find(text, is_end=is_end)
         if found.end is not None:
             self._place = _At.BEHIND
@@ -94,7 +94,7 @@ class ReasoningReader:
         return "", self._reasoned(text[:end])
 
     def _reasoned(self, text: str) -> str:
-        """Returns what is given out of a text of the reasoning: no white space at its begin and its end."""
+        """Return the part of a reasoning's text that can be given out, without white space at its start and end."""
         text = self._space + text
         if not self._has_reasoned:
             text = text.lstrip()

@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text."""
+"""Finds stop strings in a stream of text."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopChecker:
-    r"""Cuts a stream of text before the first occurrence of any stop string.
+    r"""Filter that cuts a stream of text before the first occurrence of any stop string.
 
-    However the stream is split, what comes out is `text[:min(text.find(s) for s in stops)]`: the match that begins
-    earliest wins. Text is held back only while it may be the beginning of a stop string.
+    However the stream is split, the output is `text[:min(text.find(s) for s in stops)]`: the match that starts earliest
+    wins. Text is held back only while it may be the start of a stop string.
 
         kept (given out)          held                    text not seen yet
         ──────────────────────────┬───────────────────────┬────────────────
@@ -17,31 +17,36 @@ class StopChecker:
     """
 
     def __init__(self, stops: Sequence[str] = (), includes_match: bool = False) -> None:
-        """Args:
-        includes_match: whether the stop string itself is given out.
+        """Create a filter for these stop strings.
+
+        Args:
+            stops: the stop strings, none of them empty.
+            includes_match: whether the stop string itself is given out.
         """
         assert all(stops), "an empty stop string matches everywhere"
         self._stops = tuple(stops)
         self._includes_match = includes_match
         self._held = ""
         self._num_deaf = 0
-        """Characters that are held, and with which no stop string may end."""
+        """Number of held characters at which a stop string must not end."""
         self.stopped = False
         self.num_kept = 0
-        """Characters given out so far: once stopped, tokens whose text begins at or after it are not the answer's."""
+        """Characters given out so far. Once stopped, tokens whose text starts at or after it are not in the answer."""
         self.matched: str | None = None
         """The stop string that was found."""
 
     @property
     def num_held(self) -> int:
-        """Characters seen and not given out."""
+        """Number of characters that were seen and not given out."""
         return len(self._held)
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
-        """More text -> (text that is safe to give out, whether a stop string was found). Deaf once stopped.
+        """Add text, and return (text that is safe to give out, whether a stop string was found).
+
+        Once stopped, further text is ignored.
 
         Args:
-            may_stop: if not, a stop string that this text completes is text like any other.
+            may_stop: if false, a stop string that this text completes is treated as normal text.
         """
         if self.stopped:
             return "", True
@@ -53,12 +58,12 @@ class StopChecker:
         match, begin = self._first_match(buffer), self._first_beginning(buffer)
         if match is not None and match[0] <= begin:
             return self._stop(buffer, match), True
-        # A match that begins after `begin` waits: what begins there may turn out to be an earlier one.
+        # A match that starts after `begin` must wait: the text at `begin` may become an earlier match.
         self._held, self._num_deaf = buffer[begin:], max(0, self._num_deaf - begin)
         return self._keep(buffer[:begin]), False
 
     def flush(self) -> tuple[str, bool]:
-        """The stream has ended -> (what was held back and is no part of a stop string, whether one was found)."""
+        """End the stream, and return (held text outside of a stop string, whether a stop string was found)."""
         if self.stopped:
             return "", True
         buffer, self._held = self._held, ""
@@ -82,7 +87,7 @@ class StopChecker:
         )
 
     def _first_beginning(self, buffer: str) -> int:
-        """Where the longest end of `buffer` starts that is a beginning of a stop string; len(buffer) if none is."""
+        """Return the start of the longest suffix of `buffer` that is a prefix of a stop string; len(buffer) if none."""
         first = len(buffer)
         for stop in self._stops:
             i = buffer.find(stop[0], max(0, len(buffer) - len(stop) + 1))

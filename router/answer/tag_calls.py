@@ -1,6 +1,6 @@
-"""Reads a call whose arguments are tags, in one part of an answer, whose mark has been found.
+"""Reads a tool call whose arguments are tags, in the part of an answer that follows an opening mark.
 
-The arguments come one after the other, made JSON of the type that the tool's schema says.
+The arguments come one after the other. Each becomes JSON of the type in the tool's schema.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from router.answer.call_readers import JsonEnd, Taken
 from router.answer.marks import Mark
 
 SEARCHED_AT_ONCE = 1024
-"""Characters that are searched with each piece that comes. More are searched whenever an eighth has been added: each
-search goes through all, and an argument may have as many mentions of what could end it as a client wants."""
+"""Length up to which the held text is searched with each new piece. Longer text is searched whenever it has grown by an
+eighth, because each search scans all of it, and a client can make an argument contain any number of possible ends."""
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?P<more>(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tags:
-    """How arguments are written as tags."""
+    """Format of arguments that are written as tags."""
 
     tag: regex.Pattern[str]
-    """One argument; its groups are `key` and `value`."""
+    """Pattern of one argument; its groups are `key` and `value`."""
     closes: Mark
-    """Stands behind the last one."""
+    """Mark behind the last argument."""
 
     endings: tuple[str, ...] = ("",)
-    """Texts of which each tag and the mark end with one; an empty one: nothing is known of their ends."""
+    """Texts with which every tag and the closing mark end; ("",): unknown."""
     begin: str = ""
-    """The text with which each tag begins."""
+    """Text with which every tag starts."""
     end: str = ""
-    """Ends the arguments if no tag has begun before it, whether or not the mark follows; empty: nothing does."""
+    """Text that ends the arguments if no tag has started before it, with or without the closing mark; empty: none."""
     mark: str = ""
-    """The name of the mark around calls; empty: it is not known."""
+    """Name of the mark around calls; empty: unknown."""
 
     def said_in(self, text: str) -> str:
-        """Returns what of a text behind the arguments is no part of a call."""
+        """Return the part of a text behind the arguments that does not belong to a call."""
         if not self.begin:
             return text
         text = text.partition(self.begin)[0]
@@ -52,12 +52,12 @@ class Tags:
 
 
 class TagCalls:
-    """Reads a call whose arguments are tags.
+    """Reader of a call whose arguments are tags.
 
     Args:
-        tags: says how they are written.
-        name: the tool's, which the mark before them has.
-        parameters: JSON schema of the arguments, which says of what type they are.
+        tags: format of the tags.
+        name: the tool's name, which the opening mark contains.
+        parameters: JSON schema of the arguments, which gives their types.
     """
 
     def __init__(self, tags: Tags, name: str, parameters: Mapping[str, Any]) -> None:
@@ -66,18 +66,18 @@ class TagCalls:
         self._tags = tags
         self._held = ""
         self._searched_at = SEARCHED_AT_ONCE
-        """How much has to be held before all of it is searched again."""
+        """Length of the held text at which all of it is searched again."""
         self._json = JsonEnd()
-        """Follows the next argument, if that is JSON."""
+        """Finds the end of the next argument if that is JSON."""
         self._words = ""
-        """Text between the arguments: it stands behind the call."""
+        """Text between the arguments; it is given out behind the call."""
         self._num_given = 0
         self._new: list[tuple[str, str]] = [(name, "")]
 
     def take(self, text: str) -> Taken:
-        """Takes more text of the part.
+        """Read more text of the part.
 
-        When it searches depends on the text alone, and not on the pieces in which that comes.
+        The positions at which it searches depend on the text alone, and not on the pieces in which the text comes.
         """
         calls: list[tuple[str, str]] = []
         while True:
@@ -96,10 +96,10 @@ class TagCalls:
                 return Taken(calls + self._taken().calls)
 
     def flush(self, *, is_whole: bool = False) -> Taken:
-        """Returns what was held back, now that the answer has ended. The begin of an argument is nothing.
+        """Return the held text after the end of the answer. An incomplete argument is dropped.
 
         Args:
-            is_whole: whether arguments that are open are closed; else they were cut off.
+            is_whole: whether to close the open arguments; else they were cut off.
         """
         taken = self._read(is_end=True)
         if taken.rest is not None:
@@ -123,7 +123,7 @@ class TagCalls:
                 return self._taken()
 
     def _begun_in(self, text: str) -> regex.Match[str] | None:
-        """Returns the first argument that begins in a text, whether or not it ends there."""
+        """Return the first argument that starts in a text, whether or not it ends there."""
         begin = self._tags.begin
         at = text.find(begin)
         while at >= 0:
@@ -135,19 +135,20 @@ class TagCalls:
         return None
 
     def _tag_in(self, text: str) -> regex.Match[str] | None:
-        """Returns the first argument in a text, and does not look for its end behind each begin if there is none."""
+        """Return the first complete argument in a text. Skips the search if the text has no closing tag."""
         begin, end = self._tags.begin, self._tags.endings[0]
         if end and end not in text[max(0, text.find(begin)) :]:
             return None
         return self._tags.tag.search(text)
 
     def _give(self, key: str, begin: int, value: tuple[int, int], end: int) -> None:
-        """Gives out an argument.
+        """Give out an argument.
 
         Args:
-            begin: where its tag begins in what is held.
-            value: begin and end of its value there.
-            end: where the tag ends.
+            key: name of the argument.
+            begin: start of its tag in the held text.
+            value: start and end of its value there.
+            end: end of its tag there.
         """
         self._words += self._held[:begin].strip()
         text = typed_text(self._held[slice(*value)], self._schemas.get(key))
@@ -164,10 +165,10 @@ class TagCalls:
         return self._taken(words, rest)
 
     def _masked(self, *, is_end: bool) -> str:
-        """Returns what is held, without the letters of the next argument if that is JSON: in its strings is no mark.
+        """Return the held text with the next argument masked if that is JSON, so that no mark is found in its strings.
 
         Args:
-            is_end: whether JSON that has no end yet has none at all.
+            is_end: whether no more text comes, so that incomplete JSON is not masked.
         """
         text = self._held
         tag = self._begun_in(text)
@@ -185,11 +186,13 @@ class TagCalls:
 
 
 def typed_text(text: str, schema: Any) -> str:
-    """Returns a value that is written as text as JSON: of the first of its types as which it can be read, else a
-    string, as transformers reads it (utils/chat_parsing/response_parser.py, `_coerce`).
+    """Return a value that is written as text as JSON, as transformers does.
+
+    The result has the first type of the schema that fits the text, else it is a string. See
+    utils/chat_parsing/response_parser.py, `_coerce`.
 
     Args:
-        schema: the value's, a JSON schema; None: it is a string.
+        schema: JSON schema of the value; None: the value is a string.
     """
     for kind in dict.fromkeys(_types(schema)):
         try:
@@ -213,7 +216,7 @@ def _types(schema: Any) -> list[str]:
 
 
 def _as_type(text: str, kind: str) -> str | None:
-    """Returns JSON of a text that is of a type; None: it is of another. Raises ValueError, too, if it is of another."""
+    """Return the text as JSON of a type. If it does not fit the type, return None or raise ValueError."""
     bare = text.strip()
     match kind:
         case "integer" | "number":
@@ -235,7 +238,7 @@ def _as_type(text: str, kind: str) -> str | None:
 
 
 def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 _CLASSES = {"object": dict, "array": list}

@@ -1,4 +1,4 @@
-"""Rules of a grammar for arguments that are written as tags, one after the other."""
+"""Grammar rules for arguments that are written as tags, one after the other."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from baton.json_schema import KEYWORDS, shown
 from baton.structure import json_rule, refused_structure
 
 SPACE = r"\s\x1c-\x1f"
-"""White space as Python has it, in a class of a regular expression of llguidance."""
+"""Python's white space, for use inside a character class of an llguidance regular expression."""
 
 
 def rules_of_tags(end_of_calls: str) -> list[str]:
-    """Returns the rules of a text in a tag, however it is spelled: nothing that ends the tag, or the call.
+    """Return the rules of any text in a tag: it must not contain what ends the tag or the call.
 
     Args:
-        end_of_calls: the mark behind a call.
+        end_of_calls: the closing mark of a call.
     """
     mark = end_of_calls.replace("/", r"\/")
     return [rf'ENDS: "</parameter>" | /<\/function>[{SPACE}]*{mark}/', "IN_TAG: ANY & ~(ANY ENDS ANY)"]
@@ -31,7 +31,7 @@ _OBJECT_KEYS = frozenset(
     ("type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions",
      "default", "examples", "maxProperties")
 )  # fmt: skip
-"""What the schema of the arguments may have that is enforced, or asks for nothing."""
+"""Keywords of the arguments' schema that are enforced, or ask for nothing."""
 _ANNOTATIONS = frozenset(
     ("$anchor", "$comment", "$id", "$schema", "contentEncoding", "contentMediaType", "default", "deprecated",
      "description", "examples", "readOnly", "title", "writeOnly")
@@ -40,20 +40,20 @@ _TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
 _KEY = regex.compile(r"[^>\n]+")
 _END = "\n</parameter>\n"
 _TEXT_KEYS = _ANNOTATIONS | {"type", "minLength", "maxLength"}
-"""What the schema of a text that stands in a tag may have."""
+"""Allowed keywords in the schema of a text in a tag."""
 _WHY = "this model writes arguments as tags"
 
 
 def tag_rules(prefix: str, schema: Mapping[str, Any], place: str, *, is_loose: bool) -> tuple[str, list[str]]:
-    """Returns the rule of arguments that are written as tags, and the rules that it needs.
+    """Return the rule of arguments that are written as tags, and the rules that it needs.
 
     Args:
-        prefix: with which the names of these begin.
-        place: where in the request the schema is.
-        is_loose: whether what of it cannot be enforced is left out.
+        prefix: prefix of the names of these rules.
+        place: path of the schema in the request.
+        is_loose: whether parts of the schema that cannot be enforced are ignored.
 
     Raises:
-        InvalidRequest: something of it cannot be enforced; names it.
+        InvalidRequest: a part of the schema cannot be enforced; the message names it.
     """
     properties, required = schema.get("properties") or {}, frozenset(schema.get("required") or ())
     if not is_loose:
@@ -64,9 +64,7 @@ def tag_rules(prefix: str, schema: Mapping[str, Any], place: str, *, is_loose: b
         any_tag = r'"<parameter=" /[^>\n]{1,64}/ ">\n" ' + f"{prefix}_text"
         return f"{prefix}_any*", [f"{prefix}_any: {any_tag}", _text_rule(f"{prefix}_text")]
     if odd := [key for key in properties if not _KEY.fullmatch(key)]:
-        raise InvalidRequest(
-            f"this model writes arguments as tags, whose name cannot be {odd[0][:64]!a}; rename it", "tools"
-        )
+        raise InvalidRequest(f"{_WHY}, so the name of an argument cannot be {odd[0][:64]!a}; rename it", "tools")
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     names, rules = [], []
     for index, (key, value) in enumerate(properties.items()):
@@ -89,20 +87,21 @@ def tag_rules(prefix: str, schema: Mapping[str, Any], place: str, *, is_loose: b
 
 
 def _check(schema: Mapping[str, Any], properties: Mapping[str, Any], required: frozenset[str], place: str) -> None:
-    """Raises InvalidRequest for a keyword of the arguments that the rules do not keep."""
+    """Raise InvalidRequest for a keyword of the arguments that the rules do not enforce."""
     if lost := next((key for key in schema if key not in _OBJECT_KEYS | _ANNOTATIONS and key in KEYWORDS), None):
         raise refused_structure(f"{place}: {lost} cannot be enforced ({_WHY})")
     if properties and not required <= properties.keys():
-        raise refused_structure(f"{place}: required cannot be enforced ({_WHY}, those in properties alone)")
+        raise refused_structure(f"{place}: required cannot be enforced ({_WHY}, and only those in properties)")
     least = schema.get("maxProperties", len(properties))
     if not isinstance(least, int) or least < len(properties):
         raise refused_structure(f"{place}: maxProperties cannot be enforced ({_WHY})")
 
 
 def _fault_of(schema: Any) -> str:
-    """Returns the keyword for which an argument cannot be kept as its schema says; empty: it can.
+    """Return the keyword of an argument's schema that cannot be enforced; empty: all can.
 
-    It must be read as the type as which it is written. The text of an enum must not look like the end of the tag.
+    The argument must be read back as the type that was written. A text of an enum must not look like the end of the
+    tag.
     """
     if not isinstance(schema, Mapping):
         return "a schema without type"
@@ -131,13 +130,13 @@ def _has_odd_length(schema: Mapping[str, Any]) -> bool:
 
 
 def _lengths_of(schema: Any) -> Mapping[str, Any]:
-    """Returns a schema of which the lengths of a text are kept."""
+    """Return the schema if its limits on a text's length can be enforced, else an empty schema."""
     is_text = isinstance(schema, Mapping) and schema.get("type") == "string"
     return schema if is_text and not _has_odd_length(schema) else {}
 
 
 def _text_rule(name: str, schema: Mapping[str, Any] = MappingProxyType({})) -> str:
-    """A rule of a text up to the end of its tag."""
+    """Return the rule of a text up to the end of its tag."""
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if not least and most is None:
         return f"{name}[lazy]: IN_TAG {_quoted(_END)}"

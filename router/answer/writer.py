@@ -1,4 +1,4 @@
-"""One choice's answer: tokens in, text that may be shown and chunks for the client out."""
+"""Writes the answer of one choice: takes tokens, and returns text and chunks for the client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.prompt.tokenizer import Tokenizer
 
 
 class Piece(NamedTuple):
-    """What new tokens add to an answer."""
+    """Increment of an answer from new tokens."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -29,20 +29,20 @@ class Piece(NamedTuple):
     stop_reason: str | int | None = None
     """See `GenerateChunk.stop_reason`."""
     scores: TokenScores = NO_SCORES
-    """Log probabilities of the tokens, where the request asks for them."""
+    """Log probabilities of the tokens, if the request asks for them."""
 
 
 class AnswerWriter:
-    """Detokenizes, looks for stop strings, and says when the answer ends. Plain state: rebuilt by replaying tokens.
+    """Writer of one answer: detokenizes, and finds stop strings and the end. Plain state, rebuilt by replaying tokens.
 
-    What `k` tokens have given out is a function of those tokens alone, however they were grouped: each is taken by
-    itself, and what an answer's end flushes belongs to its last token.
+    The output of `k` tokens depends on those tokens alone, however they are grouped: each token is processed by itself,
+    and text that is flushed at the end belongs to the last token.
 
     Args:
-        params: tell what ends the answer, and which of it is text.
-        num_delivered: leading tokens that the client has, from a stream that broke: they and their text do not come
-            out again.
-        channels: where the text goes; None: all of it is content.
+        params: stop conditions and text options of the request.
+        num_delivered: number of leading tokens that the client already has from a broken stream. They and their text
+            are not returned again.
+        channels: split the text; None: all of it is content.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class AnswerWriter:
         self._stops = StopChecker(params.stop, params.include_stop_str_in_output)
         self._params = params
         self.num_taken = 0
-        """Tokens that the answer has so far: none behind a stop string."""
+        """Number of tokens in the answer so far, without those behind a stop string."""
         self.num_awaited = num_delivered
-        """Delivered tokens that have not been taken yet. If some are left when the answer ends, it is not the one that
-        the client has."""
+        """Number of delivered tokens that have not been replayed. If some are left at the end, the answer differs from
+        the one that the client has."""
         self._is_last_delivered = num_delivered > 0
-        """Whether the client has the last token that was taken."""
+        """Whether the client already has the last token that was processed."""
 
     def push(
         self, token_ids: Sequence[int], finish_reason: FinishReason | None, scores: TokenScores = NO_SCORES
     ) -> Piece:
-        """Takes new tokens and the engine's word on the end. Tokens after one that completes a stop string are cut.
+        """Process new tokens and the engine's finish reason. Tokens behind one that completes a stop string are cut.
 
-        A token that ends the answer has no text, unless the client wants it.
+        A token that ends the answer has no text, unless the client asks for it.
         """
         texts: list[str] = []
         deltas: list[Delta] = []
@@ -121,14 +121,14 @@ class AnswerWriter:
         )
 
     def _delta(self, text: str, channels: Channels) -> Delta:
-        """Returns what a token's text adds to the channels, and counts a token of the reasoning."""
+        """Return the channels' increment for a token's text, and count the token if it belongs to the reasoning."""
         was_reasoning = channels.is_reasoning
         delta = channels.push(text)
         self._num_reasoning += was_reasoning or channels.is_reasoning
         return delta
 
     def _rest(self, stopped: bool) -> tuple[str, bool]:
-        """What was held back of an answer that has ended -> (its text, whether a stop string was found)."""
+        """Flush an answer that has ended, and return (the held text, whether a stop string was found)."""
         if stopped:
             return "", True
         text, stopped = self._stops.push(self._detokenizer.flush(), self._may_stop)
@@ -151,11 +151,11 @@ class AnswerWriter:
 
 
 class AnswerChunks:
-    """Writes the chunks of one choice for its client.
+    """Writer of the chunks of one choice.
 
     Args:
-        request: says which parts of the answer the client wants.
-        request_id: the one that it has, or has got.
+        request: selects the parts of the answer that the client wants.
+        request_id: the client's id of the request, or the one that it was given.
     """
 
     def __init__(self, writer: AnswerWriter, request: GenerateRequest, *, request_id: str, choice_index: int) -> None:
@@ -165,21 +165,21 @@ class AnswerChunks:
         self._skip_text = request.skip_text
         self._skip_reasoning = request.skip_text or request.skip_reasoning
         self.num_tokens = 0
-        """Tokens taken so far, those after a stop string included."""
+        """Number of tokens processed so far, including those behind a stop string."""
         self.has_ended = False
 
     @property
     def num_kept(self) -> int:
-        """Tokens that the answer has so far: none behind a stop string."""
+        """Number of tokens in the answer so far, without those behind a stop string."""
         return self._writer.num_taken
 
     def write(
         self, token_ids: Sequence[int], finish_reason: FinishReason | None, scores: TokenScores = NO_SCORES
     ) -> GenerateChunk | None:
-        """What the client gets of new tokens and the engine's word on the end; None: it has all of it.
+        """Return the chunk for new tokens and the engine's finish reason; None: the client already has all of it.
 
         Raises:
-            InvalidRequest: the answer has ended, and the client claims to have more of it.
+            InvalidRequest: the answer has ended, and `resume_from` is above its number of tokens.
         """
         self.num_tokens += len(token_ids)
         piece = self._writer.push(token_ids, finish_reason, scores)
@@ -202,10 +202,10 @@ class AnswerChunks:
         )
 
     def vetoed(self, num_reasoning_tokens: int) -> GenerateChunk:
-        """The last chunk of an answer that must not go on.
+        """Return the last chunk of an answer that moderation stops.
 
         Args:
-            num_reasoning_tokens: those of its chunks that leave.
+            num_reasoning_tokens: reasoning tokens of the chunks that are sent.
 
         Raises:
             InvalidRequest: see `write`.
@@ -221,7 +221,7 @@ class AnswerChunks:
     def _check_awaited(self) -> None:
         if self._writer.num_awaited:
             raise InvalidRequest(
-                f"resume_from names {self._writer.num_awaited} tokens more of choice {self.choice_index} than its "
-                "answer has; send the request as it was, and the number of tokens that came",
+                f"resume_from exceeds the tokens of choice {self.choice_index} by {self._writer.num_awaited}; send the "
+                "unchanged request with the number of tokens that were received",
                 "resume_from",
             )

@@ -1,8 +1,8 @@
-"""The router's interfaces: gRPC and HTTP over one service, the web page, and orders passed on to the controller.
+"""The router's interfaces: gRPC and HTTP over one service, the web page, and orders forwarded to the controller.
 
-Each turns its bytes into a `GenerateRequest` and the chunks back. `openai` and `anthropic` have the endpoints of
-these APIs; what the APIs of the HTTP port share stands beside it. `page` has the files of the web page,
-`operations` what it asks: only that knows workers.
+Each interface turns bytes into a `GenerateRequest`, and chunks back into bytes. `openai`, `responses` and `anthropic`
+have the endpoints of these APIs; the modules here are shared by the APIs of the HTTP port. `page` has the files of the
+web page, and `operations` serves its data: only that module knows workers.
 """
 
 __all__ = [

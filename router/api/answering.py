@@ -1,8 +1,8 @@
-"""How a request of any API is answered, whole or as a stream.
+"""Answers a request of any API, whole or as a stream.
 
-An endpoint reads its body (`read_body`), names the request (`named`), makes a `GenerateRequest` of it and asks for its
-chunks (`chunks_of`), all of it within `router.api.taking.Taking`. Then it answers with the chunks (`answered`), in the
-form of its API (`AnswerForm`).
+An endpoint reads its body (`read_body`), gives the request an id (`named`), builds a `GenerateRequest` and asks for its
+chunks (`chunks_of`), all within `router.api.taking.Taking`. Then it answers with the chunks (`answered`), in the format
+of its API (`AnswerForm`).
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from router.request.model import Ingress
 from router.service import RouterService
 
 PATIENCE_S = 5.0
-"""Longest time from a request to the headers of its stream: what fails before them has a status code of its own."""
+"""Longest wait for the first chunk before a stream's headers are sent. An error before the headers sets the status."""
 WAIT_S = 10.0
 """Time between two comments of a stream that waits for its first token."""
 
 
 class AnswerForm(Protocol):
-    """How an API writes the answer to one request."""
+    """Format in which an API writes the answer to one request."""
 
     async def whole(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> dict[str, Any]:
-        """Returns the whole answer: the first chunk, and those that follow. Closes them, at whatever point it ends."""
+        """Return the whole answer, built from the first chunk and the rest. Always closes `chunks`."""
         ...
 
     def events(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[bytes]:
-        """Yields server-sent events: those of the first chunk, and of those that follow. Closes the chunks.
+        """Yield the server-sent events of the first chunk and of the rest. Always closes `chunks`.
 
-        An error is an event as well: the status is long sent.
+        An error becomes an event as well, because the status is already sent.
         """
         ...
 
     def broken(self, error: BatonError) -> bytes:
-        """Returns the event that comes after whatever events, when there will be no more for this reason."""
+        """Return the last event of a stream that this error ends, whatever events came before it."""
         ...
 
 
 class Asked(NamedTuple):
-    """A request that is ready to be answered. It holds nothing of the body, as an answer may take minutes."""
+    """Request that is ready to be answered. It keeps nothing of the body, because an answer may take minutes."""
 
     chunks: AsyncGenerator[GenerateChunk]
     form: AnswerForm
@@ -75,10 +75,10 @@ def chunks_of(
     is_streamed: bool,
     num_choices: int = 1,
 ) -> AsyncGenerator[GenerateChunk]:
-    """Returns the answers to what was asked in the name of the request's tenant, one prompt or several.
+    """Return the chunks of the answers to one prompt or several, generated for the request's tenant.
 
     Args:
-        num_choices: of each prompt.
+        num_choices: number of choices per prompt.
 
     Raises:
         InvalidRequest: see `at_once`.
@@ -95,16 +95,16 @@ def chunks_of(
 async def answered(
     request: Request, chunks: AsyncGenerator[GenerateChunk], form: AnswerForm, is_streamed: bool
 ) -> Response:
-    """Returns the answer. A client that leaves ends it everywhere.
+    """Return the response. A client that disconnects ends the request everywhere.
 
     Raises:
-        BatonError: it is refused, or fails before there is something of it.
-        ClientDisconnect: the client has left.
+        BatonError: the request is refused, or fails before its first chunk.
+        ClientDisconnect: the client has disconnected.
     """
     if not is_streamed:
         body, headers = await unless_disconnected(request, _whole(chunks, form))
         return JsonAnswer(body, headers=id_headers(request) | headers)
-    # The first chunk is awaited here for a while, so that a refusal still becomes a status code.
+    # Wait a moment for the first chunk, so that a refusal can still set the status code.
     first = asyncio.create_task(_first(chunks))
     try:
         await unless_disconnected(request, asyncio.wait((first,), timeout=PATIENCE_S))
@@ -125,8 +125,9 @@ async def _first(chunks: AsyncGenerator[GenerateChunk]) -> GenerateChunk:
 async def _once_begun(
     first: asyncio.Task[GenerateChunk], chunks: AsyncGenerator[GenerateChunk], form: AnswerForm
 ) -> AsyncGenerator[bytes]:
-    """Yields comments until the first chunk has come, so that no proxy takes the connection for a dead one; then the
-    events. An error is an event as well.
+    """Yield comments until the first chunk comes, so that no proxy takes the connection for dead; then the events.
+
+    An error becomes an event as well.
     """
     try:
         while not first.done():
@@ -144,7 +145,7 @@ async def _once_begun(
 
 
 async def _whole(chunks: AsyncGenerator[GenerateChunk], form: AnswerForm) -> tuple[dict[str, Any], dict[str, str]]:
-    """The whole answer, and the headers that say what the tenant has left of its limits, and where the time went."""
+    """Return the whole answer, and the headers with the tenant's remaining quota and the request's timing."""
     timings: list[Timing] = []
 
     async def noted() -> AsyncGenerator[GenerateChunk]:

@@ -1,4 +1,4 @@
-"""All APIs of the HTTP port: their endpoints, the document of them, and whose form an error takes."""
+"""All APIs of the HTTP port: their endpoints, their OpenAPI document, and the format of their errors."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from router.api.words import in_words_of
 from router.service import RouterService
 
 LONGEST_TOLD = 2000
-"""Characters of an error's message, or of the field's name."""
+"""Maximum length of an error's message and of the field's name, in characters."""
 APIS = (openai.OPENAI, responses.RESPONSES, anthropic.ANTHROPIC, OPERATORS)
 FIELD_NAMES = frozenset(MARKS | responses.REFUSED_TOOLS.keys()).union(
     *(endpoint.field_names() for api in APIS for endpoint in api.endpoints.values())
 )
-"""Names of fields of all APIs, at any depth, and of what clients are known to send beside them: the labels of metrics,
-which have to be of a bounded number."""
+"""Names of the fields of all APIs, at any depth, and of further fields that clients are known to send. They are the
+label values of metrics, so their number must be bounded."""
 
 
 def add_apis(app: FastAPI, service: RouterService) -> None:
-    """Adds the endpoints of all APIs, and the document of them."""
+    """Add the endpoints of all APIs, and their OpenAPI document."""
     openai.add_endpoints(app, service)
     responses.add_endpoints(app, service)
     anthropic.add_endpoints(app, service)
@@ -45,7 +45,7 @@ def add_apis(app: FastAPI, service: RouterService) -> None:
 def error_body(
     path: str, error: BatonError | HTTPException, request_id: str, written: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Returns the body that says what went wrong, in the form and in the words of the API to which the path belongs.
+    """Return the body of an error response, with the format and the field names of the API to which the path belongs.
 
     Args:
         written: see `in_words_of`.
@@ -53,12 +53,12 @@ def error_body(
     if isinstance(error, BatonError):
         error = in_words_of(path, error, written)
     body = anthropic.error_body(error, request_id) if is_anthropics(path) else openai.error_body(error)
-    # What a client sent may be quoted in it.
+    # The message may quote text of the client, so its length must be bounded.
     told = {name: text[:LONGEST_TOLD] if isinstance(text, str) else text for name, text in body["error"].items()}
     return {**body, "error": told}
 
 
 @functools.cache
 def _document() -> LongText:
-    """Written once: anybody may ask for it, and that costs a hundred times as much as another small request."""
+    """Return the document. It is cached: any client may request it, and writing it costs a hundred small requests."""
     return LongText(ascii_json(document(APIS)))

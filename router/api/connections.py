@@ -1,16 +1,16 @@
-"""Bounds of a client's HTTP connection: what its requests are made of, how slowly they come, and how much waits.
+"""Limits on a client's HTTP connection: size and structure of its requests, their rate, and the bytes that wait.
 
-uvicorn takes a head of any length, trailers without an end and a body in a million pieces, reads as many requests as a
-client sends though it reads no answer, and waits for the rest of a request for ever, so that one client can hold a
-router's loop, its memory or its descriptors. Here all of that has bounds:
+uvicorn accepts a head of any length, endless trailers and a body in a million pieces. It reads as many requests as a
+client sends even if the client reads no response, and waits for the rest of a request for ever. So one client could
+exhaust a router's event loop, memory or descriptors. This module adds limits:
 
-- A head has a length, a number of fields and a time, a body a rate (as of Apache's mod_reqtimeout).
-- Nothing is parsed behind a request before that is answered, and little of it is kept.
-- Requests wait for their turns, and longer if they come in many small pieces (`router.api.lane`).
-- Connections, and what they hold, have a number for each client and for all (`router.api.places`).
+- The length, number of fields and duration of a head, and the rate of a body (like Apache's mod_reqtimeout).
+- A pipelined request is not parsed before the one before it is answered, and few of its bytes are kept.
+- Requests wait for their turn, and longer if they come in many small pieces (`router.api.lane`).
+- The number of connections, and the bytes that they hold, per client and in total (`router.api.places`).
 
-What breaks a bound is answered 400, 408, 413, 414, 431 or 503, and closed. A connection whose client does not read its
-answer is ended.
+A connection that exceeds a limit is answered with 400, 408, 413, 414, 431 or 503, and closed. A connection whose client
+does not read its response is ended.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ from router.api.lane import Flow
 from router.api.places import PROGRESS_BYTES, ConnectionPlace, OpenConnections
 
 CERTIFICATE_NAMES = "certificate_names"
-"""Where a request's state has the names in its client's certificate, which was verified; missing without one."""
+"""Key in a request's state for the names in its client's verified certificate; absent without a certificate."""
 UNSENT_BYTES = 16 * 2**10
-"""What a connection holds for a client that does not read, beside what it is given at once: then writes to it wait."""
+"""High-water mark of the write buffer, in bytes: above it writes wait for the client to read."""
 AHEAD_BYTES = 16 * 2**10
-"""What is kept of what a client sends behind a request that is not answered yet. One that sends more gets its answer,
-and its connection is closed."""
+"""Maximum number of pipelined bytes that are kept while a request is unanswered. If a client sends more, it gets its
+response and the connection is closed."""
 PIECES_AT_ONCE = 64
-"""Pieces of a request that are parsed, or received, before it waits for turns."""
+"""Number of small pieces of a request that are parsed, or received, before it must wait for turns."""
 SMALL_BYTES = 1024
-"""What comes at once and is shorter is a piece."""
+"""Data that arrives at once and is shorter than this is a small piece."""
 PAUSE_S = 1.0
-"""The time between two looks at a body that is not read at the moment."""
+"""Time between two checks of a body while the application does not read it."""
 LINGER_S = 1.0
-"""Time in which a client may read why it was refused; closed at once, what it has sent since would drop the answer."""
+"""Time in which a client can read its refusal. If the connection were closed at once, bytes that the client has sent
+since would reset it, and the response would be lost."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection of uvicorn's, within bounds.
+    """uvicorn's protocol of one connection, with limits.
 
     Args:
-        open_connections: those of the server.
-        place: the connection's among them, if it has taken one.
-        uvicorn: what uvicorn makes its protocols of.
+        open_connections: all connections of the server.
+        place: the connection's place among them, if it already has one.
+        uvicorn: uvicorn's own arguments of a protocol.
     """
 
     flow: Flow
@@ -66,21 +67,21 @@ class BoundedProtocol(HttpToolsProtocol):
         self._open, self._limits, self._place = open_connections, open_connections.limits, place
         self._framing = Framing()
         self._waiting = b""
-        """What has come and is not parsed yet."""
+        """Received bytes that are not parsed yet."""
         self._is_begun = False
-        """Whether the head of a request is parsed, and its end is not."""
+        """Whether the head of a request is parsed, but not its end."""
         self._is_whole = False
-        """Whether a request is parsed whose answer is not complete."""
+        """Whether a request is fully parsed, but not fully answered."""
         self._num_pieces = 0
         self._is_dropping = False
         self._is_refused = False
         self._timer: asyncio.TimerHandle | None = None
         self._late_s = 0.0
-        """When a body is late, on the loop's clock."""
+        """Deadline of the body, on the loop's clock."""
         self._names: tuple[str, ...] = ()
         self._num_held = 0
         self._num_unread = 0
-        """Bytes that waited to be sent at the latest progress, which was `_read_s` on the loop's clock."""
+        """Unsent bytes at the latest check. The client last made progress at `_read_s` on the loop's clock."""
         self._read_s = 0.0
         self._reading_timer: asyncio.TimerHandle | None = None
 
@@ -107,7 +108,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_watching()
         super().connection_lost(exc)
 
-    # -- what comes ----------------------------------------------------------------------------------------------------
+    # -- received bytes ------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -126,7 +127,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._rest()
 
     def _parse(self) -> None:
-        """Parses what waits, to the end of a request at most."""
+        """Parse the waiting bytes, at most to the end of a request."""
         data, begin, most = self._waiting, 0, PIECES_AT_ONCE
         view = memoryview(data)
         while begin < len(data) and most and self._may_parse():
@@ -161,13 +162,13 @@ class BoundedProtocol(HttpToolsProtocol):
             try:
                 self.parser.feed_data(piece)
             except httptools.HttpParserUpgrade:
-                pass  # the request is answered as one that asks for none
+                pass  # the upgrade is ignored, and the request is answered normally
             except httptools.HttpParserError:
                 if not self._is_refused:
-                    self._refuse(HTTPStatus.BAD_REQUEST, "this is no HTTP/1.1 request")
+                    self._refuse(HTTPStatus.BAD_REQUEST, "this is not an HTTP/1.1 request")
 
     def _rest(self) -> None:
-        """Reads and parses no more until it is the connection's turn."""
+        """Stop reading and parsing until it is the connection's turn."""
         if not self.flow.rests:
             self.flow.rest()
             self._open.slow_lane.wait(self._client, self._go_on)
@@ -178,14 +179,14 @@ class BoundedProtocol(HttpToolsProtocol):
             self._parse()
 
     def _drop(self) -> None:
-        """Closes the connection after its answer; until then what comes is dropped, so that its end is seen."""
+        """Close the connection after its response. Until then, drop received bytes, so that a disconnect is seen."""
         self._waiting, self._is_dropping = b"", True
         if self._is_whole:
             self.cycle.keep_alive = False
         else:
             self._close()
 
-    # -- what the parser finds -----------------------------------------------------------------------------------------
+    # -- events of the parser ------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -209,8 +210,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._framing.head_ends(self.headers)
         if self.parser.should_upgrade() and not self._framing.is_in_head:
-            # The parser takes what follows for another protocol's, but it is this request's body.
-            self._refuse(HTTPStatus.BAD_REQUEST, "a request with a body cannot ask for an upgrade; leave that out")
+            # The parser would treat the following bytes as another protocol, but they are this request's body.
+            self._refuse(HTTPStatus.BAD_REQUEST, "a request with a body cannot ask for an upgrade; remove the header")
             raise _StopParsing
         super().on_headers_complete()
         self._is_begun = True
@@ -264,7 +265,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if left_s > 0:
             self._wake_in(min(left_s, self._limits.stall_s), self._expect_body)
             return
-        rate = f"{self._limits.body_bytes_s} bytes a second"
+        rate = f"{self._limits.body_bytes_s} bytes per second"
         self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"the body comes more slowly than {rate}")
 
     def pause_writing(self) -> None:
@@ -277,7 +278,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._parse()
 
     def _expect_reading(self) -> None:
-        """Watches how what waits to be sent becomes less, as nothing is added to it, until it is sent."""
+        """Watch the unsent bytes shrink until all are sent. Nothing is added to them meanwhile."""
         if self._reading_timer is None and (num_unread := self.transport.get_write_buffer_size()):
             self._num_unread, self._read_s = num_unread, self.loop.time()
             self._reading_timer = self.loop.call_later(self._limits.stall_s / 8, self._look_at_reading)
@@ -316,7 +317,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._hold(num_coming + len(self._waiting) + self.transport.get_write_buffer_size())
 
     def _hold(self, num_bytes: int) -> None:
-        """Says how much is held, and that there was progress, but of little nothing."""
+        """Report the held bytes as progress. Small changes are not reported."""
         has_progressed = abs(num_bytes - self._num_held) >= PROGRESS_BYTES
         if has_progressed or (self._num_held and not num_bytes):
             self._num_held = num_bytes
@@ -325,12 +326,12 @@ class BoundedProtocol(HttpToolsProtocol):
     def give_up(self) -> None:
         self._num_held = 0
         if self._is_begun and not self.cycle.response_started:
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "many long requests are on their way; try again later")
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many long requests are in transit; try again later")
         else:
-            self._open.log_end(self._client, "it reads slowly, and much waits to be read")
+            self._open.log_end(self._client, "it reads slowly, and too many bytes wait to be read")
             self.transport.abort()
 
-    # -- the end -------------------------------------------------------------------------------------------------------
+    # -- closing -------------------------------------------------------------------------------------------------------
 
     def eof_received(self) -> None:
         self._close()
@@ -343,7 +344,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect_reading()
 
     def _close(self) -> None:
-        """Closes the connection once all is sent, or its client has not read for too long."""
+        """Close the connection once all bytes are sent, or its client has not read for too long."""
         self.transport.close()
         self._expect_reading()
 
@@ -355,13 +356,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the request's head {what}")
 
     def _refuse(self, status: HTTPStatus, reason: str) -> None:
-        """Answers, unless an answer is under way already, and closes soon; what comes until then is dropped."""
+        """Send an error, unless a response has started, and close soon. Bytes received until then are dropped."""
         self._open.log_end(self._client, reason)
         self._is_refused, self._waiting = True, b""
         self._unset_keepalive_if_required()
         has_answer = self._is_begun and self.cycle.response_started
         if self._is_begun and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # what reads the body or answers ends
+            self.cycle.disconnected = True  # the application stops reading the body and answering
             self.cycle.body = bytearray()
             self.cycle.message_event.set()
         if not has_answer:
@@ -371,7 +372,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class _StopParsing(Exception):
-    """Raised in the parser, so that it stops: the connection is refused."""
+    """Raised in a callback to stop the parser, because the connection is refused."""
 
 
 def _answer(status: HTTPStatus, reason: str) -> bytes:

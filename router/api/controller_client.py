@@ -1,4 +1,4 @@
-"""Passes operators' orders on to the controller."""
+"""Forwards operators' orders to the controller."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from baton.v1 import admin_pb2, admin_pb2_grpc
 
 
 class ControllerClient:
-    """Orders to the controller that is known at the moment. Every method raises the controller's own typed errors.
+    """Client of the current controller. Every method raises the controller's own typed errors.
 
     Args:
-        keys: by which the router proves to the controller who it is; None: the cluster has no secret.
+        known: returns the controller that is known now, if any.
+        keys: authenticates the router to the controller; None: the cluster has no secret.
 
     Raises:
-        NoController: none is known, or the one that is does not answer, or refuses this router.
+        NoController: no controller is known, or it does not answer, or it refuses this router.
     """
 
     def __init__(
@@ -47,11 +48,9 @@ class ControllerClient:
         return answer
 
     async def _order(self, method: str, request: Any) -> Any:
-        """Calls on a channel of its own: orders are rare, and the controller comes back at another address."""
+        """Send one order over a new channel: orders are rare, and a controller may restart at another address."""
         if (controller := self._known()) is None:
-            raise NoController(
-                "no controller is known, so the pools cannot be changed; it runs as a part of `baton up`"
-            )
+            raise NoController("no controller is known, so the pools cannot be changed; `baton up` runs the controller")
         try:
             async with channel(controller.address, self._tls) as opened:
                 proof = member_metadata(self._keys, f"/baton.v1.Admin/{method}", controller.incarnation)
@@ -63,8 +62,8 @@ class ControllerClient:
 def _typed(error: grpc.aio.AioRpcError, controller: ControllerInfo) -> BatonError:
     if is_lost(error):
         return NoController(
-            f"the controller at {controller.address} does not answer; `baton up` starts it again within seconds: "
-            "look at `baton status`, then try again"
+            f"the controller at {controller.address} does not answer; `baton up` restarts it within seconds: "
+            "check `baton status`, then try again"
         )
     typed = from_rpc_error(error, f"the controller at {controller.address}")
     if isinstance(typed, NotAMember):

@@ -1,9 +1,10 @@
-"""An answer on its way to its client, who may read slowly or not at all.
+"""Delivers an answer to a client that may read slowly or not at all.
 
-Each piece is written as it comes. When a write waits, because the client does not read, the answer is read ahead: what
-it holds in the cluster is free once its last token is computed, whenever that is read. What has been read ahead has a
-bound, of all clients together; beyond it an answer goes no faster than its client reads. Whose write waits too long has
-its answer ended; sooner, if others want its place meanwhile and the answer is still being computed.
+Each piece is written as it comes. If a write waits because the client does not read, the answer is read ahead into
+memory. So its resources in the cluster are free once its last token is computed, whenever the client reads it. The
+memory for reading ahead is bounded for all clients together; beyond the bound an answer proceeds only as fast as its
+client reads. If a write waits too long, the answer is ended. The limit is shorter while other requests need its slot
+and the answer is still being computed.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from baton.tasks import Flag, cancel_and_wait, seen_through
 
 T = TypeVar("T")
 LOOK_S = 1.0
-"""Time between two looks at whether a client reads."""
+"""Time between two checks of whether a client reads."""
 MAX_AHEAD_BYTES = 32 * 2**20
 CROWDED_STALL_S = 5.0
-"""The longest time that a write may take while the answer keeps a place from others."""
+"""Longest time that a write may take while the answer occupies a slot that other requests need."""
 
 
 class ReadAhead:
-    """What has been read ahead of all clients of one endpoint, in bytes.
+    """Bytes that are read ahead for all clients of one server.
 
     Args:
-        max_bytes: beyond so many, an answer is read ahead only as far as its client has read.
-        is_crowded: says whether requests are refused, or wait, as too many answers are being computed.
+        max_bytes: above this total an answer proceeds only as far as its client has read.
+        is_crowded: returns whether requests are refused or wait because too many answers are being computed.
     """
 
     def __init__(self, max_bytes: int = MAX_AHEAD_BYTES, *, is_crowded: Callable[[], bool] = lambda: False) -> None:
@@ -41,7 +42,7 @@ class ReadAhead:
         self._waiting: set[Flag] = set()
 
     def add(self, num_bytes: int) -> None:
-        """Counts what is kept, or with a negative number, what is not kept any more."""
+        """Add bytes that are kept; a negative number removes them."""
         self.num_bytes += num_bytes
         if not self.is_full:
             for each in self._waiting:
@@ -52,7 +53,7 @@ class ReadAhead:
         return self.num_bytes >= self._max_bytes
 
     async def changes(self, flag: Flag) -> None:
-        """Waits until there is room for more, or the flag is set, whichever comes first."""
+        """Wait until there is room for more, or the flag is set, whichever comes first."""
         self._waiting.add(flag)
         try:
             flag.clear()
@@ -69,16 +70,16 @@ async def deliver(
     ahead: ReadAhead,
     stall_s: float = math.inf,
 ) -> None:
-    """Writes all items, in order, and closes them, at whatever point it ends, be it in a scope that is cancelled.
+    """Write all items in order. The items are closed whenever this ends, even in a cancelled scope.
 
     Args:
-        write: returns once the client, or what lies between, has taken an item.
-        size: of an item in memory, in bytes.
-        ahead: what is read ahead is counted here.
+        write: returns once the client, or a buffer on the way, has accepted an item.
+        size: returns the size of an item in memory, in bytes.
+        ahead: counts the bytes that are read ahead.
         stall_s: longest time that a write may take; see also CROWDED_STALL_S.
 
     Raises:
-        NotRead: a write took longer. The items are closed by then; `write` was cancelled, and has ended.
+        NotRead: a write took longer. By then the items are closed, and `write` was cancelled and has ended.
     """
     delivery = _Delivery(items, size, ahead, stall_s)
     try:
@@ -96,11 +97,11 @@ async def deliver(
 
 
 class _Delivery(Generic[T]):
-    """The state of one delivery. Of the items, one task at a time asks for the next."""
+    """State of one delivery. Only one task at a time asks the items for the next one."""
 
     def __init__(self, items: AsyncGenerator[T], size: Callable[[T], int], ahead: ReadAhead, stall_s: float) -> None:
         self.reason = ""
-        """Why it was given up; empty: it was not."""
+        """Why the delivery was given up; empty: it was not."""
         self._items = items
         self._has_ended = False
         self._size = size
@@ -109,19 +110,19 @@ class _Delivery(Generic[T]):
         self._writer = _current_task()
         self._loop = asyncio.get_running_loop()
         self._waits_since_s = math.inf
-        """When the write that waits began; infinite: none waits."""
+        """Start of the write in progress, on the loop's clock; infinite: no write is in progress."""
         self._reading: asyncio.Task[None] | None = None
-        """The task that reads ahead; None: nothing had to be."""
+        """The task that reads ahead; None: that was not necessary so far."""
         self._kept: deque[T] = deque()
         self._has_none = Flag()
-        """Set when the client has taken what was kept."""
+        """Set when the client has taken all kept items."""
         self._has_more = Flag()
-        """Set while something is kept, or the reading has ended."""
+        """Set while items are kept, or after the reading has ended."""
         self._timer = self._loop.call_later(LOOK_S, self._look)
         self._closing: asyncio.Task[None] | None = None
 
     async def next(self) -> T | None:
-        """The next item; None: there are no more. Raises what the items raise."""
+        """Return the next item; None: there are no more. Raises the errors of the items."""
         if self._reading is None:
             item = await anext(self._items, None)
             self._has_ended = item is None
@@ -144,7 +145,7 @@ class _Delivery(Generic[T]):
         self._waits_since_s = math.inf
 
     async def close(self) -> None:
-        """Ends the reading, and closes the items. Idempotent."""
+        """Stop reading ahead, and close the items. Idempotent."""
         self._timer.cancel()
         if self._has_ended and self._reading is None:
             return
@@ -162,7 +163,7 @@ class _Delivery(Generic[T]):
         waited_s = self._loop.time() - self._waits_since_s
         self.reason = self._why_not_longer(waited_s)
         if self.reason:
-            # A write may not be cancelled at once, and what the answer holds is not to wait for that.
+            # The write may take time to be cancelled. The resources of the answer must not wait for that.
             self._closing = self._closing or asyncio.create_task(self._close())
             self._writer.cancel()
             return
@@ -171,12 +172,12 @@ class _Delivery(Generic[T]):
         self._timer = self._loop.call_later(min(LOOK_S, self._stall_s), self._look)
 
     def _why_not_longer(self, waited_s: float) -> str:
-        """Returns why a write that has waited so long is given up; empty: it is not."""
+        """Return why a write that has waited for this time is given up; empty: it is not."""
         if waited_s >= self._stall_s:
             return f"the client has not read for {self._stall_s:g} s"
         is_computed = self._has_ended or (self._reading is not None and self._reading.done())
         if waited_s >= CROWDED_STALL_S and not is_computed and self._ahead.is_crowded():
-            return f"the client has not read for {CROWDED_STALL_S:g} s, and others wait for the place of its answer"
+            return f"the client has not read for {CROWDED_STALL_S:g} s while other requests wait for its slot"
         return ""
 
     async def _read_ahead(self) -> None:

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the HTTP port, made of what each API says of itself."""
+"""The OpenAPI document of the HTTP port, built from the declarations of each API."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from router.api.fields import Refusal
 from router.api.schemas import REF, Schemas
 
 REFUSALS = {
-    "400": "The request cannot be served; the error says what to change.",
-    "401": "The API key is missing or not known.",
-    "403": "The tenant may not ask for this.",
-    "404": "Another model is served.",
-    "409": "Another call has taken the request over, to continue it.",
-    "413": "The body is too long, or the prompt for a worker's memory.",
-    "415": "The body is not JSON by its content type, or it is compressed.",
+    "400": "The request is invalid; the error says what to change.",
+    "401": "The API key is missing or unknown.",
+    "403": "The tenant lacks permission for this.",
+    "404": "The cluster serves another model.",
+    "409": "Another call has taken this request over to continue it.",
+    "413": "The body is too long, or the prompt does not fit in a worker's memory.",
+    "415": "The content type of the body is not JSON, or the body is compressed.",
     "421": "The request names a host that is not this router's.",
-    "429": "The tenant or the router has as many requests as it takes; Retry-After says when to try again.",
-    "503": "The cluster cannot serve it now; Retry-After says when to try again.",
+    "429": "The tenant or the router is at its limit of requests; Retry-After says when to try again.",
+    "503": "The cluster cannot serve the request now; Retry-After says when to try again.",
 }
 OPENAPI_PATH = "/openapi.json"
 _JSON: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 _PLAIN_TEXT: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
 _KEYS: list[dict[str, Any]] = [{"key": []}, {"x_api_key": []}]
 _EVENTS: dict[str, Any] = {
-    # In OpenAPI 3.1 the schema of a stream is that of each event.
+    # In OpenAPI 3.1 the schema of a stream describes one event.
     "text/event-stream": {
         "schema": {
             "type": "object",
@@ -44,50 +44,50 @@ _EVENTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """A path that takes a body by POST."""
+    """Path that takes a body by POST."""
 
     body: type[BaseModel]
     is_streamed: bool = False
     """Whether answers may be streams."""
     refused: Mapping[str, Refusal] = field(default_factory=dict)
-    """What of the body's fields is refused by name, beside those that it declares."""
+    """Fields of the body that are refused by name, in addition to those that its model declares."""
     without_effect: Mapping[str, str] = field(default_factory=dict)
-    """Which of the body's fields change no answer -> why."""
+    """Fields of the body that change no answer -> why."""
 
     def field_names(self) -> set[str]:
-        """The names of all fields that it knows, at any depth."""
+        """Return the names of all fields that it knows, at any depth."""
         return {*self.refused, *self.without_effect, *_names(self.body)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorCall:
-    """A path for operators: a question, or an order, which has a body and is sent by POST."""
+    """Path for operators: a query by GET, or an order by POST with a body."""
 
     summary: str
     query: Mapping[str, Schemas] = field(default_factory=dict)
-    """The query's parameters, none of which is needed -> their schemas."""
+    """Optional parameters of the query -> their schemas."""
     body: type[BaseModel] | None = None
     answer: Callable[[Schemas], Schemas] | None = None
-    """Adds the schemas that it needs, and returns the answer's. None: the answer is plain text."""
+    """Adds the schemas that the answer needs, and returns the answer's schema. None: the answer is plain text."""
 
     @property
     def method(self) -> str:
-        """The method, as the document writes it."""
+        """The HTTP method, in lower case as in the document."""
         return "post" if self.body else "get"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
-    """What one API serves."""
+    """Description of one API: its paths and its errors."""
 
     endpoints: Mapping[str, Endpoint]
-    """Path -> what it takes."""
+    """Path -> its endpoint."""
     read: Mapping[str, str] = field(default_factory=dict)
-    """Path to be read by GET -> what it gives."""
+    """Path that is read by GET -> its summary."""
     calls: Mapping[str, OperatorCall] = field(default_factory=dict)
-    """Path -> what operators ask or order there."""
+    """Path -> the call of operators there."""
     error_name: str
-    """The name of the form of its errors; APIs may share one."""
+    """The schema name of its errors; APIs may share one."""
     error: Mapping[str, Any]
     """The JSON schema of its errors."""
 
@@ -102,7 +102,7 @@ def _names(annotation: Any) -> Iterator[str]:
 
 
 def document(apis: Sequence[Api]) -> dict[str, Any]:
-    """The document of all APIs, in the form of OpenAPI 3.1."""
+    """Return the OpenAPI 3.1 document of all APIs."""
     bodies = dict.fromkeys(endpoint.body for api in apis for endpoint in api.endpoints.values())
     bodies |= dict.fromkeys(call.body for api in apis for call in api.calls.values() if call.body)
     _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=REF)
@@ -131,7 +131,7 @@ def document(apis: Sequence[Api]) -> dict[str, Any]:
 
 
 def _add_unserved(schema: dict[str, Any], endpoint: Endpoint) -> None:
-    """Adds what a body takes without serving it: values that ask for nothing."""
+    """Add to a body's schema the fields that are accepted only with values that ask for nothing."""
     properties = schema["properties"]
     for name, refusal in endpoint.refused.items():
         if name not in properties:

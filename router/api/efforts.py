@@ -1,4 +1,4 @@
-"""What a client asks of a model's reasoning, in the words of whatever API: only some templates know of it."""
+"""Maps a client's reasoning options, of any API, to variables of the chat template. Only some templates have them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from router.prompt import RESERVED, ChatTemplate
 VARIABLE = "reasoning_effort"
 NONE = "none"
 THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""Variables of templates that turn the reasoning on and off: Qwen's and most others'; DeepSeek's and Granite's."""
+"""Template variables that turn the reasoning on and off: Qwen's and most others'; DeepSeek's and Granite's."""
 Template = Callable[[], ChatTemplate]
-"""Returns the model's template; asked for only where a request has an effort."""
+"""Returns the model's template. It is called only if a request needs it."""
 
 
 def thinking_switch(template: ChatTemplate, *, has_tools: bool) -> str | None:
-    """Returns the variable that turns the reasoning on and off; None: the template has none."""
+    """Return the variable that turns the reasoning on and off; None: the template has none."""
     return next((name for name in THINKING_SWITCHES if template.reads(name, has_tools=has_tools)), None)
 
 
 def variables_of(
     given: Mapping[str, Any] | None, template: Template, ignored: Ignored, *, has_tools: bool
 ) -> dict[str, Any]:
-    """Returns the variables of a client that the template reads; the others change no prompt.
+    """Return the client's variables that the template reads; the others change no prompt.
 
     Args:
-        ignored: notes the others; if it is strict they are kept, and refused with the chat.
+        ignored: records the others; if it is strict, they are kept, and the chat is refused later because of them.
     """
     found = dict(given or {})
     if found and not ignored.is_strict:
@@ -42,10 +42,10 @@ def variables_of(
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much a client wants the model to think."""
+    """Reasoning effort that a client asks for."""
 
     value: str | None
-    """None: the client does not say."""
+    """None: the client does not set it."""
     field: str
     """The name of the client's field."""
 
@@ -53,14 +53,14 @@ class Effort:
 def set_effort(
     variables: dict[str, Any], effort: Effort, template: Template, ignored: Ignored, *, has_tools: bool
 ) -> None:
-    """Sets the variable by which a template asks for more or less reasoning.
+    """Set the template variable for the reasoning effort.
 
-    A template that does not read it writes the same prompt whatever the effort is, so the effort is ignored; unless it
-    is "none", and the template can turn the reasoning off.
+    If the template does not read it, the prompt is the same for every effort, so the effort is ignored. The exception
+    is "none" if the template can turn the reasoning off.
 
     Args:
-        variables: the template's, which are changed.
-        ignored: notes the effort if it has no effect.
+        variables: variables of the template; changed in place.
+        ignored: records the effort if it has no effect.
 
     Raises:
         InvalidRequest: the variables have another effort.
@@ -68,7 +68,9 @@ def set_effort(
     if effort.value is None:
         return
     if variables.get(VARIABLE, effort.value) != effort.value:
-        raise InvalidRequest("chat_template_kwargs has another reasoning_effort; set one", effort.field)
+        raise InvalidRequest(
+            f"{effort.field} contradicts chat_template_kwargs.{VARIABLE}; set one of them", effort.field
+        )
     if VARIABLE in variables or template().reads(VARIABLE, has_tools=has_tools):
         variables[VARIABLE] = effort.value
     elif effort.value == NONE and (switch := thinking_switch(template(), has_tools=has_tools)):
@@ -79,10 +81,10 @@ def set_effort(
 
 @dataclass(frozen=True, slots=True)
 class ThinkingSwitch:
-    """Whether a client wants the model to think at all."""
+    """Client's choice to turn the reasoning on or off."""
 
     thinks: bool | None
-    """None: the client does not say."""
+    """None: the client does not set it."""
     field: str
     """The name of the client's field."""
 
@@ -90,14 +92,14 @@ class ThinkingSwitch:
 def set_switch(
     variables: dict[str, Any], asked: ThinkingSwitch, template: Template, ignored: Ignored, *, has_tools: bool
 ) -> None:
-    """Sets the variable that turns a template's reasoning on and off.
+    """Set the template variable that turns the reasoning on and off.
 
     Args:
-        variables: the template's, which are changed.
-        ignored: notes the field if the template has no such variable.
+        variables: variables of the template; changed in place.
+        ignored: records the field if the template has no such variable.
 
     Raises:
-        InvalidRequest: the variables say something else.
+        InvalidRequest: the variables contradict the field.
     """
     if asked.thinks is None:
         return

@@ -1,4 +1,4 @@
-"""How an endpoint takes a body and answers with a stream, and what happens when its client leaves."""
+"""Reads the body of a request, writes JSON and event streams, and handles clients that disconnect."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from router.api.strict import DeclaredBody
 from router.api.unserved import is_anthropics
 
 MAX_BODY_BYTES = 8 * 2**20
-"""Longest body of a request over HTTP."""
+"""Maximum length of a body over HTTP."""
 REQUEST_ID = "x-request-id"
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 T = TypeVar("T")
 
 
 def ignored_of(request: Request) -> Ignored:
-    """What of the request's body is ignored, as far as it is read; a header of its answer names it."""
+    """Return the record of the body's ignored fields so far; a header of the response names them."""
     found: Ignored | None = request.scope["state"].get("ignored")
     if found is None:
         own: bool | None = request.state.tenant.strict
@@ -53,10 +53,10 @@ async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
     """Return the body, validated as FastAPI does it. The raw bytes are dropped after parsing.
 
     Raises:
-        RequestValidationError: it is empty, or not of this kind.
-        HTTPException: its content type is not JSON, or it is too long or has a content encoding.
-        InvalidRequest: it is no JSON, has too many parts, or a field that is not known.
-        Unsupported: it has a field that is refused.
+        RequestValidationError: the body is empty, or does not match the model.
+        HTTPException: the content type is not JSON, the body is too long, or it has a content encoding.
+        InvalidRequest: the body is not JSON, has too many parts, or has an unknown field.
+        Unsupported: the body has a field that is refused.
         Overloaded: see `BodyParser.parse`.
     """
     ignored = ignored_of(request)
@@ -69,7 +69,7 @@ async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
         if not body:
             raise RequestValidationError([{"loc": ("body",), "msg": "Field required"}])
         if not _is_json(given := request.headers.get("content-type", "")):
-            # Browsers send other types to any address, without asking for leave first.
+            # Browsers send other content types to any address without a CORS preflight.
             raise HTTPException(415, f"the content type of a body must be application/json, got {given[:80]!a}")
         parser: BodyParser = request.app.state.parser
         parsing = parser.parse(body, parts, request.state.tenant.id, validated)
@@ -85,10 +85,10 @@ async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
 
 @contextlib.asynccontextmanager
 async def at_a_reports_turn(request: Request) -> AsyncGenerator[None]:
-    """Enters the block in which a report of the router is written, when it is its turn: that takes milliseconds.
+    """Context manager: waits for the turn to write a report of the router, which takes milliseconds.
 
     Raises:
-        Overloaded: many wait, or many of this client.
+        Overloaded: too many reports wait, in total or for this client.
     """
     reports: PacedWork = request.app.state.reports
     async with reports.turn(request.client.host if request.client else "", 1), reports.piece():
@@ -96,11 +96,11 @@ async def at_a_reports_turn(request: Request) -> AsyncGenerator[None]:
 
 
 def _validated(value: Any, kind: type[AnyBody], ignored: Ignored) -> AnyBody:
-    """The body. Fields that change no answer are removed from the value if it is refused for them.
+    """Return the validated body. If fields that change no answer make it invalid, they are removed from the value.
 
     Raises:
-        InvalidRequest: the value is no object, or see `DeclaredBody.check_fields`.
-        ValidationError: it is no body of this kind.
+        InvalidRequest: the value is not an object; see `DeclaredBody.check_fields` too.
+        ValidationError: the value does not match the model.
     """
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
@@ -119,13 +119,13 @@ def _validated(value: Any, kind: type[AnyBody], ignored: Ignored) -> AnyBody:
 
 
 async def _received(request: Request) -> tuple[bytes, PartCount]:
-    """The bytes of a body, and how many parts they have.
+    """Receive a body, and return its bytes and the counts of its parts.
 
-    One that is too long, or has too many parts, is refused while it comes in; one that says that it will be too long,
-    before.
+    A body that is too long or has too many parts is refused while it comes in. A Content-Length that is too large is
+    refused before that.
     """
     if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("", "identity"):
-        raise HTTPException(415, f"a body is read as it is, and not with the encoding {encoding[:40]!a}; send it plain")
+        raise HTTPException(415, f"the content encoding {encoding[:40]!a} is not supported; send the body unencoded")
     pieces, num_bytes, parts = list[bytes](), 0, PartCount()
     _check_length(int(request.headers.get("content-length", 0)))
     async for piece in request.stream():
@@ -151,12 +151,13 @@ def _is_json(content_type: str) -> bool:
 
 
 def named(request: Request, own: str | None, prefix: str) -> str:
-    """Return the id of a request: the id in its body, else one made of its header x-request-id, else a new one.
+    """Return the id of a request: the id in its body, else one made from its header x-request-id, else a new one.
 
-    The answer echoes the header. If prefix and header together are too long for an id, the id does not contain it.
+    The response echoes the header. If prefix and header together are too long for an id, the id omits the header.
 
     Args:
-        prefix: start of an id that is not the body's.
+        own: the id in the body, if any.
+        prefix: start of an id that does not come from the body.
 
     Raises:
         InvalidRequest: the body's id is not valid, see `check_request_id`.
@@ -170,7 +171,7 @@ def named(request: Request, own: str | None, prefix: str) -> str:
 
 
 def id_of(request: Request) -> str:
-    """The id in the header x-request-id of an answer: as the request has it, else the request's id, else a new one."""
+    """Return the x-request-id of a response: the request's header, else the request's id, else a new id."""
     state = request.scope.setdefault("state", {})
     found: str | None = state.get("request_id")
     if found is None:
@@ -181,9 +182,9 @@ def id_of(request: Request) -> str:
 
 
 def id_headers(request: Request) -> dict[str, str]:
-    """The headers of an answer that has been made of a body, or of a refusal: x-request-id, and what was ignored.
+    """Return the headers x-request-id and, if fields of the body were ignored, x-baton-ignored.
 
-    Anthropic's clients look for the id under another name.
+    Anthropic's clients read the id from the header request-id, so their endpoints get that too.
     """
     headers = {REQUEST_ID: id_of(request)}
     if is_anthropics(request.scope["path"]):
@@ -193,7 +194,7 @@ def id_headers(request: Request) -> dict[str, str]:
 
 
 def limit_headers(quota: Quota | None) -> dict[str, str]:
-    """The headers x-ratelimit-* of an answer, as OpenAI has them; empty where a tenant has no limits."""
+    """Return OpenAI's headers x-ratelimit-*; empty if the tenant has no limits."""
     headers = {}
     if quota is not None:
         for what, rate in (("requests", quota.requests), ("tokens", quota.tokens)):
@@ -205,8 +206,9 @@ def limit_headers(quota: Quota | None) -> dict[str, str]:
 
 
 def timing_headers(timing: Timing | None) -> dict[str, str]:
-    """The header Server-Timing of a whole answer, in milliseconds, with the stages that took any time; none where no
-    times are known.
+    """Return the header Server-Timing of a whole answer; empty if no times are known.
+
+    Its times are in milliseconds. Stages that took no time are omitted.
     """
     if timing is None:
         return {}
@@ -226,7 +228,7 @@ def timing_headers(timing: Timing | None) -> dict[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """Returns a time as OpenAI's headers have it: 250ms, 7.66s, 6m0s, 1h2m0s."""
+    """Return a duration in the format of OpenAI's headers: 250ms, 7.66s, 6m0s, 1h2m0s."""
     if 0 < seconds < 1:
         return f"{math.ceil(seconds * 1e3)}ms"
     minutes, rest = divmod(seconds, 60)
@@ -236,19 +238,19 @@ def duration(seconds: float) -> str:
 
 
 class JsonAnswer(JSONResponse):
-    """Writes its value as `ascii_json` does."""
+    """JSON response that is written by `ascii_json`."""
 
     def render(self, content: Any) -> bytes:
         return ascii_json(content)
 
 
 class EventStream(StreamingResponse):
-    """A stream of events, each written as it comes.
+    """Response with a stream of events, each written as it comes.
 
-    Closes its generator when the client leaves, at whatever point, so that the request ends everywhere at once.
+    The generator is closed as soon as the client disconnects, so that the request ends everywhere at once.
 
     Args:
-        broken: returns the event that comes last where the client has not read for too long.
+        broken: returns the last event of a stream whose client has not read for too long.
     """
 
     media_type = "text/event-stream"
@@ -287,7 +289,7 @@ class EventStream(StreamingResponse):
 
 
 async def unless_disconnected(request: Request, answer: Awaitable[T]) -> T:
-    """Awaits the answer, or cancels it when the client leaves first."""
+    """Await the answer; cancel it and raise ClientDisconnect if the client disconnects first."""
     answering = asyncio.current_task()
     assert answering is not None
     num_cancelled, has_left = answering.cancelling(), False
@@ -308,7 +310,7 @@ async def unless_disconnected(request: Request, answer: Awaitable[T]) -> T:
         raise
     finally:
         watching.remove_done_callback(leave)
-        watching.cancel()  # not awaited: it holds nothing, and its end would cost as much as its beginning
+        watching.cancel()  # not awaited: it holds nothing, and waiting for it would cost as much as starting it
 
 
 async def _disconnected(request: Request) -> None:
@@ -317,25 +319,27 @@ async def _disconnected(request: Request) -> None:
 
 
 def event(body: Mapping[str, Any], name: str = "") -> bytes:
-    """A server-sent event of one JSON value, with a name or without."""
+    """Return a server-sent event with one JSON value, and with a name if one is given."""
     head = f"event: {name}\n".encode() if name else b""
     return b"%bdata: %b\n\n" % (head, ascii_json(body))
 
 
 def comment(num_bytes: int) -> bytes:
-    """A comment in a stream of events, which clients pass over; none of no bytes."""
+    """Return a comment for a stream of events, which clients skip; empty if `num_bytes` is 0."""
     return b":%b\n" % (b" " * num_bytes) if num_bytes else b""
 
 
 WAITING = b": wait\n\n"
-"""A comment that says that a stream still waits."""
+"""Comment that shows that a stream is still waiting."""
 
 
 def ascii_json(value: Any) -> bytes:
-    """Writes a value as JSON in ASCII: some clients take U+2028 for the end of a line, and what an answer quotes of a
-    request may be no valid Unicode.
+    """Return a value as JSON in ASCII.
+
+    Some clients take U+2028 for the end of a line, and text that a response quotes from a request may be invalid
+    Unicode.
     """
     try:
         return to_json(value, ensure_ascii=True)
-    except ValueError:  # half of a surrogate pair, which only the slower one writes
+    except ValueError:  # half of a surrogate pair, which only the slower encoder can write
         return json.dumps(value).encode()

@@ -1,9 +1,9 @@
-"""What becomes of every field that clients may send: how an API declares it.
+"""Declarations for the fields that clients may send: served, refused, or without effect.
 
-A body declares what is served. Of the rest an API says by name what is refused and why, and what has no effect: in a
-mapping for fields of a whole body, or on a field of a model (`Annotated[Any, Refusal(...)]`) at depth. Others are not
-known: `router.api.ignored` says which of them are ignored, and the rest is refused. The check, `/openapi.json` and
-docs/http.md are made of these declarations.
+A body declares the fields that are served. For others an API declares which it refuses and why, and which have no
+effect: in a mapping for fields of a whole body, or on a field of a nested model (`Annotated[Any, Refusal(...)]`). All
+other fields are unknown: `router.api.ignored` decides which of them are ignored, and the rest is refused. The
+validation, `/openapi.json` and docs/http.md derive from these declarations.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from baton.chat import asks_for_nothing
 
 UNSUPPORTED = "unsupported"
-"""The type of pydantic's error for a field that is refused by name."""
+"""Type of pydantic's error for a field that is refused by name."""
 LEFT_OUT = "left_out"
-"""The type of pydantic's error for a member of a list that is refused by `router.strict` alone, and else left out."""
+"""Type of pydantic's error for a member of a list that is refused with `router.strict`, and dropped without."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A field that is refused unless it asks for what happens anyway."""
+    """Declaration of a field that is refused unless its value asks for what happens anyway."""
 
     why: str
     neutral: tuple[Any, ...] = ()
-    """Values that ask for what happens anyway, as null always does."""
+    """Values that ask for what happens anyway. null always does."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
@@ -37,7 +37,7 @@ class Refusal:
         return self.schema()
 
     def schema(self) -> dict[str, Any]:
-        """The JSON schema of the field."""
+        """Return the JSON schema of the field."""
         return {"enum": [*self.neutral, None], "description": f"Other values are refused: {self.why}."}
 
     def _checked(self, value: Any) -> Any:
@@ -47,14 +47,14 @@ class Refusal:
 
 
 class NotesFields(Protocol):
-    """Notes the fields that are ignored. See `router.api.ignored.Ignored`."""
+    """Record of ignored fields. See `router.api.ignored.Ignored`."""
 
     def note(self, name: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class WithoutEffect:
-    """A field that is taken and changes no answer. The context of the validation, if it has one, notes it."""
+    """Declaration of a field that is accepted and changes no answer. The validation's context, if any, records it."""
 
     why: str
 

@@ -1,10 +1,9 @@
-"""How a router soon sees that nobody reads an answer, while others want the place that it takes.
+"""Detects early that a client has stopped reading, so that its slot can be reused while other requests wait.
 
-A write waits only once everything between router and client is full: over gRPC a window of 64 KiB by default, over HTTP
-the client's socket and ours. An answer of small messages would be computed for hundreds of tokens by then, so its
-messages are filled up until it has come to that much, and not beyond, so that the message that waits is a small one. A
-client that reads gets so much more of an answer at most, in small parts, and of an answer that has come to as much
-already, nothing.
+A write blocks only once every buffer between router and client is full: over gRPC a window of 64 KiB by default, over
+HTTP the client's socket buffer and ours. An answer of small messages would need hundreds of tokens to fill them. So,
+while the router is crowded, its messages are padded until the answer has reached that size, and not beyond. A client
+that reads receives at most that much padding, in small parts, and none if its answer is already longer.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """What is taken of an answer that nobody reads, by default. A client may have made more room, which nobody knows.
+    """Default buffer size of a transport. A client may have larger buffers, which the router cannot know.
 
     Attributes:
-        part_bytes: what a message is filled up with: so little that a client with a slow line has got it long before
-            its write has waited too long.
+        num_bytes: bytes of an unread answer that the buffers take before a write blocks.
+        part_bytes: maximum padding of one message: small enough to arrive over a slow line long before the write has
+            waited too long.
     """
 
     num_bytes: int
@@ -29,27 +29,27 @@ class Unread:
 GRPC = Unread(64 * 2**10 - 1, 4 * 2**10)
 HTTP = Unread(256 * 2**10, 8 * 2**10)
 FRAME_BYTES = 10
-"""What gRPC or HTTP puts around a message, and what says of filling that it is some, in bytes at most."""
+"""Maximum overhead of a message, in bytes: the frame of gRPC or HTTP, and the marker of the padding."""
 
 
 class AnswerFilling:
-    """What the messages of one answer are filled up with.
+    """Computes the padding of one answer's messages.
 
     Args:
-        is_crowded: says whether requests are refused, or wait, as too many answers are being computed.
+        is_crowded: returns whether requests are refused or wait because too many answers are being computed.
     """
 
     def __init__(self, unread: Unread, is_crowded: Callable[[], bool]) -> None:
         self._unread = unread
         self._is_crowded = is_crowded
         self._num_bytes = 0
-        """Length of the messages so far, with their frames."""
+        """Total length of the messages so far, with their frames and padding."""
 
     def of_next(self, num_bytes: int) -> int:
-        """Returns by how many bytes the next message is to be filled up.
+        """Return the padding of the next message, in bytes.
 
         Args:
-            num_bytes: its length.
+            num_bytes: length of the message.
         """
         self._num_bytes += num_bytes + FRAME_BYTES
         left = self._unread.num_bytes - self._num_bytes

@@ -1,8 +1,8 @@
-"""Where the requests of a connection begin and end among its bytes.
+"""Finds the boundaries of a connection's requests in its byte stream.
 
-The parser takes all that it is given, so that behind one request it would read thousands more that nobody has answered
-yet. Here what a connection receives is cut where a head, a chunk or a body ends, and what belongs to no head and no
-body is counted: lines between chunks, and trailers. Only the parser says what is valid.
+The parser consumes all that it is fed, so it would read thousands of pipelined requests before the first is answered.
+This module cuts the received bytes at the end of each head, chunk and body. It also counts the bytes that belong to
+neither a head nor a body: the lines between chunks, and trailers. Only the parser decides what is valid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _HEAD_END = b"\r\n\r\n"
 _OVERLAP = len(_HEAD_END) - 1
 _SIZE = re.compile(rb"[0-9a-fA-F]{1,16}")
 _SIZE_BYTES = 32
-"""The begin of a chunk's line that is kept for its size."""
+"""Leading bytes of a chunk's line that are kept to read its size."""
 _CRLF = len("\r\n")
 
 
@@ -30,27 +30,27 @@ class _Stretch(enum.Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Framing:
-    """The place of a connection's next byte in its request."""
+    """Position of a connection's next byte within its request."""
 
     num_head: int = 0
     """Bytes of the head so far."""
     num_body: int = 0
     num_framing: int = 0
-    """Bytes of a body in chunks that are none of its own."""
+    """Bytes of a chunked body that are framing: size lines and line ends."""
     num_trailers: int = 0
     _section: _Stretch = _Stretch.HEAD
     _left: int = 0
-    """Bytes that are left of the body or the chunk."""
+    """Bytes of the body or the chunk that have not come yet."""
     _begun: bytes = b""
-    """The end of what came of the head, or the begin of what came of a chunk's line."""
+    """Last bytes of the head so far, or first bytes of a chunk's line."""
 
     @property
     def is_in_head(self) -> bool:
-        """Whether the next byte is of a head, or in front of one."""
+        """True if the next byte belongs to a head, or precedes one."""
         return self._section is _Stretch.HEAD
 
     def end_of_piece(self, data: bytes, begin: int) -> int:
-        """Takes the next piece of what has come, and returns where in `data` it ends; more than nothing is left."""
+        """Consume the next piece of `data` from `begin` on, and return its end there. `data` must have bytes left."""
         match self._section:
             case _Stretch.HEAD:
                 end = self._end_of_head(data, begin)
@@ -76,7 +76,7 @@ class Framing:
         return end
 
     def head_ends(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """The piece that was taken last has ended a head with these fields, whose names are in lower case."""
+        """Record that the last piece completed a head with these fields. Their names are in lower case."""
         self._begun = b""
         for name, value in headers:
             if name == b"transfer-encoding":
@@ -86,7 +86,7 @@ class Framing:
                 self._section, self._left = _Stretch.BODY, int(value)
 
     def request_ends(self) -> None:
-        """The piece that was taken last has ended a request."""
+        """Record that the last piece completed a request."""
         self._section, self._begun, self._left = _Stretch.HEAD, b"", 0
         self.num_head = self.num_body = self.num_framing = self.num_trailers = 0
 

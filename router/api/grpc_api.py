@@ -33,18 +33,18 @@ from router.request.request_log import RequestFilter, RequestLog
 from router.service import RouterService
 
 MAX_MESSAGE_BYTES = 4 * 2**20
-"""Longest message of a client: what gRPC's servers take by default. It is received whole before it is looked at, and
-nothing of it is received before the call is admitted."""
+"""Longest message of a client: the default of gRPC servers. The call is admitted before its message is received, and
+the message is received whole before it is parsed."""
 SERVICE_NAMES = ("baton.v1.Inference", "baton.v1.Admin")
 INFERENCE, ADMIN = (f"/{name}/" for name in SERVICE_NAMES)
 CALLER: ContextVar[Tenant] = ContextVar("caller")
-"""The tenant of the current call. Every call has a task of its own, and so a context."""
+"""The tenant of the current call. Every call runs in its own task, and so has its own context."""
 
 
 class Authentication(grpc.aio.ServerInterceptor):
-    """Identifies the tenant of a call, or refuses the call before its message is read. `Admin` takes an operator's.
+    """Interceptor that identifies the tenant of a call, or refuses the call before its message is read.
 
-    Health and reflection need no key: they say nothing of this cluster.
+    `Admin` needs an operator's key. Health and reflection need no key: they reveal nothing about this cluster.
     """
 
     def __init__(self, tenants: TenantBook) -> None:
@@ -65,14 +65,14 @@ class Authentication(grpc.aio.ServerInterceptor):
         return await continuation(details)
 
     def _admit(self, api_key: str | None, certificate: Sequence[str], is_admin: bool) -> None:
-        """Notes whose the call is. Raises Unauthenticated and Forbidden."""
+        """Record the tenant of the call. Raises Unauthenticated and Forbidden."""
         caller = self._tenants.identify(api_key, certificate)
         if is_admin:
             require_operator(caller)
         CALLER.set(caller)
 
     def _by_certificate(self, handler: Any, is_admin: bool) -> Any:
-        """The handler, behind a look at the client's certificate, which is known only when the call begins."""
+        """Return the handler behind a check of the client's certificate, which is known only when the call starts."""
         method = handler.stream_stream or handler.stream_unary
 
         async def admitted(messages: Any, context: CallContext) -> Any:
@@ -83,9 +83,11 @@ class Authentication(grpc.aio.ServerInterceptor):
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Args:
-    ingress: where it serves.
-    stall_s: a client that does not read for so long has its call ended.
+    """The service `baton.v1.Inference`.
+
+    Args:
+        ingress: address and port on which it serves.
+        stall_s: a call is ended if its client does not read for this long, in seconds.
     """
 
     def __init__(
@@ -97,18 +99,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._ahead = ReadAhead(is_crowded=lambda: service.is_crowded())
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds the service to a server that has not started."""
+        """Add the service to a server that has not started."""
         inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
         generate: Any = grpc.unary_stream_rpc_method_handler(
             self.Generate, request_deserializer=inference_pb2.GenerateRequest.FromString
-        )  # what it writes is serialized
+        )  # its messages are serialized already
         service, _ = SERVICE_NAMES
         server.add_registered_method_handlers(service, {"Generate": generate})
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - the generated name
         self, request: inference_pb2.GenerateRequest, context: CallContext
     ) -> None:
-        """Streams an answer. Writes instead of yielding, so that a call can be ended while its client does not read."""
+        """Stream an answer. Writes instead of yielding, so that a call can be ended while its client does not read."""
         trace = tracing.from_metadata(context.invocation_metadata())
         padding = AnswerFilling(GRPC, self._ahead.is_crowded)
         is_first = True
@@ -119,7 +121,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             if not is_first:
                 await context.write(message)
                 return
-            # Were the first message cancelled half-way, gRPC could not end the call with a status.
+            # If the first message were cancelled half-way, gRPC could not end the call with a status.
             is_first = False
             writing = asyncio.create_task(context.write(message))
             await seen_through(writing)
@@ -131,8 +133,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await deliver(messages, write, size=sys.getsizeof, ahead=self._ahead, stall_s=self._stall_s)
 
     async def _messages(self, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[bytes]:
-        """Yields the messages, serialized, as they take the least memory while nobody reads them; says so where another
-        call has taken the request over while they were read ahead.
+        """Yield the messages, serialized because that takes the least memory while they are read ahead.
+
+        Raises:
+            Conflict: another call has taken the request over in the meantime. See `RouterService.generate` too.
         """
         with self._service.calls.conflict_when_taken_over():
             async with contextlib.aclosing(chunks):
@@ -155,12 +159,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 def _filling(num_bytes: int) -> bytes:
-    """What makes a serialized answer longer by so many bytes, and a few that say so, and changes nothing else of it."""
+    """Return padding to append to a serialized response: this many bytes and a short field header."""
     return inference_pb2.GenerateResponse(padding=bytes(num_bytes)).SerializeToString()
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
-    """Shows what runs, and passes orders on to the controller."""
+    """The service `baton.v1.Admin`: shows the state of the cluster, and forwards orders to the controller."""
 
     def __init__(
         self,

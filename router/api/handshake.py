@@ -1,7 +1,7 @@
-"""A listening socket of TLS connections, each counted and within bounds from its first moment.
+"""A TLS listener that counts and limits each connection from the moment it is accepted.
 
-A connection comes to uvicorn's protocol after its handshake only. Until then nobody would count it, and a client that
-says nothing would keep a descriptor for the minute that event loops give a handshake.
+uvicorn's protocol sees a connection only after its handshake. Without this listener a connection would not be counted
+until then, and a silent client would hold a descriptor for a minute, the event loop's handshake timeout.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from router.api.places import ConnectionPlace, OpenConnections
 
 logger = logging.getLogger(__name__)
 PAUSE_S = 0.1
-"""The time until the next try when a connection could not be accepted, as for want of descriptors."""
+"""Pause after a connection could not be accepted, for example for lack of descriptors."""
 SHUTDOWN_S = 5.0
-"""Longest time in which a client answers that a connection is closed."""
+"""Longest time that a client may take to confirm that a connection is closed."""
 
 
 class MakeProtocol(Protocol):
-    """Makes what has a connection after its handshake, and leaves its place when it is lost."""
+    """Factory of the protocol that owns a connection after its handshake, and leaves its place when it is lost."""
 
     def __call__(self, *, place: ConnectionPlace) -> asyncio.Protocol: ...
 
 
 class TlsListener:
-    """Accepts connections and leads them through the handshake. It is closed as an asyncio server is.
+    """Accepts connections and performs their TLS handshakes. It is closed like an asyncio server.
 
     Args:
-        listening: a bound socket; closing it is its owner's.
-        context: what is shown to clients and asked of them.
+        listening: a bound socket; its owner closes it.
+        context: certificates for the server and requirements on clients.
         make_protocol: see there.
-        open_connections: those of the server; a connection is one of them from its first moment.
+        open_connections: connections of the server; each connection is counted there when it is accepted.
     """
 
     def __init__(
@@ -50,19 +50,19 @@ class TlsListener:
         self._accepting: asyncio.Task[None] | None = None
 
     def start(self, backlog: int) -> None:
-        """Begins to accept connections, of which `backlog` may wait for it."""
+        """Start accepting connections; up to `backlog` may wait in the kernel."""
         self._listening.setblocking(False)
         self._listening.listen(backlog)
         self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
-        """Ends accepting, and the handshakes that are under way. Connections that are past theirs go on."""
+        """Stop accepting, and cancel the handshakes in progress. Established connections continue."""
         for task in (self._accepting, *self._handshakes):
             if task is not None:
                 task.cancel()
 
     async def wait_closed(self) -> None:
-        """Returns when all that `close` ends has ended."""
+        """Wait until everything that `close` cancels has ended."""
         await asyncio.gather(*self._handshakes, *filter(None, [self._accepting]), return_exceptions=True)
 
     async def _accept(self) -> None:
@@ -79,7 +79,7 @@ class TlsListener:
             task.add_done_callback(self._handshakes.discard)
 
     async def _shake_hands(self, accepted: socket.socket, client: str) -> None:
-        """One too many is closed without a word: before its handshake a client could not read any."""
+        """Perform the handshake. A connection over the limit is closed silently: its client could not read an error."""
         is_through = False
         place = self._open.enter(client)
         reason = place.refusal

@@ -1,11 +1,12 @@
-"""Which hosts an HTTP request may name, against a website that has its own name lead to this router (DNS rebinding).
+"""Checks the Host header of HTTP requests, to prevent DNS rebinding.
 
-A browser lets the pages of a website ask that website's host, and the website says which address this is: perhaps a
-laptop's router, which asks nobody for a key. Such a request differs from others in its header Host. An IP address, a
-name of one word and the router's own names are no website's, so they are always answered.
+A browser lets the pages of a website send requests to that website's host, and the website chooses the address of its
+name: perhaps that of a router on a laptop, which needs no key. Such a request differs from others in its Host header.
+IP addresses, names of one word and the router's own names cannot be a website's, so they are always answered.
 
-Other names are answered only if `router.allowed_hosts` lists them. If it lists none, all are, but for requests that
-need no key and come over loopback: there are no Ingresses and load balancers between, but there is a browser.
+If `router.allowed_hosts` lists names, the router answers those alone. If it lists none, all names are answered, except
+for requests that need no key and come over loopback: those can come from a browser, but not from an Ingress or a load
+balancer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from starlette.types import Scope
 from baton.config import Config
 
 _HOST = re.compile(r"(?P<name>[a-z0-9._-]*[a-z0-9_-]|\[[0-9a-f:.]*\]|)\.?(:[0-9]*)?")
-"""What a header Host has: a name or an address, a port or none. Anything else may be read in several ways."""
+"""Pattern of a Host header: a name or an address, and an optional port. Other values are ambiguous."""
 LONGEST_ADDRESS = len("[ffff:ffff:ffff:ffff:ffff:ffff:255.255.255.255]")
 
 
@@ -35,17 +36,17 @@ class Hosts:
     allowed: tuple[str, ...] = ()
     """`router.allowed_hosts`: further names, in which * stands for anything."""
     needs_key: bool = False
-    """Whether answers need a key, which a website has not."""
+    """Whether requests need a key, which a website does not have."""
 
     @staticmethod
     def configured(config: Config, needs_key: bool) -> Hosts:
-        """The hosts that the settings name, and those that this machine has."""
+        """Return the hosts from the settings and the names of this machine."""
         own = {config.cluster.host, config.cluster.advertise_host, socket.gethostname()} - {""}
         allowed = tuple(map(str.lower, config.router.allowed_hosts))
         return Hosts(own=frozenset(map(str.lower, own)), allowed=allowed, needs_key=needs_key)
 
     def refused(self, scope: Scope) -> str | None:
-        """Returns the host of a request that may not be answered; None: it may."""
+        """Return the host of a request that must be refused; None: the request may be answered."""
         if not (self.allowed or (not self.needs_key and _is_local(scope))):
             return None
         for named in (value.decode("latin-1").strip().lower() for name, value in scope["headers"] if name == b"host"):
@@ -62,11 +63,11 @@ class Hosts:
 
 
 ANY = Hosts(needs_key=True)
-"""Every host is answered."""
+"""Accepts every host."""
 
 
 def _is_local(scope: Scope) -> bool:
-    """Whether a request came over loopback."""
+    """Return whether a request came over loopback."""
     host, _ = scope.get("server") or ("", None)
     address = _address(host)
     return address is not None and address.is_loopback

@@ -1,7 +1,7 @@
 """The HTTP server: APIs over the router's service, thin clients of the same path that gRPC takes.
 
-`router.api.apis` has their endpoints. This file has what all share: authentication, limits, the answers to errors, the
-page, its data and the probes. Where tenants are configured, /metrics is on a port of its own alone, without a key.
+`router.api.apis` has their endpoints. This file has what they share: authentication, limits, error responses, the page
+and its data, and the probes. If tenants are configured, /metrics is served on a separate port only, without a key.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from router.api.unserved import why_unserved
 from router.service import RouterService
 
 NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
-"""FastAPI's own telemetry, which would ask the environment with every request: the service has ours."""
+"""Turns off FastAPI's own telemetry, which would read the environment with every request. The service has ours."""
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 MAX_REPORTS = 256
-"""Reports of the router that wait to be written."""
+"""Maximum number of reports that wait to be written."""
 SPARED = 5.0
-"""Time for which the text of the metrics is good, as a multiple of what writing it takes: of some ms."""
+"""Lifetime of the metrics text, as a multiple of the time that writing it takes (some ms)."""
 PROBES = {"/health", "/healthz", "/readyz"}
-"""Paths that answer anybody, whatever host is named."""
+"""Paths that are answered for every client, whatever host the request names."""
 OPEN_PATHS = {*FILES, OPENAPI_PATH, *PROBES}
-"""Paths that need no API key: probes have none, and the page's files and the document of the API say nothing of this
+"""Paths that need no API key: probes have none, and the page's files and the OpenAPI document reveal nothing about this
 cluster."""
 
 
@@ -65,14 +65,14 @@ def create_app(
     is_strict: bool = False,
     cors_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """The HTTP application.
+    """Return the HTTP application.
 
     Args:
-        is_ready: "" when requests can be served, else the reason why not.
-        metrics: the Prometheus text.
+        is_ready: returns "" if requests can be served, else the reason why not.
+        metrics: returns the Prometheus text.
         hosts: the hosts that requests may name.
         is_strict, cors_origins: `router.strict` and `router.cors_origins`.
-        operations: what the page asks; None: it shows nothing of the cluster.
+        operations: the data sources of the page; None: the page shows nothing of the cluster.
     """
     app = _app()
     app.state.is_strict, app.state.field_names = is_strict, FIELD_NAMES
@@ -82,7 +82,7 @@ def create_app(
     app.add_middleware(Methods)
     if cors_origins:
         app.add_middleware(Origins, allowed=cors_origins)
-    app.add_middleware(_HostCheck, hosts=hosts)  # the last is the first that a request meets
+    app.add_middleware(_HostCheck, hosts=hosts)  # added last, so it runs first
 
     add_apis(app, service)
     add_page(app)
@@ -96,7 +96,7 @@ def create_app(
 
 
 def create_scraped_app(is_ready: Callable[[], str], metrics: Callable[[], bytes], hosts: Hosts) -> FastAPI:
-    """The application of `telemetry.port`: metrics and probes. See `create_app`."""
+    """Return the application of `telemetry.port`: metrics and probes. See `create_app`."""
     app = _app()
     app.add_middleware(Methods)
     app.add_middleware(_HostCheck, hosts=hosts)
@@ -131,7 +131,7 @@ def _add_metrics(app: FastAPI, metrics: Callable[[], LongText] | None) -> None:
     @app.get("/metrics")
     async def prometheus(request: Request) -> Response:
         if metrics is None:
-            raise HTTPException(404, "there are tenants, so /metrics is on telemetry.port alone")
+            raise HTTPException(404, "tenants are configured, so /metrics is served on telemetry.port only")
         return metrics().answer(request, PROMETHEUS)
 
 
@@ -140,7 +140,7 @@ def _add_probes(app: FastAPI, is_ready: Callable[[], str]) -> None:
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/health")  # vLLM's name, for which load generators ask
+    @app.get("/health")  # vLLM's name, which load generators request
     @app.get("/readyz")
     async def readyz() -> JSONResponse:
         reason = is_ready()
@@ -148,13 +148,13 @@ def _add_probes(app: FastAPI, is_ready: Callable[[], str]) -> None:
 
 
 class _Spared:
-    """Writes a text again only when much more time has passed than that took: anybody may ask for it, and often."""
+    """Cache of a text that any client may request often: rewritten only after a multiple of the time that it takes."""
 
     def __init__(self, write: Callable[[], bytes]) -> None:
         self._write = write
         self._text = LongText(b"")
         self._until_s = 0.0
-        """How long the text is good, on the monotonic clock."""
+        """Time until which the text is valid, on the monotonic clock."""
 
     def __call__(self) -> LongText:
         if time.monotonic() >= self._until_s:
@@ -165,7 +165,7 @@ class _Spared:
 
 
 class _HostCheck:
-    """Refuses a request for a host that is not this router's, but for probes."""
+    """Middleware that refuses requests for a host that is not this router's. Probes are exempt."""
 
     def __init__(self, app: ASGIApp, hosts: Hosts) -> None:
         self._app = app
@@ -184,19 +184,19 @@ class _HostCheck:
 
 
 def require_certificates(app: FastAPI) -> None:
-    """Has the application refuse clients that have shown no certificate, but for paths that need no API key."""
+    """Make the application refuse clients without a certificate, except on paths that need no API key."""
     app.add_middleware(_CertificateCheck)
 
 
 class _CertificateCheck:
-    """Refuses a request without a client's certificate, before its body is read."""
+    """Middleware that refuses a request without a client certificate, before its body is read."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and CERTIFICATE_NAMES not in scope["state"]:
-            error = Unauthenticated("a client certificate is needed (router.tls_client_certificates)")
+            error = Unauthenticated("a client certificate is required (router.tls_client_certificates)")
             response = await _on_baton_error(Request(scope), error)
             await response(scope, receive, send)
             return
@@ -204,7 +204,7 @@ class _CertificateCheck:
 
 
 class _HttpAuthentication:
-    """Identifies the tenant, in `request.state.tenant`, or refuses a request before its body is read."""
+    """Middleware that sets `request.state.tenant`, or refuses a request before its body is read."""
 
     def __init__(self, app: ASGIApp, tenants: TenantBook) -> None:
         self._app = app
@@ -226,10 +226,10 @@ class _HttpAuthentication:
 
 
 class StreamLimit:
-    """Refuses requests of an address that has many in progress.
+    """Middleware that limits the concurrent requests of an address.
 
     Args:
-        most: requests of one address, at a time.
+        most: maximum number of requests of one address that are in progress.
     """
 
     def __init__(self, app: ASGIApp, most: int) -> None:
@@ -244,7 +244,7 @@ class StreamLimit:
             return
         client = (scope.get("client") or ("", 0))[0]
         if self._num_of[client] >= self._most:
-            error = Overloaded(f"this client has {self._most} requests in progress; send more once some have ended")
+            error = Overloaded(f"this client has {self._most} requests in progress; wait until one has ended")
             response = await _on_baton_error(Request(scope), error)
             await response(scope, receive, send)
             return
@@ -291,9 +291,9 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
 
 
 async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
-    """A defect of ours; uvicorn logs the traceback."""
+    """Return the response to a bug of ours; uvicorn logs the traceback."""
     return await _on_baton_error(request, BatonError("internal error; the server's log says more"))
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # never sent: the client has disconnected

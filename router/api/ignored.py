@@ -1,8 +1,8 @@
-"""Fields that a client sends and that change no answer: they are accepted, and named in a header and a metric.
+"""Ignored fields: a client sends them and they change no answer. They are accepted, and named in a header and a metric.
 
 A field that an API does not know is ignored if its value asks for nothing (null, false, an empty text, list or object),
-or if it is one of the client's own marks (`router.api.marks`). Any other unknown field is refused, because the answer
-might be another one with it. `router.strict` refuses all of them.
+or if its name marks it as the client's own (`router.api.marks`). Any other unknown field is refused, because it might
+change the answer. `router.strict` refuses all unknown fields.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from router.api.marks import is_mark
 
 IGNORED_HEADER = "x-baton-ignored"
 MAX_NAMED = 16
-"""Fields that one header names."""
+"""Maximum number of fields that one header names."""
 MAX_NAME = 64
-"""Characters of a name in it."""
+"""Maximum length of a name in the header, in characters."""
 MAX_ERRORS = 256
-"""Fields of one body that are looked at one by one; a body with more unknown ones is refused."""
+"""Maximum number of validation errors that are examined one by one; a body with more is refused."""
 MAX_READINGS = 2
-"""How often one body is read without what was ignored in the reading before: a field may hide others."""
+"""Maximum number of validations that may each remove ignored fields: an error in one field may hide another."""
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value asks for nothing: null, false, or an empty text, list or object."""
+    """Return whether a value asks for nothing: null, false, or an empty text, list or object."""
     return value is None or value is False or (isinstance(value, (str, list, dict)) and not value)
 
 
 class Ignored:
-    """What of one request's body is ignored.
+    """Record of the ignored fields of one request's body.
 
     Args:
-        is_strict: unknown fields are refused, whatever they hold.
+        is_strict: whether unknown fields are refused, whatever they hold.
     """
 
     __slots__ = ("is_strict", "names")
@@ -45,29 +45,29 @@ class Ignored:
     def __init__(self, is_strict: bool = False) -> None:
         self.is_strict = is_strict
         self.names: dict[str, None] = {}
-        """Names of the fields, each once, MAX_NAMED at most."""
+        """Names of the fields, each once, at most MAX_NAMED."""
 
     def note(self, name: str) -> None:
-        """Notes a field that is ignored, by its own name, without the path to it."""
+        """Record an ignored field by its own name, without its path."""
         if len(self.names) < MAX_NAMED:
             self.names[name] = None
 
     def takes(self, name: str, value: Any) -> bool:
-        """Whether an unknown field changes no answer; if so, notes it."""
+        """Return whether an unknown field changes no answer; if so, record it."""
         if self.is_strict or not (is_empty(value) or is_mark(name)):
             return False
         self.note(name)
         return True
 
     def check_unserved(self, fields: Mapping[str, Any], refused: Mapping[str, Refusal]) -> None:
-        """Checks the fields of a body that it does not serve.
+        """Check the fields of a body that the API does not serve.
 
         Args:
-            refused: what the API refuses by name.
+            refused: fields that the API refuses by name.
 
         Raises:
-            InvalidRequest: one is not known, and is not ignored.
-            Unsupported: one is refused.
+            InvalidRequest: a field is unknown and cannot be ignored.
+            Unsupported: a field is refused.
         """
         for name, value in fields.items():
             refusal = refused.get(name)
@@ -80,20 +80,20 @@ class Ignored:
                 check_asks_for_nothing(name, value, refusal.neutral)
 
     def drop_from(self, fields: MutableMapping[str, Any], unknown: Iterable[str]) -> None:
-        """Removes those of the unknown fields of an object that change no answer."""
+        """Remove the unknown fields of an object that change no answer."""
         for name in list(unknown):
             if self.takes(name, fields[name]):
                 del fields[name]
 
     def headers(self) -> dict[str, str]:
-        """The header that names the fields: in printable ASCII, and of bounded length."""
+        """Return the header that names the fields, in printable ASCII and of bounded length."""
         if not self.names:
             return {}
         return {IGNORED_HEADER: ", ".join(_printable(name) for name in self.names)}
 
 
 def _is_asked(value: Any, refusal: Refusal) -> bool:
-    """Whether false asks for something: true is what happens anyway."""
+    """Return whether the value is false and thereby asks for something, because true is what happens anyway."""
     return value is False and any(each is True for each in refusal.neutral)
 
 
@@ -103,19 +103,21 @@ def _printable(name: str) -> str:
 
 
 def without_ignored(value: Any, error: ValidationError, ignored: Ignored) -> bool:
-    """Removes from a body what it was refused for, as far as that changes no answer.
+    """Remove the fields from a body that failed validation and change no answer.
 
     Args:
-        value: the body, which is changed.
-        error: why it was refused.
+        value: the body; changed in place.
+        error: the validation error.
 
     Returns:
-        Whether anything was removed, so that it can be validated again.
+        Whether a field was removed, so that the body should be validated again.
     """
     if ignored.is_strict or error.error_count() > MAX_ERRORS:
         return False
     has_changed = False
-    for each in reversed(error.errors(include_url=False, include_context=False)):  # of a list, the last one first
+    for each in reversed(
+        error.errors(include_url=False, include_context=False)
+    ):  # from the end, so list indices stay valid
         kind, where = each["type"], each["loc"]
         if kind not in ("extra_forbidden", UNSUPPORTED, LEFT_OUT) or not where:
             continue

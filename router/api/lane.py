@@ -1,8 +1,8 @@
-"""Turns of the connections of one server, so that the many of one client do not hold the event loop.
+"""Fair scheduling of a server's connections, so that one client's many connections cannot block the event loop.
 
-What the loop has ready, it does before it looks for anything else: a hundred requests that come at once, or a thousand
-packets of one byte, delay everybody by the time of all of them together. In a lane some go on at once, then others are
-served, and the addresses that wait take turns.
+The event loop runs all ready callbacks before it polls again. A hundred requests that come at once, or a thousand
+packets of one byte, would delay every other client by their total time. A lane runs a few callbacks, then lets the loop
+serve others, and the waiting addresses take turns.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 
 class Lane:
-    """Callbacks that wait for their turn.
+    """Round-robin queue of callbacks, by client address.
 
     Args:
-        num_at_once: those that are called before others are served.
-        rest_s: the time for which others are; 0: as long as they have something to do.
+        num_at_once: number of callbacks that run before the loop serves others.
+        rest_s: pause before the next callbacks run; 0: one iteration of the loop.
     """
 
     def __init__(self, num_at_once: int, rest_s: float) -> None:
         self._num_at_once, self._rest_s = num_at_once, rest_s
         self._waiting: dict[str, deque[Callable[[], None]]] = {}
-        """Callbacks by the client's address; the client that had a turn last is last."""
+        """Callbacks by the client's address, in round-robin order."""
         self._is_awake = False
 
     def wait(self, client: str, go_on: Callable[[], None]) -> None:
-        """Calls back once, in a turn of the client's; the connection may have ended by then."""
+        """Queue one callback for the client's turn. The connection may have ended when it runs."""
         self._waiting.setdefault(client, deque()).append(go_on)
         self._wake()
 
@@ -50,17 +50,17 @@ class Lane:
         queue = self._waiting.pop(client)
         go_on = queue.popleft()
         if queue:
-            self._waiting[client] = queue  # the last one from now on
+            self._waiting[client] = queue  # moves to the end of the order
         return go_on
 
 
 class Flow(FlowControl):
-    """uvicorn's flow control, of a connection that may wait for a turn."""
+    """uvicorn's flow control for a connection that may have to wait for its turn."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
         self.is_full = False
-        """Whether what has come is not taken at the moment."""
+        """Whether uvicorn has paused reading, because the application has not consumed what came."""
         self.rests = False
 
     def pause_reading(self) -> None:

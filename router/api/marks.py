@@ -1,4 +1,4 @@
-"""Names of fields that clients and gateways put into requests for themselves, or for other services."""
+"""Names of fields that clients and gateways put into requests for their own use, or for other services."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ MARKS = frozenset(
         "lastSentence", "modelName", "modelIdx", "followUps", "display_name", "displayName", "artifact", "tool_name",
         "extras", "verbosity", "betas", "anthropic_beta", "anthropic_version", "providerOptions", "provider_options",
         "providerMetadata", "experimental_providerMetadata", "internal_chat_message_metadata_passthrough",
-        # marks for caches
+        # hints for caches
         "cache_control", "cache", "cache_prompt", "cache_salt", "caching", "cache_key", "prompt_cache_breakpoint",
         "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "use_cache", "no_cache", "ttl",
         "keep_alive", "id_slot", "slot_id", "safety_identifier", "user", "user_id",
-        # marks for traces, logs and prices
+        # tracing, logging and billing
         "trace", "traceparent", "tracestate", "trace_metadata", "trace_name", "trace_user_id", "span_id",
         "generation_name", "langfuse_prompt", "litellm_metadata", "litellm_params", "litellm_trace_id",
         "litellm_logging_obj", "litellm_session_id", "no-log", "logger_fn", "verbose", "spend_logs_metadata",
         "proxy_server_request", "disable_log",
-        # how the client or a gateway before this cluster sends the request
+        # how the client or a gateway in front of this cluster sends the request
         "provider", "route", "transforms", "models", "fallbacks", "timeout", "request_timeout", "stream_timeout",
         "max_retries", "num_retries", "drop_params", "allowed_openai_params", "additional_drop_params",
         "custom_llm_provider", "api_base", "api_version", "base_url", "organization", "extra_headers", "headers",
         "deployment_id", "service_tier", "speculative", "kv_transfer_params", "data_parallel_rank", "routing_key",
         "prediction",
-        # what a thinking or an answer of another service has besides its text
+        # fields of another service's reasoning or answer, except its text
         "thinking_blocks", "reasoning_details", "reasoning_signature", "thought_signature", "signature", "citations",
         "annotations", "encrypted_content", "finish_reason", "stop_reason", "logprobs_content", "token_count",
         "tokens", "usage", "cost", "latency", "timings", "extra_content", "parsed", "parsed_arguments", "thought",
         "reasoning_text", "reasoning_opaque", "copilot_cache_control", "end_turn", "stop_sequence",
-        # numbers of samplers that are refused if they are on
+        # parameters of samplers; enabling such a sampler is refused by name
         "mirostat_tau", "mirostat_eta", "repeat_last_n",
         # additional output that does not exist here
         "include", "include_usage", "timings_per_token", "return_progress", "return_hidden_states",
@@ -43,15 +43,15 @@ MARKS = frozenset(
         "return_citations", "outputSchema", "output_schema", "input_examples", "defer_loading", "eager_input_streaming",
     )
 )  # fmt: skip
-"""Names that say that a field changes no answer, whatever it holds."""
+"""Names of fields that change no answer, whatever they hold."""
 CHOOSES = frozenset(
     ("adapter_id", "lora_id", "model_id", "prompt_id", "template_id", "voice_id", "previous_response_id")
 )
-"""Names that end like an id, and choose what is answered."""
+"""Names that end like an id, but do affect the answer."""
 
 
 def is_mark(name: str) -> bool:
-    """Whether the name of an unknown field says that it changes no answer."""
+    """Return whether an unknown field changes no answer, judging by its name."""
     if name in MARKS:
         return True
     is_id = name.endswith(("_id", "Id", "_metadata")) or name.startswith(("x-", "x_", "_"))

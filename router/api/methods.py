@@ -1,6 +1,6 @@
-"""What every path answers to: OPTIONS, HEAD where there is GET, and the header x-request-id of answers without a body.
+"""Middleware for all paths: OPTIONS, HEAD for paths with GET, and the header x-request-id.
 
-Answers to POST have their id already, so that streams are not slowed down.
+Responses to POST set their id themselves, so this middleware skips them and does not slow down streams.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.api.exchange import REQUEST_ID, id_of
 
 QUICK = 5
-"""The level of compression: a higher one takes longer, and gains little."""
+"""Compression level; higher levels take longer and gain little."""
 
 
 class Methods:
-    """Answers HEAD as GET without its body, and OPTIONS with the methods of the path."""
+    """Middleware that answers HEAD as GET without the body, and OPTIONS with the methods of the path."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -40,7 +40,7 @@ class Methods:
 
 
 def methods_of(scope: Scope) -> list[str]:
-    """The methods of a request's path; none: there is no such path."""
+    """Return the methods of a request's path; empty: the path does not exist."""
     found: set[str] = set()
     for route in scope["app"].router.routes:
         if route.matches({**scope, "method": "GET"})[0] is not Match.NONE:
@@ -61,18 +61,18 @@ async def _without_body(send: Send, message: Message) -> None:
 
 
 class LongText:
-    """A text that many ask for, and that is compressed once at most."""
+    """Text that many clients request, compressed at most once."""
 
     def __init__(self, text: bytes) -> None:
         self.text = text
 
     @cached_property
     def gzipped(self) -> bytes:
-        """The text, compressed."""
+        """The compressed text."""
         return gzip.compress(self.text, QUICK, mtime=0)
 
     def answer(self, request: Request, media_type: str) -> Response:
-        """The answer with the text, compressed if the client asks for that."""
+        """Return a response with the text, compressed if the client accepts gzip."""
         asked = request.headers.get("accept-encoding", "")
         if not any(_takes_gzip(each) for each in asked.split(",")):
             return Response(self.text, media_type=media_type, headers={"Vary": "Accept-Encoding"})

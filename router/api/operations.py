@@ -1,9 +1,10 @@
-"""What the page shows and does, below /api: the cluster with its alerts, its history, a router's load, a worker's log;
-drain, role and size of pools.
+"""Endpoints below /api for the page: cluster status with alerts, history, a router's load, a worker's log, and orders.
 
-All of it is for operators, see `router.api.http`. Orders need an API key even where the rest does not: where there is
-no tenants' file, anybody who reaches the port could give them, so they are refused, and `baton` gives them over gRPC.
-A body has to be JSON, which a browser sends to another website's host only if that host agrees: none of ours does.
+The orders drain a worker, change its role, or set the size of a pool.
+
+All endpoints are for operators, see `router.api.http`. Orders always need an API key. Without a tenants file any client
+that reaches the port could send them, so they are refused; `baton` sends them over gRPC instead. A body must be JSON: a
+browser sends JSON to another website's host only if that host agrees, and ours never does.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ MAX_POOL = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operations:
-    """The parts of a router that the page asks."""
+    """Parts of a router that the operator endpoints use."""
 
     router_id: str
     status: Callable[[], ClusterStatus]
     history: ClusterHistory
     load: LoadMeter
-    """The router's own."""
+    """Load of this router."""
     alerts: AlertBook
     connections: OpenConnections
     """Connections to the HTTP port."""
@@ -56,19 +57,19 @@ class Operations:
 
 
 class Order(BaseModel):
-    """Nothing but what the path says."""
+    """Body of an order without fields: the path says everything."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class RoleOrder(Order):
-    """The role that a worker is to take."""
+    """Body of an order that changes a worker's role."""
 
     role: Role
 
 
 class SizeOrder(Order):
-    """How many workers a pool is to have."""
+    """Body of an order that sets the size of a pool."""
 
     workers: Annotated[int, Field(strict=True, ge=0, le=MAX_POOL)]
 
@@ -77,10 +78,10 @@ AnyOrder = TypeVar("AnyOrder", bound=Order)
 
 
 def add_operations(app: FastAPI, operations: Operations, tenants: TenantBook, is_ready: Callable[[], str]) -> None:
-    """Adds the endpoints.
+    """Add the endpoints.
 
     Args:
-        is_ready: "" when requests can be served, else the reason why not.
+        is_ready: returns "" if requests can be served, else the reason why not.
     """
     _add_views(app, operations, tenants, is_ready)
     _add_orders(app, operations, tenants)
@@ -144,14 +145,14 @@ def _add_orders(app: FastAPI, operations: Operations, tenants: TenantBook) -> No
 
 
 async def _order(request: Request, tenants: TenantBook, kind: type[AnyOrder]) -> AnyOrder:
-    """The body of an order. Raises Forbidden where there are no tenants, and what `read_body` raises."""
+    """Return the body of an order. Raises Forbidden if no tenants are configured; see `read_body` for other errors."""
     if tenants.is_open:
         raise Forbidden("orders over HTTP need an operator's API key, and router.tenants_file is not set; use `baton`")
     return await read_body(request, kind)
 
 
 def _worker(operations: Operations, worker_id: str) -> Worker:
-    """Raises HTTPException 404: there is none of that id."""
+    """Return the worker with this id. Raises HTTPException 404 if there is none."""
     for worker in operations.status().workers:
         if worker.info.id == worker_id:
             return worker
@@ -159,6 +160,6 @@ def _worker(operations: Operations, worker_id: str) -> Worker:
 
 
 def _objectives(slo: SloClassConfig) -> dict[str, Any]:
-    """Seconds; None: no objective."""
+    """Return the objectives of a class in seconds; None: no objective."""
     found = {"ttft_s": slo.ttft_ms, "itl_s": slo.itl_ms, "e2e_s": slo.e2e_ms}
     return {name: ms / 1e3 if math.isfinite(ms) else None for name, ms in found.items()}

@@ -1,4 +1,4 @@
-"""What operators ask below /api, as the OpenAPI document describes it. `operations` and `requests` serve it."""
+"""Description of the operator calls below /api for the OpenAPI document. `operations` and `requests` serve them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TEXT: Schemas = {"type": "string"}
 _COUNT: Schemas = {"type": "integer", "minimum": 0}
 _SECONDS: Schemas = {"type": "number"}
 _OBJECTIVE: Schemas = {"type": ["number", "null"]}
-_TENANT = {**_TEXT, "description": "Whose; empty: anybody's."}
+_TENANT = {**_TEXT, "description": "Tenant of the requests; empty: all tenants."}
 
 
 def _status(into: Schemas) -> Schemas:
@@ -78,33 +78,33 @@ OPERATORS = Api(
             answer=_status,
         ),
         "/api/history": OperatorCall(
-            summary="What all routers counted in the last hour, in slots of ten seconds.",
-            query={"since": {"type": "integer", "default": 0, "description": "The first slot that is wanted."}},
+            summary="Counts of all routers over the last hour, in slots of ten seconds.",
+            query={"since": {"type": "integer", "default": 0, "description": "Number of the first slot to return."}},
             answer=_history,
         ),
         "/api/requests": OperatorCall(
             summary="The latest requests of a router, without their content.",
             query={
                 "tenant": _TENANT,
-                "slo_class": {**_TEXT, "description": "Of which class; empty: of any."},
-                "outcome": {**many({"enum": list(OUTCOMES)}), "description": "What became of them; none: anything."},
+                "slo_class": {**_TEXT, "description": "SLO class of the requests; empty: all classes."},
+                "outcome": {**many({"enum": list(OUTCOMES)}), "description": "Outcomes of the requests; none: all."},
                 "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
             },
             answer=_requests,
         ),
         "/api/requests/{request_id}": OperatorCall(
-            summary="Where the time of a request went: all calls with this id that the router knows.",
+            summary="Timelines of a request: of all calls with this id that the router keeps.",
             query={"tenant": _TENANT},
             answer=_timelines,
         ),
         "/api/workers/{worker_id}/log": OperatorCall(
-            summary=f"The latest {MAX_LOG_LINES} lines that a worker's process has written, log lines as text.",
+            summary=f"The latest {MAX_LOG_LINES} lines of a worker's output, log lines as text.",
             answer=_of(worker=_TEXT, lines=many(_TEXT)),
         ),
         "/api/metrics": OperatorCall(summary="The router's metrics, as Prometheus text."),
         "/version": OperatorCall(summary="The router's release.", answer=_of(version=_TEXT)),
         "/api/workers/{worker_id}/drain": OperatorCall(
-            summary="Replaces a worker: its requests move to others.",
+            summary="Drains and replaces a worker: its requests migrate to other workers.",
             body=Order,
             answer=_of(worker=_TEXT, state={"const": "draining"}),
         ),
@@ -114,7 +114,7 @@ OPERATORS = Api(
             answer=_of(worker=_TEXT, role={"enum": ["prefill", "decode"]}),
         ),
         "/api/pools/{pool}": OperatorCall(
-            summary="Sets how many workers a pool is to have.",
+            summary="Sets the desired number of workers of a pool.",
             body=SizeOrder,
             answer=_of(pool=_TEXT, desired=_COUNT, ready=_COUNT),
         ),
@@ -122,4 +122,4 @@ OPERATORS = Api(
     error_name=OPENAI.error_name,
     error=OPENAI.error,
 )
-"""An order, which has a body, needs an operator's key even where nothing else needs one."""
+"""An order, which has a body, always needs an operator's key, even if no other call needs one."""

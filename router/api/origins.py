@@ -1,6 +1,6 @@
-"""Answers to pages of other websites (CORS): a browser shows them an answer only if it has these headers.
+"""CORS headers: without them a browser hides responses from the pages of other websites.
 
-`router.cors_origins` lists the websites. What is below /api is for operators, and no other website's page reads it.
+`router.cors_origins` lists the websites. Paths below /api are for operators, and never get these headers.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ EXPOSED = (
     "x-ratelimit-limit-tokens", "x-ratelimit-remaining-requests", "x-ratelimit-remaining-tokens",
     "x-ratelimit-reset-requests", "x-ratelimit-reset-tokens",
 )  # fmt: skip
-"""Headers of an answer that a page may read."""
+"""Headers of a response that a page may read."""
 METHODS = "GET, HEAD, POST, OPTIONS"
 KEPT_S = 600
-"""How long a browser may keep what it was allowed, in seconds."""
+"""Time for which a browser may cache a preflight, in seconds."""
 LONGEST_ASKED = 2048
-"""Characters of the names of headers that a page asks for."""
+"""Maximum length of `Access-Control-Request-Headers`, in characters."""
 FOR_OPERATORS = "/api/"
-"""Paths below it say something of the cluster, and are for operators."""
+"""Prefix of the paths that reveal something about the cluster, and are for operators."""
 
 
 class Origins:
-    """Allows pages of some websites to read answers, and answers what browsers ask before they send a request.
+    """Middleware that adds CORS headers for allowed origins, and answers their preflight requests.
 
     Args:
         allowed: origins such as https://chat.example; * stands for anything.

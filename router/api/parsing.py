@@ -1,8 +1,8 @@
-"""Reads bodies: no reading is to hold the event loop for long, or again and again.
+"""Parses JSON bodies without blocking the event loop for long, or again and again.
 
-Python's parser cannot be interrupted, and what it makes of a body takes up to twenty times the bytes of that. So its
-parts are counted while it comes in, and bodies that are long or have many parts are read one at a time and in slices,
-with pauses in which others are served; tenants take turns.
+Python's parser cannot be interrupted, and its result takes up to twenty times the bytes of the body. So the parts of a
+body are counted while it comes in. Bodies that are long or have many parts are parsed one at a time and in slices, with
+pauses in which other requests are served; tenants take turns.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from router.api.paced import PacedWork
 
 T = TypeVar("T")
 MAX_NODES = 12_288
-"""Objects and lists in a body: more than the longest chat with the most tools has."""
+"""Maximum number of objects and lists in a body: more than the longest chat with the most tools has."""
 MAX_TEXTS = 2**16
-"""Texts in a body, names of fields among them."""
+"""Maximum number of texts in a body, names of fields included."""
 MAX_NAMES = 2048
-"""Fields of one object."""
+"""Maximum number of fields of one object."""
 MAX_VALUES = 2**20
-"""Numbers and texts in a body: as many as the token ids of the longest prompt that any model takes."""
+"""Maximum number of values in a body: the token ids of the longest prompt that any model takes."""
 SHORT_BYTES, SHORT_NODES, SHORT_VALUES = 256 * 2**10, 256, 2048
-"""What a body has at most that is read at once, in a few milliseconds."""
+"""Limits of a body that is parsed at once, in a few milliseconds."""
 MAX_WAITING_BYTES = 48 * 2**20
 SLICE_S = 0.005
-"""Time for which a body is read before others are served."""
+"""Time for which a body is parsed before other requests are served."""
 SLICED_LEVELS = 6
-"""Levels of objects and lists whose values are read one after the other."""
+"""Levels of objects and lists whose values are parsed one by one."""
 MIN_RUN, MAX_RUN = 2, 4096
-"""Values in a row of a list, none of them text, object or list, that are read together."""
+"""Number of consecutive values of a list, none of them a text, object or list, that are parsed together."""
 
 
 class PartCount:
-    """Counts the parts of a body whose pieces are added as they come in."""
+    """Counter of the parts of a body, fed with its pieces as they come in."""
 
     def __init__(self) -> None:
         self._num_bytes = self._num_nodes = self._num_commas = self._num_quotes = 0
@@ -45,7 +45,7 @@ class PartCount:
         """A backslash at the end of the last piece, which escapes the first byte of the next one."""
 
     def add(self, piece: bytes) -> None:
-        """Adds the next bytes. Raises InvalidRequest when the body has more parts so far than any may have."""
+        """Add the next bytes. Raises InvalidRequest if the body has more parts than the limits allow."""
         self._num_bytes += len(piece)
         piece = (self._escape + piece).replace(rb"\\", b"")
         self._escape = b"\\" if piece.endswith(b"\\") else b""
@@ -63,29 +63,29 @@ class PartCount:
 
     @property
     def are_few(self) -> bool:
-        """Whether the body may be read at once."""
+        """True if the body may be parsed at once."""
         is_short = self._num_bytes <= SHORT_BYTES and self._num_nodes <= SHORT_NODES
         return is_short and self._num_commas + self._num_quotes // 2 <= SHORT_VALUES
 
 
 class BodyParser:
-    """The reader of JSON bodies of one HTTP server."""
+    """Parser of JSON bodies of one HTTP server."""
 
     def __init__(self) -> None:
         self._long = PacedWork(MAX_WAITING_BYTES)
 
     async def parse(self, body: bytes, parts: PartCount, tenant_id: str, validate: Callable[[Any], T]) -> T:
-        """Returns what is made of the value that a body has.
+        """Parse a body, and return the result of `validate` for its value.
 
         Args:
-            parts: those of the whole body.
-            validate: makes something of the value.
+            parts: counts of the whole body.
+            validate: converts the parsed value.
 
         Raises:
             InvalidRequest: an object has too many fields.
-            Overloaded: many long ones wait.
-            ValueError, RecursionError: it is no JSON.
-            Exception: whatever `validate` raises.
+            Overloaded: too many long bodies wait.
+            ValueError, RecursionError: the body is not JSON.
+            Exception: any error of `validate`.
         """
         if parts.are_few:
             return validate(_DECODER.decode(_text(body)))
@@ -100,7 +100,7 @@ class BodyParser:
 
 
 def _read_on(reading: Generator[None, None, Any]) -> tuple[Any] | None:
-    """Reads for a slice of time, and returns the value, in a tuple, if that is its end."""
+    """Parse for one slice of time, and return the value in a tuple if it is complete."""
     until_s = time.monotonic() + SLICE_S
     try:
         next(reading)
@@ -112,10 +112,10 @@ def _read_on(reading: Generator[None, None, Any]) -> tuple[Any] | None:
 
 
 def sliced(text: str) -> Generator[None, None, Any]:
-    """Reads a JSON text as `json.loads` does, and yields again and again, so that the reader can do something else.
+    """Parse a JSON text as `json.loads` does, and yield often, so that the caller can do something else in between.
 
     Raises:
-        ValueError, RecursionError: it is no JSON.
+        ValueError, RecursionError: the text is not JSON.
     """
     value, end = yield from _sliced_value(text, _skip(text, 0), SLICED_LEVELS)
     if (end := _skip(text, end)) < len(text):
@@ -124,7 +124,7 @@ def sliced(text: str) -> Generator[None, None, Any]:
 
 
 def _sliced_value(text: str, begin: int, levels: int) -> Generator[None, None, tuple[Any, int]]:
-    """Reads the value that begins there, and returns where it ends, too."""
+    """Parse the value that starts at `begin`, and return it with its end."""
     if levels and text.startswith("[", begin):
         return (yield from _sliced_list(text, begin + 1, levels - 1))
     if levels and text.startswith("{", begin):
@@ -173,14 +173,14 @@ def _sliced_object(text: str, begin: int, levels: int) -> Generator[None, None, 
 
 
 def _expect(character: str, text: str, at: int) -> int:
-    """Returns where what follows the character begins."""
+    """Check for the character at `at`, and return the position of the next character behind it that is not space."""
     if not text.startswith(character, at):
         raise json.JSONDecodeError(f"Expecting {character!r} delimiter", text, at)
     return _skip(text, at + 1)
 
 
 def _skip(text: str, at: int) -> int:
-    """Returns where what follows white space begins."""
+    """Return the position of the first character from `at` on that is not white space."""
     found = _SPACE.match(text, at)
     assert found is not None
     return found.end()
@@ -193,8 +193,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _text(body: bytes) -> str:
-    """The text of a body. UTF-8 alone is read (RFC 8259): Python would read other encodings, in which the parts cannot
-    be counted by their bytes.
+    """Decode a body as UTF-8 (RFC 8259), and nothing else.
+
+    Python would accept other encodings, in which the parts cannot be counted by their bytes.
     """
     return body.decode("utf-8-sig", "surrogatepass")
 

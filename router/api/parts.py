@@ -1,7 +1,7 @@
-"""The parts of an answer, one after the other as its tokens have them: reasoning, text, calls of tools.
+"""The parts of an answer in the order of its tokens: reasoning, text, tool calls.
 
-Chunks bring what is new of each channel; here it comes in one row, for APIs whose answers are a list of items. The row
-depends on the answer alone, however its tokens are grouped into chunks.
+A chunk carries the new text of each channel. `Parts` puts them into one sequence, for APIs whose answers are a list of
+items. The sequence depends on the answer alone, however its tokens are grouped into chunks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from baton.tools import ToolCallDelta
 
 
 class PartKind(StrEnum):
-    """What a part is."""
+    """Kind of a part."""
 
     REASONING = "reasoning"
     TEXT = "text"
@@ -24,10 +24,10 @@ class PartKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PartBegin:
-    """A part begins, behind all parts before it."""
+    """Start of a part; all earlier parts are complete."""
 
     index: int
-    """The part's place in the answer."""
+    """The part's position in the answer."""
     kind: PartKind
     call_id: str = ""
     name: str = ""
@@ -36,17 +36,17 @@ class PartBegin:
 
 @dataclass(frozen=True, slots=True)
 class PartMore:
-    """More of the part that has begun last."""
+    """More text of the part that started last."""
 
     index: int
     kind: PartKind
     text: str
-    """What is new of the text; of a call, of its arguments as JSON."""
+    """New text; for a call, new text of its JSON arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartEnd:
-    """The part that has begun last is complete."""
+    """End of the part that started last."""
 
     index: int
     kind: PartKind
@@ -56,7 +56,7 @@ PartEvent = PartBegin | PartMore | PartEnd
 
 
 class Parts:
-    """Reads the chunks of one choice."""
+    """Splits the chunks of one choice into parts."""
 
     def __init__(self) -> None:
         self._open: PartBegin | None = None
@@ -65,7 +65,7 @@ class Parts:
         """Characters of the content so far."""
 
     def push(self, chunk: GenerateChunk) -> Iterator[PartEvent]:
-        """Yields what a chunk brings; it must be read to its end."""
+        """Yield the events of a chunk. The iterator must be exhausted."""
         if chunk.reasoning:
             yield from self._more(PartKind.REASONING, chunk.reasoning)
         text, begin = chunk.text, self._num_characters
@@ -83,7 +83,7 @@ class Parts:
             yield from self._more(PartKind.TEXT, text)
 
     def end(self) -> Iterator[PartEvent]:
-        """Yields the end of the last part; it must be read to its end."""
+        """Yield the end of the last part. The iterator must be exhausted."""
         if self._open is not None:
             yield PartEnd(self._open.index, self._open.kind)
             self._open = None

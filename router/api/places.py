@@ -1,9 +1,9 @@
-"""How many connections an HTTP server has, and how many bytes they hold that are on their way.
+"""Limits the connections of an HTTP server, and the bytes that they hold in transit.
 
-A connection takes a place of its client's address, and gives it back when it ends, in whatever way. What it holds of
-requests that are not whole yet, and of answers that their client has not read yet, has a bound, too: of an address, and
-of all. Beyond it, the connection is ended whose latest progress is longest ago. So a client that sends or reads as fast
-as it can is served, however many others keep theirs waiting.
+A connection occupies a place, counted by its client's address, and frees it whenever it ends. It holds bytes of
+requests that are incomplete, and of answers that its client has not read. These bytes are limited per address and in
+total. Above a limit, the connection with the least recent progress is ended. So a client that sends or reads as fast as
+it can is served, however many other clients stall.
 """
 
 from __future__ import annotations
@@ -19,96 +19,97 @@ from router.api.lane import Lane
 logger = logging.getLogger(__name__)
 MIB = 2**20
 PROGRESS_BYTES = 16 * 2**10
-"""What must come or be read so that it counts as progress: else a byte now and then would do."""
+"""Minimum change of the held bytes that counts as progress, so that a byte now and then does not suffice."""
 MAX_TOLD = 64
-"""Connections beyond the bound that get an answer which says so, at a time; further ones are closed without a word."""
+"""Maximum number of refused connections at a time that get an error response; further ones are closed silently."""
 STARTS_AT_ONCE = 4
 SLOW_AT_ONCE, SLOW_REST_S = 8, 0.01
 LOG_EVERY_S = 1.0
-"""Time between two lines of the log on connections that are closed."""
+"""Minimum time between two log lines about closed connections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """The bounds of connections."""
+    """Limits of the connections of one server."""
 
     max_connections: int
     max_per_client: int
-    """Connections from one address."""
+    """Maximum number of connections from one address."""
     head_bytes: int = 32 * 2**10
-    """Longest head, and longest trailers."""
+    """Maximum length of the head, and of the trailers."""
     head_fields: int = 256
     url_bytes: int = 8 * 2**10
     head_s: float = 10.0
-    """Longest time from a connection's begin, or a further request's, to the end of the head."""
+    """Longest time from the start of a connection, or of a further request, to the end of the head."""
     body_bytes: int = 16 * MIB
-    """Most bytes of a body that are read, though it was refused long before: so its client can send on until it reads
-    why."""
+    """Maximum number of body bytes that are read, even though a long body is refused earlier. The client can keep
+    sending until it reads the refusal."""
     body_s: float = 30.0
-    """Longest time of a body, beside that of its bytes."""
+    """Longest time of a body, in addition to the time for its bytes at `body_bytes_s`."""
     body_bytes_s: int = 16 * 2**10
-    """Bytes of a body that have to come in a second."""
+    """Minimum rate of a body, in bytes per second."""
     framing_bytes: int = 16 * 2**10
-    """Bytes of the lines between the chunks of a body, beside a sixteenth of its own."""
+    """Maximum number of bytes between the chunks of a body, in addition to a sixteenth of the body."""
     stall_s: float = 30.0
-    """Longest time in which a client may read nothing of what waits for it, or send nothing of a body."""
+    """Longest time in which a client may read nothing of the pending bytes, or send nothing of a body."""
     held_bytes: int = 64 * MIB
-    """Bytes of requests and answers on their way, of all clients."""
+    """Maximum number of bytes of requests and answers in transit, for all clients."""
     held_bytes_per_client: int = 16 * MIB
-    """Bytes of requests and answers on their way, of one address."""
+    """Maximum number of bytes of requests and answers in transit, for one address."""
 
 
 class Holder(Protocol):
-    """A connection that holds bytes."""
+    """Connection that holds bytes."""
 
     def give_up(self) -> None:
-        """Ends, because too much is held, and holds nothing any more."""
+        """End the connection because too much is held. It holds nothing from then on."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class OpenConnections:
-    """The connections of one server, by the client's address."""
+    """Connections of one server, by the client's address."""
 
     limits: ConnectionLimits
     starts: Lane = field(default_factory=lambda: Lane(STARTS_AT_ONCE, 0.0))
-    """Where requests wait that have come."""
+    """Lane of requests that wait to be started."""
     slow_lane: Lane = field(default_factory=lambda: Lane(SLOW_AT_ONCE, SLOW_REST_S))
-    """Where connections wait whose requests come in many small pieces: each piece costs the loop about as much as a
-    whole request, and its client next to nothing."""
+    """Lane of connections whose requests come in many small pieces. Each piece costs the loop about as much as a whole
+    request, and the client almost nothing."""
     num_of: Counter[str] = field(default_factory=Counter)
+    """Number of connections by address."""
     num_held: Counter[str] = field(default_factory=Counter)
-    """Bytes that they hold."""
+    """Held bytes by address."""
     _num_told: int = 0
     _num_unlogged: int = 0
     _logs_from_s: float = 0.0
-    """When the next line may be logged, on the monotonic clock."""
+    """Earliest time of the next log line, on the monotonic clock."""
     _holders: dict[str, dict[Holder, int]] = field(default_factory=dict)
-    """Client -> connection -> bytes, the one first whose progress is longest ago."""
+    """Client -> connection -> bytes, ordered from the least to the most recent progress."""
 
     @property
     def filled(self) -> tuple[int, int]:
-        """How many connections there are, and how many there may be."""
+        """The number of connections and its limit."""
         return self.num_of.total(), self.limits.max_connections
 
     def enter(self, client: str) -> ConnectionPlace:
-        """Counts a connection until its place is left."""
+        """Count a new connection, and return its place. It counts until the place is left."""
         self.num_of[client] += 1
         refusal = ""
         if self.num_of.total() > self.limits.max_connections:
             refusal = f"this router has {self.limits.max_connections} connections; try again later"
         elif self.num_of[client] > self.limits.max_per_client:
-            refusal = f"this client has {self.limits.max_per_client} connections; use those, or close some"
+            refusal = f"this client has {self.limits.max_per_client} connections; reuse or close some of them"
         self._num_told += bool(refusal)
         is_told = bool(refusal) and self._num_told <= MAX_TOLD
         return ConnectionPlace(of=self, client=client, refusal=refusal, is_told=is_told)
 
     def hold(self, holder: Holder, client: str, num_bytes: int) -> None:
-        """Says what a connection holds after it has made progress. If that is too much, others give up, or it does."""
+        """Record the bytes that a connection holds after progress. Above a limit, the slowest connections are ended."""
         holders = self._holders.setdefault(client, {})
         self.num_held[client] += num_bytes - holders.pop(holder, 0)
         if num_bytes:
-            holders[holder] = num_bytes  # the last one from now on
+            holders[holder] = num_bytes  # moves to the end of the order
         if not holders:
             del self._holders[client], self.num_held[client]
         while self.num_held[client] > self.limits.held_bytes_per_client:
@@ -117,7 +118,7 @@ class OpenConnections:
             self._end_slowest(max(self.num_held, key=self.num_held.__getitem__))
 
     def log_end(self, client: str, reason: str) -> None:
-        """Logs why a connection is ended; of many, one a second: what is written costs more than what is refused."""
+        """Log why a connection is ended, at most once per second: a log line costs more than a refusal."""
         now_s = time.monotonic()
         if now_s < self._logs_from_s:
             self._num_unlogged += 1
@@ -132,7 +133,7 @@ class OpenConnections:
         slowest.give_up()
 
     def leave(self, place: ConnectionPlace) -> None:
-        """Counts a connection no longer; its place calls this once."""
+        """Stop counting a connection. Its place calls this once."""
         self._num_told -= bool(place.refusal)
         self.num_of[place.client] -= 1
         if not self.num_of[place.client]:
@@ -141,18 +142,18 @@ class OpenConnections:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ConnectionPlace:
-    """A connection's place."""
+    """Place of one connection among those of its server."""
 
     of: OpenConnections
     client: str
     refusal: str
-    """Why it is one too many; empty: it is not."""
+    """Why the connection is refused; empty: it is not."""
     is_told: bool
-    """Whether a client that is one too many gets an answer."""
+    """Whether a refused connection gets an error response."""
     has_left: bool = False
 
     def leave(self) -> None:
-        """Gives it back. Idempotent: a connection that ends in its handshake has two that do."""
+        """Free the place. Idempotent, because two callers free it if a connection ends during its handshake."""
         if not self.has_left:
             self.has_left = True
             self.of.leave(self)

@@ -1,4 +1,4 @@
-"""What operators ask the HTTP port of requests: the latest ones, and the time line of one."""
+"""Operator endpoints about requests: the latest requests, and the timeline of one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FRESH = {"Cache-Control": "no-store"}
 
 
 def add_requests(app: FastAPI, service: RouterService) -> None:
-    """Adds the list of requests and the time line of one."""
+    """Add the list of requests and the timeline of one."""
 
     @app.get(PATH)
     async def requests(

@@ -1,7 +1,7 @@
-"""JSON schemas of answers, made of the types that the answers are made of: dataclasses and protobuf messages.
+"""JSON schemas of responses, derived from the types behind them: dataclasses and protobuf messages.
 
-`of_dataclass` and `of_message` add the schemas of a type and of all that it holds to `into`, by their names, and return
-a reference.
+`of_dataclass` and `of_message` add the schemas of a type and of all types in it to `into`, by name, and return a
+reference.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _PLAIN: dict[type, Schemas] = {
     str: {"type": "string"},
     int: {"type": "integer"},
     bool: {"type": "boolean"},
-    float: {"type": ["number", "null"]},  # JSON has no infinity: there null is an objective that is not set
+    float: {"type": ["number", "null"]},  # JSON has no infinity, so null stands for an objective that is not set
     types.NoneType: {"type": "null"},
 }
 _NUMBER: Schemas = {"anyOf": [{"type": "number"}, {"enum": ["Infinity", "-Infinity", "NaN"]}]}
-"""A double as protobuf writes it."""
+"""Schema of a double as protobuf's JSON writes it."""
 _OF_PROTOBUF: dict[int, Schemas] = {
     FieldDescriptor.CPPTYPE_STRING: {"type": "string"},
     FieldDescriptor.CPPTYPE_BOOL: {"type": "boolean"},
@@ -36,7 +36,7 @@ _OF_PROTOBUF: dict[int, Schemas] = {
 
 
 def described(properties: Schemas, optional: typing.Collection[str] = ()) -> Schemas:
-    """The schema of an object with these properties, all of which it has but for optional ones."""
+    """Return the schema of an object with these properties; all but the optional ones are required."""
     return {
         "type": "object",
         "properties": properties,
@@ -46,12 +46,12 @@ def described(properties: Schemas, optional: typing.Collection[str] = ()) -> Sch
 
 
 def many(schema: Schemas) -> Schemas:
-    """The schema of a list."""
+    """Return the schema of a list."""
     return {"type": "array", "items": schema}
 
 
 def of_dataclass(kind: type, into: Schemas) -> Schemas:
-    """The schema of `dataclasses.asdict` of a dataclass."""
+    """Return the schema of `dataclasses.asdict` of a dataclass."""
     if kind.__name__ not in into:
         into[kind.__name__] = {}  # a type may hold itself
         hints = typing.get_type_hints(kind)
@@ -72,7 +72,7 @@ def _of_type(annotation: Any, into: Schemas) -> Schemas:
 
 
 def of_message(message: Descriptor, into: Schemas) -> Schemas:
-    """The schema of a protobuf message whose JSON shows zeros, and has 64-bit numbers as numbers."""
+    """Return the schema of a protobuf message whose JSON includes zeros, and writes 64-bit numbers as numbers."""
     if message.name not in into:
         into[message.name] = {}
         fields = {field.name: _of_field(field, into) for field in message.fields}

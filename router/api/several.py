@@ -1,4 +1,4 @@
-"""Several prompts of one request: each is a request of its own, and their answers come as one's."""
+"""Serves several prompts of one request: each prompt is a separate request, and their answers are merged."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from router.admission.tenants import Tenant
 
 MAX_PROMPTS = 128
 MAX_AT_ONCE = 16
-"""Most prompts of one request that are served side by side."""
+"""Maximum number of prompts of one request that are served concurrently."""
 
 Start = Callable[[], AsyncGenerator[GenerateChunk]]
 
 
 def at_once(tenant: Tenant, num_prompts: int, num_answers: int) -> int:
-    """Returns how many prompts of a request are served side by side.
+    """Return how many prompts of a request are served concurrently.
 
     Args:
         num_answers: answers that are generated for each prompt.
 
     Raises:
-        InvalidRequest: the tenant can never have so many prompts served.
+        InvalidRequest: the number of prompts exceeds the tenant's requests per minute.
     """
     limit = tenant.requests_per_minute
     if limit is not None and num_prompts > limit:
         raise InvalidRequest(
-            f"prompt holds {num_prompts} prompts, each of which counts as a request, and this API key has {limit} "
-            "requests a minute; send fewer",
+            f"prompt holds {num_prompts} prompts, and each counts as a request: that is above this API key's limit of "
+            f"{limit} requests per minute; send fewer",
             "prompt",
         )
     most = MAX_AT_ONCE if tenant.max_in_flight is None else tenant.max_in_flight // max(1, num_answers)
@@ -42,16 +42,17 @@ def at_once(tenant: Tenant, num_prompts: int, num_answers: int) -> int:
 def together(
     starts: Sequence[Start], num_choices: int, num_at_once: int = MAX_AT_ONCE
 ) -> AsyncGenerator[GenerateChunk]:
-    """Returns the chunks of all prompts, as they come. Choice `i` of prompt `p` is choice `p * num_choices + i`.
+    """Return the chunks of all prompts, as they come. Choice `i` of prompt `p` is choice `p * num_choices + i`.
 
-    Usage is that of all prompts so far, and timing the first prompt's. When one fails, or the reader leaves, all end.
+    The usage is the sum over all prompts so far; the timing is the first prompt's. If one prompt fails, or the reader
+    closes the generator, all prompts end.
 
     Args:
-        starts: begin a prompt's answers.
-        num_at_once: prompts that are served side by side; the others follow as these end.
+        starts: for each prompt a function that starts its answers.
+        num_at_once: prompts that are served concurrently; the others follow as these end.
 
     Raises:
-        BatonError: what the first prompt that fails raises.
+        BatonError: the error of the first prompt that fails.
     """
     return starts[0]() if len(starts) == 1 else _merged(starts, num_choices, num_at_once)
 

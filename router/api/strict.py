@@ -1,4 +1,4 @@
-"""What bodies and their fields have in common."""
+"""Base classes and field types that the bodies of all APIs share."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ def _of_some_length(value: Any) -> Any:
 
 
 Listed = Annotated[list[T], Field(max_length=MAX_LISTED), BeforeValidator(_of_some_length)]
-"""A list in a body. Its length is checked before its values are, and is more than any list may have in the end."""
+"""List in a body. Its length is checked before its values; the limit is above that of every single list field."""
 Values = Annotated[list[T], Field(max_length=MAX_LISTED, fail_fast=True), BeforeValidator(_of_some_length)]
-"""A list of numbers or texts, of which the first that is wrong is the only one that is named."""
+"""List of numbers or texts. An error names its first wrong value only."""
 
 
 class StrictBody(BaseModel):
-    """A body or field in which every name and type is checked."""
+    """Body or field whose names and types are all checked."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class DeclaredBody(BaseModel):
-    """A body of which an API declares by name which other fields it refuses, and which fields have no effect."""
+    """Body of an API that declares which further fields it refuses, and which fields have no effect."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     refused: ClassVar[Mapping[str, Refusal]] = {}
     """Fields that the body does not have -> why they are refused."""
     without_effect: ClassVar[Mapping[str, str]] = {}
-    """Which of its fields change no answer -> why."""
+    """Fields of the body that change no answer -> why."""
 
     def check_fields(self, ignored: Ignored) -> None:
-        """Notes the fields that are ignored.
+        """Record the fields that are ignored.
 
         Raises:
-            InvalidRequest: one is not known.
-            Unsupported: one is refused.
+            InvalidRequest: a field is unknown.
+            Unsupported: a field is refused.
         """
         if self.model_extra:
             ignored.check_unserved(self.model_extra, self.refused)
@@ -60,15 +60,15 @@ class DeclaredBody(BaseModel):
 
 
 class StreamBody(DeclaredBody):
-    """A body whose answer may come as a stream."""
+    """Body whose answer may come as a stream."""
 
     stream: bool | None = None
     stream_options: Any = None
 
     def check_fields(self, ignored: Ignored) -> None:
-        """Notes the options of a stream that a whole answer has no use for, too. `router.strict` refuses them."""
+        """Record ignored fields, among them `stream_options` without `stream`, which `router.strict` refuses."""
         super().check_fields(ignored)
         if self.stream_options is not None and not self.stream:
             if ignored.is_strict:
-                raise InvalidRequest("stream_options belongs to streams; set stream to true", "stream_options")
+                raise InvalidRequest("stream_options needs stream; set stream to true", "stream_options")
             ignored.note("stream_options")

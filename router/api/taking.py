@@ -1,4 +1,4 @@
-"""Records what becomes of bodies before the service sees a request: ignored fields, and refusals."""
+"""Records ignored fields and refusals of bodies, which happen before the service sees a request."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from router.request.bodies import RefusedBody
 from router.service import RouterService
 
 OTHER = "other"
-"""The label of fields whose names no API declares: clients may send any."""
+"""Metric label for field names that no API declares, because clients may send any name."""
 _PLACE = re.compile(r"\[\d+\]")
 
 
 class Taking:
-    """Entered while a body is read and becomes a request. What is refused in it is recorded here, and nowhere else.
+    """Context manager around reading a body and building its request. It is the only place that records their refusal.
 
     Args:
-        operation: what is asked for, as the request's own books would have it.
+        operation: the operation, named as in the accounting of served requests.
     """
 
     __slots__ = ("_arrived_s", "_operation", "_request", "_service")
@@ -62,13 +62,13 @@ class Taking:
         self._service.bodies.refused(refused)
 
     def _label(self, name: str) -> str:
-        """The name of a field, without the path to it; `other` if no API knows it."""
+        """Return the name of a field without its path, or `other` if no API declares it."""
         own = _PLACE.sub("", name).rpartition(".")[2]
         return own if own in self._request.app.state.field_names else OTHER
 
 
 def refusal_of(error: RequestValidationError) -> InvalidRequest | Unsupported:
-    """The refusal of a body that is not what it should be; `param` is the path of its first field that is not."""
+    """Return the refusal of an invalid body; `param` is the path of its first invalid field."""
     first = error.errors()[0]
     where = first["loc"][first["loc"][:1] == ("body",) :]
     param = ""

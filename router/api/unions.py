@@ -1,6 +1,6 @@
-"""Fields that hold one of several things: values of which each has a `type` or a `role`, and a text in place of a list.
+"""Union fields: objects that a `type` or a `role` distinguishes, and a text in place of a list.
 
-Pydantic's own unions put names of their members into the place of an error. An error here names the client's field.
+Pydantic's own unions put the names of their members into the path of an error. An error here names the client's field.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from router.api.fields import LEFT_OUT, UNSUPPORTED
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ByType:
-    """Annotates a union of models, of which a field of a value names one; its other members are texts."""
+    """Annotation of a union of models that a field of the value distinguishes. Other members are literal texts."""
 
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Other values of the field that clients know -> why they are refused."""
+    """Other values of the field that clients may send -> why they are refused."""
     default: str = ""
-    """What the field is in an object that has none; empty: each must have one."""
+    """Value of the field in an object without it; empty: the field is required."""
     by: str = "type"
-    """The field."""
+    """Name of the field."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Types of objects that are left out of the list that has them, unless `router.strict` refuses them -> why."""
+    """Types of objects that are dropped from their list, unless `router.strict` refuses them -> why."""
     leaves_out: bool = False
-    """Whether objects of types that are not known are left out, too."""
+    """Whether objects of unknown types are dropped as well."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         members = typing.get_args(source) or (source,)
@@ -75,7 +75,7 @@ class ByType:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OrText:
-    """Annotates a union of a text and a list."""
+    """Annotation of a union of a text and a list."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         (of_list,) = (each for each in typing.get_args(source) if each is not str)

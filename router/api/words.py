@@ -1,4 +1,4 @@
-"""The names of fields in errors: the service has gRPC's, and each API of the HTTP port its own."""
+"""Translates field names in errors: the service uses gRPC's names, and each API of the HTTP port has its own."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "/v1/responses": _RESPONSES,
     "/v1/responses/input_tokens": _RESPONSES,
 }
-"""Path -> names of the service's -> the fields there."""
+"""Path -> the service's name of a field -> its name there."""
 _OF_TOOL_IN_CHATS = re.compile(r"(?<=\btools\[)(\d+\])\.function\.parameters\b")
 _OF_TOOL: Mapping[str, str] = {"/v1/messages": "input_schema", "/v1/responses": "parameters"}
-"""Path, or the path above it -> the field of a tool that has the schema of its arguments."""
+"""Path or its prefix -> the field of a tool that holds the schema of its arguments."""
 _OF_STRUCTURE: Mapping[str, str] = {
     "output_config.format": "output_config.format.schema",
     "response_format": "response_format.json_schema.schema",
     "structured_outputs": "structured_outputs.json",
     "text.format": "text.format.schema",
 }
-"""A field by which a structure is asked for -> the field in it that has the schema."""
+"""Field that asks for a structure -> the field in it that holds the schema."""
 _OF_GRPC = re.compile(r"\bsampling\.(?=[a-z])")
 
 
 def in_words_of(path: str, error: BatonError, written: Mapping[str, str] | None = None) -> BatonError:
-    """Returns the error with the names that fields have at a path.
+    """Return a copy of the error with the field names of the API at a path.
 
     Args:
-        written: names of the service's -> the fields by which this request asked for the same.
+        written: the service's name of a field -> the field that this request used for the same.
     """
     message, names = _OF_GRPC.sub("", str(error)), {**NAMES.get(path, {}), **(written or {})}
     found = copy.copy(error)

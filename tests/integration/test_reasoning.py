@@ -109,7 +109,7 @@ def test_a_continued_message_may_stand_inside_of_a_reasoning(cluster: Served) ->
 
 
 def test_a_budget_needs_a_reasoning_that_is_known_to_end(cluster: Served) -> None:
-    with pytest.raises(openai.BadRequestError, match="thinking_budget limits a reasoning"):
+    with pytest.raises(openai.BadRequestError, match="thinking_budget needs a reasoning"):
         asked(cluster, thinking_budget=4)
 
 

@@ -200,7 +200,7 @@ REFUSED = [
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": DEEP}}]}, "deeper than 64 levels"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": 7}}}]}, "be an object"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"required": [7]}}}]}, "a list of names"),
-    ({"structured_outputs": {"regex": "a"}}, "no other structure"),
+    ({"structured_outputs": {"regex": "a"}}, "not with another structure"),
     ({"tool_choice": "required", "tools": [{"type": "function", "function": {
         "name": "a", "strict": True, "parameters": {"not": {"type": "string"}}}}]},
      "tools[0].function.parameters: not cannot be enforced"),

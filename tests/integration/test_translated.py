@@ -159,7 +159,7 @@ def test_errors_are_the_clients_own(cluster: RouterProcess, client: anthropic.An
             assert raised.value.type == name
             field = next(iter(fields), "")
             assert field in raised.value.message
-    with pytest.raises(anthropic.NotFoundError, match="not served: requests are answered as they come"):
+    with pytest.raises(anthropic.NotFoundError, match="not served: there is no batch API"):
         client.messages.batches.list()
 
 

@@ -1,6 +1,6 @@
-"""Anthropic's Messages API: bodies become the chats that all APIs share, and answers its blocks and typed events.
+"""Anthropic's Messages API: bodies become the chats that all APIs share, and answers become blocks and typed events.
 
-Bodies are validated here, at every depth; what is not built is refused by name, never ignored.
+Bodies are validated here, at every depth. Features that are not supported are refused by name, never ignored.
 """
 
 from router.api.anthropic.description import ANTHROPIC

@@ -1,4 +1,4 @@
-"""The blocks that Anthropic's messages consist of, as clients send them."""
+"""The content blocks and messages of Anthropic's API, as clients send them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from router.api.fields import Refusal, WithoutEffect
 from router.api.strict import Listed, StrictBody
 from router.api.unions import ByType, OrText
 
-CACHED = WithoutEffect("prefixes are found by their tokens, of whatever request")
-NO_TOOLSETS = Refusal("the cluster has no tools of its own")
-NO_FILES = "the model reads text"
-NO_SERVER_TOOLS = "the cluster runs no tools of its own"
+CACHED = WithoutEffect("the prefix cache works automatically, across all requests")
+NO_TOOLSETS = Refusal("the cluster has no built-in tools")
+NO_FILES = "the model reads text only"
+NO_SERVER_TOOLS = "the cluster has no built-in tools"
 REFUSED_BLOCKS: Mapping[str, str] = {
     "advisor_tool_result": NO_SERVER_TOOLS,
     "bash_code_execution_tool_result": NO_SERVER_TOOLS,
     "browser_state": NO_SERVER_TOOLS,
     "code_execution_tool_result": NO_SERVER_TOOLS,
-    "compaction": "nothing is compacted here",
+    "compaction": "conversations are not compacted",
     "container_upload": NO_SERVER_TOOLS,
     "document": NO_FILES,
-    "fallback": "one model is served",
+    "fallback": "the cluster serves one model",
     "image": NO_FILES,
     "mcp_tool_listing": NO_SERVER_TOOLS,
     "mcp_tool_result": NO_SERVER_TOOLS,
@@ -32,9 +32,9 @@ REFUSED_BLOCKS: Mapping[str, str] = {
     "search_result": NO_FILES,
     "server_tool_use": NO_SERVER_TOOLS,
     "text_editor_code_execution_tool_result": NO_SERVER_TOOLS,
-    "tool_addition": "tools are those of the request",
+    "tool_addition": "declare all tools in the request's tools",
     "tool_reference": NO_SERVER_TOOLS,
-    "tool_removal": "tools are those of the request",
+    "tool_removal": "declare all tools in the request's tools",
     "tool_search_tool_result": NO_SERVER_TOOLS,
     "web_fetch_tool_result": NO_SERVER_TOOLS,
     "web_search_tool_result": NO_SERVER_TOOLS,
@@ -48,39 +48,39 @@ CacheControl = Annotated[dict[str, Any] | None, CACHED]
 
 
 class TextBlock(StrictBody):
-    """A text."""
+    """Text."""
 
     type: Literal["text"]
     text: str
     cache_control: CacheControl = None
-    citations: Annotated[Any, WithoutEffect("a prompt has the text alone")] = None
+    citations: Annotated[Any, WithoutEffect("the prompt contains the text only")] = None
 
 
 class ThinkingBlock(StrictBody):
-    """What an assistant thought."""
+    """Reasoning of an assistant."""
 
     type: Literal["thinking"]
     thinking: str
-    signature: Annotated[str | None, WithoutEffect("a thought is taken as it is")] = None
+    signature: Annotated[str | None, WithoutEffect("signatures are not checked")] = None
     cache_control: CacheControl = None
 
 
 class RedactedThinkingBlock(StrictBody):
-    """A thought whose text only another service knows."""
+    """Encrypted reasoning that only another service can read."""
 
     type: Literal["redacted_thinking"]
-    data: Annotated[str, WithoutEffect("nobody here can read it")]
+    data: Annotated[str, WithoutEffect("only the service that wrote it can read it")]
 
 
 class ToolUseBlock(StrictBody):
-    """A call that an assistant asked for."""
+    """Tool call of an assistant."""
 
     type: Literal["tool_use"]
     id: Name
     name: Name
     input: dict[str, Any]
     cache_control: CacheControl = None
-    caller: Annotated[Any, Refusal("calls are the model's own", ({"type": "direct"},))] = None
+    caller: Annotated[Any, Refusal("only the model itself calls tools", ({"type": "direct"},))] = None
     toolset_name: Annotated[Any, NO_TOOLSETS] = None
 
 
@@ -89,7 +89,7 @@ Texts = Annotated[str | Listed[OnlyText], OrText()]
 
 
 class ToolResultBlock(StrictBody):
-    """What a call of a tool has given."""
+    """Result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
@@ -106,26 +106,26 @@ AssistantBlock = Annotated[
 
 
 class UserMessage(StrictBody):
-    """A message of the user: texts, and results of calls."""
+    """Message of the user: texts, and results of tool calls."""
 
     role: Literal["user"]
     content: Annotated[str | Listed[UserBlock], OrText()]
 
 
 class AssistantMessage(StrictBody):
-    """A message of the assistant: thoughts, texts and calls."""
+    """Message of the assistant: reasoning, texts and tool calls."""
 
     role: Literal["assistant"]
     content: Annotated[str | Listed[AssistantBlock], OrText()]
 
 
 class SystemMessage(StrictBody):
-    """An instruction in the midst of a chat."""
+    """Instruction in the middle of a chat."""
 
     role: Literal["system"]
     content: Texts
-    clear_at: Annotated[Any, Refusal("messages stay", ("never",))] = None
-    output_config: Annotated[Any, Refusal("the request's own holds for the whole answer")] = None
+    clear_at: Annotated[Any, Refusal("messages are never cleared from the chat", ("never",))] = None
+    output_config: Annotated[Any, Refusal("set output_config of the request instead")] = None
 
 
 MessageBlocks = Annotated[UserMessage | AssistantMessage | SystemMessage, ByType(by="role")]

@@ -1,7 +1,7 @@
 """The bodies of /v1/messages and /v1/messages/count_tokens.
 
-Every field of the client's request types is here: served, refused unless it asks for what happens anyway, or without
-effect. null stands for a field that is not set.
+Every field of the request types of Anthropic's client is here: served, refused unless it asks for what happens anyway,
+or without effect. null stands for a field that is not set.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from router.api.unions import ByType
 NOT_STORED = "nothing is stored"
 AS_IT_IS = "the model reads the whole prompt"
 COUNTED = WithoutEffect("only the tokens of the prompt are counted")
+BY_CLASS = WithoutEffect("the tenant's SLO class sets the priority")
 
 
 class JsonFormatBody(StrictBody):
@@ -38,21 +39,21 @@ class OutputConfigBody(StrictBody):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     """The template's variable `reasoning_effort`."""
     format: JsonFormatBody | None = None
-    task_budget: Annotated[Any, Refusal("`max_tokens` and `thinking` limit an answer")] = None
+    task_budget: Annotated[Any, Refusal("use `max_tokens` and `thinking` to limit an answer")] = None
 
 
 class ThinkingEnabledBody(StrictBody):
-    """The model thinks, for so many tokens at most."""
+    """Reasoning with a maximum number of tokens."""
 
     type: Literal["enabled"]
     budget_tokens: int = Field(ge=0)
     display: Literal["summarized", "omitted"] | None = None
-    """Whether the thoughts come with the answer; they come as they are."""
+    """Whether the answer includes the reasoning; both other values return it unabridged."""
     block_binding: Annotated[Any, Refusal(NOT_STORED)] = None
 
 
 class ThinkingAdaptiveBody(StrictBody):
-    """The model thinks as long as it wants."""
+    """Reasoning whose length the model decides."""
 
     type: Literal["adaptive"]
     display: Literal["summarized", "omitted"] | None = None
@@ -60,33 +61,33 @@ class ThinkingAdaptiveBody(StrictBody):
 
 
 class ThinkingDisabledBody(StrictBody):
-    """The model does not think, or keeps it to itself."""
+    """No reasoning, or reasoning that is not returned."""
 
     type: Literal["disabled"]
 
 
 ThinkingBody = Annotated[
     ThinkingEnabledBody | ThinkingAdaptiveBody | ThinkingDisabledBody,
-    ByType(refused={"between_tools": "an answer thinks before all else"}),
+    ByType(refused={"between_tools": "an answer reasons only at its start"}),
 ]
 
 
 class AutoToolBody(StrictBody):
-    """The model decides whether it calls tools."""
+    """Tool choice: the model decides whether it calls tools."""
 
     type: Literal["auto"]
     disable_parallel_tool_use: bool | None = None
 
 
 class AnyToolBody(StrictBody):
-    """The model calls tools, and does nothing else."""
+    """Tool choice: the model must call tools, and nothing else."""
 
     type: Literal["any"]
     disable_parallel_tool_use: bool | None = None
 
 
 class OneToolBody(StrictBody):
-    """The model calls this tool."""
+    """Tool choice: the model must call this tool."""
 
     type: Literal["tool"]
     name: Name
@@ -94,7 +95,7 @@ class OneToolBody(StrictBody):
 
 
 class NoToolBody(StrictBody):
-    """The model calls no tool."""
+    """Tool choice: the model calls no tool."""
 
     type: Literal["none"]
 
@@ -103,30 +104,32 @@ ToolChoiceBody = Annotated[AutoToolBody | AnyToolBody | OneToolBody | NoToolBody
 
 
 class ToolBody(StrictBody):
-    """A tool that the client has."""
+    """Tool of the client."""
 
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    allowed_callers: Annotated[Any, Refusal("calls are the model's own", (["direct"],))] = None
+    allowed_callers: Annotated[Any, Refusal("only the model itself calls tools", (["direct"],))] = None
     cache_control: CacheControl = None
-    defer_loading: Annotated[Any, WithoutEffect("every tool stands in the prompt")] = None
-    eager_input_streaming: Annotated[bool | None, WithoutEffect("arguments always come as they are written")] = None
-    input_examples: Annotated[Any, WithoutEffect("no template is known to read it")] = None
+    defer_loading: Annotated[Any, WithoutEffect("the prompt contains every tool")] = None
+    eager_input_streaming: Annotated[
+        bool | None, WithoutEffect("arguments are always streamed as they are generated")
+    ] = None
+    input_examples: Annotated[Any, WithoutEffect("no known chat template reads it")] = None
 
 
 def _refuse_servers_own(value: Any) -> Any:
     found = value.get("type") if isinstance(value, Mapping) else None
     if isinstance(found, str) and found != "custom":
-        why = "has type {type}, which is not supported: the cluster has no tools of its own"
+        why = "has type {type}, which is not supported: the cluster has no built-in tools"
         raise PydanticCustomError(LEFT_OUT, why, {"type": found[:80].encode("ascii", "backslashreplace").decode()})
     return value
 
 
 class CountTokensBody(StrictBody):
-    """A prompt whose tokens are to be counted."""
+    """Request to count the tokens of a prompt."""
 
     model: str
     messages: Listed[MessageBlocks]
@@ -136,12 +139,12 @@ class CountTokensBody(StrictBody):
     thinking: ThinkingBody | None = None
     output_config: OutputConfigBody | None = None
     cache_control: CacheControl = None
-    billing_policy: Annotated[Any, Refusal("the tenant of the API key is charged")] = None
+    billing_policy: Annotated[Any, Refusal("usage counts for the tenant of the API key")] = None
     compaction: Annotated[Any, Refusal(AS_IT_IS)] = None
     context_management: Annotated[Any, WithoutEffect(AS_IT_IS)] = None
-    mcp_servers: Annotated[Any, Refusal("the cluster calls nobody", ([],))] = None
-    speed: Annotated[Any, WithoutEffect("the tenant's SLO class says what comes first")] = None
-    # Clients leave the fields of a request in one whose tokens are counted.
+    mcp_servers: Annotated[Any, Refusal("the cluster makes no calls to other services", ([],))] = None
+    speed: Annotated[Any, BY_CLASS] = None
+    # Clients send the fields of /v1/messages here as well.
     max_tokens: Annotated[Any, COUNTED] = None
     stream: Annotated[Any, COUNTED] = None
     stop_sequences: Annotated[Any, COUNTED] = None
@@ -153,7 +156,7 @@ class CountTokensBody(StrictBody):
 
 
 class MessageBody(CountTokensBody):
-    """A chat to be continued."""
+    """Request to answer a chat."""
 
     max_tokens: int
     stream: bool | None = None
@@ -161,22 +164,22 @@ class MessageBody(CountTokensBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    metadata: Annotated[dict[str, Any] | None, WithoutEffect("names the client's own user")] = None
-    container: Annotated[Any, Refusal("the cluster runs no code of clients")] = None
+    metadata: Annotated[dict[str, Any] | None, WithoutEffect("it identifies the client's own user")] = None
+    container: Annotated[Any, Refusal("the cluster does not run code of clients")] = None
     diagnostics: Annotated[Any, WithoutEffect(NOT_STORED)] = None
-    fallback_credit_token: Annotated[Any, Refusal("one model is served")] = None
-    fallbacks: Annotated[Any, Refusal("one model is served", ([],))] = None
-    inference_geo: Annotated[Any, Refusal("the cluster computes where it is", ("global",))] = None
+    fallback_credit_token: Annotated[Any, Refusal("the cluster serves one model")] = None
+    fallbacks: Annotated[Any, Refusal("the cluster serves one model", ([],))] = None
+    inference_geo: Annotated[Any, Refusal("the cluster runs in one place", ("global",))] = None
     output_format: JsonFormatBody | None = None
     """The older name of `output_config.format`."""
-    service_tier: Annotated[Any, WithoutEffect("the tenant's SLO class says what comes first")] = None
+    service_tier: Annotated[Any, BY_CLASS] = None
     thread: Annotated[Any, Refusal(NOT_STORED)] = None
 
     def sampling(self) -> dict[str, Any]:
-        """What the client set, by our names.
+        """Return the sampling parameters that the client set, by the service's names.
 
         Raises:
-            InvalidRequest: the thoughts may be as long as the answer; see `StructuredOutputs` too.
+            InvalidRequest: the thinking budget is not less than `max_tokens`; see `StructuredOutputs` too.
         """
         asked: dict[str, Any] = {"max_tokens": self.max_tokens}
         for name in ("temperature", "top_p", "top_k"):
@@ -187,7 +190,7 @@ class MessageBody(CountTokensBody):
         if isinstance(self.thinking, ThinkingEnabledBody):
             if self.thinking.budget_tokens >= self.max_tokens:
                 raise InvalidRequest(
-                    "thinking.budget_tokens must be less than max_tokens, which is of the whole answer", "thinking"
+                    "thinking.budget_tokens must be less than max_tokens, which includes the reasoning", "thinking"
                 )
             asked["thinking_budget"] = self.thinking.budget_tokens
         if (form := self._format()) is not None:
@@ -198,13 +201,13 @@ class MessageBody(CountTokensBody):
         newer = self.output_config.format if self.output_config is not None else None
         if newer is not None and self.output_format is not None:
             raise InvalidRequest(
-                "output_format is the older name of output_config.format; send one of them", "output_format"
+                "output_format is the older name of output_config.format; set one of them", "output_format"
             )
         return newer or self.output_format
 
     @property
     def skips_reasoning(self) -> bool:
-        """Whether the thoughts stay here: they are counted, and do not come."""
+        """True if the reasoning is counted, but not returned."""
         match self.thinking:
             case ThinkingDisabledBody():
                 return True

@@ -1,4 +1,4 @@
-"""What is served of Anthropic's API."""
+"""Description of the served part of Anthropic's API."""
 
 from __future__ import annotations
 

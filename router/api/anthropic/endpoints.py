@@ -17,7 +17,7 @@ from router.service import RouterService
 
 
 def add_endpoints(app: FastAPI, service: RouterService) -> None:
-    """Adds Anthropic's endpoints."""
+    """Add Anthropic's endpoints."""
 
     async def messages(request: Request) -> Response:
         with Taking(service, request, "chat"):

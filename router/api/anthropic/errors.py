@@ -1,4 +1,4 @@
-"""How errors look to Anthropic's clients."""
+"""Errors in the format of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""HTTP status -> type; others are errors of the request, or of the server."""
+"""HTTP status -> error type. Other statuses are `invalid_request_error`, or `api_error` from 500 on."""
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["type", "error"],
@@ -37,11 +37,11 @@ ERROR_SCHEMA: dict[str, Any] = {
 }
 THREAD = "thread"
 _NO_THREAD = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
-"""What makes Anthropic's loop for tools send the request again without a thread."""
+"""Error details that make the tool loop of Anthropic's client retry without a thread."""
 
 
 def error_body(error: BatonError | HTTPException, request_id: str) -> dict[str, Any]:
-    """The body that says what went wrong; the message begins with the field to blame."""
+    """Return the body of an error response. The message starts with the name of the invalid field."""
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
     else:

@@ -1,4 +1,4 @@
-"""An answer as Anthropic's typed events, and the whole answer that they add up to."""
+"""Writes an answer as Anthropic's typed events, and assembles the whole answer from them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ STOP_REASONS = {
     FinishReason.CONTENT_FILTER: "refusal",
 }
 WINDOW_IS_FULL = "model_context_window_exceeded"
-"""The stop reason of an answer for which the context window had less room than `max_tokens`."""
+"""Stop reason of an answer that filled the context window before it reached `max_tokens`."""
 SIGNATURE = "unsigned"
-"""Stands in the field of a thought for which clients hold another service's proof."""
+"""Placeholder for the signature of a thinking block."""
 INVALID_JSON = "INVALID_JSON"
-"""What clients are asked to wrap arguments in that are no JSON object; so does the whole answer."""
+"""Key that wraps arguments that are not a JSON object, as Anthropic asks of clients."""
 
 MessageEvent = dict[str, Any]
 _BLOCKS: dict[PartKind, dict[str, Any]] = {
@@ -45,14 +45,14 @@ _DELTAS = {
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """Anthropic's form of an answer. See `router.api.answering.AnswerForm`."""
+    """Anthropic's format of an answer. See `router.api.answering.AnswerForm`."""
 
     id: str
     model: str
     request_id: str
-    """What an error in a stream names."""
+    """Id that errors in a stream carry."""
     max_tokens: int
-    """The client's limit. An answer that is cut off with fewer tokens has filled the context window."""
+    """The client's limit. If an answer is cut off with fewer tokens, it has filled the context window."""
 
     async def whole(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> dict[str, Any]:
         message = WholeMessage()
@@ -73,7 +73,7 @@ class MessageForm:
         return event(error_body(error, self.request_id), "error")
 
     async def _typed(self, first: GenerateChunk, chunks: AsyncGenerator[GenerateChunk]) -> AsyncGenerator[MessageEvent]:
-        """Yields the events of all chunks; the last one comes only if the answer has come to its end."""
+        """Yield the events of all chunks. The last event comes only if the answer is complete."""
         parts = Parts()
         usage = first.usage or Usage(0, 0, 0)
         yield self._start(usage)
@@ -107,14 +107,14 @@ class MessageForm:
 
 
 class WholeMessage:
-    """Adds events up to a whole answer, as a client does."""
+    """Whole answer, assembled from events as a client does it."""
 
     def __init__(self) -> None:
         self.body: dict[str, Any] = {}
         self._arguments = ""
 
     def add(self, event: MessageEvent) -> None:
-        """Takes the next event."""
+        """Add the next event."""
         match event:
             case {"type": "message_start", "message": message}:
                 self.body = message
@@ -134,12 +134,12 @@ class WholeMessage:
 
 
 def input_of(arguments: str) -> dict[str, Any]:
-    """Returns the arguments of a call as a value. Those that were cut off are as far as they have come."""
+    """Return the arguments of a call as an object. If they were cut off, it holds what came before."""
     if not arguments:
         return {}
     try:
         value = from_json(arguments, allow_inf_nan=False, allow_partial=True)
-        json.dumps(value, allow_nan=False)  # numbers may be too large to be any
+        json.dumps(value, allow_nan=False)  # a number may be too large for a float
     except (ValueError, RecursionError):
         return {INVALID_JSON: arguments}
     return value if isinstance(value, dict) else {INVALID_JSON: arguments}
@@ -161,7 +161,7 @@ def _events_of(part: PartEvent) -> Iterator[MessageEvent]:
 
 
 def _delta(last: GenerateChunk, usage: Usage, max_tokens: int) -> MessageEvent:
-    """How the answer has ended, and what it has used in all."""
+    """Return the event with the stop reason and the total usage."""
     reason = STOP_REASONS.get(last.finish_reason) if last.finish_reason else None
     if reason == "max_tokens" and usage.completion_tokens < max_tokens:
         reason = WINDOW_IS_FULL

@@ -1,4 +1,4 @@
-"""The chat that a body of Anthropic's API has, in our words."""
+"""Converts a body of Anthropic's API into the chat that all APIs share."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ from router.api.ignored import Ignored
 from router.prompt import ChatTemplate
 
 ERROR = "Error: "
-"""Stands before the result of a call that has failed: templates have no other word for it."""
+"""Prefix of the result of a failed call, because chat templates have no other way to mark it."""
 
 
 def chat_of(body: CountTokensBody, template: ChatTemplate, ignored: Ignored) -> Chat:
-    """The chat that a body has. Messages of one role in a row are one message, and a last one of the assistant is
-    continued.
+    """Return the chat of a body.
+
+    Consecutive messages of one role are merged. If the last message is the assistant's, the answer continues it.
 
     Args:
-        template: the model's, which may have a variable that turns the reasoning on and off.
-        ignored: notes what has no effect.
+        template: the model's template, which may have a variable that turns the reasoning on and off.
+        ignored: records fields without effect.
 
     Raises:
-        InvalidRequest: a result has no call before it, a call waits for its result, or a call's input is nested too
+        InvalidRequest: a tool result has no call before it, a last call has no result, or a call's input is nested too
             deeply; `param` names the field.
     """
     messages = [ChatMessage(role="system", content=_text(body.system))] if body.system else []
@@ -92,17 +93,17 @@ def _assistants(turn: Sequence[tuple[int, Any]], known_calls: set[str]) -> ChatM
                     known_calls.add(call_id)
     return ChatMessage(
         role="assistant",
-        content="".join(texts),  # as an answer is cut into blocks, wherever a call stands between
+        content="".join(texts),  # an answer is cut into blocks around each call
         reasoning="\n".join(thoughts) if thoughts else None,
         tool_calls=tuple(calls),
     )
 
 
 def _users(turn: Sequence[tuple[int, Any]], known_calls: set[str]) -> list[ChatMessage]:
-    """Texts in a row are one message, and each result is one."""
+    """Return the messages of a user's turn: consecutive texts are one message, and each tool result is one."""
     messages: list[ChatMessage] = []
     texts: list[str] = []
-    """The texts of the message that is being read."""
+    """Texts of the current message."""
     for place, message in turn:
         content = message.content
         blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
@@ -111,7 +112,7 @@ def _users(turn: Sequence[tuple[int, Any]], known_calls: set[str]) -> list[ChatM
                 case ToolResultBlock():
                     if block.tool_use_id not in known_calls:
                         where = f"messages[{place}].content[{index}].tool_use_id"
-                        raise InvalidRequest(f"{where} names no call of a message before it", where)
+                        raise InvalidRequest(f"{where} does not match a tool call of an earlier message", where)
                     messages += _user(texts)
                     texts = []
                     written = f"{ERROR if block.is_error else ''}{_text(block.content)}"
@@ -123,7 +124,7 @@ def _users(turn: Sequence[tuple[int, Any]], known_calls: set[str]) -> list[ChatM
 
 
 def _user(texts: Sequence[str]) -> list[ChatMessage]:
-    """A user's message of texts in a row; empty: there are none."""
+    """Return a user message of consecutive texts; empty if there are none."""
     return [ChatMessage(role="user", content="\n".join(texts))] if texts else []
 
 

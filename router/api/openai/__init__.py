@@ -1,6 +1,7 @@
-"""OpenAI's API as far as it is built: a file for each endpoint's body, one for the answers, one for the errors.
+"""The supported part of OpenAI's completions API: a file for each endpoint's body, one for answers, one for errors.
 
-Bodies are validated here and become a `GenerateRequest`; what is not built is refused by name, never ignored.
+Bodies are validated here and become a `GenerateRequest`. Features that are not supported are refused by name, never
+ignored.
 """
 
 from router.api.openai.body import SloBody

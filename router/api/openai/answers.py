@@ -1,4 +1,4 @@
-"""How the completions endpoints write an answer, whole or as events of a stream."""
+"""Writes an answer of the completions endpoints, whole or as events of a stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMING_NAMES = tuple(each.name for each in fields(Timing))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How one of the two endpoints writes an answer. `timing` is not OpenAI's: where the time went."""
+    """Format of one answer of either endpoint. Its field `timing`, the time spent in each stage, is not OpenAI's."""
 
     id: str
     created: int
@@ -30,20 +30,20 @@ class Shape:
     """Whether every event of a stream carries the usage so far."""
     tokenizer: Tokenizer
     num_choices: int = 1
-    """Answers of each prompt."""
+    """Number of choices per prompt."""
     echo: tuple[str, ...] = ()
-    """The texts with which the choices of each prompt begin; empty: they begin with none."""
+    """Text of each prompt that its choices start with; empty: no echo."""
     has_prompt_logprobs: bool = False
     """Whether whole answers have vLLM's field `prompt_logprobs`."""
     is_forced: bool = False
-    """Whether answers consist of calls: they have no content, also if they end before the first one."""
+    """Whether answers consist of tool calls. Their content is null, even if they end before the first call."""
     prompt_ids: tuple[Sequence[int], ...] = ()
-    """The token ids of each prompt, where they come with the answer and its own; empty: neither do."""
+    """Token ids of each prompt, if the client wants the ids of prompt and answer; else empty."""
     is_scoring: bool = False
-    """Whether the client gets the prompt's scores alone, and nothing of an answer."""
+    """Whether the client gets only the prompt's scores, and no answer."""
 
     def shown(self, chunk: GenerateChunk) -> GenerateChunk:
-        """What the client gets of a chunk."""
+        """Return the part of a chunk that the client gets."""
         if not self.is_scoring:
             return chunk
         return replace(
@@ -63,10 +63,10 @@ class Shape:
         timing: Timing,
         prompts: Mapping[int, PromptScores] = NO_PROMPTS,
     ) -> dict[str, Any]:
-        """A whole answer.
+        """Return a whole answer.
 
         Args:
-            prompts: scores of the prompts, where the request asks for them.
+            prompts: scores of the prompts, if the request asks for them.
         """
         kind = "chat.completion" if self.is_chat else "text_completion"
         written = [self._choice(i, a, prompts.get(self.prompt_of(i))) for i, a in choices.items()]
@@ -80,7 +80,7 @@ class Shape:
         return body
 
     def prompt_of(self, index: int) -> int:
-        """Returns the place of the prompt that a choice answers."""
+        """Return the index of the prompt that a choice answers."""
         return index // self.num_choices
 
     def chunk(
@@ -91,14 +91,14 @@ class Shape:
         logprobs: CompletionLogprobs,
         prompt: PromptScores | None,
     ) -> dict[str, Any]:
-        """An event of a stream.
+        """Return an event of a stream.
 
         Args:
-            index: the choice's.
-            chunk: what is new of it.
+            index: index of the choice.
+            chunk: the choice's new chunk.
             is_first: whether this is the choice's first event.
-            logprobs: the choice's, which knows of its tokens so far.
-            prompt: scores of its prompt, where the request asks for them.
+            logprobs: writer of the choice's log probabilities, which knows its tokens so far.
+            prompt: scores of the choice's prompt, if the request asks for them.
         """
         choice: dict[str, Any] = {"index": index, "finish_reason": chunk.finish_reason}
         echoed = prompt if is_first else None
@@ -164,7 +164,7 @@ class Shape:
 
 @dataclass(slots=True, kw_only=True)
 class ChoiceAnswer:
-    """The whole answer of one choice."""
+    """Whole answer of one choice."""
 
     text: str = ""
     reasoning: str = ""
@@ -173,16 +173,16 @@ class ChoiceAnswer:
     scores: list[TokenScores] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    """vLLM's field: the stop string or the id of the stop token that ended it."""
+    """vLLM's field: the stop string or the id of the stop token that ended the answer."""
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """The fields of a reasoning: DeepSeek's name, which most clients read, and vLLM's."""
+    """Return the fields of a reasoning, under DeepSeek's name, which most clients read, and under vLLM's."""
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def _call_delta(delta: ToolCallDelta) -> dict[str, Any]:
-    """What is new of a call: its head comes once, with the first of its arguments."""
+    """Return the new part of a call. The id and the name come once, with the first part of the arguments."""
     if not delta.name:
         return {"index": delta.index, "function": {"arguments": delta.arguments}}
     return {

@@ -1,8 +1,8 @@
-"""What the bodies of OpenAI's completions endpoints have in common.
+"""Fields that the bodies of OpenAI's completions endpoints share.
 
-What is part of OpenAI's or vLLM's API and not built yet is refused by name, unless it asks for what happens anyway.
-null stands for a field that is not set. `router.api.ignored` says what becomes of fields that are not known. Values of
-another type are refused: "0.5" is no number, and 1.0 no count.
+Fields of OpenAI's or vLLM's API that are not supported are refused by name, unless they ask for what happens anyway.
+null stands for a field that is not set. `router.api.ignored` handles unknown fields. Values of a wrong type are
+refused: "0.5" is not a number, and 1.0 is not a count.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ def _listed(value: Any) -> Any:
 
 
 def _rule(value: Any) -> Any:
-    """What `early_stopping` has in JSON; ValueError: it is none of that."""
+    """Return the value of `early_stopping` from JSON. Raises ValueError if it is invalid."""
     if value is not None and not isinstance(value, bool) and value != EarlyStopping.NEVER:
         raise ValueError('must be true, false or "never"')
     return None if value is None else EarlyStopping(str(value).lower())
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A field of `SamplingParams`, of what JSON has for it.
+    """Return the value of a field of `SamplingParams` from its value in JSON.
 
     Raises:
-        InvalidRequest: a key of logit_bias is no token id.
+        InvalidRequest: a key of logit_bias is not a token id, or a token id is there twice.
     """
     if name == "logit_bias":
         if odd := [key for key in value if not (key.isascii() and key.isdigit() and len(key) < 20)]:
-            raise InvalidRequest(f"logit_bias has a key {odd[0][:40]!a}; its keys must be token ids", name)
+            raise InvalidRequest(f"logit_bias has the key {odd[0][:40]!a}; its keys must be token ids", name)
         if len({int(key) for key in value}) < len(value):
-            raise InvalidRequest("logit_bias names a token id twice; name each once", name)
+            raise InvalidRequest("logit_bias has a token id twice; set each token id once", name)
         return tuple(sorted((int(key), bias) for key, bias in value.items()))
     if name == "bad_word_ids":
         return tuple(map(tuple, value))
@@ -69,14 +69,14 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _side(value: Any) -> Any:
-    """What `truncation_side` has in JSON; ValueError: it is neither side."""
+    """Return the value of `truncation_side` from JSON. Raises ValueError if it is invalid."""
     if value not in (None, *TruncationSide):
         raise ValueError("must be left or right")
     return None if value is None else TruncationSide(value)
 
 
 class Body(StreamBody):
-    """What /v1/chat/completions and /v1/completions have in common."""
+    """Fields that /v1/chat/completions and /v1/completions share."""
 
     refused = REFUSED
     without_effect = WITHOUT_EFFECT
@@ -126,14 +126,14 @@ class Body(StreamBody):
     length_penalty: float | None = None
     early_stopping: Annotated[EarlyStopping | None, BeforeValidator(_rule)] = None
     return_token_ids: bool | None = None
-    """vLLM's: whether the ids of the prompt and of the answer come with it."""
+    """vLLM's: whether the answer includes the token ids of the prompt and of the answer."""
     request_id: str | None = None
     priority: int | None = None
-    """vLLM's name. Higher runs earlier here."""
+    """vLLM's name. Unlike in vLLM, a higher value runs earlier."""
     slo: SloBody | None = None
-    """Ours: objectives in place of the SLO class's."""
+    """Ours: objectives that replace those of the SLO class."""
     parse_special: bool | None = None
-    """llama.cpp's name: whether what is spelled as a special token is that token."""
+    """llama.cpp's name: whether text that is spelled like a special token becomes that token."""
     truncate_prompt_tokens: int | None = None
     truncation_side: Annotated[TruncationSide | None, BeforeValidator(_side)] = None
     # See `WITHOUT_EFFECT`.
@@ -149,20 +149,24 @@ class Body(StreamBody):
     user: str | None = None
 
     def written(self) -> dict[str, str]:
-        """Our names -> the fields by which the client asked for the same."""
+        """Return the service's name of a field -> the field that the client used for the same."""
         return {"structured_outputs": "response_format"} if self.structured_outputs is None else {}
 
     def sampling(self) -> dict[str, Any]:
-        """What the client set, by our names."""
+        """Return the sampling parameters that the client set, by the service's names.
+
+        Raises:
+            InvalidRequest: two fields contradict each other, or a field cannot be streamed; see `structure_of` too.
+        """
         named = _SAME_NAME & self.model_fields_set
         asked = {name: _plain(name, value) for name in named if (value := getattr(self, name)) is not None}
         if self.stream and (self.best_of or 0) > (self.n or 1):
-            raise InvalidRequest("an answer that is the best of several cannot be streamed; unset stream", "best_of")
+            raise InvalidRequest("best_of above n cannot be streamed; unset stream", "best_of")
         if self.stream and self.use_beam_search:
-            raise InvalidRequest("the answers of a beam search cannot be streamed; unset stream", "use_beam_search")
+            raise InvalidRequest("use_beam_search cannot be streamed; unset stream", "use_beam_search")
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest(
-                "prompt_logprobs come with whole answers; unset stream, or ask for echo", "prompt_logprobs"
+                "prompt_logprobs cannot be streamed; unset stream, or use echo with logprobs", "prompt_logprobs"
             )
         if structure := structure_of(self.response_format, self.structured_outputs):
             asked["structured_outputs"] = structure
@@ -170,11 +174,11 @@ class Body(StreamBody):
 
     @property
     def truncation(self) -> Truncation | None:
-        """Raises InvalidRequest for a side without a number of tokens."""
+        """Truncation of the prompt, if any. Raises InvalidRequest if a side is set without a number of tokens."""
         if self.truncate_prompt_tokens is not None:
             return Truncation(self.truncate_prompt_tokens, self.truncation_side or TruncationSide.LEFT)
         if self.truncation_side is not None:
-            raise InvalidRequest("truncation_side belongs to truncate_prompt_tokens; set that too", "truncation_side")
+            raise InvalidRequest("truncation_side needs truncate_prompt_tokens; set both", "truncation_side")
         return None
 
     @property

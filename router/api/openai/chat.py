@@ -24,7 +24,7 @@ _CHAT_FIELDS = (
 
 
 class ChatBody(Body, ThinkingFields):
-    """A chat to be continued."""
+    """Request to answer a chat."""
 
     messages: Listed[dict[str, Any]]
     tools: Listed[Any] | None = None
@@ -39,7 +39,7 @@ class ChatBody(Body, ThinkingFields):
     top_logprobs: int | None = None
 
     def prompt(self, template: Template, ignored: Ignored) -> PromptInput:
-        """The chat. See `chat_of`, and `ToolChoice.parse`."""
+        """Return the chat. See `chat_of` and `ToolChoice.parse`."""
         choice, allowed = _allowed(self.tool_choice if ignored.is_strict else choice_in_form(self.tool_choice))
         chat = chat_of(self, template, ignored, ToolChoice.parse(choice, self.parallel_tool_calls))
         return chat if allowed is None else with_allowed(chat, allowed)
@@ -52,25 +52,25 @@ class ChatBody(Body, ThinkingFields):
         asked = super().sampling()
         most = self.max_completion_tokens
         if most is not None and asked.setdefault("max_tokens", most) != most:
-            raise InvalidRequest("max_tokens is the older name of max_completion_tokens; set one", "max_tokens")
+            raise InvalidRequest("max_tokens is the older name of max_completion_tokens; set one of them", "max_tokens")
         if self.logprobs:
             asked["logprobs"] = self.top_logprobs or 0
         elif self.top_logprobs:
-            raise InvalidRequest("top_logprobs belongs to logprobs; set logprobs to true as well", "top_logprobs")
+            raise InvalidRequest("top_logprobs needs logprobs; set logprobs to true", "top_logprobs")
         return asked
 
 
 def chat_of(
     body: ChatBody | TokenizeBody, template: Template, ignored: Ignored, tool_choice: ToolChoice = ANY_TOOL
 ) -> Chat:
-    """The chat that a body has, whose messages and tools are changed.
+    """Return the chat of a body. Changes the body's messages and tools in place.
 
     Args:
-        template: the model's.
-        ignored: notes what of it has no effect.
+        template: returns the model's template.
+        ignored: records fields without effect.
 
     Raises:
-        InvalidRequest: two of its fields contradict each other; see `ChatMessage.parse` and `Tool.parse` too.
+        InvalidRequest: two fields contradict each other; see `ChatMessage.parse` and `Tool.parse` too.
         Unsupported: see `ChatMessage.parse` and `Tool.parse`.
     """
     messages, given = body.messages or [], body.tools or []
@@ -99,10 +99,10 @@ def chat_of(
 
 
 def _allowed(choice: Any) -> tuple[Any, frozenset[str] | None]:
-    """Returns a choice of a tool without the names of those that it allows, and these; None: it allows all.
+    """Split a tool choice into the choice itself and the names of the allowed tools; None: all are allowed.
 
     Raises:
-        InvalidRequest: it has another form than OpenAI's.
+        InvalidRequest: the choice does not have OpenAI's format.
     """
     if not isinstance(choice, dict) or choice.get("type") != ALLOWED:
         return choice, None
@@ -113,7 +113,7 @@ def _allowed(choice: Any) -> tuple[Any, frozenset[str] | None]:
             if names and all(name is not None or _is_hosted(tool) for name, tool in zip(named, tools, strict=True)):
                 return mode, frozenset(names)
     raise InvalidRequest(
-        "tool_choice.allowed_tools must have a mode, which is auto or required, and functions as tools, at least one",
+        "tool_choice.allowed_tools must have a mode, auto or required, and tools, a list of at least one function",
         "tool_choice",
     )
 
@@ -127,24 +127,25 @@ def _is_hosted(tool: Any) -> bool:
 
 
 def with_allowed(chat: Chat, names: frozenset[str]) -> Chat:
-    """Returns the chat with these of its tools. Raises InvalidRequest if there is no tool of a name."""
+    """Return the chat with only the named tools. Raises InvalidRequest if a name is unknown."""
     if unknown := sorted(names - {tool.name for tool in chat.tools}):
-        raise InvalidRequest(f"tool_choice allows {unknown[0][:80]!a}, which is none of the tools", "tool_choice")
+        raise InvalidRequest(f"tool_choice allows {unknown[0][:80]!a}, which is not in tools", "tool_choice")
     return replace(chat, tools=tuple(tool for tool in chat.tools if tool.name in names))
 
 
 def prompt_of(body: TokenizeBody, template: Template, ignored: Ignored) -> PromptInput:
-    """The prompt that a body of /tokenize has: a text or a chat. See `chat_of`.
+    """Return the prompt of a body of /tokenize: a text or a chat. See `chat_of`.
 
     Raises:
-        InvalidRequest: it has none or both, or fields that belong to the other one; see `chat_of` too.
+        InvalidRequest: the body has none or both, or fields that belong to the other one; see `chat_of` too.
         Unsupported: see `chat_of`.
     """
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("set either prompt or messages", "prompt")
     others = _CHAT_FIELDS if body.messages is None else ("add_special_tokens",)
     if unfit := next((name for name in others if getattr(body, name) is not None), None):
-        raise InvalidRequest(f"{unfit} belongs to {'messages' if body.messages is None else 'a prompt'}", unfit)
+        needed, given = ("messages", "prompt") if body.messages is None else ("prompt", "messages")
+        raise InvalidRequest(f"{unfit} needs {needed} and cannot be combined with {given}; unset it", unfit)
     if body.messages is not None:
         return chat_of(body, template, ignored)
     return Text(body.prompt or "", bool(body.parse_special), body.add_special_tokens is not False)

@@ -18,23 +18,24 @@ NO_PROMPT = "prompt must be a string, a list of strings, or lists of token ids"
 
 
 class CompletionBody(Body):
-    """A text to be continued."""
+    """Request to continue a text."""
 
     prompt: Any
+    """A text, a list of texts, a list of token ids, or a list of such lists."""
     logprobs: int | None = None
     echo: bool | None = None
-    """Whether the text begins with the prompt, and its log probabilities with those of the prompt."""
+    """Whether the answer starts with the prompt, and its log probabilities with those of the prompt."""
     add_special_tokens: bool | None = None
-    """Whether what the model wants around a text is added; None: yes."""
+    """Whether the tokenizer's special tokens, such as BOS, are added to a text; None: yes."""
 
     def prompts(self, max_tokens: int) -> list[PromptInput]:
-        """One text, a list of texts, one list of token ids, or a list of such lists.
+        """Return the prompts of the body.
 
         Args:
-            max_tokens: the longest prompt of token ids.
+            max_tokens: maximum length of a prompt of token ids.
 
         Raises:
-            InvalidRequest: it is none of that, more than MAX_PROMPTS, or longer than the model takes.
+            InvalidRequest: `prompt` has a wrong type, more than MAX_PROMPTS prompts, or a prompt that is too long.
         """
         match self.prompt:
             case str(text):
@@ -60,13 +61,13 @@ class CompletionBody(Body):
         return Text(text, bool(self.parse_special), self.add_special_tokens is not False)
 
     async def echoed(self, prompts: Sequence[PromptInput], tokenizer: Tokenizer) -> tuple[str, ...]:
-        """Returns the texts with which the answers of each prompt begin; empty: the client does not ask for them.
+        """Return the text of each prompt that its answers start with; empty: the client does not ask for an echo.
 
         Raises:
-            InvalidRequest: they could be of prompts that are cut.
+            InvalidRequest: the prompts may be truncated.
         """
         if self.echo and self.truncate_prompt_tokens is not None:
-            raise InvalidRequest("an echo is of the whole prompt; unset echo, or truncate_prompt_tokens", "echo")
+            raise InvalidRequest("echo cannot be combined with truncate_prompt_tokens; unset one of them", "echo")
         texts = []
         for prompt in prompts if self.echo else ():
             match prompt:
@@ -78,13 +79,13 @@ class CompletionBody(Body):
 
     @property
     def is_scoring(self) -> bool:
-        """Whether the client wants the prompt's scores, and no answer: OpenAI's and vLLM's way to ask for them."""
+        """True if the client wants only the prompt's scores, which OpenAI and vLLM express as an echo of 0 tokens."""
         return bool(self.echo) and self.max_tokens == 0
 
     def sampling(self) -> dict[str, Any]:
         scores: dict[str, Any] = {} if self.logprobs is None else {"logprobs": self.logprobs}
         if self.is_scoring:
-            scores["max_tokens"] = 1  # the least that is generated; the client does not get it
+            scores["max_tokens"] = 1  # the minimum; the client does not get this token
         if self.echo and self.logprobs is not None:
             scores["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
         return super().sampling() | scores

@@ -1,4 +1,4 @@
-"""What is served of OpenAI's API, and of vLLM's."""
+"""Description of the served parts of OpenAI's API and of vLLM's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPENAI = Api(
     read={
         "/v1/models": "Lists the served model.",
         "/v1/models/{model}": "Describes a model.",
-        "/tokenizer_info": "Describes the tokenizer, as its folder does.",
+        "/tokenizer_info": "Describes the tokenizer: its tokenizer_config.json, and the chat template in use.",
     },
     error_name=ERROR_NAME,
     error=ERROR_SCHEMA,

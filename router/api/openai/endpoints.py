@@ -31,7 +31,7 @@ from router.service import RouterService
 
 
 def add_endpoints(app: FastAPI, service: RouterService) -> None:
-    """Adds OpenAI's endpoints, and vLLM's for tokens."""
+    """Add OpenAI's endpoints, and vLLM's for tokens."""
     _add_openai(app, service)
     _add_vllm(app, service)
 
@@ -47,7 +47,7 @@ def _add_openai(app: FastAPI, service: RouterService) -> None:
             asked = await _asked(service, request, await read_body(request, CompletionBody))
         return await answered(request, *asked)
 
-    # Not as FastAPI's own routes, whose machinery for dependencies costs half as much as the rest of a request.
+    # Plain routes, because FastAPI's dependency injection would cost half as much as the rest of a request.
     app.add_route("/v1/chat/completions", chat_completions, ["POST"])
     app.add_route("/v1/completions", completions, ["POST"])
 
@@ -98,7 +98,7 @@ def _add_vllm(app: FastAPI, service: RouterService) -> None:
 
 async def _asked(service: RouterService, request: Request, body: ChatBody | CompletionBody) -> Asked:
     is_chat = isinstance(body, ChatBody)
-    request.state.written = body.written()  # not the body itself, which would stay as long as the answer takes
+    request.state.written = body.written()  # not the body itself, which would stay in memory until the answer ends
     if isinstance(body, ChatBody):
         prompts = [body.prompt(lambda: service.model.tokenizer.chat_template, ignored_of(request))]
     else:
@@ -143,15 +143,15 @@ async def _asked(service: RouterService, request: Request, body: ChatBody | Comp
 async def _ids_of(
     service: RouterService, request: Request, body: ChatBody | CompletionBody, prompts: Sequence[PromptInput]
 ) -> tuple[Sequence[int], ...]:
-    """The token ids of each prompt.
+    """Return the token ids of each prompt.
 
     Raises:
-        InvalidRequest: the prompts are cut to a length that depends on the answer's; see `RouterService.tokenize` too.
+        InvalidRequest: the truncated length depends on the answer's length; see `RouterService.tokenize` too.
     """
     truncation = body.truncation
     if truncation is not None and truncation.num_tokens == -1:
         raise InvalidRequest(
-            "return_token_ids needs to know how long a prompt is; set truncate_prompt_tokens to a number of tokens",
+            "return_token_ids cannot be combined with truncate_prompt_tokens=-1; set a number of tokens",
             "truncate_prompt_tokens",
         )
     return tuple(
@@ -163,8 +163,10 @@ async def _ids_of(
 
 
 def _sampling(service: RouterService, body: ChatBody | CompletionBody, tenant: Tenant) -> dict[str, Any]:
-    """What a request asks of the sampling; OpenAI's default length of a completion gives way to the tenant's bound, and
-    what other services call a budget is none for a model without reasoning.
+    """Return the sampling parameters of a request.
+
+    OpenAI's default length of a completion is limited to the tenant's maximum. A reasoning budget of another service's
+    field is dropped if the model does not reason.
     """
     asked = body.sampling()
     if isinstance(body, ChatBody) and body.budget is not None and service.model.format.reasoning is not None:
@@ -175,7 +177,7 @@ def _sampling(service: RouterService, body: ChatBody | CompletionBody, tenant: T
 
 
 def _model_card(service: RouterService) -> dict[str, Any]:
-    """The model in OpenAI's form, and in Anthropic's: each client reads its own fields."""
+    """Return the model card with the fields of OpenAI's and of Anthropic's API."""
     card = service.model.card
     return {
         "id": card.id,

@@ -1,4 +1,4 @@
-"""How errors look to OpenAI's clients."""
+"""Errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ERROR_SCHEMA: dict[str, Any] = {
 
 
 def error_body(error: BatonError | HTTPException) -> dict[str, Any]:
-    """The body that says what went wrong; `param` names the field to blame."""
+    """Return the body of an error response; `param` names the invalid field."""
     if isinstance(error, HTTPException):
         return _body(str(error.detail), "invalid_request_error", None, None)
     is_clients_fault = isinstance(error, (InvalidRequest, Unauthenticated, Unsupported))
@@ -53,7 +53,7 @@ def error_body(error: BatonError | HTTPException) -> dict[str, Any]:
 
 
 def code_of(error: BatonError) -> str:
-    """The code of an error: OpenAI's where it has one, else the error's name."""
+    """Return the code of an error: OpenAI's code if there is one, else the name of the error's class."""
     match error:
         case ModelNotFound():
             return "model_not_found"

@@ -1,4 +1,4 @@
-"""What becomes of the fields of OpenAI's and vLLM's bodies that are not served: the one declaration of it."""
+"""Declarations of the fields of OpenAI's and vLLM's bodies that are not served."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from router.api.fields import Refusal
 
 WITHOUT_EFFECT: Mapping[str, str] = {
-    "metadata": "stored with stored answers; nothing is stored",
-    "prompt_cache_key": "prefixes are found by their tokens, of whatever request",
-    "prompt_cache_options": "prefixes are kept as long as there is room",
-    "prompt_cache_retention": "prefixes are kept as long as there is room",
-    "prediction": "tokens that the client expects would save time alone",
-    "safety_identifier": "names the client's own user",
-    "service_tier": "`priority` and the tenant's SLO class say what comes first",
-    "store": "nothing is stored",
-    "user": "names the client's own user",
-    "verbosity": "no template is known to read it; chat_template_kwargs can set it",
+    "metadata": "it is stored with answers, and answers are not stored",
+    "prompt_cache_key": "the prefix cache works automatically, across all requests",
+    "prompt_cache_options": "prefixes are cached until their space is needed",
+    "prompt_cache_retention": "prefixes are cached until their space is needed",
+    "prediction": "it could only make an answer faster",
+    "safety_identifier": "it identifies the client's own user",
+    "service_tier": "`priority` and the tenant's SLO class set the priority",
+    "store": "answers are not stored",
+    "user": "it identifies the client's own user",
+    "verbosity": "no known chat template reads it; chat_template_kwargs can set it",
 }
-"""Fields that are taken, and change no answer -> why."""
+"""Fields that are accepted, and change no answer -> why."""
 
 _OTHER_SAMPLING = "it is an option of other servers"
 _OF_OTHER_SAMPLERS: Mapping[str, tuple[Any, ...]] = {
@@ -50,24 +50,24 @@ _OF_OTHER_SAMPLERS: Mapping[str, tuple[Any, ...]] = {
     "top_a": (0,),
     "top_n_sigma": (-1, 0),
 }
-"""Fields of llama.cpp's, SGLang's, TGI's and others' -> values of them that ask for what happens anyway."""
+"""Fields of llama.cpp, SGLang, TGI and other servers -> their values that ask for what happens anyway."""
 
 REFUSED: Mapping[str, Refusal] = {
-    "audio": Refusal("answers are text"),
-    "chat_template": Refusal("a template is a program; the model's own is used"),
+    "audio": Refusal("answers are text only"),
+    "chat_template": Refusal("templates are programs; only the model's own is used"),
     "detokenize": Refusal("answers over HTTP are text; gRPC has `skip_text`", (True,)),
     "function_call": Refusal("superseded by tool_choice", ("none", "auto")),
     "functions": Refusal("superseded by tools", ([],)),
-    "max_logprobs": Refusal("at most 20 log probabilities come for a token"),
-    "modalities": Refusal("answers are text", (["text"],)),
+    "max_logprobs": Refusal("the limit is 20 log probabilities per token"),
+    "modalities": Refusal("answers are text only", (["text"],)),
     "moderation": Refusal("the operator decides (docs/moderation.md)"),
     "parallel_tool_calls": Refusal("completions have no tools", (True, False)),
-    "spaces_between_special_tokens": Refusal("special tokens stand as they are", (True,)),
-    "suffix": Refusal("not built yet", ("",)),
+    "spaces_between_special_tokens": Refusal("the tokenizer decides the spaces", (True,)),
+    "suffix": Refusal("text cannot be inserted before a suffix", ("",)),
     "tool_choice": Refusal("completions have no tools", ("none", "auto")),
     "tools": Refusal("completions have no tools", ([],)),
-    "top_logprobs": Refusal("completions name their number in logprobs", (0,)),
-    "web_search_options": Refusal("the cluster searches nothing"),
+    "top_logprobs": Refusal("set logprobs to the number instead", (0,)),
+    "web_search_options": Refusal("the cluster does not search the web"),
     **{name: Refusal(_OTHER_SAMPLING, neutral) for name, neutral in _OF_OTHER_SAMPLERS.items()},
 }
-"""Fields that no body serves, or only the other one's -> what becomes of them."""
+"""Fields that neither body serves, or only one of the two -> their refusal in the others."""

@@ -1,4 +1,4 @@
-"""How the completions endpoints answer: all chunks in one body, or each as an event."""
+"""Answers of the completions endpoints: all chunks in one body, or each as an event."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.api.openai.logprobs import CompletionLogprobs
 
 @dataclass(frozen=True, slots=True)
 class CompletionForm:
-    """OpenAI's form of an answer. See `router.api.answering.AnswerForm`."""
+    """OpenAI's format of an answer. See `router.api.answering.AnswerForm`."""
 
     shape: Shape
     include_usage: bool

@@ -32,7 +32,7 @@ def messages_in_form(messages: Iterable[Any]) -> None:
 
 
 def _assistant_in_form(message: dict[str, Any], index: int) -> list[str]:
-    """Brings an assistant's refusal and its calls into form, and returns the calls' ids."""
+    """Convert an assistant's refusal and calls into OpenAI's format, and return the ids of the calls."""
     if message.get("content") is None and isinstance(message.get("refusal"), str):
         message["content"] = message.pop("refusal")
     if message.get("function_call") and not message.get("tool_calls"):
@@ -41,7 +41,7 @@ def _assistant_in_form(message: dict[str, Any], index: int) -> list[str]:
     calls = [call for call in given if isinstance(call, dict)] if isinstance(given, list) else []
     for place, call in enumerate(calls):
         call["type"] = call.get("type") or "function"
-        call["id"] = call.get("id") or f"call{index:03d}{place:02d}"  # nine characters, as Mistral has them
+        call["id"] = call.get("id") or f"call{index:03d}{place:02d}"  # nine characters, as Mistral's templates require
     return [call["id"] for call in calls]
 
 
@@ -67,7 +67,7 @@ def _parts_in_form(message: dict[str, Any], parts: list[Any], *, is_assistant: b
 
 
 def _thought(part: dict[str, Any]) -> str | None:
-    """The text of a part that is thought, which may itself consist of parts; None: it has another form."""
+    """Return the text of a reasoning part, which may itself consist of parts; None: its format is unknown."""
     found = next((value for name in (*_THOUGHTS, "text") if (value := part.get(name)) is not None), "")
     if isinstance(found, list):
         given = [each.get("text") if isinstance(each, dict) else each for each in found]
@@ -77,7 +77,7 @@ def _thought(part: dict[str, Any]) -> str | None:
 
 
 def tools_in_form(tools: Iterable[Any]) -> list[Any]:
-    """Returns tools, which are JSON values, in OpenAI's form, and each once."""
+    """Return tools, which are JSON values, in OpenAI's format and without duplicates."""
     kept: list[Any] = []
     known: dict[str, Any] = {}
     for tool in tools:

@@ -1,4 +1,4 @@
-"""What of a chat's messages and tools is ignored: fields that change no answer, and tools that nothing here can run."""
+"""Removes the ignored parts of messages and tools: fields that change no answer, and tools that cannot run here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FUNCTION = frozenset(("name", "description", "parameters", "strict"))
 
 
 def strip_messages(messages: Iterable[Any], ignored: Ignored) -> None:
-    """Removes from messages, which are JSON values, their parts and their calls what changes no answer."""
+    """Remove the fields that change no answer from messages, which are JSON values, and from their parts and calls."""
     for message in messages:
         if not isinstance(message, dict):
             continue
@@ -37,7 +37,7 @@ def strip_messages(messages: Iterable[Any], ignored: Ignored) -> None:
 
 
 def strip_tools(tools: Iterable[Any], ignored: Ignored) -> list[Any]:
-    """Returns the tools, which are JSON values, that are functions, without what changes no answer."""
+    """Return the function tools among tools, which are JSON values, without the fields that change no answer."""
     kept = []
     for tool in tools:
         kind = tool.get("type") if isinstance(tool, dict) else None

@@ -1,4 +1,4 @@
-"""How the completions endpoints write log probabilities."""
+"""Writes the log probabilities of the completions endpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 def of_chat(token_ids: Sequence[int], scores: TokenScores, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The field `logprobs` of a chat's choice."""
+    """Return the field `logprobs` of a chat's choice."""
     content = []
     for index, token_id in enumerate(token_ids):
         top = [_token(top_id, logprob, tokenizer) for top_id, logprob in scores.top(index)]
@@ -23,7 +23,7 @@ def of_chat(token_ids: Sequence[int], scores: TokenScores, tokenizer: Tokenizer)
 
 
 class CompletionLogprobs:
-    """Writes the field `logprobs` of a completion's choice, one piece after the other."""
+    """Writer of the field `logprobs` of a completion's choice, piece by piece."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -31,13 +31,13 @@ class CompletionLogprobs:
         self._num_characters = 0
 
     def prompt(self, prompt: PromptScores) -> dict[str, list[Any]]:
-        """The field for the tokens of an echoed prompt, before every piece. The first token follows nothing."""
+        """Return the field for an echoed prompt. Call this before the first piece. The first token has no score."""
         first = self.piece(prompt.token_ids[:1], TokenScores((0.0,)))
         rest = self.piece(prompt.token_ids[1:], prompt.scores)
         return joined({**first, "token_logprobs": [None], "top_logprobs": [None]}, rest)
 
     def piece(self, token_ids: Sequence[int], scores: TokenScores) -> dict[str, list[Any]]:
-        """The field for tokens that follow those of the pieces before."""
+        """Return the field for the tokens that follow the earlier pieces."""
         offsets, tops = [], []
         for index, token_id in enumerate(token_ids):
             offsets.append(self._num_characters)
@@ -52,7 +52,7 @@ class CompletionLogprobs:
         }
 
     def _key(self, token_id: int) -> str:
-        """A token as OpenAI writes it here: what is no whole characters by its bytes, in hexadecimal."""
+        """Return a token in OpenAI's format; if it is not valid UTF-8 alone, its bytes in hexadecimal."""
         written = self._tokenizer.token_bytes(token_id)
         try:
             return written.decode()
@@ -61,12 +61,15 @@ class CompletionLogprobs:
 
 
 def joined(*pieces: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """The field for tokens of several pieces."""
+    """Return the field for the tokens of several pieces."""
     return {name: [value for piece in pieces for value in piece[name]] for name in pieces[0]}
 
 
 def of_prompt(prompt: PromptScores, tokenizer: Tokenizer) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's field `prompt_logprobs`: for each token but the first its log probability and those of the likeliest."""
+    """Return vLLM's field `prompt_logprobs`.
+
+    It has, for each token except the first, the token's log probability and those of the likeliest tokens.
+    """
     found: list[dict[str, dict[str, Any]] | None] = [None]
     for index, token_id in enumerate(prompt.token_ids[1:]):
         tops = {top_id: (logprob, rank) for rank, (top_id, logprob) in enumerate(prompt.scores.top(index), 1)}

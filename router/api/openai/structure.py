@@ -1,4 +1,4 @@
-"""The structure of an answer in OpenAI's words (`response_format`) and in vLLM's (`structured_outputs`)."""
+"""Structured outputs, requested with OpenAI's field `response_format` or vLLM's field `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class JsonSchemaBody(StrictBody):
     description: str | None = None
     of_json: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
-    """Every schema is enforced."""
+    """Accepted, but every schema is enforced."""
 
 
 class ResponseFormatBody(StrictBody):
@@ -28,7 +28,7 @@ class ResponseFormatBody(StrictBody):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaBody | None = None
     of_json: dict[str, Any] | None = Field(default=None, alias="schema")
-    """The schema of a json_object: an older spelling, which llama.cpp and Together have."""
+    """The schema of a json_object: an older spelling, which llama.cpp and Together support."""
 
 
 class StructuredOutputsBody(StrictBody):
@@ -44,21 +44,23 @@ class StructuredOutputsBody(StrictBody):
 def structure_of(
     response_format: ResponseFormatBody | None, structured_outputs: StructuredOutputsBody | None
 ) -> StructuredOutputs | None:
-    """The structure that a body asks for.
+    """Return the structure that a body asks for; None: free text.
 
     Raises:
-        InvalidRequest: both fields ask for one, or one asks for several, or for too large a one.
+        InvalidRequest: both fields ask for a structure, or one asks for several structures or for a too large one.
     """
     asked = response_format is not None and response_format.type != "text"
     if response_format and (response_format.type == "json_schema") != (response_format.json_schema is not None):
         raise InvalidRequest(
-            "response_format.json_schema belongs to the type json_schema; set both or none", "response_format"
+            "response_format.json_schema needs response_format.type json_schema; set both or none", "response_format"
         )
     if response_format and response_format.of_json is not None and response_format.type != "json_object":
-        raise InvalidRequest("response_format.schema belongs to the type json_object; unset it", "response_format")
+        raise InvalidRequest(
+            "response_format.schema needs response_format.type json_object; unset the schema", "response_format"
+        )
     if asked and structured_outputs is not None:
         raise InvalidRequest(
-            "response_format and structured_outputs both ask for a structure; set one of them", "structured_outputs"
+            "response_format and structured_outputs cannot be combined; set one of them", "structured_outputs"
         )
     if structured_outputs is not None:
         return StructuredOutputs(

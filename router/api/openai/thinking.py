@@ -1,4 +1,4 @@
-"""What clients of chat completions ask of a model's reasoning, in the words of several services."""
+"""Reasoning options of chat completions, in the formats of several services."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.api.efforts import Effort, ThinkingSwitch
 from router.api.fields import WithoutEffect
 from router.api.strict import DeclaredBody, StrictBody
 
-_AS_IT_COMES = WithoutEffect("a reasoning comes as it is")
+_AS_IT_COMES = WithoutEffect("reasoning is returned in full, not summarized")
 
 
 SAYS_NOTHING = ThinkingSwitch(None, "thinking")
@@ -24,7 +24,7 @@ class AskedReasoningBody(StrictBody):
     effort: str | None = None
     enabled: bool | None = None
     exclude: bool | None = None
-    """Whether the reasoning stays here: it is computed, and does not come."""
+    """Whether the reasoning is generated, but not returned."""
     max_tokens: int | None = Field(default=None, ge=0)
     summary: Annotated[Any, _AS_IT_COMES] = None
     generate_summary: Annotated[Any, _AS_IT_COMES] = None
@@ -35,7 +35,7 @@ class AskedThinkingBody(StrictBody):
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
     budget_tokens: int | None = Field(default=None, ge=0)
-    clear_thinking: Annotated[Any, WithoutEffect("the template says which reasoning a prompt has")] = None
+    clear_thinking: Annotated[Any, WithoutEffect("the chat template decides which reasoning is in the prompt")] = None
     display: Annotated[Any, _AS_IT_COMES] = None
 
 
@@ -51,10 +51,10 @@ Said = TypeVar("Said", str, bool)
 
 
 def _only(given: Mapping[str, Said | None]) -> tuple[str, Said] | None:
-    """Return the first field that says something, and what it says; None if no field does.
+    """Return the first field that is set, and its value; None if no field is set.
 
     Raises:
-        InvalidRequest: two fields say different things.
+        InvalidRequest: two fields have different values.
     """
     said = {field: value for field, value in given.items() if value is not None}
     if len(set(said.values())) > 1:
@@ -67,12 +67,12 @@ AskedThinking = Annotated[AskedThinkingBody | None, BeforeValidator(_of_kind)]
 
 
 class ThinkingFields(DeclaredBody):
-    """The fields of a body by which a client asks for more or less reasoning."""
+    """Fields of a body that control the reasoning."""
 
     reasoning_effort: str | None = None
-    """One of the template's variables."""
+    """Value of the template's variable of the same name."""
     include_reasoning: bool | None = None
-    """Whether the reasoning comes with the answer; None: it does. It is computed in any case."""
+    """Whether the answer includes the reasoning; None: yes. The reasoning is generated in any case."""
     reasoning: AskedReasoning = None
     thinking: AskedThinking = None
     enable_thinking: bool | None = None
@@ -81,7 +81,7 @@ class ThinkingFields(DeclaredBody):
     """Ollama's."""
 
     def effort(self) -> Effort:
-        """How much the model is to think. Raises InvalidRequest: two fields say different things."""
+        """Return the reasoning effort. Raises InvalidRequest if two fields contradict each other."""
         if self.reasoning is None and self.think is None:
             return Effort(self.reasoning_effort, "reasoning_effort")
         given = {"reasoning_effort": self.reasoning_effort}
@@ -94,7 +94,7 @@ class ThinkingFields(DeclaredBody):
         return Effort(effort, field)
 
     def switch(self) -> ThinkingSwitch:
-        """Whether the model is to think at all. Raises InvalidRequest: two fields say different things."""
+        """Return the choice to reason at all. Raises InvalidRequest if two fields contradict each other."""
         if (self.thinking, self.reasoning, self.think, self.enable_thinking) == (None,) * 4:
             return SAYS_NOTHING
         given = {
@@ -108,14 +108,14 @@ class ThinkingFields(DeclaredBody):
 
     @property
     def budget(self) -> int | None:
-        """Tokens of reasoning at most; None: the client does not say."""
+        """Maximum number of reasoning tokens; None: the client does not set one."""
         if self.thinking is not None and self.thinking.budget_tokens is not None:
             return self.thinking.budget_tokens
         return next((asked.max_tokens for asked in (self.reasoning, self.think) if asked is not None), None)
 
     @property
     def skips_reasoning(self) -> bool:
-        """Whether the reasoning stays here: it is counted, and does not come."""
+        """True if the reasoning is counted, but not returned."""
         return self.include_reasoning is False or any(
             asked is not None and asked.exclude is True for asked in (self.reasoning, self.think)
         )

@@ -15,7 +15,7 @@ from router.prompt import Tokenizer
 
 
 class TokenizeBody(ThinkingFields):
-    """A prompt to be tokenized."""
+    """Request to tokenize a prompt."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -28,14 +28,14 @@ class TokenizeBody(ThinkingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
-    """Whether what the model wants around a text is added; None: yes."""
+    """Whether the tokenizer's special tokens, such as BOS, are added to a text; None: yes."""
     parse_special: bool | None = None
     return_token_strs: bool | None = None
-    include_reasoning: Annotated[bool | None, WithoutEffect("a prompt brings no reasoning")] = None
+    include_reasoning: Annotated[bool | None, WithoutEffect("it concerns answers only")] = None
 
 
 def description_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Describes a tokenizer as vLLM does: by its folder's tokenizer_config.json, with the template that is used.
+    """Describe a tokenizer as vLLM does: its tokenizer_config.json, with the chat template in use.
 
     Raises:
         ModelLoadError: the file cannot be read.
@@ -46,7 +46,7 @@ def description_of(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 class DetokenizeBody(StrictBody):
-    """Tokens to be written as text."""
+    """Request to convert tokens to text."""
 
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]

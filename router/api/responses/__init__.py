@@ -1,7 +1,7 @@
-"""OpenAI's Responses API, as a stateless translation: its items become a chat, and the chat's answer becomes items.
+"""OpenAI's Responses API as a stateless translation: items become a chat, and the chat's answer becomes items.
 
-Bodies are validated here and become a `GenerateRequest`; one writer makes the events of an answer, and the whole answer
-is what they add up to. Nothing is stored.
+Bodies are validated here and become a `GenerateRequest`. One writer makes the events of an answer; the whole response
+is assembled from them. Nothing is stored.
 """
 
 from router.api.responses.description import RESPONSES

@@ -1,7 +1,7 @@
 """The bodies of /v1/responses and /v1/responses/input_tokens.
 
-What is part of OpenAI's API and not served is refused by name, unless it asks for what happens anyway; null stands for
-a field that is not set. `router.api.ignored` says what becomes of fields that are not known.
+Fields of OpenAI's API that are not served are refused by name, unless they ask for what happens anyway. null stands for
+a field that is not set. `router.api.ignored` handles unknown fields.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from router.api.responses.tools import AnyChoice, AnyTool
 from router.api.strict import DeclaredBody, Listed, StreamBody, StrictBody, Values
 from router.api.unions import OrText
 
-_NO_SUMMARY = WithoutEffect("nothing sums a reasoning up; it comes as it is")
+_NO_SUMMARY = WithoutEffect("reasoning is returned in full, not summarized")
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "thinking_budget",
@@ -29,18 +29,18 @@ _SAMPLING = (
 
 
 ShortText = Annotated[str, Field(max_length=1024)]
-"""A text that every event of an answer has again, and several times as much as OpenAI takes."""
+"""Text that several events of an answer repeat. The limit is several times OpenAI's."""
 
 
 class ReasoningBody(StrictBody):
     """The field `reasoning`."""
 
     effort: str | None = None
-    """One of the template's variables."""
+    """Value of the template's variable `reasoning_effort`."""
     summary: Annotated[Any, _NO_SUMMARY] = None
     generate_summary: Annotated[Any, _NO_SUMMARY] = None
-    context: Annotated[Any, Refusal("the model's template says which reasoning it reads", ("auto",))] = None
-    mode: Annotated[Any, Refusal("there is one mode", ("standard",))] = None
+    context: Annotated[Any, Refusal("the chat template decides which reasoning is in the prompt", ("auto",))] = None
+    mode: Annotated[Any, Refusal("there is only one mode", ("standard",))] = None
 
 
 class EventOptionsBody(StrictBody):
@@ -53,11 +53,11 @@ OF_ANSWERS = (
     "max_output_tokens", "temperature", "top_p", "stream", "stream_options", "include", "metadata", "service_tier",
     "store",
 )  # fmt: skip
-"""Fields of a response that a client leaves in a request whose input is counted."""
+"""Fields of /v1/responses that clients also send to count the tokens of an input."""
 
 
 class InputBody(DeclaredBody):
-    """Items whose tokens are counted."""
+    """Request to count the tokens of input items."""
 
     refused = REFUSED_OF_INPUT
     without_effect: ClassVar[Mapping[str, str]] = dict.fromkeys(OF_ANSWERS, "only the tokens of the input are counted")
@@ -65,7 +65,7 @@ class InputBody(DeclaredBody):
     input: Annotated[str | Listed[AnyInputItem], OrText()]
     model: str | None = None
     instructions: str | None = None
-    """The first message, of the system."""
+    """Text of a system message before all items."""
     tools: Listed[AnyTool] | None = None
     tool_choice: AnyChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -88,7 +88,7 @@ class InputBody(DeclaredBody):
 
 
 class ResponsesBody(InputBody, StreamBody):
-    """Items to be continued by a response."""
+    """Request to answer input items with a response."""
 
     refused = REFUSED
     without_effect = WITHOUT_EFFECT
@@ -126,7 +126,7 @@ class ResponsesBody(InputBody, StreamBody):
     user: ShortText | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """What the client set, by our names."""
+        """Return the sampling parameters that the client set, by the service's names."""
         asked = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if self.max_output_tokens is not None:
             asked["max_tokens"] = self.max_output_tokens

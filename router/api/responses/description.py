@@ -1,4 +1,4 @@
-"""What is served of the Responses API."""
+"""Description of the served part of the Responses API."""
 
 from __future__ import annotations
 

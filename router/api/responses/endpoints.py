@@ -1,4 +1,4 @@
-"""The endpoints of the Responses API: a stateless translation of what /v1/chat/completions serves."""
+"""The endpoints of the Responses API: a stateless translation to the service behind /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COUNT_PATH = "/v1/responses/input_tokens"
 
 
 def add_endpoints(app: FastAPI, service: RouterService) -> None:
-    """Adds the endpoints."""
+    """Add the endpoints."""
 
     async def responses(request: Request) -> Response:
         with Taking(service, request, "chat"):

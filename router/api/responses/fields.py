@@ -1,4 +1,4 @@
-"""What becomes of the fields of a Responses body that are not served."""
+"""Declarations of the fields of a Responses body that are not served."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ _NOTHING_STORED = "nothing is stored; send the whole conversation as input"
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "context_management": "conversations are not compacted",
-    "include": "nothing else can be included: a reasoning comes as text",
-    "max_tool_calls": "limits calls of built-in tools, of which there are none",
-    "metadata": "stored with stored answers; nothing is stored",
-    "prompt_cache_key": "prefixes are found by their tokens, of whatever request",
-    "prompt_cache_options": "prefixes are kept as long as there is room",
-    "prompt_cache_retention": "prefixes are kept as long as there is room",
-    "safety_identifier": "names the client's own user",
-    "service_tier": "`priority` and the tenant's SLO class say what comes first",
-    "store": "nothing is stored",
-    "user": "names the client's own user",
+    "include": "there is no additional output; reasoning is returned as text",
+    "max_tool_calls": "it limits calls of built-in tools, and there are none",
+    "metadata": "it is stored with answers, and answers are not stored",
+    "prompt_cache_key": "the prefix cache works automatically, across all requests",
+    "prompt_cache_options": "prefixes are cached until their space is needed",
+    "prompt_cache_retention": "prefixes are cached until their space is needed",
+    "safety_identifier": "it identifies the client's own user",
+    "service_tier": "`priority` and the tenant's SLO class set the priority",
+    "store": "answers are not stored",
+    "user": "it identifies the client's own user",
 }
-"""Fields that are taken, and change no answer -> why."""
+"""Fields that are accepted, and change no answer -> why."""
 
 _REFUSED_OF_BOTH: Mapping[str, Refusal] = {
     "conversation": Refusal(_NOTHING_STORED),
     "previous_response_id": Refusal(_NOTHING_STORED),
-    "truncation": Refusal("a prompt that does not fit is refused", ("disabled", "auto")),
+    "truncation": Refusal("prompts that are too long are refused", ("disabled", "auto")),
 }
 REFUSED_OF_INPUT: Mapping[str, Refusal] = {
     **_REFUSED_OF_BOTH,
-    "personality": Refusal("instructions say how a model speaks"),
+    "personality": Refusal("use `instructions` for the style of an answer"),
 }
-"""Fields that are refused where tokens are counted -> why."""
+"""Fields that are refused when tokens are counted -> why."""
 REFUSED: Mapping[str, Refusal] = {
     **_REFUSED_OF_BOTH,
-    "access_programs": Refusal("there are none"),
-    "background": Refusal("nothing is stored, so nobody could fetch the answer", (False,)),
-    "image": Refusal("prompts are text"),
-    "moderation": Refusal("operators moderate, and clients do not"),
-    "prompt": Refusal("templates of prompts are not stored; send the prompt as input"),
-    "top_logprobs": Refusal("/v1/chat/completions has log probabilities", (0,)),
+    "access_programs": Refusal("there are no access programs"),
+    "background": Refusal("answers are not stored, so a client could not fetch one later", (False,)),
+    "image": Refusal("prompts are text only"),
+    "moderation": Refusal("the operator decides (docs/moderation.md)"),
+    "prompt": Refusal("prompt templates are not stored; send the prompt as input"),
+    "top_logprobs": Refusal("use /v1/chat/completions for log probabilities", (0,)),
 }
 """Fields that are refused -> why."""

@@ -1,4 +1,4 @@
-"""How /v1/responses answers: the events of a response, or the last one's response alone."""
+"""Answers of /v1/responses: the events of a response, or only the response in the last event."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.api.responses.writer import ResponseEvent, ResponseWriter, error_fie
 
 @dataclass(frozen=True, slots=True)
 class ResponseForm:
-    """The form of a response. See `router.api.answering.AnswerForm`."""
+    """Format of a response. See `router.api.answering.AnswerForm`."""
 
     head: Mapping[str, Any]
     """See `ResponseWriter`."""

@@ -1,4 +1,4 @@
-"""What a response says of its request."""
+"""The fields of a response that echo its request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.api.responses.text import TextBody
 
 
 def head_of(body: ResponsesBody, *, response_id: str, created_at: int, model: str) -> dict[str, Any]:
-    """Returns a response without its output: the request's fields as OpenAI gives them back, null where none is set.
+    """Return a response without its output: the request's fields as OpenAI echoes them, null if not set.
 
     Args:
         created_at: in seconds since 1970.

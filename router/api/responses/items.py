@@ -1,4 +1,4 @@
-"""The items of a request's `input`: what was said, called and thought before."""
+"""The items of a request's `input`: earlier messages, calls, results and reasoning."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from router.api.fields import Refusal, WithoutEffect
 from router.api.strict import Listed, StrictBody
 from router.api.unions import ByType, OrText
 
-_ITEM_ID = WithoutEffect("names an item that is stored; nothing is stored")
-_STATUS = WithoutEffect("an item of the input is what it is, finished or not")
-_BREAKPOINT = WithoutEffect("prefixes are found by their tokens")
+_ITEM_ID = WithoutEffect("it names a stored item, and items are not stored")
+_STATUS = WithoutEffect("finished and unfinished items are treated alike")
+_BREAKPOINT = WithoutEffect("the prefix cache works automatically")
 _ID = Annotated[str | None, _ITEM_ID]
 _ItemStatus = Annotated[Literal["in_progress", "completed", "incomplete"] | None, _STATUS]
-_CALLERS = Refusal("models call functions themselves, and no program does", ({"type": "direct"},))
+_CALLERS = Refusal("only the model itself calls functions", ({"type": "direct"},))
 
 REFUSED_PARTS: Mapping[str, str] = {
-    "input_image": "prompts are text",
-    "input_file": "prompts are text",
-    "input_audio": "prompts are text",
+    "input_image": "prompts are text only",
+    "input_file": "prompts are text only",
+    "input_audio": "prompts are text only",
 }
 """Parts of a message or of a tool's result that are refused -> why."""
 
 
 class InputTextPart(StrictBody):
-    """A text of the client's."""
+    """Text of the client."""
 
     type: Literal["input_text", "text"]
     text: str
@@ -36,30 +36,30 @@ class InputTextPart(StrictBody):
 
 
 class OutputTextPart(StrictBody):
-    """A text of the model's, as an answer has it."""
+    """Text of the model, in the format of an answer."""
 
     type: Literal["output_text"]
     text: str
-    annotations: Annotated[Any, WithoutEffect("a prompt has no annotations")] = None
-    logprobs: Annotated[Any, WithoutEffect("a prompt has no log probabilities")] = None
+    annotations: Annotated[Any, WithoutEffect("the prompt contains the text only")] = None
+    logprobs: Annotated[Any, WithoutEffect("the prompt contains the text only")] = None
 
 
 class RefusalPart(StrictBody):
-    """A text by which a model refused to answer."""
+    """Text with which a model refused to answer."""
 
     type: Literal["refusal"]
     refusal: str
 
 
 class ReasoningTextPart(StrictBody):
-    """A text of a reasoning."""
+    """Text of a reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
 class SummaryTextPart(StrictBody):
-    """A text that sums a reasoning up."""
+    """Summary of a reasoning."""
 
     type: Literal["summary_text"]
     text: str
@@ -70,15 +70,15 @@ _OutputPart = Annotated[InputTextPart | OutputTextPart, ByType(refused=REFUSED_P
 
 
 class MessageItem(StrictBody):
-    """A message, of the client's or of an earlier answer."""
+    """Message of the client or of an earlier answer."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Annotated[str | Listed[_MessagePart], OrText()]
     id: _ID = None
     status: _ItemStatus = None
-    name: Annotated[str | None, WithoutEffect("the role says who speaks")] = None
-    phase: Annotated[str | None, WithoutEffect("no template is known to read it")] = None
+    name: Annotated[str | None, WithoutEffect("the prompt contains the role only")] = None
+    phase: Annotated[str | None, WithoutEffect("no known chat template reads it")] = None
 
 
 class _CallItem(StrictBody):
@@ -87,11 +87,11 @@ class _CallItem(StrictBody):
     id: _ID = None
     status: _ItemStatus = None
     caller: Annotated[Any, _CALLERS] = None
-    is_async: Annotated[Any, Refusal("a call waits for its result", (False,))] = Field(default=None, alias="async")
+    is_async: Annotated[Any, Refusal("calls are not asynchronous", (False,))] = Field(default=None, alias="async")
 
 
 class FunctionCallItem(_CallItem):
-    """A call of a function, of an earlier answer."""
+    """Function call of an earlier answer."""
 
     type: Literal["function_call"]
     arguments: str
@@ -99,40 +99,40 @@ class FunctionCallItem(_CallItem):
 
 
 class CustomCallItem(_CallItem):
-    """A call of a tool that takes a text, of an earlier answer of another service."""
+    """Call of a tool that takes text, from an earlier answer of another service."""
 
     type: Literal["custom_tool_call"]
     input: str
-    namespace: Annotated[str | None, WithoutEffect("the name says which tool it was")] = None
+    namespace: Annotated[str | None, WithoutEffect("the name identifies the tool")] = None
 
 
 class FunctionCallOutputItem(StrictBody):
-    """What a function, or a tool that takes a text, has returned."""
+    """Result of a function, or of a tool that takes text."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str = Field(max_length=MAX_NAME)
     output: Annotated[str | Listed[_OutputPart], OrText()]
     id: _ID = None
     status: _ItemStatus = None
-    name: Annotated[str | None, WithoutEffect("the call has the function's name")] = None
+    name: Annotated[str | None, WithoutEffect("the matching call has the function's name")] = None
     caller: Annotated[Any, _CALLERS] = None
-    namespace: Annotated[str | None, WithoutEffect("the call has the function's namespace")] = None
+    namespace: Annotated[str | None, WithoutEffect("the matching call has the function's namespace")] = None
 
 
 class ReasoningItem(StrictBody):
-    """What the model thought before an earlier answer."""
+    """Reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
     summary: Listed[Annotated[SummaryTextPart, ByType()]] | None = None
     content: Listed[Annotated[ReasoningTextPart, ByType()]] | None = None
     id: _ID = None
     status: _ItemStatus = None
-    encrypted_content: Annotated[Any, WithoutEffect("only another service can read it")] = None
+    encrypted_content: Annotated[Any, WithoutEffect("only the service that wrote it can read it")] = None
 
 
-_NO_TOOLS = "the cluster has no tools of its own, and answers call functions only"
-_NOTHING_STORED = "nothing is stored; send the items themselves"
-_NO_COMPACTION = "conversations are not compacted; send what the model is to read"
+_NO_TOOLS = "the cluster has no built-in tools, and answers call functions only"
+_NOTHING_STORED = "items are not stored; send the items themselves"
+_NO_COMPACTION = "conversations are not compacted; send the items that the model must read"
 
 LEFT_OUT_ITEMS: Mapping[str, str] = dict.fromkeys(
     (
@@ -144,16 +144,16 @@ LEFT_OUT_ITEMS: Mapping[str, str] = dict.fromkeys(
     ),
     _NO_TOOLS,
 )  # fmt: skip
-"""Items that tools of another service have left in a conversation: they are left out, or refused by `router.strict` ->
-why."""
+"""Items that another service's tools left in a conversation. They are dropped, or refused with `router.strict` -> why.
+"""
 REFUSED_ITEMS: Mapping[str, str] = {
-    "additional_tools": "set tools",
+    "additional_tools": "declare all tools in the request's tools",
     "compaction": _NO_COMPACTION,
     "compaction_trigger": _NO_COMPACTION,
-    "configuration_update": "a request has one configuration; set its fields",
+    "configuration_update": "set the fields of the request instead",
     "item_reference": _NOTHING_STORED,
 }
-"""Items of an input that are refused -> why."""
+"""Items of the input that are refused -> why."""
 
 InputItem = MessageItem | FunctionCallItem | CustomCallItem | FunctionCallOutputItem | ReasoningItem
 AnyInputItem = Annotated[InputItem, ByType(refused=REFUSED_ITEMS, left_out=LEFT_OUT_ITEMS, default="message")]

@@ -1,4 +1,4 @@
-"""The chat that the items of a body make."""
+"""Converts the items of a body into a chat."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from router.api.responses.tools import Functions, tools_of
 
 
 def chat_of(body: InputBody, functions: Functions, template: Template, ignored: Ignored) -> Chat:
-    """Returns the chat.
+    """Return the chat of a body.
 
     Args:
-        functions: the body's.
-        template: the model's.
-        ignored: notes what has no effect.
+        functions: the functions of the body.
+        template: returns the model's template.
+        ignored: records fields without effect.
 
     Raises:
         InvalidRequest: the input is empty, or two fields contradict each other.
@@ -43,7 +43,7 @@ def chat_of(body: InputBody, functions: Functions, template: Template, ignored: 
         case str(text):
             messages.append(ChatMessage(role="user", content=text))
         case []:
-            raise InvalidRequest("input holds no item; send at least one", "input")
+            raise InvalidRequest("input is empty; send at least one item", "input")
         case list(items):
             messages += messages_of(items, functions)
     tools, choice = tools_of(functions, body.tool_choice, body.parallel_tool_calls)
@@ -60,10 +60,10 @@ def chat_of(body: InputBody, functions: Functions, template: Template, ignored: 
 
 
 def messages_of(items: Sequence[InputItem], functions: Functions) -> list[ChatMessage]:
-    """Returns the messages of a chat in which these items stand.
+    """Return the messages of a chat with these items.
 
-    A reasoning, a text and calls that follow each other are one message of the assistant, as they were one answer. What
-    an answer says behind its calls is of the same message.
+    Consecutive reasoning, text and calls were one answer, so they become one message of the assistant. Text behind the
+    calls belongs to the same message.
     """
     messages: list[ChatMessage] = []
     turn = _AssistantTurn()
@@ -91,14 +91,14 @@ def messages_of(items: Sequence[InputItem], functions: Functions) -> list[ChatMe
 
 @dataclass(slots=True)
 class _AssistantTurn:
-    """What an assistant has said, called and thought in one answer so far."""
+    """Texts, calls and reasoning of one answer of the assistant so far."""
 
     reasonings: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def takes(self, item: InputItem) -> bool:
-        """Returns whether the item can be of the same answer."""
+        """Return whether the item can belong to the same answer."""
         match item:
             case ReasoningItem():
                 return not (self.texts or self.calls)
@@ -109,7 +109,7 @@ class _AssistantTurn:
         return False
 
     def message(self) -> list[ChatMessage]:
-        """Returns the message, if there is anything in it."""
+        """Return the message in a list; empty if the answer has no content."""
         if not (self.reasonings or self.texts or self.calls):
             return []
         return [
@@ -123,7 +123,7 @@ class _AssistantTurn:
 
 
 def _text(content: str | Sequence[InputTextPart | OutputTextPart | RefusalPart]) -> str:
-    """Returns the text of parts; several are joined by newlines, as those of chats are."""
+    """Return the text of parts, joined by newlines as in chat completions."""
     if isinstance(content, str):
         return content
     return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)

@@ -1,4 +1,4 @@
-"""What the text of an answer is to be, in the words of the Responses API."""
+"""The field `text` of the Responses API, which sets the format of an answer."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from router.api.unions import ByType
 
 
 class PlainTextFormat(StrictBody):
-    """Any text."""
+    """Free text."""
 
     type: Literal["text"]
 
 
 class JsonObjectFormat(StrictBody):
-    """A JSON object."""
+    """Any JSON object."""
 
     type: Literal["json_object"]
 
 
 class JsonSchemaFormat(StrictBody):
-    """JSON of a schema."""
+    """JSON that matches a schema."""
 
     type: Literal["json_schema"]
     name: str
     of_json: dict[str, Any] = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
-    """Every schema is enforced."""
+    """Accepted, but every schema is enforced."""
 
 
 TextFormat = PlainTextFormat | JsonObjectFormat | JsonSchemaFormat
@@ -43,10 +43,10 @@ class TextBody(StrictBody):
     """The field `text`."""
 
     format: Annotated[TextFormat, ByType()] | None = None
-    verbosity: Annotated[str | None, WithoutEffect("no template is known to read it")] = None
+    verbosity: Annotated[str | None, WithoutEffect("no known chat template reads it")] = None
 
     def structure(self) -> StructuredOutputs | None:
-        """Returns what the answer must be; None: any text.
+        """Return the structure that the answer must have; None: free text.
 
         Raises:
             InvalidRequest: the schema is too large.
@@ -59,6 +59,6 @@ class TextBody(StrictBody):
         return None
 
     def echoed(self) -> dict[str, Any]:
-        """The field as a response has it."""
+        """Return the field as a response echoes it."""
         form = {"type": "text"} if self.format is None else self.format.model_dump(by_alias=True, exclude_none=True)
         return {"format": form, "verbosity": "medium"}

@@ -1,4 +1,4 @@
-"""Tools in the words of the Responses API, and which of them an answer calls."""
+"""Tools and tool choices of the Responses API."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from router.api.strict import Listed, StrictBody
 from router.api.unions import ByType
 
 QUALIFIES = "__"
-"""Stands between the name of a namespace and that of a function."""
-_NO_TOOLS = "the cluster has no tools of its own; declare a function"
+"""Separator between the name of a namespace and that of a function."""
+_NO_TOOLS = "the cluster has no built-in tools; declare a function"
 
 REFUSED_TOOLS: Mapping[str, str] = dict.fromkeys(
     (
@@ -28,29 +28,29 @@ REFUSED_TOOLS: Mapping[str, str] = dict.fromkeys(
     ),
     _NO_TOOLS,
 )  # fmt: skip
-"""Tools that are left out of a prompt, or refused by `router.strict` -> why."""
+"""Tools that are left out of the prompt, or refused with `router.strict` -> why."""
 REFUSED_CHOICES: Mapping[str, str] = {**REFUSED_TOOLS, "computer_use": _NO_TOOLS, "namespace": "name a function"}
-"""Choices of a tool that are refused -> why."""
+"""Tool choices that are refused -> why."""
 
 
 class FunctionToolBody(StrictBody):
-    """A function that the answer may call."""
+    """Function that the answer may call."""
 
     type: Literal["function"]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """None: it is strict, as OpenAI has it."""
-    allowed_callers: Annotated[Any, Refusal("models call functions themselves", (["direct"],))] = None
-    defer_loading: Annotated[Any, WithoutEffect("a prompt has all tools")] = None
-    output_schema: Annotated[Any, WithoutEffect("no template is known to read it")] = None
-    is_async: Annotated[Any, Refusal("a call waits for its result", (False,))] = Field(default=None, alias="async")
+    """None means strict, as in OpenAI's API."""
+    allowed_callers: Annotated[Any, Refusal("only the model itself calls functions", (["direct"],))] = None
+    defer_loading: Annotated[Any, WithoutEffect("the prompt contains every tool")] = None
+    output_schema: Annotated[Any, WithoutEffect("no known chat template reads it")] = None
+    is_async: Annotated[Any, Refusal("calls are not asynchronous", (False,))] = Field(default=None, alias="async")
 
     @model_validator(mode="before")
     @classmethod
     def _in_form(cls, value: Any, info: ValidationInfo[Ignored | None]) -> Any:
-        """Chat completions have the function in a field of its own. `router.strict` refuses that."""
+        """Accept the format of chat completions, a nested `function`, which `router.strict` refuses."""
         if not isinstance(value, dict) or not isinstance(value.get("function"), dict):
             return value
         if info.context is not None and info.context.is_strict:
@@ -63,11 +63,11 @@ class FunctionToolBody(StrictBody):
         return self.strict is not False
 
     def tool(self, name: str) -> Tool:
-        """The tool, under the name that it has in the prompt."""
+        """Return the tool under the name that it has in the prompt."""
         return Tool(name=name, description=self.description, parameters=self.parameters, strict=self.is_strict)
 
     def echoed(self) -> dict[str, Any]:
-        """The tool as a response has it."""
+        """Return the tool as a response echoes it."""
         return {
             "type": "function",
             "name": self.name,
@@ -78,7 +78,7 @@ class FunctionToolBody(StrictBody):
 
 
 class NamespaceToolBody(StrictBody):
-    """Functions under a common name."""
+    """Namespace of functions."""
 
     type: Literal["namespace"]
     name: str = Field(min_length=1, max_length=MAX_NAME)
@@ -86,23 +86,25 @@ class NamespaceToolBody(StrictBody):
     tools: Listed[Annotated[FunctionToolBody, ByType(left_out=REFUSED_TOOLS, leaves_out=True)]]
 
     def echoed(self) -> dict[str, Any]:
-        """The tools as a response has them."""
+        """Return the namespace as a response echoes it."""
         tools = [tool.echoed() for tool in self.tools]
         return {"type": "namespace", "name": self.name, "description": self.description, "tools": tools}
 
 
 @dataclass(frozen=True, slots=True)
 class Functions:
-    """The functions of a request, each under the name that it has in the prompt."""
+    """Functions of a request, each under the name that it has in the prompt."""
 
     tools: tuple[Tool, ...] = ()
     places: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """The name in the prompt of a function in a namespace -> the namespace, and the function's own name."""
+    """Name in the prompt of a function in a namespace -> the namespace, and the function's own name."""
 
     @staticmethod
     def of(tools: Sequence[FunctionToolBody | NamespaceToolBody]) -> Functions:
-        """Functions in namespaces keep their names, unless another function has it: then the namespace's name stands
-        before it.
+        """Return the functions of the tools of a body.
+
+        A function in a namespace keeps its name, unless another function has the same name. Then the name of the
+        namespace is put in front.
         """
         found = [tool.tool(tool.name) for tool in tools if isinstance(tool, FunctionToolBody)]
         taken = {tool.name for tool in found}
@@ -117,21 +119,21 @@ class Functions:
         return Functions(tuple(found), places)
 
     def name_of(self, namespace: str | None, name: str) -> str:
-        """The name in the prompt of a function."""
+        """Return the name that a function has in the prompt."""
         if not namespace:
             return name
         return next((known for known, place in self.places.items() if place == (namespace, name)), name)
 
 
 class FunctionChoice(StrictBody):
-    """One function, as a choice."""
+    """Tool choice: this function."""
 
     type: Literal["function"]
     name: str
 
 
 class AllowedToolsChoice(StrictBody):
-    """Some of the tools, as a choice."""
+    """Tool choice: some of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -149,12 +151,12 @@ def tools_of(
     choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedToolsChoice | None,
     parallel: bool | None,
 ) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """Returns the tools that the prompt has, and which of them the answer calls.
+    """Return the tools in the prompt, and the choice among them.
 
-    Where a choice allows some of the tools, the prompt has no others.
+    If a choice allows only some of the tools, the prompt contains no others.
 
     Raises:
-        InvalidRequest: it allows one that is not declared, or none.
+        InvalidRequest: the choice allows an undeclared tool, or no tool.
     """
     is_parallel = parallel is not False
     known = functions.tools
@@ -164,10 +166,12 @@ def tools_of(
         case AllowedToolsChoice(mode=mode, tools=allowed):
             names = {each.name for each in allowed}
             if not names:
-                raise InvalidRequest("tool_choice allows no tool; choose none, or name some", "tool_choice.tools")
+                raise InvalidRequest(
+                    'tool_choice allows no tool; set it to "none", or name at least one tool', "tool_choice.tools"
+                )
             if unknown := sorted(names - {tool.name for tool in known}):
                 raise InvalidRequest(
-                    f"tool_choice allows {unknown[0][:80]!a}, which is none of the tools", "tool_choice.tools"
+                    f"tool_choice allows {unknown[0][:80]!a}, which is not in tools", "tool_choice.tools"
                 )
             few = tuple(tool for tool in known if tool.name in names)
             return few, ToolChoice(use=ToolUse(mode), is_parallel=is_parallel)

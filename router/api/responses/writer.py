@@ -1,4 +1,4 @@
-"""A response as the events that make it. The whole response is what they add up to: the last of them has it."""
+"""Writes a response as events. The last event contains the whole response."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ INCOMPLETE: Mapping[FinishReason | None, str] = {
     FinishReason.LENGTH: "max_output_tokens",
     FinishReason.CONTENT_FILTER: "content_filter",
 }
-"""Reasons for which a choice ends before its answer does -> what `incomplete_details` say."""
+"""Finish reason of an incomplete answer -> the reason in `incomplete_details`."""
 _PREFIXES = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}
-"""What the ids of items begin with."""
+"""Prefixes of the ids of items."""
 _TEXT_EVENTS = {PartKind.REASONING: "response.reasoning_text", PartKind.TEXT: "response.output_text"}
 _NO_SCORES: Mapping[PartKind, dict[str, Any]] = {PartKind.REASONING: {}, PartKind.TEXT: {"logprobs": []}}
 NO_PLACES: Mapping[str, tuple[str, str]] = {}
@@ -28,9 +28,9 @@ ResponseEvent = dict[str, Any]
 
 
 class ResponseWriter:
-    """Writes the events of one response: `begin`, `write` for each chunk, then `end` or `fail`.
+    """Writer of the events of one response: call `begin`, `write` for each chunk, then `end` or `fail`.
 
-    Each yields events, and must be read to its end.
+    Each method returns an iterator of events, which must be exhausted.
 
     Args:
         head: the response without its output, status and usage.
@@ -41,7 +41,7 @@ class ResponseWriter:
         self._head, self._places = head, places
         self._parts = Parts()
         self._output: list[dict[str, Any]] = []
-        """The items that are complete."""
+        """Complete items."""
         self._open: _OpenItem | None = None
         self._num_events = 0
         self._finish_reason: FinishReason | None = None
@@ -49,19 +49,19 @@ class ResponseWriter:
         self._timing: Timing | None = None
 
     def begin(self) -> Iterator[ResponseEvent]:
-        """Yields what comes before every part of the answer."""
+        """Yield the events before the first part of the answer."""
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._response("in_progress"))
 
     def write(self, chunk: GenerateChunk) -> Iterator[ResponseEvent]:
-        """Yields what a chunk brings."""
+        """Yield the events of a chunk."""
         self._finish_reason = chunk.finish_reason or self._finish_reason
         self._usage, self._timing = chunk.usage or self._usage, chunk.timing or self._timing
         for part in self._parts.push(chunk):
             yield from self._part(part, "completed")
 
     def end(self, completed_at: int) -> Iterator[ResponseEvent]:
-        """Yields what comes when the choice has ended; the last event has the whole response.
+        """Yield the events after the end of the choice. The last event contains the whole response.
 
         Args:
             completed_at: in seconds since 1970.
@@ -78,9 +78,7 @@ class ResponseWriter:
         yield self._event(f"response.{status}", response=response)
 
     def fail(self, error: BatonError) -> Iterator[ResponseEvent]:
-        """Yields what comes when the answer breaks off: the response as far as it is, then the error by itself, which
-        OpenAI's clients raise.
-        """
+        """Yield the events after an error: the incomplete response, then the error, which OpenAI's clients raise."""
         response = self._response("failed")
         response["output"] += [self._open.item("incomplete")] if self._open else []
         response["error"] = {"code": _code(error), "message": str(error)}
@@ -149,7 +147,7 @@ class ResponseWriter:
 
 @dataclass(slots=True, kw_only=True)
 class _OpenItem:
-    """An item of the output that has begun."""
+    """Item of the output that is not complete."""
 
     begin: PartBegin
     id: str
@@ -171,13 +169,13 @@ class _OpenItem:
         return "".join(self.texts)
 
     def part(self) -> dict[str, Any]:
-        """The part of a content, as far as it is."""
+        """Return the content part with the text so far."""
         if self.kind is PartKind.REASONING:
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
 
     def item(self, status: str) -> dict[str, Any]:
-        """The item, as far as it is. Its content comes after its begin."""
+        """Return the item so far. An item in progress has no content yet."""
         content = [] if status == "in_progress" else [self.part()]
         match self.kind:
             case PartKind.REASONING:
@@ -202,13 +200,13 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def error_fields(error: BatonError) -> dict[str, Any]:
-    """Returns the fields of an `error` event: flat, as OpenAI has them, and as its other APIs do."""
+    """Return the fields of an `error` event, both flat as in this API and nested as in OpenAI's other APIs."""
     body = error_body(error)["error"]
     return {**{name: body[name] for name in ("code", "message", "param")}, "error": body}
 
 
 def _code(error: BatonError) -> str:
-    """The code of an error, out of those that a response may have."""
+    """Return the code of an error, one of those that the Responses API defines."""
     if isinstance(error, Overloaded):
         return "rate_limit_exceeded"
     return "invalid_prompt" if isinstance(error, InvalidRequest) else "server_error"

@@ -589,7 +589,7 @@ async def test_a_client_that_does_not_read_is_seen_after_few_tokens_where_others
             assert router.limiter.num_in_flight == 1, "so few tokens are taken by gRPC"
             return
         await until(lambda: router.limiter.num_in_flight == 0)
-        with pytest.raises(grpc.aio.AioRpcError, match="others wait for the place of its answer"):
+        with pytest.raises(grpc.aio.AioRpcError, match="other requests wait for its slot"):
             async for _ in call:
                 pass
     router.close()

@@ -181,7 +181,7 @@ def test_calls_in_a_form_that_is_not_known_are_text_and_the_log_says_so(
     tokenizer = tokenizer_of(tmp_path / "own", "{{ tools }}", response_template=template)
     assert AnswerFormat.load(tokenizer).calls is None
     (said,) = [record.getMessage() for record in caplog.records if record.name == "router.answer.format"]
-    assert said.startswith(f"{tmp_path / 'own'} writes calls of tools in a way that is not known")
+    assert said.startswith(f"{tmp_path / 'own'} has an unknown format of tool calls")
 
 
 def test_a_models_own_response_template_wins(tmp_path: Path) -> None:

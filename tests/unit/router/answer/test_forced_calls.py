@@ -333,15 +333,15 @@ def test_what_cannot_be_forced_is_refused(tokenizer: Tokenizer) -> None:
         None,
         call_format.form_of({"open_pattern": "<c>+", "content": "json", "transform": {"function": "{content}"}}),
     ):
-        with pytest.raises(InvalidRequest, match="how this model writes calls is not known"):
+        with pytest.raises(InvalidRequest, match="the tool-call format of this model is unknown"):
             asked(tokenizer, form, use=ToolUse.REQUIRED)
-    with pytest.raises(InvalidRequest, match="no other structure"):
+    with pytest.raises(InvalidRequest, match="not with another structure"):
         asked(tokenizer, call_format.HERMES, params={"structured_outputs": StructuredOutputs(regex="a")})
     pattern = (Tool(name="f", parameters={"properties": {"a": {"type": "string", "pattern": "a+"}}}, strict=True),)
     with pytest.raises(InvalidRequest, match=r"^tools\[0\]\.function\.parameters\.properties\.a: pattern cannot"):
         asked(tokenizer, call_format.QWEN_XML, pattern)
     name = (Tool(name="f", parameters={"properties": {"a>b": {"type": "null"}}}, strict=True),)
-    with pytest.raises(InvalidRequest, match="whose name cannot be 'a>b'"):
+    with pytest.raises(InvalidRequest, match="the name of an argument cannot be 'a>b'"):
         asked(tokenizer, call_format.QWEN_XML, name)
     union = (Tool(name="f", parameters={"properties": {"a": {"anyOf": [{"type": "string"}]}}}, strict=True),)
     with pytest.raises(InvalidRequest, match=r"properties\.a: anyOf cannot be enforced"):
@@ -357,7 +357,7 @@ def test_what_cannot_be_forced_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match=r"properties\.a: minLength cannot be enforced"):
         asked(tokenizer, call_format.QWEN_XML, zero)
     unnamed = (Tool(name="f", parameters={"properties": {"": {"type": "null"}}}, strict=True),)
-    with pytest.raises(InvalidRequest, match="whose name cannot be ''"):
+    with pytest.raises(InvalidRequest, match="the name of an argument cannot be ''"):
         asked(tokenizer, call_format.QWEN_XML, unnamed)
     long = "n" * 65
     for cut, properties, said in (
@@ -370,7 +370,7 @@ def test_what_cannot_be_forced_is_refused(tokenizer: Tokenizer) -> None:
         assert cut in str(refused.value), "no more of it is repeated"
         assert cut + "n" not in str(refused.value)
     large = tuple(Tool(name=f"t{i}", parameters={"description": "x" * 2000}) for i in range(100))
-    with pytest.raises(InvalidRequest, match="need a grammar of"):
+    with pytest.raises(InvalidRequest, match="the grammar for forced or strict calls"):
         asked(tokenizer, call_format.HERMES, large, use=ToolUse.REQUIRED)
 
 

@@ -150,7 +150,7 @@ async def test_who_does_not_read_loses_the_place_of_the_answer_where_others_are_
     await asyncio.sleep(0.3)
     assert not answer.has_ended, "nobody is refused"
     is_crowded = True
-    with pytest.raises(NotRead, match=r"for 0\.1 s, and others wait for the place of its answer"):
+    with pytest.raises(NotRead, match=r"for 0\.1 s while other requests wait for its slot"):
         await delivering
     assert (answer.has_ended, ahead.num_bytes) == (True, 0)
 

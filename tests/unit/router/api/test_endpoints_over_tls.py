@@ -168,7 +168,7 @@ async def test_a_certificate_stands_for_a_key_over_http(authority: Authority, bo
         assert json.loads((await _http(port, archive, key="key-a"))[1]) == {"tenant": "acme"}
         assert (await _http(port, unknown))[0] == 401
         status, body, _ = await _http(port, without, key="key-a")
-        assert (status, "certificate is needed" in body) == ((200, False) if clients == "optional" else (401, True))
+        assert (status, "certificate is required" in body) == ((200, False) if clients == "optional" else (401, True))
         assert {(await _http(port, without, path))[0] for path in OPEN_PATHS} == {200}, "probes have no certificate"
         other = Authority.make(authority.folder, "other")
         stranger = ssl.create_default_context(cafile=authority.path)

@@ -57,7 +57,7 @@ async def test_the_stream_of_a_client_that_does_not_read_ends_in_an_error_and_no
 
     stream = EventStream(events(), {}, ReadAhead(8, is_crowded=lambda: True), lambda error: str(error).encode())
     await stream.stream_response(send)
-    assert sent == [b"the client has not read for 0.05 s, and others wait for the place of its answer", b""]
+    assert sent == [b"the client has not read for 0.05 s while other requests wait for its slot", b""]
 
 
 def test_an_answer_that_breaks_off_ends_in_the_error_of_its_api() -> None:

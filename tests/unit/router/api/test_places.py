@@ -139,5 +139,5 @@ async def test_many_refusals_are_few_lines_of_the_log(caplog: pytest.LogCaptureF
         for _ in range(20):
             assert (await server.says(b"\0\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
     lines = [record.getMessage() for record in caplog.records if "is closed" in record.getMessage()]
-    assert lines[0] == "a connection of 127.0.0.1 is closed: this is no HTTP/1.1 request"
+    assert lines[0] == "a connection of 127.0.0.1 is closed: this is not an HTTP/1.1 request"
     assert len(lines) < 20

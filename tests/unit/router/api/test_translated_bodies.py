@@ -407,7 +407,7 @@ REFUSED = [
     (said({**CALL, "input": DEEP}, role="assistant"), "messages[1].content[0].input is nested deeper than 64"),
     (said({**CALL, "caller": {"type": "server"}}, role="assistant"), "messages[1].content[0].caller is not supported"),
     (said(CALL, role="assistant"), "messages[1] calls a tool; a message with the result must follow"),
-    (said({"type": "tool_result", "tool_use_id": "c"}), "messages[1].content[0].tool_use_id names no call"),
+    (said({"type": "tool_result", "tool_use_id": "c"}), "messages[1].content[0].tool_use_id does not match a tool"),
     ({"messages": [*USED[:2], {"role": "user", "content": [
         {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "image"}]}]}]},
      "messages[2].content[0].content[0] of type image is not supported"),

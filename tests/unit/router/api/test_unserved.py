@@ -46,18 +46,18 @@ def test_what_is_not_served_is_not_served() -> None:
 
 
 CASES = [
-    ("POST", "/v1/embeddings", "vectors"),
+    ("POST", "/v1/embeddings", "embeddings"),
     ("GET", "/v1/files/file-1/content", "nothing is stored"),
     ("GET", "/v1/chat/completions", "answers are not stored"),
     ("DELETE", "/v1/chat/completions/chatcmpl-1", "answers are not stored"),
-    ("DELETE", "/v1/models/m", "the model is the operator's"),
+    ("DELETE", "/v1/models/m", "the operator manages the model"),
     ("GET", "/v1/responses/resp_1", "answers are not stored"),
-    ("POST", "/v1/messages/batches", "as they come"),
+    ("POST", "/v1/messages/batches", "no batch API"),
     ("GET", "/v1/messages", "answers are not stored"),
     ("POST", "/v1/complete", "superseded by /v1/messages"),
     ("POST", "/openai/deployments/m/chat/completions", "a base URL that ends in /v1"),
     ("POST", "/chat/completions", "must end in /v1"),
-    ("POST", "/v1/v1/chat/completions", "leave out one of them"),
+    ("POST", "/v1/v1/chat/completions", "remove one of them"),
     ("POST", "/api/chat", "Baton has no Ollama API"),
 ]
 
