@@ -26,9 +26,9 @@ from baton.errors import BatonError, InvalidRequest, NotRead
 from baton.quota import Quota
 from router.admission import MAX_REQUEST_ID, check_request_id
 from router.api.delivery import ReadAhead, deliver
-from router.api.filling import HTTP, AnswerFilling
 from router.api.ignored import MAX_READINGS, Ignored, without_ignored
 from router.api.paced import PacedWork
+from router.api.padding import HTTP, AnswerPadding
 from router.api.parsing import BodyParser, PartCount
 from router.api.strict import DeclaredBody
 from router.api.unserved import is_anthropics
@@ -268,7 +268,7 @@ class EventStream(StreamingResponse):
         self._broken = broken
 
     async def stream_response(self, send: Send) -> None:
-        padding = AnswerFilling(HTTP, self._ahead.is_crowded)
+        padding = AnswerPadding(HTTP, self._ahead.is_crowded)
 
         async def write(data: bytes) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -27,7 +27,7 @@ from router.admission import check_model
 from router.admission.tenants import Tenant, TenantBook, api_key_of, require_operator
 from router.api.controller_client import ControllerClient
 from router.api.delivery import ReadAhead, deliver
-from router.api.filling import GRPC, AnswerFilling
+from router.api.padding import GRPC, AnswerPadding
 from router.request.model import UNKNOWN_INGRESS, Ingress
 from router.request.request_log import RequestFilter, RequestLog
 from router.service import RouterService
@@ -112,12 +112,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         """Stream an answer. Writes instead of yielding, so that a call can be ended while its client does not read."""
         trace = tracing.from_metadata(context.invocation_metadata())
-        padding = AnswerFilling(GRPC, self._ahead.is_crowded)
+        padding = AnswerPadding(GRPC, self._ahead.is_crowded)
         is_first = True
 
         async def write(message: bytes) -> None:
             nonlocal is_first
-            message += _filling(padding.of_next(len(message)))
+            message += _padded_by(padding.of_next(len(message)))
             if not is_first:
                 await context.write(message)
                 return
@@ -158,7 +158,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return wire.list_models_response([self._service.card])
 
 
-def _filling(num_bytes: int) -> bytes:
+def _padded_by(num_bytes: int) -> bytes:
     """Return padding to append to a serialized response: this many bytes and a short field header."""
     return inference_pb2.GenerateResponse(padding=bytes(num_bytes)).SerializeToString()
 

@@ -40,9 +40,9 @@ from router.admission import Accounts, Limiter, MemoryLedger, ModelFacts, SloCou
 from router.admission.tenants import TenantBook
 from router.answer import PLAIN, AnswerFormat
 from router.api import delivery
-from router.api.filling import GRPC
 from router.api.grpc_api import SERVICE_NAMES, Authentication, InferenceServicer
 from router.api.http import create_app
+from router.api.padding import GRPC
 from router.dispatch.choice import Choice, ChoiceGroup
 from router.prompt import Tokenizer
 from router.request.model import LoadedModel

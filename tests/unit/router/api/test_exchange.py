@@ -14,7 +14,7 @@ from router.api import delivery
 from router.api.anthropic.events import MessageForm
 from router.api.delivery import ReadAhead
 from router.api.exchange import EventStream, JsonAnswer, event
-from router.api.filling import HTTP
+from router.api.padding import HTTP
 from router.api.responses.form import ResponseForm
 
 

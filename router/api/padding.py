@@ -32,7 +32,7 @@ FRAME_BYTES = 10
 """Maximum overhead of a message, in bytes: the frame of gRPC or HTTP, and the marker of the padding."""
 
 
-class AnswerFilling:
+class AnswerPadding:
     """Computes the padding of one answer's messages.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.api.filling import FRAME_BYTES, GRPC, HTTP, AnswerFilling, Unread
+from router.api.padding import FRAME_BYTES, GRPC, HTTP, AnswerPadding, Unread
 
 LENGTH = 300
 UNREAD = pytest.mark.parametrize("unread", [GRPC, HTTP])
@@ -12,13 +12,13 @@ UNREAD = pytest.mark.parametrize("unread", [GRPC, HTTP])
 
 @UNREAD
 def test_nothing_is_filled_up_while_nobody_wants_its_place(unread: Unread) -> None:
-    padding = AnswerFilling(unread, lambda: False)
+    padding = AnswerPadding(unread, lambda: False)
     assert [padding.of_next(LENGTH) for _ in range(300)] == [0] * 300
 
 
 @UNREAD
 def test_few_messages_come_to_as_much_as_is_taken_unread_and_no_more(unread: Unread) -> None:
-    padding = AnswerFilling(unread, lambda: True)
+    padding = AnswerPadding(unread, lambda: True)
     sizes = [padding.of_next(LENGTH) for _ in range(300)]
     num_padded = sizes.index(0)
     *whole, last = sizes[:num_padded]
@@ -33,7 +33,7 @@ def test_few_messages_come_to_as_much_as_is_taken_unread_and_no_more(unread: Unr
 @UNREAD
 def test_what_has_been_sent_before_counts(unread: Unread) -> None:
     is_crowded = False
-    half, whole = (AnswerFilling(unread, lambda: is_crowded) for _ in range(2))
+    half, whole = (AnswerPadding(unread, lambda: is_crowded) for _ in range(2))
     half.of_next(unread.num_bytes // 2)
     whole.of_next(unread.num_bytes)
     is_crowded = True
