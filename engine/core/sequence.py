@@ -183,7 +183,7 @@ class Sequence:
 
     @property
     def waits_for_others(self) -> bool:
-        """True if its last known token is not computed alone: the beams compute it, or compute it together."""
+        """True if its last known token is computed together with the other beams' tokens, or by the beams."""
         return self.parent is not None or (self.search is not None and len(self.search.running) > 1)
 
     def beam(self, token_ids: tuple[int, ...]) -> Sequence:
