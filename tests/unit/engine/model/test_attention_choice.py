@@ -152,7 +152,8 @@ def test_what_must_not_depend_on_its_batch_is_not_torchs(
     if kernels_run:
         monkeypatch.setitem(sys.modules, "engine.model.kernel_attention", kernels)
         monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)
-    with pytest.raises(ModelLoadError, match=f"engine.batch_invariant is not supported by torch's attention: .*{words}"):
+    sentence = f"engine.batch_invariant is not supported by torch's attention: .*{words}"
+    with pytest.raises(ModelLoadError, match=sentence):
         attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM, AttentionWish(is_invariant=True))
 
 

@@ -230,7 +230,7 @@ def test_the_report_has_the_simulators_figures_and_fits_a_terminal() -> None:
     assert json.loads(json.dumps(result.as_dict()))["ttft_s"] == [100.5, 100.5, 100.5]
     notes = "\n".join(notes_of(result))
     for words in (
-        "2 requests in 112.7 s: 1 served, 1 rejected for want of room, 0 failed",
+        "2 requests in 112.7 s: 1 served, 1 rejected for lack of capacity, 0 failed",
         "interrupted: 0 requests cancelled, 9 not sent",
         "1 Overloaded, such as: full",
         "served: 1 split; 0 retries; 0.0 tokens/s, 1.00 a message",
