@@ -399,7 +399,7 @@ async def test_an_answer_that_is_too_short_has_failed() -> None:
     async with serving(router) as connection:
         result = await replay(load_of(trace(request(0, 14, 4))), connection, ignore)
     assert result.observed[0].outcome == "failed"
-    assert "have (14, 3) tokens where (14, 4) were asked for" in str(result.observed[0].error)
+    assert "have (14, 3) tokens, but (14, 4) were requested" in str(result.observed[0].error)
 
 
 async def test_an_interrupt_cancels_what_runs_and_keeps_what_is_done() -> None:
