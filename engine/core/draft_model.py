@@ -55,7 +55,7 @@ prompt."""
 
 @dataclass(slots=True)
 class _Acceptance:
-    """How often a draft is accepted if all drafts before it were accepted."""
+    """Acceptance rate of drafts whose preceding drafts were all accepted."""
 
     tried: float = 0.0
     kept: float = 0.0

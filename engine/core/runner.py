@@ -77,9 +77,9 @@ class StepPart(NamedTuple):
     num_kv_tokens: tuple[int, ...]
     """Tokens in each table's blocks after the step."""
     sample: bool
-    """Whether the part ends with the last known token, so that this step yields the next one."""
+    """True if the part ends with the last known token, so that this step yields the next one."""
     is_decoding: bool
-    """Whether this is one known token of a sequence that has already generated tokens."""
+    """True if this is one known token of a sequence that has already generated tokens."""
     sampling: SamplingParams
     choice_index: int
     """Part of the counter of the random number that draws the next token, with `sampling.seed` and the position."""
@@ -89,7 +89,7 @@ class StepPart(NamedTuple):
     """All known tokens, if the step samples by parameters that need them (`SamplingParams.needs_history`) or scores the
     prompt."""
     scores_prompt: bool = False
-    """Whether the log probabilities of its prompt tokens are requested."""
+    """True if the log probabilities of its prompt tokens are requested."""
     num_drafts: int = 0
     """Number of drafts at the end of `token_ids`. The step samples after the last known token, and after each draft
     while the drafts match the sampled tokens: the first token that differs replaces its draft. Only a part that samples
@@ -302,7 +302,7 @@ class Runner(Protocol):
     computes: Computes
     """Hardware and data types of the computation, as far as the runner knows."""
     runs_ahead: bool
-    """Whether a launched step continues by itself, on a device."""
+    """True if a launched step continues by itself, on a device."""
     token_s: float
     """Seconds per token in the runner's first trial step; 0: that says nothing about later steps."""
 

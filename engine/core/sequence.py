@@ -16,7 +16,7 @@ from engine.core.runner import UNKNOWN_TOKEN, BlockCopy, StepPart
 
 
 class Purpose(Enum):
-    """What a sequence computes on this worker."""
+    """Task of a sequence on this worker."""
 
     GENERATE = "generate"
     """Prefill and decode here (aggregated mode)."""
@@ -84,7 +84,7 @@ class Sequence:
     """Number of computed tokens at the end that are still being computed, in a step after which the next one is already
     planned."""
     aborted: bool = False
-    """Whether it has ended and takes part in no further step. It is removed when no step is in flight."""
+    """True if it has ended and takes part in no further step. It is removed when no step is in flight."""
     scheduled_s: float = 0.0
     blocked_s: float = 0.0
     """Time before the first admission during which the head of the queue lacked KV blocks."""
@@ -106,7 +106,7 @@ class Sequence:
     stop_token_ids: tuple[int, ...] = field(init=False)
     """Tokens that end its response, in addition to those that end every response."""
     needs_history: bool = field(init=False)
-    """Whether its draws depend on the tokens before them."""
+    """True if its draws depend on the tokens before them."""
     ngrams: NgramIndex | None = None
     """Index that guesses its next tokens while it decodes; None: there is none."""
     forgone_s: float = 0.0
@@ -133,7 +133,7 @@ class Sequence:
 
     @property
     def awaits_kv(self) -> bool:
-        """True if its KV is to be received. After a preemption it is computed here, like any other."""
+        """True if it waits for transferred KV. After a preemption it is computed here, like any other."""
         return self.purpose is Purpose.RECEIVE and not self.was_admitted
 
     @property

@@ -40,7 +40,7 @@ class Attention(Protocol):
     name: str
     """See `baton.cluster.Computes.attention`."""
     needs_numbers: bool
-    """Whether the places after a sequence's last token, in its last block, must hold numbers. These places are always
+    """True if the places after a sequence's last token, in its last block, must hold numbers. These places are always
     masked, but a masked NaN or infinity, left by another request, would spoil a sum over all places.
     """
 

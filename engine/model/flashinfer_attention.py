@@ -82,7 +82,7 @@ class FlashInferAttention(KernelAttention):
         self.dtype = dtype
         self.workspace = _workspace(cache.device)
         self._as_in_graphs = False
-        """Whether steps are computed in the way of a graph of their size."""
+        """True if steps are computed in the way of a graph of their size."""
         self._plans: dict[LayerKind, DecodePlan] = {}
 
     def ways(self) -> Sequence[FlashInferAttention]:

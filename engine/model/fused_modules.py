@@ -70,7 +70,7 @@ class AttentionShape(NamedTuple):
     scaling: float | None
     sliding_window: int | None
     rotates: bool
-    """Whether queries and keys are rotated by their positions."""
+    """True if queries and keys are rotated by their positions."""
 
 
 class FusedAttention(nn.Module):

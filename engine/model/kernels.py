@@ -287,7 +287,7 @@ class HeadShape:
     capability: int
     """The GPU's compute capability, such as 90."""
     is_invariant: bool = False
-    """Whether a token's result is bit-identical in any tile: all tiles are of one kind, and keys are not divided."""
+    """True if a token's result is bit-identical in any tile: all tiles are of one kind, and keys are not divided."""
 
     @property
     def pages(self) -> dict[str, int]:
@@ -323,7 +323,7 @@ class Tiles(NamedTuple):
     tiles: torch.Tensor
     """`[tiles, 4]`: see the module's docstring."""
     of_one_token: bool
-    """Whether every tile has one token."""
+    """True if every tile has one token."""
     num_shares: int
     """Maximum number of shares of any of them, at most `NUM_SHARES`; 0: keys are not divided."""
 

@@ -22,7 +22,7 @@ class RankStep(NamedTuple):
     num_scored: Sequence[int] = ()
     """Number of scored tokens of each part; empty: none are scored."""
     is_ready: bool = False
-    """Whether the blocks that it starts are zeroed already."""
+    """True if the blocks that it starts are zeroed already."""
 
     @property
     def logit_rows(self) -> list[int]:

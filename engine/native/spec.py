@@ -94,13 +94,13 @@ class ModelFamily:
     """Value that norms add before they divide, or the configuration key that contains it."""
     qk_norm: QKNorm = QKNorm.PLAIN
     scales_embedding: bool = False
-    """Whether embeddings are multiplied by the square root of their width."""
+    """True if embeddings are multiplied by the square root of their width."""
     rotates_neighbours: bool = False
-    """Whether dimension 2 j is rotated with 2 j + 1, in place of j with j + half."""
+    """True if dimension 2 j is rotated with 2 j + 1, in place of j with j + half."""
     rotates_in_windows: bool = False
     """Whether, in a model with a window, only the layers with a window are rotated."""
     is_parallel: bool = False
-    """Whether the MLP has the same input as attention."""
+    """True if the MLP has the same input as attention."""
     perceptron: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     """Names of the MLP's matrices, with the projection back to the residual last; without a gate there are two."""
     has_experts: bool = False
@@ -186,7 +186,7 @@ class Experts:
     inner: int
     """Width between an expert's two matrices."""
     normalized: bool
-    """Whether the weights of the chosen experts are normalized to sum to 1."""
+    """True if the weights of the chosen experts are normalized to sum to 1."""
     layers: frozenset[int]
     """Layers with experts; the others have an MLP."""
 
@@ -212,7 +212,7 @@ class ModelDescription:
     windows: tuple[int, ...]
     """Tokens that a token sees, including itself, in each layer; 0: all."""
     rotates: tuple[bool, ...]
-    """Whether queries and keys are rotated, in each layer."""
+    """True if queries and keys are rotated, in each layer."""
     clip: float
     """Largest magnitude of queries, keys and values; 0: no limit."""
     experts: Experts | None

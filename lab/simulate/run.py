@@ -44,12 +44,12 @@ class Scenario:
     error: float = 1.0
     """Factor by which the router's cost estimates are wrong."""
     tells_all: bool = False
-    """Whether the workers receive the objectives under every policy, not only under this router's."""
+    """True if the workers receive the objectives under every policy, not only under this router's."""
     router: RouterConfig = field(default_factory=RouterConfig)
     scaling: Scaling | None = None
     """Autoscaler of the pools; None: they stay as they are."""
     knows_lengths: bool = False
-    """Whether requests ask for exactly the tokens that they get, as those of `baton bench` do, and the router knows
+    """True if requests ask for exactly the tokens that they get, as those of `baton bench` do, and the router knows
     it."""
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """How pools change in a run."""
+    """Settings of the autoscaler in a run."""
 
     config: AutoscaleConfig
     objective: Objective
