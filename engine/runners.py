@@ -41,7 +41,7 @@ def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside
     if engine.tensor_parallel > 1:
         raise ConfigError("engine.draft_model needs engine.tensor_parallel 1: a draft model has one rank")
     if not Path(engine.draft_model).is_dir():
-        raise ModelLoadError(f"engine.draft_model names a folder that is not there: {engine.draft_model}")
+        raise ModelLoadError(f"engine.draft_model names a folder that does not exist: {engine.draft_model}")
     # Before the target, whose pool takes the remaining memory.
     try:
         draft = _make_one(*_draft_settings(model, engine), cache)
@@ -58,7 +58,9 @@ def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside
     except ModelLoadError:
         runner.close()
         raise
-    logger.info("%s drafts for it, in a pool of %d blocks", engine.draft_model, draft.num_blocks[0])
+    logger.info(
+        "engine.draft_model %s proposes drafts, with a KV pool of %d blocks", engine.draft_model, draft.num_blocks[0]
+    )
     return runner
 
 
@@ -85,7 +87,7 @@ def _require_alike(model: ModelConfig, engine: EngineConfig, runner: DraftedRunn
     name, target, draft = engine.draft_model, runner.target, runner.draft
     for which, each in (("the model", target), (f"engine.draft_model {name}", draft)):
         if each.spec.states:
-            raise ModelLoadError(f"{which} carries a state, which cannot go back to before a draft that proves wrong")
+            raise ModelLoadError(f"{which} has recurrent state, which cannot be rolled back after a rejected draft")
     if target.vocab_size != draft.vocab_size:
         sizes = f"{draft.vocab_size} tokens, and the model {target.vocab_size}"
         raise ModelLoadError(f"engine.draft_model {name} has {sizes}: drafts need the same vocabulary")

@@ -130,4 +130,4 @@ class Advance(NamedTuple):
 
     search: BeamSearch
     parents: tuple[int, ...]
-    """For each running beam, the index of the beam that it continues in the list before the step."""
+    """Indices, in the list before the step, of the beams that the running ones continue."""

@@ -34,6 +34,6 @@ def require_searchable(spec: SequenceSpec, purpose: Purpose, runner: Runner, mos
         TransferRefused: it would continue from a state that was computed by another worker.
     """
     if most < (width := spec.sampling.num_beams):
-        raise InvalidRequest(f"a search with {width} beams does not fit; this worker computes {most} at a time")
+        raise InvalidRequest(f"num_beams {width} is too large; this worker computes at most {most} beams at a time")
     if purpose is Purpose.RECEIVE and runner.spec.states:
         raise TransferRefused("a beam search cannot continue from a transferred state: it is ahead of the first tokens")

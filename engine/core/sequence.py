@@ -97,8 +97,8 @@ class Sequence:
     beams: list[Sequence] = field(default_factory=list)
     """Beams of a branched parent, in the order of the search."""
     places: tuple[int, ...] | None = None
-    """For each beam of the next step, the index in `beams` that it continues, or of the parent if there are no beams;
-    None: `beams` are already those of the next step."""
+    """Index in `beams` that each beam of the next step continues (the parent if there are no beams); None: `beams` are
+    already those of the next step."""
     parent: Sequence | None = None
     """The parent, if this is one of its beams."""
     most_tokens: int = field(init=False)

@@ -117,10 +117,10 @@ class StepThreads:
         traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
         recovering = asyncio.wrap_future(self._thread.submit(self._runner.recover))
         if not await ends_within(self._step_timeout_s, recovering):
-            logger.error("the device has given no sign of life for %g s after a failed step", self._step_timeout_s)
+            logger.error("the device has not responded for %g s after a failed step", self._step_timeout_s)
             return True
         if (refusal := recovering.exception()) is not None:
-            logger.error("the device does not answer after a failed step", exc_info=refusal)
+            logger.error("the device does not respond after a failed step", exc_info=refusal)
         return refusal is not None
 
     def _limit_s(self, size: StepSize, expected_s: float) -> float:

@@ -107,7 +107,7 @@ def attention_of(
     if wish.is_invariant:
         raise ModelLoadError(f"engine.batch_invariant is not supported by torch's attention: {reason}")
     if wish.by_flashinfer:
-        raise ModelLoadError(f"engine.attention flashinfer cannot be had: {reason}; set it to auto")
+        raise ModelLoadError(f"engine.attention flashinfer is not available: {reason}; set it to auto")
     logger.log(level, "attention is torch's own: %s", reason)
     return TorchAttention(cache, num_sharing, reason)
 

@@ -117,9 +117,9 @@ def _warm_up_stream(device: torch.device) -> Any:
 
 class _Graph(NamedTuple):
     numbers: torch.Tensor
-    """Its input; see `padded_numbers`."""
+    """Input of the graph; see `padded_numbers`."""
     logits: torch.Tensor
-    """`[size, vocabulary]`: its output."""
+    """Output of the graph, `[size, vocabulary]`."""
     captured: Replayable
     step: KernelStep
 

@@ -155,7 +155,7 @@ def _lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise ModelLoadError(
-            f"this machine has no {num_bytes / 2**30:.1f} GiB for KV ({error}); lower engine.kv_cache_gib"
+            f"this machine does not have {num_bytes / 2**30:.1f} GiB for KV ({error}); lower engine.kv_cache_gib"
         ) from error
     with contextlib.suppress(AttributeError, OSError):  # not available on this system or kernel
         pages.madvise(mmap.MADV_HUGEPAGE)

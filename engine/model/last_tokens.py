@@ -23,7 +23,7 @@ class Filling(NamedTuple):
     """Tokens that are known only on the device."""
 
     places: torch.Tensor
-    """Their indices among the packed tokens of a step, `[tokens]`."""
+    """Indices of the tokens among the packed tokens of a step, `[tokens]`."""
     sources: torch.Tensor
     """The index of each in `tokens`, `[tokens]`."""
     tokens: torch.Tensor

@@ -138,7 +138,7 @@ class OtherRanks:
 
     def _die(self, reason: str) -> None:
         if not self._ending.is_set():
-            logger.critical("%s: this worker ends, since its ranks cannot go on", reason)
+            logger.critical("%s: this worker ends, since its ranks cannot continue", reason)
             os._exit(1)
 
 

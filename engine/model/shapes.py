@@ -47,7 +47,7 @@ def report_longest(config: Any, asked: int, found: int) -> None:
     if found < (wanted := asked or config.max_position_embeddings):
         logger.warning(
             "max_model_len is %d, the model's original_max_position_embeddings, not %d: with RoPE of type longrope "
-            "longer sequences would take other frequencies, and so would those that are computed beside them",
+            "longer sequences would change the frequencies of all sequences in the same step",
             found,
             wanted,
         )

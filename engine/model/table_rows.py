@@ -44,7 +44,7 @@ class TableRoom(NamedTuple):
 class _TableRow:
     number: int
     held: BlockTables
-    """Its content on the device, except empty places and entries beyond the maximum length."""
+    """Content of the row on the device, except empty places and entries beyond the maximum length."""
     last_step: int = 0
     """The last step that read it."""
 

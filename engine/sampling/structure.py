@@ -84,7 +84,7 @@ class Structures:
             with self._lock:
                 self._compiler = self._compiler or self._load()
         except InvalidRequest as error:
-            logger.warning("answers can have no structure here: %s", error)
+            logger.warning("structured outputs are not available: %s", error)
 
     def prepare(self, params: SamplingParams) -> None:
         """Compile the structure of these parameters.
@@ -144,7 +144,7 @@ class Structures:
 
     def _load(self) -> GrammarCompiler:
         if self._tokenizer is None:
-            raise InvalidRequest("the worker's model has no tokenizer, so its answers have no structure")
+            raise InvalidRequest("structured outputs are not available: the worker's model has no tokenizer")
         from baton.grammar import GrammarCompiler  # most workers never need it
 
         return GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_token_ids)

@@ -55,7 +55,7 @@ class BenchReport(Figures):
     computed_tokens: dict[str, int]
     """Prompt tokens that each worker computed."""
     errors: dict[str, dict[str, Any]]
-    """For each kind of error, the number of requests and an example message."""
+    """Number of requests and an example message, by kind of error."""
     interrupted: bool
 
     def as_dict(self) -> dict[str, Any]:

@@ -278,7 +278,7 @@ def test_flashinfer_is_refused_by_name_where_there_is_no_gpu(uneven: Path) -> No
         with pytest.raises(ConfigError, match=words):
             make_runner(model, EngineConfig(runner=runner, attention="flashinfer"), cache)
     with pytest.raises(
-        ModelLoadError, match=r"engine\.attention flashinfer cannot be had: the device is no NVIDIA GPU"
+        ModelLoadError, match=r"engine\.attention flashinfer is not available: the device is no NVIDIA GPU"
     ):
         make_runner(model, EngineConfig(attention="flashinfer"), cache)
 

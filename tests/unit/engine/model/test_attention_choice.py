@@ -201,15 +201,15 @@ def test_flashinfer_is_taken_where_it_proves_right_and_else_refused(
         assert isinstance(attention_of(*asked), Scaled)
         assert "attention is by FlashInfer for decodes and the project's own kernels" in caplog.text
     else:
-        with pytest.raises(ModelLoadError, match=r"engine.attention flashinfer cannot be had: .* differs from it by"):
+        with pytest.raises(ModelLoadError, match=r"attention flashinfer is not available: .* differs from it by"):
             attention_of(*asked)
 
 
 def test_flashinfer_is_refused_where_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM, FLASHINFER
-    with pytest.raises(ModelLoadError, match="flashinfer cannot be had: the device is no NVIDIA GPU; set it to auto"):
+    with pytest.raises(ModelLoadError, match="is not available: the device is no NVIDIA GPU; set it to auto"):
         attention_of(*asked)
     monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModelLoadError, match="flashinfer cannot be had: it is not installed"):
+    with pytest.raises(ModelLoadError, match="flashinfer is not available: it is not installed"):
         attention_of(*asked)
