@@ -81,7 +81,7 @@ class KVCache:
     ) -> None:
         for group in spec.groups:
             if group.page_order is not PageOrder.K_THEN_V or any(group.strides):
-                raise ValueError(f"group {group.name!r} must have contiguous pages of K and of V")
+                raise ValueError(f"group {group.name!r} must have pages of K and of V without gaps")
         self.spec = spec
         self.num_blocks = num_blocks
         self.num_states = max_num_seqs if spec.states else 0

@@ -233,7 +233,7 @@ def test_the_report_has_the_simulators_figures_and_fits_a_terminal() -> None:
         "2 requests in 112.7 s: 1 served, 1 rejected for lack of capacity, 0 failed",
         "interrupted: 0 requests cancelled, 9 not sent",
         "1 Overloaded, such as: full",
-        "served: 1 split; 0 retries; 0.0 tokens/s, 1.00 a message",
+        "served: 1 disaggregated; 0 retries; 0.0 tokens/s, 1.00 a message",
         "too long for the model: 3 prompts cut, 0 requests left out",
         "sent late, by more than 10 ms: 0",
     ):
