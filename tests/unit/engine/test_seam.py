@@ -55,7 +55,7 @@ from tests.unit.engine.grouped import GroupedRunner
 from tests.unit.engine.scripted import BURSTS, ScriptedEngine
 from tests.unit.kvstore.transfer.peers import CONFIG, engine_worker, local_worker, make_spec, served, with_link
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 PROMPT = numbers(5, 100)
 SMALL = with_link("tcp", slot_bytes=1024, span_tokens=16)
 
