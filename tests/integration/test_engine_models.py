@@ -591,7 +591,7 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) 
 
 def said_at_load(caplog: pytest.LogCaptureFixture) -> list[str]:
     """By us; what transformers says depends on what was loaded before."""
-    return [record.getMessage() for record in caplog.records if record.name.startswith("baton")]
+    return [record.getMessage() for record in caplog.records if record.name.startswith(("baton", "engine"))]
 
 
 def without(*parts: str) -> Callable[[dict[str, torch.Tensor]], None]:
