@@ -1,7 +1,7 @@
 """The RPC handlers of the decode role; the process is `worker`, which loads the handlers of both roles.
 
-A decode worker receives the KV of prompts, or computes them itself in aggregated mode, and generates the answers. What
-is particular to that role is here: `service.DecodeService`.
+A decode worker receives the KV of prompts, or computes them itself in aggregated mode, and generates the output. The
+code specific to that role is `service.DecodeService`.
 """
 
 __all__ = ["service"]

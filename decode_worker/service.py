@@ -1,4 +1,4 @@
-"""Decodes an answer, after KV that another worker computed or after a prompt that is computed here (aggregated)."""
+"""Decode service: generates output from transferred KV, or after computing the prompt here (aggregated mode)."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from kvstore.worker_context import WorkerContext
 
 
 class DecodeService:
-    """The handlers of `DecodeRequest` and `FetchRequest`."""
+    """Handlers of `DecodeRequest` and `FetchRequest`."""
 
     def __init__(self, worker: WorkerContext) -> None:
         self._worker = worker
 
     async def decode(self, request: DecodeRequest, trace: Context) -> AsyncGenerator[Ticket | NewTokens]:
-        """Serves one call, for as long as the generator is open.
+        """Serve one call while the generator is open.
 
         Raises:
             WorkerDraining: the worker takes no new work.
-            TransferError: the KV did not come, or not with a token of the model's.
+            TransferError: the KV did not arrive, or came with an invalid token.
         """
         self._worker.require_staying()
         spec = request.sequence
@@ -56,7 +56,7 @@ class DecodeService:
             span.end()
 
     async def fetch(self, request: FetchRequest, trace: Context) -> AsyncGenerator[Fetched]:
-        """Pulls a prefix of a sequence that will come here, so that little is missing when it does."""
+        """Pull a prefix of a sequence that will migrate to this worker, so that little is missing when it does."""
         self._worker.require_staying()
         num_tokens = await self._worker.kv.prefixes.fetch(request.sequence, request.source, time.monotonic(), trace)
         self._worker.require_staying()
@@ -65,7 +65,7 @@ class DecodeService:
     async def _aggregated(
         self, spec: SequenceSpec, source: PrefixSource | None, trace: Context
     ) -> AsyncGenerator[NewTokens]:
-        """Prefills here, from a prefix pulled from `source` if there is one, and decodes here."""
+        """Prefill and decode here, starting with a prefix pulled from `source` if there is one."""
         arrived_s = time.monotonic()
         began_s = time.monotonic()
         num_pulled = await self._worker.kv.prefixes.fetch(spec, source, arrived_s, trace) if source else 0
@@ -79,13 +79,13 @@ class DecodeService:
                 yield replace(message, report=report) if report else message
 
     async def _after_kv_transfer(self, spec: SequenceSpec) -> AsyncGenerator[Ticket | NewTokens]:
-        """Reserves, answers with the ticket, waits for the KV, and decodes. The open call is the reservation."""
+        """Reserve blocks, respond with the ticket, wait for the KV, and decode. The open call is the reservation."""
         worker = self._worker
         async with worker.engine.sequence(spec, Purpose.RECEIVE) as sequence:
             reserved = await sequence.next()
             assert isinstance(reserved, Reserved)
             name = f"{spec.sequence_id}@{worker.worker_id}"
-            # A state comes with all tokens in it, so the last one cannot be computed again to draw the first token.
+            # A state includes all tokens, so the last one cannot be recomputed here to sample the first token.
             expected = Expected.WITH_FIRST_TOKEN if worker.engine.spec.states else Expected.WHOLE
             ticket = worker.kv.receiver.expect(
                 name, reserved.num_tokens, reserved.num_cached_tokens, reserved.block_ids, expected
@@ -94,7 +94,7 @@ class DecodeService:
                 yield ticket
                 arrival = await worker.kv.receiver.wait_committed(ticket)
             finally:
-                # Whatever happened, no transfer writes these blocks from here on: `insert` uses them, or leaving the
+                # In any case no transfer writes these blocks from here on: `insert` uses them, or leaving the
                 # sequence's context frees them.
                 await worker.kv.receiver.release(ticket)
             first_token, vocab_size = arrival.first_token, worker.engine.vocab_size
@@ -103,14 +103,14 @@ class DecodeService:
             sequence.insert(first_token, arrival.num_tokens)
             async with contextlib.aclosing(_tokens(sequence)) as messages:
                 async for message in messages:
-                    # The router has a first token already, straight from the prefill worker, and its finish reason
-                    # too. Where that ends the sequence there is nothing to add.
+                    # The router already has the first token from the prefill worker, and its finish reason. If that
+                    # ends the sequence, nothing is left to send.
                     if message.token_ids or message.beams or first_token is None:
                         yield message
 
 
 async def _tokens(sequence: ServedSequence) -> AsyncGenerator[NewTokens]:
-    """Yields all further tokens; those that are ready together travel together."""
+    """Yield all further tokens; tokens that are ready at the same time are sent together."""
     while True:
         outputs = [await sequence.next(), *sequence.take_ready()]
         generated = [output for output in outputs if isinstance(output, Generated)]

@@ -1,4 +1,4 @@
-"""Chooses the runner of a worker."""
+"""Selection of a worker's runner."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ ARITHMETIC_MODEL_LEN = 8192
 
 
 def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside: int = 0) -> Runner:
-    """Returns the runner that `engine.runner` names; of `auto` the native one, or transformers where it is none for it.
+    """Return the runner that `engine.runner` names; for `auto` the native one, or transformers if it is not supported.
 
-    The log says in one line which one it is, and why. It takes seconds. With `engine.draft_model` it is a
-    `DraftedRunner`, and there is such a line for each of the two models.
+    The log states in one line which runner is used, and why. Loading takes seconds. With `engine.draft_model` the
+    result is a `DraftedRunner`, and the log has one line for each of the two models.
 
     Args:
-        cache: folder in which the library of the native step is kept once it is built.
-        set_aside: bytes of each GPU that transfers may take beside it.
+        cache: folder in which the built library of the native step is cached.
+        set_aside: bytes of each GPU to leave for transfers.
 
     Raises:
-        ModelLoadError, ConfigError: it cannot run as configured, does not know a setting that is set, or the draft
+        ModelLoadError, ConfigError: it cannot run as configured, does not support a setting that is set, or the draft
             model does not suit the model.
     """
     if not engine.draft_model or engine.runner == "arithmetic":
@@ -41,8 +41,8 @@ def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside
     if engine.tensor_parallel > 1:
         raise ConfigError("engine.draft_model needs engine.tensor_parallel 1: a draft model has one rank")
     if not Path(engine.draft_model).is_dir():
-        raise ModelLoadError(f"engine.draft_model names a folder that is not there: {engine.draft_model}")
-    # Before the target, whose pool takes what memory is left then.
+        raise ModelLoadError(f"engine.draft_model names a folder that does not exist: {engine.draft_model}")
+    # Before the target, whose pool takes the remaining memory.
     try:
         draft = _make_one(*_draft_settings(model, engine), cache)
     except (ConfigError, ModelLoadError) as error:
@@ -58,13 +58,16 @@ def make_runner(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside
     except ModelLoadError:
         runner.close()
         raise
-    logger.info("%s drafts for it, in a pool of %d blocks of its own", engine.draft_model, draft.num_blocks[0])
+    logger.info(
+        "engine.draft_model %s proposes drafts, with a KV pool of %d blocks", engine.draft_model, draft.num_blocks[0]
+    )
     return runner
 
 
 def _draft_settings(model: ModelConfig, engine: EngineConfig) -> tuple[ModelConfig, EngineConfig]:
-    """Returns the settings of the draft model. Nobody reads its KV, whose type is that of the arithmetic; and guesses
-    may depend on anything.
+    """Return the settings of the draft model.
+
+    Its KV is not transferred, so its type is the compute type. Its guesses need not be reproducible.
     """
     own = replace(
         engine,
@@ -80,11 +83,11 @@ def _draft_settings(model: ModelConfig, engine: EngineConfig) -> tuple[ModelConf
 
 
 def _require_alike(model: ModelConfig, engine: EngineConfig, runner: DraftedRunner) -> None:
-    """Raises ModelLoadError unless a draft model's tokens are the target's, and both can go back before a draft."""
+    """Raise ModelLoadError unless both models have the same tokens and both can roll back a draft."""
     name, target, draft = engine.draft_model, runner.target, runner.draft
     for which, each in (("the model", target), (f"engine.draft_model {name}", draft)):
         if each.spec.states:
-            raise ModelLoadError(f"{which} carries a state, which cannot go back to before a draft that proves wrong")
+            raise ModelLoadError(f"{which} has recurrent state, which cannot be rolled back after a rejected draft")
     if target.vocab_size != draft.vocab_size:
         sizes = f"{draft.vocab_size} tokens, and the model {target.vocab_size}"
         raise ModelLoadError(f"engine.draft_model {name} has {sizes}: drafts need the same vocabulary")
@@ -93,7 +96,7 @@ def _require_alike(model: ModelConfig, engine: EngineConfig, runner: DraftedRunn
 
 
 def _first_difference(draft: Mapping[str, int], target: Mapping[str, int]) -> str:
-    """Returns the lowest id of which two vocabularies have different texts, in words; empty: there is none."""
+    """Return a description of the lowest id with different texts in two vocabularies; empty: there is none."""
     texts, others = ({token_id: text for text, token_id in each.items()} for each in (draft, target))
     for token_id in sorted(texts.keys() | others.keys()):
         text, other = texts.get(token_id), others.get(token_id)
@@ -109,7 +112,7 @@ def _quoted(text: str | None) -> str:
 def _make_one(model: ModelConfig, engine: EngineConfig, cache: Path, set_aside: int = 0) -> Runner:
     if engine.runner == "arithmetic":
         return _arithmetic(model, engine)
-    # Imported on use: torch and transformers take seconds, and a native start may do without the latter.
+    # Imported here: torch and transformers take seconds, and a native start may not need the latter.
     import torch
 
     from engine.model.logits_runner import LogitsRunner

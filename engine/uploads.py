@@ -1,8 +1,8 @@
-"""What the host gives a device, for which neither waits.
+"""Uploads of numbers from the host to a device, without waiting on either side.
 
-The host waits for a copy from memory that the system may move, and with it for all that its stream was asked before. So
-numbers go from pinned memory. Its allocator gives none away again before the copies from it are done: the numbers of a
-step are not written over those of the one before while they are on their way.
+A copy from pageable memory blocks the host until it is done, together with all earlier work of its stream. So numbers
+are copied from pinned memory. Its allocator does not reuse a buffer before the copies from it are done, so the numbers
+of a step do not overwrite those of the step before while they are being copied.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ _NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 def uploaded(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a tensor of the CPU on a device, in what the current stream is asked from here on. On a CPU it is the
-    same one.
-    """
+    """Copy a CPU tensor to a device, in order with the current stream's work. On a CPU return the same tensor."""
     if _is_host(device):
         return values
     pinned = _pinned(values.numel(), values.dtype).view(values.shape).copy_(values)
@@ -23,9 +21,9 @@ def uploaded(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class StepNumbers:
-    """Whole numbers that steps need on a device, those of a step together, in one copy.
+    """Integers that steps need on a device, those of a step together, in one copy.
 
-    A step with more numbers than any before needs a second one.
+    A step with more numbers than any before needs a second copy.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,8 +34,9 @@ class StepNumbers:
         self._replacing: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor of the CPU on the device, where it may be read in what is asked after `send`. On a CPU it is
-        the same one.
+        """Return a CPU tensor's counterpart on the device, valid for work submitted after `send`.
+
+        On a CPU it is the same tensor.
 
         Args:
             values: of any shape, in int64.
@@ -51,18 +50,18 @@ class StepNumbers:
             self._size = max(self._size, values.numel())
             host = _pinned(self._size, torch.int64)
             self._there = torch.empty(self._size, dtype=torch.int64, device=self.device)
-            self._host = host  # if there is memory for both
+            self._host = host  # assigned last: both allocations may fail
         begin, self._num_put = self._num_put, self._num_put + values.numel()
         self._host[begin : self._num_put].view(values.shape).copy_(values)
         return self._there[begin : self._num_put].view(values.shape)
 
     def replace(self, there: torch.Tensor, values: torch.Tensor) -> None:
-        """Has some numbers replaced that stay on the device, before what is asked after `send`. On a CPU they are
-        replaced at once.
+        """Replace some numbers of a tensor on the device, before work submitted after `send`. On a CPU it happens at
+        once.
 
         Args:
-            there: in one dimension.
-            values: `[2, numbers]` on the CPU, in int64: places in `there`, each once, and what is to stand there.
+            there: tensor of one dimension.
+            values: `[2, numbers]` on the CPU, in int64: indices into `there`, each once, and the new values.
         """
         if _is_host(self.device):
             there.index_copy_(0, *values)
@@ -70,7 +69,7 @@ class StepNumbers:
             self._replacing.append((there, self.put(values)))
 
     def send(self) -> None:
-        """Copies what was put since the last call, and replaces with it what is to be replaced."""
+        """Copy the numbers put since the last call, and perform the pending replacements."""
         if self._num_put:
             self._there[: self._num_put].copy_(self._host[: self._num_put], non_blocking=True)
         self._num_put, self._host = 0, _NOTHING  # the allocator has it back

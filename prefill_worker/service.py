@@ -1,4 +1,4 @@
-"""Computes a prompt's KV and, where the engine draws one, its first token; hands the blocks over meanwhile."""
+"""Prefill service: computes a prompt's KV and its first token, and transfers the blocks meanwhile."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from kvstore.worker_context import WorkerContext
 
 
 class PrefillService:
-    """The handler of `PrefillRequest`."""
+    """Handler of `PrefillRequest`."""
 
     def __init__(self, worker: WorkerContext) -> None:
         self._worker = worker
 
     async def prefill(self, request: PrefillRequest, trace: Context) -> AsyncGenerator[FirstToken | Transferred]:
-        """Offers, pulls what another worker holds, computes and sends side by side, and transfers, in this order.
+        """Offer, pull the prefix that another worker holds, then compute and send concurrently.
 
         Raises:
-            WorkerDraining: the worker takes no new work. An answer that goes on elsewhere is none: its KV is here.
-            TransferRefused: the ticket is not of this sequence, or its worker's KV is of another kind.
+            WorkerDraining: the worker takes no new work. A migrated response is accepted, because its KV is here.
+            TransferRefused: the ticket is for another sequence, or its worker's KV is of another kind.
         """
         worker, spec, ticket, source = self._worker, request.sequence, request.ticket, request.source
         if ticket is not None:
@@ -51,10 +51,10 @@ class PrefillService:
                 await stack.enter_async_context(self._streaming(transfer, sequence))
             output = await _computed(sequence)
             assert output.report is not None
-            # Room is reported where an answer is decoded; here the next prompt waits for the transfer before.
+            # Room is reported by the decode worker; here the next prompt waits for the previous transfer.
             report = replace(output.report, num_pulled_tokens=num_pulled, pull_s=pull_s, room_s=0.0)
             self._record(report, trace)
-            # The first token goes out at once; the blocks stay held until the transfer is over.
+            # The first token is sent at once; the blocks stay held until the transfer is over.
             first_token = output.token_ids[0] if output.token_ids else None
             yield FirstToken(
                 token_id=first_token, finish_reason=output.finish_reason, report=report, scores=output.scores
@@ -79,7 +79,7 @@ class PrefillService:
 
     @contextlib.asynccontextmanager
     async def _streaming(self, transfer: OutgoingTransfer, sequence: ServedSequence) -> AsyncIterator[None]:
-        """The transfer reads the sequence's blocks as they are computed, while the block is entered."""
+        """Context manager: streams the sequence's KV blocks to the peer while they are being computed."""
         pin = await sequence.pin()
         try:
             transfer.extend(pin.block_ids)
@@ -93,8 +93,9 @@ class PrefillService:
 
 
 def _require_fitting(ticket: Ticket, num_tokens: int) -> None:
-    """Refuses a ticket of another sequence. A receiver may compute the last token of the prompt for itself, unless a
-    state comes with the KV: that is one of all tokens.
+    """Refuse a ticket of another sequence.
+
+    The receiver may compute the prompt's last token itself, unless the KV comes with a state, which covers all tokens.
     """
     least = num_tokens if ticket.layout.states else num_tokens - 1
     if not least <= ticket.num_tokens <= num_tokens:
@@ -102,10 +103,10 @@ def _require_fitting(ticket: Ticket, num_tokens: int) -> None:
 
 
 async def _computed(sequence: ServedSequence) -> Generated:
-    """Waits until the prompt is computed, with the first token of an engine that draws one then.
+    """Wait until the prompt is computed; the output has the first token if the engine samples it here.
 
     Raises:
-        TransferError: the engine has preempted the prompt, whose KV is computed again into other blocks.
+        TransferError: the engine has preempted the prompt and recomputes its KV into other blocks.
     """
     output = await sequence.next()
     if not isinstance(output, Generated):
@@ -117,5 +118,5 @@ async def _finished(transfer: OutgoingTransfer, first_token: int | None) -> Tran
     try:
         return await transfer.finish(first_token)
     except WorkerFailed as error:
-        # It is the decode worker that failed; the router must not take this one for broken.
+        # The decode worker failed; the router must not consider this worker broken.
         raise TransferError(str(error)) from error

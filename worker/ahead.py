@@ -1,4 +1,4 @@
-"""Which workers a prefill worker connects to before a KV transfer needs them."""
+"""Choice of the workers to which a prefill worker connects before a KV transfer needs them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 def peers_of(own: WorkerInfo, workers: Iterable[Worker]) -> list[Peer]:
-    """Returns the decode workers to which a worker may transfer, each as the rank that takes an nccl transport.
+    """Return the decode workers to which a worker may transfer, each as the rank that takes an nccl transport.
 
-    A worker that starts, drains, or holds KV of another kind is none. Each worker has an order of its own: where there
+    Workers that are starting or draining, or hold KV of another kind, are left out. Each worker has its own order: if
+    there are more peers than a worker connects to, the connections are spread evenly over all of them.
     are more than a worker connects to, all of them together connect to each about equally often.
     """
     found = [worker.info for worker in workers if _takes_kv_of(own, worker)]

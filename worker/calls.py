@@ -1,13 +1,13 @@
-"""The worker's end of the one stream that each router has to it; the router's is `router.dispatch.worker_client`.
+"""The worker's side of the single stream from each router; the router's side is `router.dispatch.worker_client`.
 
     router ──> worker    start 7, start 8      start 9       cancel 8
     router <── worker    7: tokens, 8: tokens      7: tokens, 8: tokens, 9: tokens      7: tokens, 7: ended, 9: tokens
 
-A frame holds whatever was ready when it was written, so the tokens of one engine step travel together. One gRPC call
-per choice and one message per token would cost the router more than everything else it does for them.
+A frame contains everything that was ready when it was written, so the tokens of one engine step travel together. One
+gRPC call per choice and one message per token would cost the router more than everything else it does for them.
 
 Each call is a task, and no call can block another: its events go into an unbounded outbox. The outbox stays small,
-because events are tokens, and a call produces no more of them than its request asked for.
+because events are tokens, and a call produces at most as many as its request asked for.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 
 MAX_FRAME_EVENTS = 4096
 MAX_TOP_K = 2**20
-"""No vocabulary is larger."""
+"""Upper bound of `top_k`; no vocabulary is larger."""
 Prefill = Callable[[PrefillRequest, Context], AsyncGenerator[Event]]
 Decode = Callable[[DecodeRequest, Context], AsyncGenerator[Event]]
 Fetch = Callable[[FetchRequest, Context], AsyncGenerator[Event]]
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 def max_message_bytes(max_model_len: int) -> int:
-    """Limit on a message to a worker whose sequences may be that long: a router's frame, or gRPC's own limit."""
+    """Return the message size limit for a worker with this sequence length: a router's frame, or gRPC's own limit."""
     return max(int(MAX_FRAME_COMMANDS * wire.max_start_bytes(max_model_len)), 4 * 2**20)
 
 
@@ -63,8 +63,8 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
 
     Args:
         prefill, decode, fetch: each returns the events of one call; None: the worker refuses such calls. Closing the
-            generator cancels the call and frees what it holds. Typed errors reach the router as they are.
-        max_model_len: the most tokens that a sequence may have on this worker.
+            generator cancels the call and frees what it holds. Typed errors reach the router unchanged.
+        max_model_len: maximum number of tokens in a sequence on this worker.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         return len(self._running)
 
     async def wait_until_idle(self) -> None:
-        """Waits for a moment in which no call runs; the next may have begun since."""
+        """Wait until no call runs. The next call may already have started on return."""
         await self._is_idle.wait()
 
     def migrate(self, hypotheses: Callable[[SequenceSpec], Hypotheses]) -> None:
-        """Asks the routers to migrate every choice that decodes here, or waits to.
+        """Ask the routers to migrate every choice that decodes here, or waits to.
 
         Args:
-            hypotheses: returns where the beam search of a call's sequence is (see `ServingEngine.hypotheses`).
+            hypotheses: returns the state of the beam search of a call's sequence (see `ServingEngine.hypotheses`).
         """
         for start, outbox in self._running.values():
             if isinstance(start.request, DecodeRequest):
@@ -105,7 +105,7 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
     async def Serve(  # type: ignore[override]  # noqa: N802 - the generated name; it writes, where it could yield
         self, requests: AsyncIterator[worker_pb2.ServeRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Serves a router's stream until the router closes it or is gone, which cancels its calls.
+        """Serve a router's stream until the router closes it or is gone, which cancels its calls.
 
         Raises:
             InvalidRequest: a message is not one that routers send.
@@ -144,7 +144,7 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
         except asyncio.CancelledError:
             outbox.put((call_id, CallEnded()))
             raise
-        except Exception:  # a defect of ours: the log gets the traceback, the router a sentence
+        except Exception:  # a bug: the log gets the traceback, the router a short error
             logger.exception("a call failed unexpectedly")
             outbox.put((call_id, to_failed(BatonError("internal error; the worker's log says more"))))
 
@@ -171,7 +171,7 @@ class CallServicer(worker_pb2_grpc.WorkerCallsServicer):
 
 
 def require_servable(spec: SequenceSpec) -> None:
-    """Raises InvalidRequest for a value that would harm other calls, too: an engine serves many in one step.
+    """Raise InvalidRequest for a value that would affect other calls too, since an engine serves many in one step.
 
     The engine itself checks the number of tokens.
     """
@@ -197,7 +197,7 @@ def require_servable(spec: SequenceSpec) -> None:
 
 
 def _may_search(spec: SequenceSpec) -> bool:
-    """Returns whether its search may be in the state that its hypotheses say, or at its begin."""
+    """Return whether a beam search may be in the state of its hypotheses, or at its start."""
     params, running, finished = spec.sampling, spec.hypotheses.running, spec.hypotheses.finished
     beams, num_tokens = (*running, *finished), len(running[0].token_ids) if running else 0
     return (
@@ -213,7 +213,7 @@ def _may_search(spec: SequenceSpec) -> bool:
 
 
 def _cancel(call: asyncio.Task[None] | None) -> None:
-    """Cancels the call once: a second time would interrupt its cleanup."""
+    """Cancel the call once: a second cancellation would interrupt its cleanup."""
     if call is not None and not call.cancelling():
         call.cancel()
 

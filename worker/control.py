@@ -1,14 +1,14 @@
-"""Orders to one worker: drain, and change the role. Its calls move to others while its engine continues.
+"""Orders to one worker: drain, and change the role. Its calls migrate to other workers while its engine continues.
 
-    READY ── drain ──> DRAINING ── all calls gone ──> READY in the other role, or the end of the process
-                           `────── time is up, or anything fails ──────> READY in the old role (of a change of role)
+    READY ── drain ──> DRAINING ── all calls gone ──> READY in the other role, or the process ends
+                           `────── timeout, or any failure ──────> READY in the old role (for a change of role)
 
-A draining worker accepts no new choices and hands back those that it has not begun. Routers are asked to move every
-choice that it decodes: the next worker pulls the KV from this one while tokens are still generated, and gets the few
-missing blocks by an ordinary KV transfer. The time this takes depends on the KV, not on the tokens still to generate.
+A draining worker accepts no new choices and hands back those that it has not started. It asks the routers to migrate
+every choice that it decodes: the next worker pulls the KV from this one while it still generates tokens, and gets the
+few missing blocks by an ordinary KV transfer. The duration depends on the KV, not on the tokens still to generate.
 
 A worker that drains for good never takes work again. If the order did not come from the controller, the controller sees
-the drain in the lease and starts another worker in its place.
+the drain in the lease and starts a replacement.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
-    """The orders of one worker, on its event loop."""
+    """Executes the orders to one worker, on its event loop."""
 
     def __init__(self, member: Member, calls: CallServicer) -> None:
         self.member = member
@@ -39,7 +39,7 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
         self._is_leaving = False
 
     async def drain(self, timeout_s: float) -> int:
-        """Drains the worker for good. Returns once no call is left, or the time is up.
+        """Drain the worker for good. Return when no call is left, or at the timeout.
 
         Returns:
             The number of calls that are left.
@@ -55,13 +55,13 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
         self._calls.migrate(member.loop.hypotheses)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._calls.wait_until_idle()  # who pulls from here is not waited for
+                await self._calls.wait_until_idle()  # pulls from this worker are not waited for
         except TimeoutError:
             return self._calls.num_running
         return 0
 
     async def set_role(self, role: Role, timeout_s: float) -> None:
-        """Changes the role. Raises Conflict when the worker is not ready, or not free in time: it keeps its role."""
+        """Change the role. Raise Conflict if the worker is not ready, or not idle in time; it then keeps its role."""
         member = self.member
         async with self._changing:
             if member.role is role:
@@ -75,14 +75,14 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
                         f"{num_left} calls were still running on {member.worker_id} after {timeout_s:g} s; "
                         f"it stays a {member.role} worker"
                     )
-            except BaseException:  # cancelled, too: the caller may be gone
+            except BaseException:  # including cancellation: the caller may be gone
                 self._stay(member.role)
                 raise
             self._stay(role)
             logger.info("%s is a %s worker now", member.worker_id, role)
 
     def _stay(self, role: Role) -> None:
-        """Makes the worker ready again, unless it has been ordered to leave in the meantime."""
+        """Make the worker ready again, unless it has been ordered to drain for good in the meantime."""
         self.member.become(WorkerState.DRAINING if self._is_leaving else WorkerState.READY, role)
 
     async def Drain(  # noqa: N802 - the generated name
@@ -100,7 +100,7 @@ class WorkerControl(worker_pb2_grpc.WorkerControlServicer):
 
 
 def _required_time(timeout_s: float) -> float:
-    """The time, if a timer can take it. Raises InvalidRequest otherwise, also for NaN."""
+    """Return the timeout if a timer can take it. Raise InvalidRequest otherwise, also for NaN."""
     if not 0 <= timeout_s <= MAX_TIMEOUT_S:
         raise InvalidRequest(f"timeout_s must be 0 to {MAX_TIMEOUT_S}, not {timeout_s:g}", "timeout_s")
     return timeout_s

@@ -1,4 +1,4 @@
-"""Where libraries keep kernels that they have compiled, and load them again as code without a look at their owner."""
+"""Folders in which libraries cache compiled kernels; they load cached code without checking its owner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def kernel_caches(environ: Mapping[str, str]) -> dict[str, Path]:
-    """Returns the folders of Triton's, FlashInfer's and Inductor's kernels, by the variable that names another one."""
+    """Return the folders of Triton's, FlashInfer's and Inductor's kernels, by the variable that overrides each."""
     home = Path(os.path.expanduser("~"))  # noqa: PTH111 - it raises nothing where there is no such user
     usual = {
         "TRITON_CACHE_DIR": home / ".triton" / "cache",
@@ -36,8 +36,9 @@ def _user() -> str:
 
 @contextmanager
 def own_kernel_caches(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Yields the variables by which kernels are kept in a folder of this process alone, instead of one that another
-    user of this machine may have written; none where none may.
+    """Yield environment variables that redirect kernel caches to a private folder of this process.
+
+    A cache is redirected only if another user of this machine may have written it.
     """
     foreign = {name: why for name, folder in kernel_caches(environ).items() if (why := why_foreign(folder))}
     if not foreign:

@@ -1,9 +1,9 @@
-"""Shows routers what this worker has written, so that an operator reads it without a shell on the worker's machine.
+"""Serves the worker's latest output to routers, so that an operator can read it without a shell on the machine.
 
-That is all of it, tracebacks and what libraries print included, where the parent of the process names what takes its
-output: a file, of which the end is read, or the socket of the node's first process (`deploy.ray_pools.node`), which has
-the latest lines of each worker's id, and so the last words of a process that this one replaces as well. Elsewhere, as
-in a terminal, nobody can read them back, and the lines are those of this process's log alone.
+The output includes tracebacks and prints of libraries if the parent process names the receiver of its output: a file,
+of which the end is read, or the socket of the node's first process (`deploy.ray_pools.node`). That process keeps the
+latest lines by worker id, and so also the last lines of a process that this one replaces. Otherwise, for example in a
+terminal, the output cannot be read back, and only the lines of this process's log are served.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from deploy.processes import RAYS_OWN
 END_BYTES = 2**18
 """Bytes at a file's end that are read."""
 ANSWER_S = 5.0
-"""Longest wait for the node."""
+"""Seconds to wait for the node's response."""
 
 
 class WorkerLog(worker_pb2_grpc.WorkerLogServicer):
-    """Answers with the latest lines.
+    """Handler that returns the latest lines.
 
     Args:
-        output: takes all that this process writes, a file or a socket; None: nothing that can be read back.
+        output: receiver of the process's output, a file or a socket; None: it cannot be read back.
     """
 
     def __init__(self, worker_id: str, output: Path | None = None) -> None:
@@ -49,16 +49,16 @@ class WorkerLog(worker_pb2_grpc.WorkerLogServicer):
 
 
 def written(output: Path, worker_id: str) -> list[str]:
-    """The latest lines that a worker has written, as text, the oldest first.
+    """Return the latest lines of a worker's output as text, oldest first.
 
     Raises:
-        WorkerFailed: they cannot be read.
+        WorkerFailed: the output cannot be read.
     """
     try:
         raw = _kept(output, worker_id) if output.is_socket() else _end_of(output)
     except OSError as error:
-        raise WorkerFailed(f"what {worker_id} has written cannot be read from {output}: {error}") from error
-    # Not `splitlines`, to which characters within a line are ends of lines, too.
+        raise WorkerFailed(f"the output of {worker_id} cannot be read from {output}: {error}") from error
+    # Not `splitlines`, which also splits at characters that may occur within a line.
     lines = (text for line in raw.decode(errors="replace").split("\n") for text in logs.as_text(line).split("\n"))
     said = [line.rstrip("\r")[: logs.MAX_KEPT_CHARACTERS] for line in lines if line and not line.startswith(RAYS_OWN)]
     return said[-logs.MAX_KEPT_LINES :]
@@ -69,7 +69,7 @@ def _end_of(file: Path) -> bytes:
         begin = max(0, opened.seek(0, 2) - END_BYTES)
         opened.seek(begin)
         end = opened.read(END_BYTES)
-    return end.partition(b"\n")[2] if begin else end  # the first line may have lost its beginning
+    return end.partition(b"\n")[2] if begin else end  # the start of the first line may be missing
 
 
 def _kept(node: Path, worker_id: str) -> bytes:

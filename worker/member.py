@@ -1,6 +1,6 @@
-"""A worker as a member of the cluster: an engine whose lease and cached blocks are visible to others.
+"""A worker as a member of the cluster: an engine with a lease and published blocks.
 
-Workers of both roles are the same: the role in the lease only decides which calls routers send.
+Workers of both roles are the same: the role in the lease only determines which calls routers send.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from kvstore.worker_context import WorkerContext
 from worker.ahead import peers_of
 
 WIRE_VERSION = 2
-"""Version of the KV transfer's protocol: workers of different versions do not connect."""
+"""Version of the KV transfer's protocol. Workers of different versions do not connect."""
 LOOK_AROUND_S = 5.0
-"""How often a prefill worker looks for decode workers to which it has no connection yet."""
+"""Interval at which a prefill worker looks for decode workers to which it has no connection yet."""
 
 
 class Member:
-    """The engine, KV endpoint, lease and index publisher of one worker's process."""
+    """Engine, KV endpoint, lease and index publisher of one worker process."""
 
     def __init__(self, role: Role, worker_id: str, host: str, config: Config, runner: Runner) -> None:
         self.worker_id = worker_id
         self.host = host
         self.config = config
         self.keys = open_keys(config.cluster.secret, Principal.WORKER)
-        """The keys by which it proves to other members who it is, read again when their file changes. None: the cluster
-        has no secret."""
+        """Keys with which it authenticates to other members; they are read again when their file changes. None: the
+        cluster has no secret."""
         self.incarnation = os.urandom(8).hex()
-        """Random identity of this process, to which KV transfers and the proofs of calls are bound."""
+        """Random identity of this process. KV transfers and call authentication are bound to it."""
         self.content_id = content_id(config.kv_identity)
         self.tls = member_tls(config.cluster)
-        """What the worker shows other members; None: all speak in plain text."""
+        """TLS credentials for other members; None: the cluster uses plain text."""
         self.wire_compat = wire_compat(config.kv_identity, runner.spec)
         batch = self.batch = config.engine.batch(on_gpu=bool(runner.computes.gpu))
         limits = SchedulerLimits(
@@ -85,7 +85,7 @@ class Member:
         )
         self.kv = KvEndpoint(local, self.loop, config.transfer, config.faults)
         self.context = WorkerContext(worker_id, self.loop, self.kv)
-        """The worker, as its RPC handlers see it."""
+        """Context for the RPC handlers."""
         self._keeper: LeaseKeeper | None = None
         self._publisher: IndexPublisher | None = None
         self._role = role
@@ -110,7 +110,7 @@ class Member:
         return self._state
 
     def become(self, state: WorkerState, role: Role | None = None) -> None:
-        """Changes the state, and perhaps the role, and renews the lease at once so that others see it."""
+        """Change the state, and optionally the role, and renew the lease at once so that others see it."""
         self._state = state
         self.context.is_draining = state is WorkerState.DRAINING
         if role is not None:
@@ -122,14 +122,14 @@ class Member:
 
     @contextlib.asynccontextmanager
     async def joined(self, rpc: RpcServer, port: int) -> AsyncGenerator[asyncio.Task[None]]:
-        """The engine runs and the worker takes traffic while the block is entered.
+        """Context manager: runs the engine and takes traffic.
 
         Yields:
-            A task that ends, with the error, when the worker can no longer be part of the cluster: it was fenced by a
-            newer incarnation, or a part of it failed.
+            A task that ends with an error when the worker can no longer be part of the cluster: a newer incarnation has
+                fenced it, or a part of it failed.
 
         Raises:
-            DeviceLost: in a group, on leaving: the step that was waited for hangs.
+            DeviceLost: in a group, on exit: the step that was waited for hangs.
         """
         settings, self._malformed = self.config.index, rpc.malformed
         async with contextlib.AsyncExitStack() as stack:
@@ -192,20 +192,20 @@ class Member:
                 tasks.create_task(self._open_ahead(leases), name="ahead")
 
     async def _answer_health(self, rpc: RpcServer) -> None:
-        """Has health checks say whether the worker takes new work, which its pod's readiness follows."""
+        """Report in health checks whether the worker takes new work; its pod's readiness follows."""
         while True:
             self._has_become.clear()
             await rpc.set_serving(self._state is WorkerState.READY)
             await self._has_become.wait()
 
     async def _watch_device(self) -> None:
-        """Ends the engine, as a failed step would, once a transfer has found that its device computes nothing more."""
+        """Stop the engine, as after a failed step, once a transfer has found that its device is lost."""
         self.loop.lose(await self.kv.device_lost())
 
     async def _open_ahead(self, leases: LeaseStore) -> None:
-        """Opens connections to decode workers before a KV transfer needs them, while this worker computes prompts.
+        """Open connections to decode workers before a KV transfer needs them, while this worker computes prompts.
 
-        Each is chosen from a fresh view of the cluster: the worker before may have taken a minute.
+        Each is chosen from a fresh view of the cluster, because connecting to the one before may have taken a minute.
         """
         while True:
             is_opened = False
@@ -216,9 +216,9 @@ class Member:
                 await asyncio.sleep(LOOK_AROUND_S)
 
     async def _belong(self, keeper: LeaseKeeper, index: RedisIndex) -> None:
-        """Keeps the lease and publishes under its epoch; after an expired lease, under the next epoch.
+        """Keep the lease and publish under its epoch; after an expired lease, under the next epoch.
 
-        The engine continues meanwhile: open streams need their answers, whatever the index holds.
+        The engine continues meanwhile: open streams do not depend on the index.
         """
         while True:
             async with asyncio.TaskGroup() as tasks:
@@ -232,13 +232,13 @@ class Member:
             self._publisher = self._publisher_of(epoch, index)
 
     def _publisher_of(self, epoch: int, index: RedisIndex) -> IndexPublisher | None:
-        """The publisher of an epoch; None: blocks of this model cannot be reused."""
+        """Return the publisher of an epoch; None: blocks of this model cannot be reused."""
         if not self.loop.spec.supports_prefix_reuse:
             return None
         return IndexPublisher(index, self.worker_id, epoch, self.loop.keys)
 
     def _described(self) -> WorkerInfo:
-        """Who it is, with what copies its KV."""
+        """Return the member's description, including how its KV is copied."""
         device = self.loop.caches[0].device
         computes, is_by_torch = self._computes, kernels_of(device) is None
         fallbacks = computes.fallbacks
@@ -271,7 +271,7 @@ class Member:
         )
 
     def _on_engine_event(self, event: EngineEvent) -> None:
-        """Publishes blocks; an idle engine is shown to others at once, before the lease's next renewal."""
+        """Publish blocks. When the engine becomes idle, renew the lease early to show it."""
         match event:
             case Idle():
                 if self._keeper is not None:
@@ -285,7 +285,7 @@ class Member:
 
 
 async def _end(running: asyncio.Task[None]) -> None:
-    """Ends the tasks of a member. What they raise meanwhile is dropped, but for a device that is found to be lost."""
+    """Stop the tasks of a member. Their errors are dropped, except that the device is lost."""
     if running.done():
         return
     await cancel_and_wait([running])
@@ -296,11 +296,11 @@ async def _end(running: asyncio.Task[None]) -> None:
 
 
 def wire_compat(model_identity: str, spec: KVSpec) -> str:
-    """Identity of what two workers must share to connect: the model and the structure of its KV.
+    """Return the identity of what two workers must share to connect: the model and the structure of its KV.
 
-    Block size, KV data type and tensor-parallel degree are not part of it: the transfer plan bridges them, or refuses
-    them in words (`kvstore.transfer.protocol.layout.mismatch`). Pages of int8 are another structure, since their scales
-    count among the dimensions.
+    Block size, KV data type and tensor-parallel degree are not part of it: the transfer plan converts between them, or
+    refuses with a message (`kvstore.transfer.protocol.layout.mismatch`). Pages of int8 have another structure, since
+    their scales count among the dimensions.
     """
     groups = "|".join(f"{g.name}:{len(g.layers)}:{g.k_dim}:{g.v_dim}" for g in spec.groups)
     states = "|".join(f"{s.name}:{s.shape}:{s.dtype}" for s in spec.states)

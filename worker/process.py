@@ -1,16 +1,16 @@
-"""A worker's process: one engine, which serves both roles; its role decides which calls routers send.
+"""Process of one worker: an engine that serves both roles; its role determines which calls routers send.
 
     python -m worker ROLE ID HOST [--ready-fd N] [--keys FINGERPRINT] [--output PATH]
 
-The configuration comes in BATON_CONFIG_JSON. A Ray actor keeps each one (`deploy.ray_pools.actor`); anything else that
-starts processes could. Once the worker is ready, or has failed to start, it writes one line of JSON to the descriptor:
-`{"pid": ..., "address": ..., "incarnation": ...}`, or `{"kind": ..., "message": ...}`, an error of Baton's tree.
+The configuration is in BATON_CONFIG_JSON. In a cluster, a Ray actor manages each process (`deploy.ray_pools.actor`).
+When the worker is ready, or has failed to start, it writes one line of JSON to the descriptor: `{"pid": ..., "address":
+..., "incarnation": ...}`, or `{"kind": ..., "message": ...}`, an error of Baton's tree.
 
-SIGTERM drains it: its work moves to others, for `cluster.drain_timeout_s` at most, then it leaves the cluster and ends.
-A second SIGTERM ends it at once. A worker whose NCCL communicators can no longer be ended drains by itself.
+SIGTERM drains it: its work migrates to other workers, for at most `cluster.drain_timeout_s`; then it leaves the cluster
+and exits. A second SIGTERM ends it at once. A worker with NCCL communicators that cannot be aborted drains by itself.
 
-A worker whose GPU computes nothing more in this process, or hangs, (`baton.errors.DeviceLost`) leaves the cluster at
-once and ends with a status other than 0: what keeps it starts another one.
+If its GPU is lost for this process, or hangs (`baton.errors.DeviceLost`), the worker leaves the cluster at once and
+exits with a non-zero status; its manager starts another one.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_S = 0.2
-"""Time for the last events of calls to reach the routers, in seconds."""
+"""Seconds for the last events of calls to reach the routers."""
 LOST_S = 5.0
-"""Time in which a process whose device is lost has to end, in seconds. What frees a device's memory may wait for it."""
+"""Seconds in which a process with a lost device must end. Freeing the device's memory may block."""
 SERVICE_NAMES = ("baton.v1.WorkerCalls", "baton.v1.WorkerControl", "baton.v1.WorkerLog", "baton.v1.KvControl")
 
 
@@ -73,7 +73,7 @@ SERVICE_NAMES = ("baton.v1.WorkerCalls", "baton.v1.WorkerControl", "baton.v1.Wor
 async def running(
     config: Config, role: Role, worker_id: str, host: str, runner: Runner, *, output: Path | None = None
 ) -> AsyncGenerator[tuple[WorkerControl, asyncio.Task[None]]]:
-    """A worker that takes traffic while the block is entered. Yields its control, and the task of `Member.joined`.
+    """Context manager: runs a worker that takes traffic. Yields its control, and the task of `Member.joined`.
 
     Args:
         output: see `WorkerLog`.
@@ -98,24 +98,27 @@ async def running(
 
 
 def build_runner(config: Config) -> Runner:
-    """The model that `engine.runner` names. Takes seconds.
+    """Build the runner that `engine.runner` names. Takes seconds.
 
     Raises:
-        ModelLoadError, ConfigError: it cannot run as configured, or does not know a setting that is set.
+        ModelLoadError, ConfigError: it cannot run as configured, or does not support a setting that is set.
     """
     aside = config.transfer.gpu_bytes(config.engine.tensor_parallel)
     return make_runner(config.model, config.engine, cache_dir(config.cluster), aside)
 
 
 def _config_of(config: Config) -> Config:
-    """Returns what a worker is built of. Its role may change, so each has the draft model, if steps check guesses."""
+    """Return a worker's configuration, without the draft model if speculation is off.
+
+    The draft model is kept for both roles, because the worker's role may change.
+    """
     if config.engine.speculation != "off":
         return config
     return dataclasses.replace(config, engine=dataclasses.replace(config.engine, draft_model=""))
 
 
 def require_clusters_keys(config: Config, host: str, fingerprint: str) -> None:
-    """Raises ConfigError: this worker could not be a member of its cluster, or takes calls of everybody."""
+    """Raise ConfigError if this worker could not be a member of its cluster, or would accept unauthenticated calls."""
     path = config.cluster.secret
     keys = open_keys(path, Principal.WORKER)
     require_keys(keys, host, "this worker's address")
@@ -137,16 +140,16 @@ async def serve(
     output: Path | None = None,
     build: Callable[[Config], Runner] = build_runner,
 ) -> None:
-    """Serves until SIGTERM, and drains then.
+    """Serve until SIGTERM, then drain.
 
     Args:
-        fingerprint: names the cluster's keys, which this worker's must fit; empty: any do.
+        fingerprint: fingerprint of the cluster's keys, which this worker's keys must match; empty: any keys do.
         output: see `WorkerLog`.
 
     Raises:
-        ConfigError: it has other keys than the cluster, or none where others than this machine could reach it.
+        ConfigError: its keys differ from the cluster's, or it has none although other machines could reach it.
         Fenced: a newer incarnation has this worker's id.
-        DeviceLost: nothing can be computed here any more. The process ends `LOST_S` later if it has not ended by then.
+        DeviceLost: the device cannot compute any more. The process exits within `LOST_S`.
     """
     stop, stop_now = asyncio.Event(), asyncio.Event()
     tracer: TracerProvider | None = None
@@ -163,8 +166,8 @@ async def serve(
                 control, ended = await stack.enter_async_context(
                     running(config, role, worker_id, host, runner, output=output)
                 )
-                # Not before, for however long Redis is away: until there is something to drain, the signal may end the
-                # process at once.
+                # Not earlier, however long Redis is away: until there is work to drain, the signal may end the process
+                # at once.
                 asyncio.get_running_loop().add_signal_handler(
                     signal.SIGTERM, lambda: (stop_now if stop.is_set() else stop).set()
                 )
@@ -189,7 +192,7 @@ async def serve(
 
 
 async def _first(ended: asyncio.Task[None], *others: Coroutine[Any, Any, object]) -> None:
-    """Waits until one of them is done. Raises the error with which the worker ended, if it did."""
+    """Wait until one of them is done. Raise the error with which the worker ended, if it did."""
     tasks = [asyncio.create_task(other) for other in others]
     try:
         await asyncio.wait((ended, *tasks), return_when=asyncio.FIRST_COMPLETED)
@@ -200,13 +203,13 @@ async def _first(ended: asyncio.Task[None], *others: Coroutine[Any, Any, object]
 
 
 def _end_if_lost(kind: object, error: BaseException | None, traceback: object) -> None:
-    """Has this process end when it turns out on leaving the cluster that its device is lost."""
+    """Schedule the end of this process if leaving the cluster shows that its device is lost."""
     if isinstance(error, BaseExceptionGroup) and error.subgroup(DeviceLost):
         _end_within(LOST_S)
 
 
 def _end_within(limit_s: float) -> None:
-    """Ends this process after a while, whatever its threads wait for."""
+    """End this process after `limit_s`, whatever its threads are waiting for."""
     timer = threading.Timer(limit_s, os._exit, (1,))
     timer.daemon = True
     timer.start()
@@ -216,10 +219,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m worker", description=__doc__.split("\n")[0])
     parser.add_argument("role", choices=[role.value for role in Role])
     parser.add_argument("id")
-    parser.add_argument("host", help="the address on which routers and other workers reach it")
+    parser.add_argument("host", help="address at which routers and other workers reach this worker")
     parser.add_argument("--ready-fd", type=int, help="inherited descriptor to which the worker writes when it is ready")
-    parser.add_argument("--keys", default="", help="fingerprint of the cluster's keys, which the worker's must fit")
-    parser.add_argument("--output", type=Path, help="file or socket that takes all that this process writes")
+    parser.add_argument("--keys", default="", help="fingerprint of the cluster's keys; the worker's keys must match it")
+    parser.add_argument("--output", type=Path, help="file or socket that receives the output of this process")
     args = parser.parse_args()
     config = process_config()
     logs.configure(config.telemetry.log_level, config.telemetry.log_format, f"baton-{args.role}")

@@ -1,10 +1,10 @@
-"""Beam search: which beams go on with which tokens, and which of them are answers.
+"""Beam search: selects the beams to continue, their next tokens, and the finished hypotheses.
 
-The rules are those of transformers' `GenerationMixin._beam_search` for one prompt: of all next tokens of all beams the
-likeliest are looked at; what ends there is an answer if it is among the first `width`, and the first `width` that do
-not end are the next beams.
+The rules are those of transformers' `GenerationMixin._beam_search` for one prompt. The likeliest next tokens over all
+beams are ranked. A candidate that ends its beam becomes a hypothesis if it is among the first `width`; the first
+`width` candidates that do not end are the next beams.
 
-Pure: the likeliest next tokens in, the next state out. The state is beams, tokens and a number each, and nothing else.
+Pure: takes the likeliest next tokens, returns the next state. The state holds only beams, tokens and a number for each.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from baton.scores import Candidates, TokenScores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearch:
-    """A search between two steps."""
+    """State of a beam search between two steps."""
 
     width: int
     length_penalty: float
     early_stopping: str
     max_tokens: int
-    """Tokens with which an answer ends at the latest."""
+    """Maximum number of tokens of a hypothesis."""
     end_token_ids: frozenset[int]
-    """Tokens that end an answer."""
+    """Tokens that end a hypothesis."""
     running: tuple[Beam, ...]
-    """The beams, the likeliest first; all are equally long."""
+    """The running beams, likeliest first; all have the same length."""
     finished: tuple[Beam, ...]
-    """The answers so far, the best first, at most `width`."""
+    """The finished hypotheses, best first, at most `width`."""
 
     @staticmethod
     def of(spec: SequenceSpec, eos_token_ids: frozenset[int], max_model_len: int) -> BeamSearch:
-        """Returns the search that a sequence asks for, at its begin or where another worker has left it."""
+        """Return the search that a sequence asks for: a new one, or one that continues another worker's."""
         params, begun = spec.sampling, spec.hypotheses
         ends = frozenset(params.stop_token_ids)
         return BeamSearch(
@@ -51,10 +51,10 @@ class BeamSearch:
         )
 
     def advance(self, found: Sequence[Candidates]) -> Advance:
-        """Returns what becomes of the search with the next tokens of its beams.
+        """Return the search after one more token of its beams.
 
         Args:
-            found: of each running beam, in their order.
+            found: the candidates of each running beam, in the beams' order.
         """
         ranked = sorted(
             (
@@ -81,7 +81,7 @@ class BeamSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether no beam is left, or none is expected to give a better answer."""
+        """True if no beam is left, or if no running beam is expected to give a better hypothesis."""
         if not self.running:
             return True
         if len(self.finished) < self.width:
@@ -89,12 +89,12 @@ class BeamSearch:
         return self.early_stopping == EarlyStopping.TRUE or not self._can_improve()
 
     def score(self, beam: Beam) -> float:
-        """Returns by what answers are compared."""
+        """Return the score by which hypotheses are compared."""
         return self._penalized(beam.logprob, len(beam.token_ids))
 
     @property
     def hypotheses(self) -> Hypotheses:
-        """What another worker goes on from."""
+        """The state from which another worker can continue the search."""
         return Hypotheses(running=self.running, finished=self.finished)
 
     def _penalized(self, logprob: float, num_tokens: int) -> float:
@@ -113,7 +113,7 @@ class BeamSearch:
         return Beam(token_ids=token_ids, logprob=logprob, finish_reason=reason, scores=scores)
 
     def _can_improve(self) -> bool:
-        """Returns whether the likeliest beam is expected to beat the worst answer.
+        """Return whether the likeliest beam is expected to beat the worst hypothesis.
 
         With a length penalty above 0 an unlikely beam can still win by its length. Only `never` takes that into
         account.
@@ -126,8 +126,8 @@ class BeamSearch:
 
 
 class Advance(NamedTuple):
-    """What a step has done to a search."""
+    """Result of one step of a search."""
 
     search: BeamSearch
     parents: tuple[int, ...]
-    """The beam that each running one continues, by its place before the step."""
+    """Indices, in the list before the step, of the beams that the running ones continue."""

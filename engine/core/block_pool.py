@@ -1,11 +1,11 @@
-"""Which KV blocks of one layer group are free, cached or in use.
+"""Pool of the KV blocks of one layer group: free, cached or in use.
 
-A block is in exactly one of three places: the free list, the cache (nobody uses it, its content is known under a key)
-or in use (reference count > 0; it may have a key as well and then be shared). Which cached block is evicted,
-`engine.core.eviction` says. A sequence returns its blocks tail first, so a prefix outlives what was built on it
-and a cached block's whole prefix is cached too, as in vLLM's automatic prefix caching.
+A block is in exactly one of three places: the free list, the cache (no sequence uses it, and its content is known under
+a key) or in use (reference count > 0; it may have a key as well and then be shared). `engine.core.eviction` selects the
+cached block to evict. A sequence returns its blocks tail first, so a prefix outlives the blocks built on it, and the
+whole prefix of a cached block is cached too, as in vLLM's automatic prefix caching.
 
-Pure bookkeeping: no tensors, no clock. Changes of the cached content come out as events for the prefix index.
+Pure accounting: no tensors, no clock. Changes of the cached content come out as events for the prefix index.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BlockPool:
     """The blocks of one layer group.
 
     Raises:
-        ValueError: there is no block at all.
+        ValueError: `num_blocks` is less than 1.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -56,11 +56,11 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could hand out now: free and cached ones."""
+        """Blocks that `allocate` could return now: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Returns the blocks that hold the longest known prefix of `keys`. They are not acquired yet."""
+        """Return the blocks that hold the longest known prefix of `keys`. They are not acquired yet."""
         blocks: list[int] = []
         for key in keys:
             block = self._block_of.get(key)
@@ -70,11 +70,11 @@ class BlockPool:
         return blocks
 
     def num_matching(self, keys: Sequence[bytes]) -> int:
-        """Returns how many blocks `match` would find, without a look at each: a cached block's prefix is cached too."""
+        """Return how many blocks `match` would find, by binary search: a cached block's prefix is cached too."""
         return bisect_left(keys, True, key=lambda key: key not in self._block_of)
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Takes one reference on each block, all of them cached or in use. Empty places are passed over."""
+        """Take one reference on each block, all of them cached or in use. Empty places are skipped."""
         for block in blocks:
             if block == EMPTY_PLACE:
                 continue
@@ -83,20 +83,20 @@ class BlockPool:
             self._refs[block] += 1
 
     def fits(self, blocks: Sequence[int], num_fresh: int) -> bool:
-        """Returns whether `num_fresh` blocks are available beside `blocks`, which `match` has found."""
+        """Return whether `num_fresh` blocks are available in addition to `blocks`, which `match` has found."""
         return sum(not self._refs[block] for block in blocks) + num_fresh <= self.num_available
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Counts blocks as used now, which keeps them in the cache for longer."""
+        """Mark blocks as used now, which keeps them in the cache for longer."""
         self.acquire(blocks)
         self.release(blocks)
 
     def reuse(self, blocks: Sequence[int], num_fresh: int) -> list[int] | None:
-        """Takes the blocks that a sequence has found, and fresh ones after them, all or nothing.
+        """Acquire the blocks that `match` has found for a sequence and allocate fresh ones after them, all or nothing.
 
         Returns:
-            None when fewer than `num_fresh` are available beside those found. They are kept for the next try: they
-            count as used, but not as found.
+            None if fewer than `num_fresh` blocks are available in addition. The found blocks are then kept for the next
+            attempt: they are marked as used, but not as found.
         """
         if not self.fits(blocks, num_fresh):
             self.touch(blocks)
@@ -107,10 +107,10 @@ class BlockPool:
         return [*blocks, *fresh]
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Fresh blocks with one reference each, all or nothing; evicts cached blocks as needed.
+        """Allocate blocks with one reference each, all or nothing; evict cached blocks as needed.
 
         Returns:
-            None when fewer than `num_blocks` are available.
+            None if fewer than `num_blocks` are available.
         """
         if num_blocks > self.num_available:
             return None
@@ -123,16 +123,17 @@ class BlockPool:
         return blocks
 
     def fork(self, shared: Sequence[int], copied: Sequence[int], num_more: int = 0) -> list[int] | None:
-        """Takes blocks for a second sequence that goes on from what a first one has computed (copy on write).
+        """Take blocks for a second sequence that continues from the computed tokens of a first one (copy on write).
 
         Args:
-            shared: full blocks, which nobody writes any more: both sequences read them.
-            copied: blocks that the first sequence still writes. Each gets a fresh counterpart, into which its content
-                must be copied; one reference on it is taken until the caller has seen to that.
-            num_more: fresh blocks that the second sequence needs beyond these.
+            shared: full blocks that are not written any more. Both sequences read them.
+            copied: blocks that the first sequence still writes. Each gets a fresh counterpart, and the caller must copy
+                the content into it. One reference on the source is held until the caller has done so.
+            num_more: further fresh blocks that the second sequence needs.
 
         Returns:
-            The fresh blocks, first one for each of `copied`; None, and nothing is taken, when too few are available.
+            The fresh blocks, starting with one for each of `copied`; None, with nothing taken, if too few are
+            available.
         """
         fresh = self.allocate(len(copied) + num_more)
         if fresh is not None:
@@ -141,7 +142,7 @@ class BlockPool:
         return fresh
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drops one reference on each block of one sequence, given in sequence order. Empty places are passed over."""
+        """Drop one reference on each block of one sequence, given in sequence order. Empty places are skipped."""
         for block in reversed(blocks):
             if block == EMPTY_PLACE:
                 continue
@@ -154,14 +155,14 @@ class BlockPool:
                     self._free.append(block)
 
     def register(self, block: int, key: bytes) -> int:
-        """Names a full block in use by its content.
+        """Register a full block in use under the key of its content.
 
         Returns:
-            The block to use from now on: another one, if that holds this content already; then the caller's reference
-            has moved to it. So two sequences that computed one prefix at the same time end up sharing it, and neither
-            builds on blocks that nobody could find.
+            The block to use from now on. If another block already holds this content, it is that one, and the caller's
+            reference has moved to it. Two sequences that computed one prefix at the same time thus share it, and
+            neither builds on blocks that no look-up finds.
         """
-        assert self._refs[block] > 0, f"block {block} is registered while nobody holds it"
+        assert self._refs[block] > 0, f"block {block} is registered without a reference on it"
         known = self._block_of.get(key)
         if known is None:
             assert block not in self._key_of, f"block {block} is registered with two contents"
@@ -176,25 +177,25 @@ class BlockPool:
         return known
 
     def references(self) -> dict[int, int]:
-        """Returns the reference counts of the blocks in use."""
+        """Return the reference counts of the blocks in use."""
         return {block: refs for block, refs in enumerate(self._refs) if refs}
 
     def keys(self) -> list[bytes]:
-        """Returns every key whose content is readable here."""
+        """Return every key whose content is readable here."""
         return list(self._block_of)
 
     def take_events(self) -> list[BlockChange]:
-        """Returns what changed since the last call, in order."""
+        """Return the changes since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def counts(self) -> BlockCounts:
-        """Returns how many blocks are in each place."""
+        """Return how many blocks are in each place."""
         in_use = self.num_blocks - self.num_available
         return BlockCounts(self.num_blocks, free=len(self._free), cached=len(self._cached), in_use=in_use)
 
     def check(self) -> None:
-        """Asserts that every block is in exactly one place and the two key maps mirror each other."""
+        """Assert that every block is in exactly one place and that the two key maps mirror each other."""
         in_use = {block for block, refs in enumerate(self._refs) if refs > 0}
         assert all(refs >= 0 for refs in self._refs), "negative reference count"
         assert set(self._cached) <= set(self._block_of), "cached content that no block holds"

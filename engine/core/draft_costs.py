@@ -1,12 +1,12 @@
-"""What drafts add to the steps of a worker.
+"""Measures the time that drafts add to the steps of a worker.
 
-A line would not do: some tokens more are nearly free while a step waits for its weights, and a kernel takes rows by the
-tile. So the cost is a curve through what steps with about 1, 2, 4, 8, ... drafts took beyond what they would have taken
-without. Where nothing was seen, a draft costs what a token of a prompt does.
+A straight line does not fit: a few more tokens are nearly free while a step waits for its weights, and a kernel
+processes rows by the tile. So the cost is a curve. Its points are the extra time of steps with about 1, 2, 4, 8, ...
+drafts over the same steps without drafts. Without measurements a draft costs as much as a prompt token.
 
-How far a step is from being full depends on how many sequences decode in it, and so does the curve: there is one for
-about 1, 2, 4, 8, ... of them. What a step without drafts takes is seen for each of these numbers, too: of the one line
-that planning has for all (`step_fit`) it may be as far off as what drafts gain.
+The curve depends on how full a step already is, and so on the number of sequences that decode in it: there is one curve
+for about 1, 2, 4, 8, ... sequences. The time of a step without drafts is also measured for each of these numbers,
+because the single line that planning uses for all of them (`step_fit`) may err by as much as drafts gain.
 """
 
 from __future__ import annotations
@@ -16,34 +16,36 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 FORGETTING = 0.9
-"""Weight of a step with drafts after the next one with about as many."""
+"""Weight of a step with drafts after the next step with about as many drafts."""
 PLAIN_FORGETTING = 0.95
-"""Weight of a step without, after the next one with about as many sequences."""
+"""Weight of a step without drafts after the next such step with about as many sequences."""
 FADING = 0.998
-"""Weight of either after the next step of any kind: what looked too dear is tried again some hundred steps later."""
+"""Weight of either kind after any further step: drafts that looked too expensive are retried some hundred steps
+later."""
 FORGOTTEN = 0.01
-"""Steps with drafts of less weight are as good as none."""
+"""Weight below which steps with drafts are ignored."""
 PRIOR_WEIGHT = 0.5
-"""Weight of a prompt's costs, in steps."""
+"""Weight of a prompt token's cost as a prior, in steps."""
 LEAST_ALIKE = 2.5
-"""Weight of the steps without drafts in which about as many sequences decode, before there are drafts: of three."""
+"""Total weight that steps without drafts must reach for a number of sequences before drafts are tried; about three
+steps."""
 LONGEST = 2.0
-"""A step that took longer than this many times what was predicted was delayed by something else."""
+"""Factor over the predicted time beyond which a step counts as delayed by something else."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCurve:
-    """What drafts add to steps in which about as many sequences decode."""
+    """Time that drafts add to steps in which about the same number of sequences decode."""
 
     points: tuple[tuple[float, float], ...]
-    """Numbers of drafts in a step, rising, and the seconds that they add."""
+    """Numbers of drafts in a step, ascending, each with the seconds that they add."""
     s_per_token: float
-    """What each draft adds beyond the last point."""
+    """Seconds that each draft adds beyond the last point."""
     plain: float = 1.0
-    """What such steps take without drafts, as a share of what is predicted for them."""
+    """Measured time of such steps without drafts, as a share of the predicted time."""
 
     def extra_s(self, num_drafts: int) -> float:
-        """Returns what so many drafts add to a step, in seconds."""
+        """Return the seconds that `num_drafts` drafts add to a step."""
         last_number = last_s = 0.0
         for number, extra_s in self.points:
             if num_drafts <= number:
@@ -54,23 +56,22 @@ class DraftCurve:
 
 @dataclass(frozen=True, slots=True)
 class DraftCosts:
-    """The curves of a worker."""
+    """The draft curves of a worker."""
 
     curves: Mapping[int, DraftCurve]
-    """Each stands under the length in bits of a number of sequences that decode. Of numbers whose curve is missing, too
-    little is known."""
+    """Curves by the bit length of the number of sequences that decode. A missing curve means too few measurements."""
 
     def curve(self, num_decoding: int) -> DraftCurve | None:
-        """Returns what drafts add where so many sequences decode; None: that is not known."""
+        """Return the curve for a number of decoding sequences; None: not known yet."""
         return self.curves.get(num_decoding.bit_length())
 
 
 class _Sum(NamedTuple):
-    """Steps, the older the less of them."""
+    """Decaying sums over steps."""
 
     weight: float = 0.0
     size: float = 0.0
-    """The sum of what says how large each is."""
+    """Sum of the sizes of the steps."""
     seconds: float = 0.0
 
     def faded(self) -> _Sum:
@@ -85,13 +86,13 @@ _NOTHING = _Sum()
 
 @dataclass(slots=True)
 class _Seen:
-    """Steps in which about as many sequences decode."""
+    """Measurements of steps in which about the same number of sequences decode."""
 
     plain: _Sum = _NOTHING
-    """Steps without drafts; the size of each is the seconds that were predicted."""
+    """Steps without drafts. The size of each is its predicted time in seconds."""
     drafted: dict[int, _Sum] = field(default_factory=dict)
-    """Steps with drafts, under the length in bits of their number. The size of each is that number, its seconds are
-    what they added."""
+    """Steps with drafts, by the bit length of the number of drafts. The size of each is that number; its seconds are
+    the time that the drafts added."""
 
     def fade(self) -> None:
         self.plain = self.plain.faded()
@@ -112,25 +113,25 @@ class _Seen:
 
 
 class DraftFit:
-    """Learns the curves of a worker, from steps in which all sequences decode."""
+    """Learns the curves of a worker from steps in which all sequences decode."""
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
-        """Steps are kept apart by the length in bits of the number of sequences that decode."""
+        """Measurements by the bit length of the number of decoding sequences."""
 
     def fade(self) -> None:
-        """Notes that there was a step."""
+        """Reduce the weight of all measurements by one step."""
         for seen in self._seen.values():
             seen.fade()
 
     def observe(self, num_decoding: int, num_drafts: int, predicted_s: float, took_s: float) -> None:
-        """Learns from a step.
+        """Learn from a step.
 
         Args:
-            num_decoding: sequences that decode in it.
-            num_drafts: of all of them.
-            predicted_s: what it takes without drafts, as is thought of all steps together.
-            took_s: what it took.
+            num_decoding: number of sequences that decode in the step.
+            num_drafts: number of drafts of all sequences together.
+            predicted_s: time that the general step costs predict for the step without drafts.
+            took_s: measured time of the step.
         """
         seen = self._seen.setdefault(num_decoding.bit_length(), _Seen())
         if not num_drafts:
@@ -143,10 +144,10 @@ class DraftFit:
             seen.drafted[bits] = seen.drafted.get(bits, _NOTHING).plus(num_drafts, extra_s, FORGETTING)
 
     def costs(self, s_per_token: float) -> DraftCosts:
-        """Returns the curves so far.
+        """Return the curves as measured so far.
 
         Args:
-            s_per_token: what a token of a prompt costs.
+            s_per_token: cost of a prompt token, in seconds.
         """
         known = {bits: seen for bits, seen in self._seen.items() if seen.plain.weight >= LEAST_ALIKE}
         return DraftCosts({bits: seen.curve(s_per_token) for bits, seen in known.items()})

@@ -1,16 +1,18 @@
-"""The books of a draft model: which tokens of which sequences it has computed, in which blocks of its own pool.
+"""Block accounting of a draft model: the tokens of each sequence that it has computed, in its own block pool.
 
-A sequence has a *shadow* there: the same tokens, other blocks. It begins when the sequence decodes, whatever computed
-its prompt, and catches up some tokens a step. Full blocks are known by the same keys as the target's, so that choices,
-turns and preempted sequences find what others have computed; nobody outside hears of them, and nothing is transferred.
+Each sequence has a *shadow* there: the same tokens, other blocks. A shadow is created when the sequence decodes,
+wherever its prompt was computed, and catches up by some tokens per step. Full blocks have the same keys as the target
+model's, so choices, conversation turns and preempted sequences find earlier work. These blocks are not published or
+transferred.
 
     tokens   [ prompt | answer | last one ]                              of the sequence, and of its shadow
     target   [ computed ..... ]                                          waits for the last one
     draft    [ computed .. ]                                             catches up: prompt, accepted tokens
     drafts                                 [ draft | draft | draft ]     their KV counts once they are accepted
 
-A shadow gives its blocks back before the first step after its sequence has given up its own. A sequence for which there
-is no room has none, and one that cannot grow loses its; then it has no drafts of the model, and nobody waits for it.
+A shadow returns its blocks before the first step after its sequence has given up its own. If there is no room for a
+sequence, it has no shadow; if a shadow cannot grow, it is dropped. Such a sequence gets no drafts of the model, and no
+other sequence waits for it.
 """
 
 from __future__ import annotations
@@ -28,31 +30,32 @@ from engine.core.sequence_blocks import SequenceBlocks
 from engine.core.step_fit import StepFit, StepSize
 
 READY = 16
-"""Tokens that a shadow may lack for its sequence to have drafts in the same step."""
+"""Maximum number of uncomputed tokens with which a sequence may still have drafts in the same step."""
 RESERVED = 64
-"""Tokens beyond the known ones for which a shadow has blocks when it begins."""
+"""Tokens beyond the known ones for which a new shadow gets blocks."""
 LEAST_ROUNDS = 3
-"""Rounds in which all sequences decode, before what they cost is known."""
+"""Rounds in which all sequences decode, before their cost counts as known."""
 UNKNOWN_SHARE = 0.2
-"""A step of the draft model as a share of the target's, before it is known."""
+"""Assumed time of a draft model's step as a share of the target's, until it is measured."""
 LIKELY = 0.7
-"""Chance of a draft of which nothing is known."""
+"""Prior for the chance of a draft."""
 LIKELY_WEIGHT = 8.0
-"""Drafts of which that counts as much."""
+"""Weight of that prior, in drafts."""
 FORGETTING = 0.95
-"""Weight of a step's drafts after the next ones of the same sequence."""
+"""Weight of a step's drafts after the next drafts of the same sequence."""
 FORGETTING_ALL = 0.99
-"""Weight of a step's drafts of a sequence after the next ones of any."""
+"""Weight of a step's drafts over all sequences after the next drafts of any sequence."""
 FADING = 0.998
-"""Weight of a sequence's drafts after the next step of any kind: what looked unlikely is tried again some hundred steps
+"""Weight of a sequence's drafts after any further step: drafts that looked unlikely are retried some hundred steps
 later."""
 FADING_ALL = 0.9995
-"""Weight of all sequences' drafts after the next step: to try it again with a new one costs its prompt."""
+"""Weight of all sequences' drafts after any further step. It fades slowly: a retry with a new sequence costs its
+prompt."""
 
 
 @dataclass(slots=True)
 class _Acceptance:
-    """How often a draft proved right of which all before it had."""
+    """Acceptance rate of drafts whose preceding drafts were all accepted."""
 
     tried: float = 0.0
     kept: float = 0.0
@@ -66,27 +69,31 @@ class _Acceptance:
         self.kept *= fading
 
     def chance(self, before: float) -> float:
-        """Returns the chance of a draft, if it was thought to be `before` when nothing had been seen."""
+        """Return the chance of a draft.
+
+        Args:
+            before: the chance assumed without observations.
+        """
         return (LIKELY_WEIGHT * before + self.kept) / (LIKELY_WEIGHT + self.tried)
 
 
 @dataclass(slots=True)
 class _Shadow:
-    """What the draft model has of a sequence."""
+    """State of one sequence in the draft model."""
 
     original: Sequence
     sequence: Sequence
-    """Another one of the same tokens, with blocks of the draft model's pool."""
+    """Counterpart of the target's sequence: the same tokens, with blocks of the draft model's pool."""
     acceptance: _Acceptance = field(default_factory=_Acceptance)
 
 
 class DraftModel:
-    """Decides what the draft model computes, and takes the blocks for it. It neither waits nor computes.
+    """Decides what the draft model computes and takes the blocks for it. It neither waits nor computes.
 
     Args:
-        runner: the draft model's.
-        key_tokens: tokens of the target's block keys, which are used here too.
-        most_tokens: tokens of one of its steps at most.
+        runner: the draft model's runner.
+        key_tokens: tokens per block key of the target, which are used here too.
+        most_tokens: maximum number of tokens in one of its steps.
     """
 
     def __init__(self, runner: Runner, key_tokens: int, most_tokens: int) -> None:
@@ -95,7 +102,7 @@ class DraftModel:
         self.most_tokens = most_tokens
         self.num_drafted = self.num_accepted = 0
         self.budget = DraftBudget()
-        """What it may lose; without anything left it does nothing."""
+        """Time that it may lose; at zero the draft model is not run."""
         self._blocks = SequenceBlocks(self.pool, 0)
         self._max_model_len = runner.max_model_len
         self._shadows: dict[int, _Shadow] = {}
@@ -104,10 +111,10 @@ class DraftModel:
         self._num_rounds = 0
 
     def costs(self, target: StepCosts) -> StepCosts:
-        """Returns what its steps take.
+        """Return the costs of the draft model's steps.
 
         Args:
-            target: what the target's steps take.
+            target: costs of the target's steps.
         """
         if self._num_rounds >= LEAST_ROUNDS:
             return self._fit.costs
@@ -121,10 +128,10 @@ class DraftModel:
         )
 
     def guesses(self, wanted: Iterable[tuple[int, Sequence, int]]) -> dict[int, Guess]:
-        """Returns how likely drafts are of the sequences that may have some now, by place. Nothing changes.
+        """Return the chances of drafts, by index, for the sequences that may have some now. Changes nothing.
 
         Args:
-            wanted: place, sequence, and drafts that it may have at most.
+            wanted: index, sequence and maximum number of drafts of each.
         """
         found: dict[int, Guess] = {}
         if not self._shadows or self.budget.left_s <= 0:
@@ -146,7 +153,7 @@ class DraftModel:
         return found
 
     def lacks(self, sequence: Sequence) -> int:
-        """Returns how many tokens it has to compute before a sequence can have drafts; 0: none, or it never will."""
+        """Return how many tokens the model must compute before a sequence can have drafts; 0: none, or it never can."""
         if sequence.num_tokens >= self._max_model_len:
             return 0
         shadow = self._shadows.get(sequence.key)
@@ -155,25 +162,25 @@ class DraftModel:
         return shadow.sequence.num_missing_tokens - 1 if shadow.sequence.num_missing_tokens > READY else 0
 
     def chance(self, sequence: Sequence) -> float:
-        """Returns the chance of a draft of a sequence, if all before it are right."""
+        """Return the chance of a draft of a sequence, given that all drafts before it are accepted."""
         before = self._acceptance.chance(LIKELY)
         shadow = self._shadows.get(sequence.key)
         return before if shadow is None else shadow.acceptance.chance(before)
 
     def drafting(self, sequence: Sequence, part: StepPart) -> Proposal:
-        """Returns what it computes for the drafts that a part wants, of which `guesses` has said that there may be."""
+        """Return what the model computes for the drafts of a part for which `guesses` has returned an entry."""
         shadow = self._shadows[sequence.key].sequence
         self._blocks.add(shadow, self._blocks.missing(shadow, part.known_end + part.num_drafts - 1))
         return Proposal(shadow.part(shadow.num_missing_tokens), part.num_drafts)
 
     def catching_up(self, sequence: Sequence, most: int) -> Proposal | None:
-        """Returns what it computes of the known tokens that it lacks.
+        """Return what the model computes next of the known tokens that it lacks.
 
         Args:
-            most: tokens at most; of a sequence that is new here, some may be in its cache.
+            most: maximum number of tokens. For a new sequence some may already be in the draft model's cache.
 
         Returns:
-            None when there is nothing to compute, or no room.
+            None if there is nothing to compute, or no room.
         """
         shadow = self._shadows.get(sequence.key) or self._begin(sequence)
         if shadow is None:
@@ -189,7 +196,7 @@ class DraftModel:
         return Proposal(shadow.sequence.part(number), 0)
 
     def commit(self, step: StepInput, output: StepOutput) -> None:
-        """Records what came of the proposals of a step, before the sequences have got its tokens."""
+        """Record the result of a step's proposals, before the step's tokens are appended to the sequences."""
         proposed = output.proposed
         assert proposed is not None
         for place, part in enumerate(step.parts):
@@ -203,7 +210,7 @@ class DraftModel:
                 self._acceptance.observe(tried, kept, FORGETTING_ALL)
                 self.num_drafted += num_drafts
                 self.num_accepted += kept
-            # The last draft has no KV, and that of drafts which were not accepted is overwritten.
+            # The last draft has no KV, and the KV of drafts that were not accepted is overwritten.
             end = part.proposal.part.end + min(max(0, num_drafts - 1), kept)
             shadow.sequence.num_computed_tokens = end
             shadow.sequence.num_kv_tokens = (end,) * len(shadow.sequence.block_ids)
@@ -212,31 +219,32 @@ class DraftModel:
             self._num_rounds += size.num_new == size.num_decoding
 
     def tidy(self) -> None:
-        """Registers what has become full, and takes the blocks back of sequences that do not run any more."""
+        """Register blocks that have become full, and release the blocks of sequences that no longer run."""
         for key, shadow in list(self._shadows.items()):
             if shadow.original.status is not Status.RUNNING or shadow.original.num_tokens >= self._max_model_len:
                 self._drop(key)
             else:
                 self._blocks.register_computed(shadow.sequence)
-        self.pool.take_events()  # nobody outside uses its cache
+        self.pool.take_events()  # its cache is not published
 
     def fade(self) -> None:
-        """Notes that there was a step."""
+        """Reduce the weight of all measurements by one step."""
         self._acceptance.fade(FADING_ALL)
         for shadow in self._shadows.values():
             shadow.acceptance.fade(FADING)
 
     def check(self) -> None:
-        """Asserts that its books are right."""
+        """Assert that the accounting is correct."""
         self._blocks.check([shadow.sequence for shadow in self._shadows.values()])
 
     def _drop(self, key: int) -> None:
         self._blocks.give_back(self._shadows.pop(key).sequence)
 
     def _begin(self, sequence: Sequence) -> _Shadow | None:
-        """Gives a sequence a shadow, with what the cache has of it; None: there is no room.
+        """Create the shadow of a sequence, with its prefix from the draft model's cache; None: there is no room.
 
-        It takes what the sequence will need soon, so that what is computed of it now is not in vain.
+        The shadow takes the blocks that the sequence will need soon, so that the computed tokens are not lost for lack
+        of room.
         """
         sampling = replace(sequence.spec.sampling, logprobs=None, logprob_token_ids=(), prompt_logprobs=None)
         spec = replace(sequence.spec, sampling=sampling)

@@ -1,11 +1,11 @@
-"""A runner before which another one, with a smaller model and a KV cache of its own, proposes drafts.
+"""Runner with a draft model: a second runner with a smaller model and its own KV cache proposes drafts.
 
     step     | known tokens of some sequences, drafts that are wanted as UNKNOWN_TOKEN |
     draft    | what it lacks of them: draw 1 | draft 1: draw 2 | draft 2: draw 3 |             a round for each draft
     target   | known tokens and drafts: draw, and keep the drafts that are what was drawn      |
 
-The draft model draws with the request's own parameters and the random numbers of the same positions. So the two draw
-the same token wherever they think about the same, at any temperature, and not only where it is the likeliest.
+The draft model draws with the request's own parameters and the random numbers of the same positions. So both models
+draw the same token if their distributions agree, at any temperature, and not only if it is the likeliest token.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from engine.core.runner import (
 
 
 class DraftedRunner:
-    """A `Runner` of the target's model. What it answers is the target's, token for token.
+    """`Runner` of the target model with drafts. It returns the target model's tokens exactly.
 
-    Its steps are not planned ahead: what is proposed for one follows the tokens of the one before.
+    Its steps are not planned ahead, because proposals for a step follow the tokens of the step before.
 
     Args:
-        target: computes and draws what is answered.
-        draft: proposes. It has the same tokens, and KV caches that nobody else sees.
-        clock: measures what proposing takes, in seconds.
+        target: computes and draws the tokens that are returned.
+        draft: proposes tokens. It has the same vocabulary and its own KV caches, which are not published.
+        clock: measures the time of proposing, in seconds.
     """
 
     runs_ahead = False
@@ -91,10 +91,10 @@ class DraftedRunner:
         self.draft.close()
 
     def _proposed(self, parts: Sequence[StepPart]) -> tuple[tuple[StepPart, ...], Proposed]:
-        """Has the draft model compute what the parts ask for. Returns them with its drafts in their places."""
+        """Run the draft model on the parts' proposals. Return the parts with its drafts filled in."""
         wanted = {place: part.proposal for place, part in enumerate(parts) if part.proposal}
         drafts: dict[int, list[int]] = {place: [] for place, proposal in wanted.items() if proposal.num_drafts}
-        # The history of a key only grows, and a draft may prove wrong: a key lasts for a step.
+        # The history of a key only grows, and a draft may be rejected, so a key lasts for one step.
         asked = {place: each.part._replace(sequence_key=next(self._keys)) for place, each in wanted.items()}
         rounds: list[tuple[StepInput, float]] = []
         while asked:
@@ -124,7 +124,7 @@ class DraftedRunner:
 
 
 def _after(part: StepPart, token_id: int) -> StepPart:
-    """Returns what is computed of a draft that was drawn after a part."""
+    """Return the part that computes a draft drawn after another part."""
     end = part.end
     return part._replace(
         token_ids=(token_id,),
@@ -136,7 +136,7 @@ def _after(part: StepPart, token_id: int) -> StepPart:
 
 
 def _filled(part: StepPart, proposal: Proposal, token_ids: Sequence[int]) -> StepPart:
-    """Returns a part with the drafts that were proposed."""
+    """Return a part with the proposed drafts filled in."""
     known = part.token_ids[: len(part.token_ids) - proposal.num_drafts]
     return part._replace(
         token_ids=(*known, *token_ids),

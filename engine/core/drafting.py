@@ -1,16 +1,17 @@
-"""Which guesses a step checks: speculative decoding (Leviathan et al., 2023) by look-up, by a second model, or both.
+"""Speculative decoding (Leviathan et al., 2023): selects the drafts that a step checks, by look-up, draft model or
+both.
 
-A step that computes a sequence's next token can compute more behind it that were guessed; those that prove right are
-gained. Each of them makes the step longer, for everybody in it. So of all sequences' guesses, the likeliest first, as
-many are taken as give the most tokens a second:
+A step that computes a sequence's next token can also compute drafts that follow it; accepted drafts are gained tokens.
+Each draft makes the step longer for all sequences in it. So drafts of all sequences are ranked by chance, and as many
+are taken as maximize the tokens per second:
 
     expected tokens of the step without drafts + chances of the drafts
     ---------------------------------------------------------------------------------------
        time of the step without drafts + time that the drafts add + time of proposing them
 
-What steps take and what drafts add to them was measured for as many sequences (`draft_costs`), and so were the chances
-(`ngrams`, `draft_model`). Guesses by look-up cost nothing; a draft model takes a step of its own for each round of
-drafts, which all sequences share. Of one sequence the step checks guesses of one kind, those that are worth more.
+Step times and draft costs are measured per number of sequences (`draft_costs`), and so are the chances (`ngrams`,
+`draft_model`). Look-up costs nothing; a draft model takes one step of its own for each round of drafts, which all
+sequences share. For one sequence a step checks drafts of one kind, the one with the larger gain.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from engine.core.sequence import Purpose, Sequence
 from engine.core.step_fit import StepSize
 
 LEAST_GAIN = 1.1
-"""Drafts must be expected to make a step yield more by this factor: predictions err, and what one sequence gains all
-others pay for."""
+"""Factor by which drafts must be expected to increase a step's yield: predictions err, and all other sequences pay for
+the gain of one."""
 LEAST_CHANCE = 0.02
-"""Guesses that are less likely are not considered."""
+"""Drafts below this chance are not considered."""
 CATCH_UP_SHARE = 0.25
-"""Share of a step for which a draft model may catch up with known tokens, at most."""
+"""Maximum share of a step's time in which a draft model may catch up with known tokens."""
 LEAST_CATCH_UP = 16
-"""Tokens that it may catch up in each step."""
+"""Tokens that a draft model may always catch up in a step."""
 EXPECTED_TOKENS = 256
-"""Tokens of an answer of which nobody says how long it will be."""
+"""Expected length of a response whose length is unknown, in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlainStep:
-    """What is known of a step without drafts."""
+    """Expected yield and time of a step without drafts."""
 
     curve: DraftCurve
     took_s: float
@@ -70,13 +71,13 @@ class _PlainStep:
 
 
 class Drafter:
-    """Guesses for the sequences that decode, all but beams.
+    """Selects drafts for all decoding sequences except beams.
 
     Args:
-        most: guesses for each sequence and step.
-        eos_token_ids: tokens that end every answer.
-        max_model_len: tokens of the longest sequence.
-        model: proposes guesses, too; None: there is none.
+        most: maximum number of drafts per sequence and step.
+        eos_token_ids: tokens that end every response.
+        max_model_len: maximum length of a sequence, in tokens.
+        model: draft model that proposes too; None: there is none.
     """
 
     def __init__(
@@ -87,29 +88,29 @@ class Drafter:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
         self.costs = DraftCosts({})
-        """What drafts add to a step. Where that is not known, there are none."""
+        """Time that drafts add to a step. Without a known cost there are no drafts."""
 
     @property
     def num_proposed(self) -> int:
-        """Drafts of the draft model that were checked."""
+        """Checked drafts of the draft model."""
         return 0 if self.model is None else self.model.num_drafted
 
     @property
     def num_accepted(self) -> int:
-        """Drafts of the draft model that proved right."""
+        """Accepted drafts of the draft model."""
         return 0 if self.model is None else self.model.num_accepted
 
     def drafts(
         self, sequences: SequenceOf[Sequence], parts: SequenceOf[StepPart], budget: int, costs: StepCosts
     ) -> dict[int, tuple[int, ...]]:
-        """Returns what to check behind the parts of a step, by their index, where it is worth it.
+        """Return the drafts to check after the parts of a step, by part index, if they pay off.
 
-        What the draft model has still to propose stands as `UNKNOWN_TOKEN`; see `proposed`.
+        Drafts that the draft model must still propose stand as `UNKNOWN_TOKEN`; see `proposed`.
 
         Args:
-            sequences: those of the parts.
-            budget: tokens that may be added.
-            costs: what steps take.
+            sequences: the sequences of the parts.
+            budget: number of tokens that may be added.
+            costs: step costs.
         """
         curve = self.costs.curve(sum(part.is_decoding for part in parts))
         if curve is None:
@@ -142,15 +143,15 @@ class Drafter:
     def proposed(
         self, sequences: SequenceOf[Sequence], parts: SequenceOf[StepPart], costs: StepCosts
     ) -> list[StepPart]:
-        """Returns the parts of a step with what the draft model computes before it, for which it takes the blocks.
+        """Return the parts of a step with the proposals that the draft model computes before it, and take their blocks.
 
-        Drafts come first. Sequences that have none may get some later, once the model has computed what it lacks of
-        them: see `_catch_up`.
+        Drafts come first. Sequences without drafts may get some later, once the model has computed their missing
+        tokens: see `_catch_up`.
 
         Args:
-            sequences: those of the parts.
-            parts: as they are checked.
-            costs: what steps take.
+            sequences: the sequences of the parts.
+            parts: the parts as they are checked.
+            costs: step costs.
         """
         found = list(parts)
         if self.model is None:
@@ -166,11 +167,11 @@ class Drafter:
         return found
 
     def _catch_up(self, parts: list[StepPart], sequences: SequenceOf[Sequence], costs: StepCosts) -> None:
-        """Lets the draft model compute a little of what it lacks of sequences that have no drafts.
+        """Let the draft model compute some missing tokens of sequences that have no drafts.
 
-        It does so for sequences of which look-up has been silent for so long that drafts would have gained as much by
-        now as catching up costs (the rule of ski rental: no more than twice what knowing the rest would have cost), and
-        where the expected rest of the answer gains more than that.
+        It does so if look-up has found nothing for so long that drafts would already have gained the cost of catching
+        up (the ski-rental rule: at most twice the cost of the best choice in hindsight), and if the expected rest of
+        the response gains more than that.
         """
         assert self.model is not None
         lacking = [
@@ -201,10 +202,10 @@ class Drafter:
                 parts[place] = parts[place]._replace(proposal=proposal)
 
     def commit(self, step: StepInput, output: StepOutput, costs: StepCosts) -> None:
-        """Records what the draft model has done for a step, before the step's tokens are recorded.
+        """Record what the draft model has done for a step, before the step's tokens are recorded.
 
         Args:
-            costs: what steps take.
+            costs: step costs.
         """
         if self.model is None or output.proposed is None:
             return
@@ -220,10 +221,10 @@ class Drafter:
         self.model.budget.book(spent_s, gained_s)
 
     def learn(self, costs: DraftCosts, took_s: float) -> None:
-        """Notes what drafts add to steps, after each step.
+        """Update the costs of drafts after each step.
 
         Args:
-            took_s: what the step took, with what the draft model did for it.
+            took_s: time of the step, including the draft model's.
         """
         self.costs = costs
         if self.model is not None:
@@ -231,12 +232,12 @@ class Drafter:
             self.model.budget.add(took_s)
 
     def check(self) -> None:
-        """Asserts that the draft model's books are right."""
+        """Assert that the draft model's accounting is correct."""
         if self.model is not None:
             self.model.check()
 
     def _most_for(self, sequence: Sequence, part: StepPart) -> int:
-        """Returns how many drafts one sequence may have; 0: it takes none."""
+        """Return how many drafts one sequence may have; 0: none."""
         if not part.is_decoding or part.scores_prompt or sequence.purpose is Purpose.PREFILL:
             return 0
         if sequence.search is not None or sequence.parent is not None:
@@ -248,7 +249,7 @@ class Drafter:
         return min(spec.num_prompt_tokens + spec.max_tokens, self._max_model_len)
 
     def _looked_up(self, sequence: Sequence, most: int) -> Guess | None:
-        """Returns what may follow one sequence, by what has followed before; None: not all of it is read."""
+        """Return the guess by n-gram look-up for one sequence; None: not all of its tokens are indexed yet."""
         spec = sequence.spec
         if sequence.ngrams is None:
             stops = frozenset(spec.sampling.stop_token_ids)
@@ -258,12 +259,12 @@ class Drafter:
         return sequence.ngrams.guess(sequence.token_ids, most) if is_read else None
 
     def _gain_s(self, step: _PlainStep, rounds: StepCosts, chance: float) -> float:
-        """Returns the seconds that the draft model is expected to gain for each token of a sequence; 0: hardly any.
+        """Return the seconds that the draft model is expected to gain per token of a sequence; 0: hardly any.
 
         Args:
-            step: without drafts. All sequences that decode in it are thought to be alike.
-            rounds: what the steps of the draft model take.
-            chance: of each draft, if all before it are right.
+            step: the step without drafts. All sequences that decode in it are assumed to be alike.
+            rounds: costs of the draft model's steps.
+            chance: chance of each draft, given that all drafts before it are accepted.
         """
         expected, took_s, best = float(step.num_parts), step.took_s, LEAST_GAIN
         round_s = rounds.step_s(0, 0, step.num_decoding, 0)
@@ -276,27 +277,27 @@ class Drafter:
 
 
 class _Chance(NamedTuple):
-    """One guess."""
+    """One draft as a candidate for a step."""
 
     chance: float
-    """How likely it and all before it are right."""
+    """Chance that it and all drafts before it are accepted."""
     place: int
-    """The part that it follows."""
+    """Index of the part that it follows."""
     depth: int
-    """The round in which the draft model proposes it, from 1 on; 0: it was looked up."""
+    """Round in which the draft model proposes it, starting at 1; 0: it was looked up."""
     num_tokens: int
     """Known tokens before it."""
 
 
 def drafter_of(runner: Runner, most: int, most_tokens: int) -> Drafter | None:
-    """Returns what guesses for the sequences of a runner; None: nothing does.
+    """Return the drafter for the sequences of a runner; None: there is none.
 
     Args:
         runner: a `DraftedRunner` brings a draft model.
-        most: guesses for each sequence and step.
-        most_tokens: tokens of a step at most, also of the draft model's.
+        most: maximum number of drafts per sequence and step.
+        most_tokens: maximum number of tokens of a step, also of the draft model's.
     """
-    if not most or runner.spec.states:  # a state cannot go back to before a draft
+    if not most or runner.spec.states:  # a state cannot be rolled back to before a draft
         return None
     model = None
     if isinstance(runner, DraftedRunner):
@@ -305,12 +306,12 @@ def drafter_of(runner: Runner, most: int, most_tokens: int) -> Drafter | None:
 
 
 def _best_number(chances: SequenceOf[_Chance], step: _PlainStep, rounds: StepCosts | None) -> int:
-    """Returns how many drafts give the most tokens a second; 0 where that is hardly more than without.
+    """Return the number of drafts with the most tokens per second; 0 if that hardly exceeds a step without drafts.
 
     Args:
-        chances: of the drafts, falling.
-        step: without drafts.
-        rounds: what the steps of the draft model take.
+        chances: chances of the drafts, descending.
+        step: the step without drafts.
+        rounds: costs of the draft model's steps.
     """
     best, number = LEAST_GAIN * step.num_parts / step.took_s, 0
     expected, proposing_s, num_rounds = float(step.num_parts), 0.0, 0
@@ -327,10 +328,10 @@ def _best_number(chances: SequenceOf[_Chance], step: _PlainStep, rounds: StepCos
 
 
 def _worth(guess: Guess, step: _PlainStep, rounds: StepCosts | None = None) -> float:
-    """Returns the tokens that one sequence's guesses gain at best, less those that the time for them would give.
+    """Return the net gain of one sequence's drafts at best: tokens gained less the tokens that their time would yield.
 
     Args:
-        rounds: what the steps of the model that proposes them take, of which the sequence bears its part.
+        rounds: costs of the proposing model's steps, of which the sequence bears its share.
     """
     round_s = 0.0 if rounds is None else rounds.step_s(0, 0, step.num_decoding, 0) / step.num_decoding
     best = gained = 0.0
@@ -341,7 +342,7 @@ def _worth(guess: Guess, step: _PlainStep, rounds: StepCosts | None = None) -> f
 
 
 def _num_expected(sequence: Sequence) -> int:
-    """Returns how many tokens a sequence is expected to have before it."""
+    """Return how many tokens a sequence is still expected to generate."""
     spec = sequence.spec
     expected = (spec.num_expected_tokens or EXPECTED_TOKENS) - sequence.num_output_tokens
     return min(spec.max_tokens - sequence.num_output_tokens, max(LEAST_CATCH_UP, expected))

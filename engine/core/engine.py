@@ -1,16 +1,16 @@
-"""One worker's engine: token ids in, token ids out.
+"""Engine of one worker: takes token ids and returns token ids.
 
-A step is three calls, straight down: `schedule` (pure decisions) -> `runner.execute` (tensors, in a thread) ->
-`commit` (bookkeeping, outputs, events). Everything but `execute` happens on one thread, so there are no locks. While a
-step executes, sequences may be added, aborted or inserted: what the step uses is only given away at its commit. And
-the next step may be scheduled (`schedule_ahead`) and given to the runner behind it.
+A step is three calls in a row: `schedule` (pure decisions) -> `runner.execute` (tensors, in a thread) -> `commit`
+(accounting, outputs, events). Everything except `execute` runs on one thread, so there are no locks. While a step
+executes, sequences may be added, aborted or inserted: blocks that the step uses are freed only at its commit. The next
+step may also be scheduled (`schedule_ahead`) and queued in the runner.
 
 The verbs are JetStream's: a PREFILL sequence is admitted with all its blocks and ends HELD with them, a RECEIVE
-sequence is reserved and later `insert`ed (or its KV `adopt`ed by the cache), and generation is what the running batch
-does.
+sequence is reserved and later `insert`ed (or its KV `adopt`ed by the cache), and the running batch generates.
 
-Transfers read blocks beside the engine. They `pin` them: a block table may change while it is read (a block moves to
-the known one of the same content), and its sequence may end first. Pinned blocks keep what was in them.
+Transfers read blocks independently of the engine, so they `pin` them: a block table may change while it is read (a
+block is replaced by a registered one with the same content), and its sequence may end first. Pinned blocks keep their
+content.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from engine.core.step_fit import StepFit, StepSize
 
 
 class Engine:
-    """The scheduler, the block pools and the books of one runner. It neither waits nor computes."""
+    """Scheduler, block pools and accounting of one runner. It neither waits nor computes."""
 
     def __init__(self, runner: Runner, limits: SchedulerLimits) -> None:
         self.runner = runner
@@ -56,14 +56,14 @@ class Engine:
         self._num_computed_tokens = self._num_drafted_tokens = self._num_accepted_tokens = 0
         self._pins = Pins(self.pool)
         self._read_by_next: list[Pin] = []
-        """Blocks that are kept until the step is committed which was planned ahead of the last commit."""
+        """Blocks kept until the commit of the step that was planned before the last commit."""
 
     def add(self, spec: SequenceSpec, purpose: Purpose, now: float) -> Sequence:
-        """Queues a sequence.
+        """Queue a sequence.
 
         Raises:
-            InvalidRequest: it cannot fit, or names a token id outside the model's vocabulary.
-            TransferRefused: its beams cannot go on from KV that comes from elsewhere.
+            InvalidRequest: it cannot fit, or has a token id outside the model's vocabulary.
+            TransferRefused: its beams cannot continue from KV that another worker computed.
         """
         require_computable(spec, self.runner)
         sequence = Sequence(spec=spec, purpose=purpose, arrival_s=now)
@@ -75,26 +75,26 @@ class Engine:
         return sequence
 
     def fork(self, parent: Sequence, spec: SequenceSpec, now: float) -> Sequence | None:
-        """Adds a sequence that goes on from what another one has computed, between two steps.
+        """Add a sequence that continues from another one's computed tokens, between two steps.
 
-        It shares the parent's full blocks; the last one is copied by its first step, which computes the last token of
-        `spec` for itself and so draws its own next one.
+        It shares the parent's full blocks. Its first step copies the last, partial block and computes the last token of
+        `spec` again, so that the new sequence samples its own next token.
 
         Args:
-            spec: its tokens begin with those that the parent has computed, or are a prefix of them.
+            spec: its tokens start with the tokens that the parent has computed, or are a prefix of them.
 
         Returns:
-            None when there is no room for it now: it can be added like any other then.
+            None if there is no room for it now; it can then be added like any other sequence.
 
         Raises:
-            ValueError: the tokens differ, or a state, which cannot be cropped, is ahead of them.
+            ValueError: the tokens differ, or the parent's state, which cannot be cropped, is ahead of them.
         """
         assert parent.status in (Status.RUNNING, Status.HELD), parent.status
         assert not parent.in_flight, "a sequence is forked while a step computes it"
         child = Sequence(spec=spec, purpose=Purpose.GENERATE, arrival_s=now)
         num_shared = min(parent.num_computed_tokens, child.num_tokens - 1)
         if child.token_ids[:num_shared] != parent.token_ids[:num_shared]:
-            raise ValueError(f"{child.sequence_id} does not begin with the tokens of {parent.sequence_id}")
+            raise ValueError(f"{child.sequence_id} does not start with the tokens of {parent.sequence_id}")
         if self.runner.spec.states and num_shared != parent.num_computed_tokens:
             raise ValueError(f"the state of {parent.sequence_id} is ahead of {num_shared} tokens")
         if not self.scheduler.fork(parent, child, now):
@@ -105,14 +105,14 @@ class Engine:
     def insert(
         self, sequence: Sequence, first_token: int | None, now: float, num_tokens: int | None = None
     ) -> FinishReason | None:
-        """Lets a RESERVED sequence run whose KV has arrived.
+        """Start to decode a RESERVED sequence whose KV has arrived.
 
         Args:
-            first_token: the next token, sampled by the worker that computed the KV; None: it is drawn here.
-            num_tokens: leading tokens whose KV arrived, where it is not all of them: the others are computed here.
+            first_token: the next token, sampled by the worker that computed the KV; None: it is sampled here.
+            num_tokens: number of leading tokens whose KV arrived, if not all; the others are computed here.
 
         Returns:
-            Set if the first token already ends the sequence; then nothing more comes.
+            The finish reason if the first token already ends the sequence, and no further output follows.
         """
         if sequence.search is not None:
             first_token = None  # a search takes several
@@ -132,47 +132,48 @@ class Engine:
         return finish_reason
 
     def adopt(self, sequence: Sequence, num_tokens: int) -> None:
-        """Makes the full blocks of a RESERVED sequence findable, of whose tokens the first `num_tokens` have arrived.
+        """Add the full blocks of a RESERVED sequence, of which the first `num_tokens` tokens have arrived, to the
+        prefix cache.
 
-        The sequence stays RESERVED; ended, it leaves these blocks in the cache. No transfer may write them any more.
-        A sequence that is only to fill the cache has `max_tokens` 0, and so reserves no room for an answer.
+        The sequence stays RESERVED; when it ends, these blocks stay in the cache. No transfer may write them any more.
+        A sequence that only fills the cache has `max_tokens` 0, and so reserves no room for output.
         """
         assert sequence.status is Status.RESERVED, sequence.status
         assert num_tokens <= sequence.num_tokens, f"{num_tokens} of {sequence.num_tokens} tokens have arrived"
         self._book_computed(sequence, max(sequence.num_computed_tokens, num_tokens))
 
     def pin(self, sequence: Sequence) -> Pin:
-        """Takes a reference on each block of a sequence, for a reader: nobody else gets them until `unpin`."""
+        """Take a reference on each block of a sequence for a reader: the blocks are not reused until `unpin`."""
         return self._pins.take(sequence.block_ids)
 
     def pin_prefix(self, keys: SequenceOf[bytes]) -> Pin:
-        """Pins the longest cached prefix of a chain of keys, one per hash block of 16 tokens (see `baton.blocks`).
+        """Pin the longest cached prefix of a chain of keys, one per hash block of 16 tokens (see `baton.blocks`).
 
-        A model with per-sequence states has none: its blocks are never cached.
+        For a model with per-sequence states it is empty: their blocks are never cached.
         """
         num_parts = self.pool.key_tokens // HASH_BLOCK
         return self.pin_cached(keys[num_parts - 1 :: num_parts])
 
     def pin_cached(self, keys: SequenceOf[bytes]) -> Pin:
-        """Pins what `num_cached_tokens` counts."""
+        """Pin the prefix that `num_cached_tokens` counts."""
         return self._pins.take(tuple(tuple(blocks) for blocks in self.pool.match(keys)))
 
     def unpin(self, pin: Pin) -> None:
-        """Drops what one `pin` or `pin_prefix` took."""
+        """Drop the references of one pin."""
         self._pins.give_back(pin)
 
     def schedule(self, now: float) -> tuple[StepInput, list[Output]]:
-        """Returns the next step to execute (empty: nothing can run now), and which sequences got or lost blocks."""
+        """Return the next step to execute (empty: nothing can run now), and which sequences got or lost blocks."""
         return self._scheduled(self.scheduler.schedule(now))
 
     def schedule_ahead(self, step: StepInput, begins_s: float) -> tuple[StepInput, list[Output]] | None:
-        """Returns the step after one that executes, as `schedule` does.
+        """Return the step after one that is executing, as `schedule` does.
 
-        None, and nothing has changed: that one has to be committed first; see `ahead`.
+        None, with nothing changed, if the executing step must be committed first; see `ahead`.
 
         Args:
-            step: the step that executes, the last one that was scheduled.
-            begins_s: when it is expected to end.
+            step: the executing step, which must be the last one scheduled.
+            begins_s: time at which it is expected to end.
         """
         sequences = [self._known(part.sequence_key) for part in step.parts]
         if not ahead.is_possible(step, sequences, self.scheduler):
@@ -197,7 +198,7 @@ class Engine:
         return schedule.step, outputs
 
     def commit(self, step: StepInput, output: StepOutput, now: float) -> list[Output]:
-        """Records an executed step. It is kept lean: it runs once per sequence and step."""
+        """Record an executed step. Kept lean, because the loop runs once per sequence and step."""
         outputs: list[Output] = []
         read_before, self._read_by_next = self._read_by_next, []
         eos_token_ids, max_model_len = self.runner.eos_token_ids, self.runner.max_model_len
@@ -223,12 +224,12 @@ class Engine:
             num_known, finish_reason = len(sequence.token_ids), None
             for token_id in token_ids:
                 finish_reason = sequence.append(token_id, eos_token_ids, max_model_len)
-                if finish_reason is not None or sequence.purpose is prefill:  # the others are drawn elsewhere
+                if finish_reason is not None or sequence.purpose is prefill:  # the decode worker samples the others
                     token_ids = token_ids[: len(sequence.token_ids) - num_known]
                     break
             if output.prompt_scores is not None and output.prompt_scores[index]:
                 if part.num_computed_tokens == 0:
-                    sequence.prompt_scores.clear()  # of a time before it was preempted
+                    sequence.prompt_scores.clear()  # left from before a preemption
                 sequence.prompt_scores.append(output.prompt_scores[index])
             if part.num_drafts:
                 self._num_drafted_tokens += output.num_drafts(index, part)
@@ -237,7 +238,7 @@ class Engine:
             sequence.num_kv_tokens = (num_computed_tokens,) * len(part.block_ids)
             sequence.num_computed_tokens = num_computed_tokens
             if num_computed_tokens // key_tokens > sequence.num_registered_keys:
-                if sequence.in_flight:  # its table may change, and the step planned ahead reads blocks of the old one
+                if sequence.in_flight:  # its table may change, but the step planned ahead reads the old one's blocks
                     self._read_by_next.append(self._pins.take(self.scheduler.blocks.unregistered(sequence)))
                 self.scheduler.blocks.register_computed(sequence)
             if not token_ids:
@@ -256,7 +257,7 @@ class Engine:
         return outputs + self._search(step, output.candidates, now) if output.candidates else outputs
 
     def _search(self, step: StepInput, candidates: Mapping[int, Candidates], now: float) -> list[Output]:
-        """Records the next tokens that beams may go on with."""
+        """Record the next tokens of beam searches."""
         outputs, found = list[Output](), dict[Sequence, list[Candidates]]()
         for index, of_beam in sorted(candidates.items()):
             key = step.parts[index].sequence_key
@@ -265,7 +266,7 @@ class Engine:
         for owner, of_beams in found.items():
             is_first, owner.first_token_s = not owner.first_token_s, owner.first_token_s or now
             report = owner.report() if is_first else None
-            if owner.search is None:  # its prompt alone is computed here
+            if owner.search is None:  # only its prompt is computed here
                 outputs.append(Generated(owner.key, (), report=report))
                 self.scheduler.remove(owner, Status.HELD)
                 continue
@@ -284,15 +285,15 @@ class Engine:
 
     def _known(self, key: int) -> Sequence:
         sequence = self._find(key)
-        assert sequence is not None, f"a step computes the sequence {key}, which is not known"
+        assert sequence is not None, f"a step computes an unknown sequence: {key}"
         return sequence
 
     def _refuse(self, sequence: Sequence, reason: BatonError) -> Refused:
-        self.end(sequence)  # whose blocks a step that was planned ahead may still write to
+        self.end(sequence)  # a step that was planned ahead may still write its blocks
         return Refused(sequence.key, reason)
 
     def learn(self, size: StepSize, took_s: float, proposing_s: float = 0.0) -> None:
-        """Learns from what a step of this size took, and a draft model of it."""
+        """Update the step costs, and those of a draft model, with the time of a step of this size."""
         self._busy_s += took_s
         self._num_computed_tokens += size.num_new
         self._fit.observe(size, took_s - proposing_s)
@@ -301,7 +302,7 @@ class Engine:
             self.scheduler.drafter.learn(self._fit.draft_costs, took_s)
 
     def abandon(self, *steps: StepInput) -> list[Sequence]:
-        """Takes the sequences of steps out that cannot be executed. Returns those that were not aborted already."""
+        """Remove the sequences of steps that cannot be executed. Return those that were not aborted already."""
         found = (self._find(part.sequence_key) for step in steps for part in step.parts)  # None: refused meanwhile
         sequences = list(dict.fromkeys(sequence.owner for sequence in found if sequence is not None))
         for sequence in sequences:
@@ -312,10 +313,10 @@ class Engine:
         return [sequence for sequence in sequences if not sequence.aborted]
 
     def end(self, sequence: Sequence) -> None:
-        """Takes a sequence out in whatever status it is, and frees what it holds; idempotent.
+        """Remove a sequence, whatever its status, and free what it holds; idempotent.
 
-        The blocks of a sequence in the executing step are freed at its commit. The caller must make sure that no
-        transfer still writes the blocks of a RESERVED one; a transfer that reads has pinned them.
+        The blocks of a sequence in the executing step are freed at its commit. The caller must ensure that no transfer
+        still writes the blocks of a RESERVED sequence; a transfer that reads has pinned them.
         """
         if sequence.in_flight or any(beam.in_flight for beam in sequence.beams):
             sequence.aborted = True
@@ -323,43 +324,43 @@ class Engine:
             self._finish(sequence)
 
     def hypotheses(self, spec: SequenceSpec) -> Hypotheses:
-        """Returns where the beam search of this object's sequence is; empty: it has none, or none that may migrate."""
+        """Return the state of this spec object's beam search; empty: there is none, or it cannot migrate."""
         if self.runner.spec.states:
-            return NO_HYPOTHESES  # a state that is transferred is ahead of what its beams begin with
+            return NO_HYPOTHESES  # a transferred state is ahead of the beams' first tokens
         searches = (s.search for s in self.sequences.values() if s.search is not None and s.spec is spec)
         return next((search.hypotheses for search in searches), NO_HYPOTHESES)
 
     def num_cached_tokens(self, keys: SequenceOf[bytes]) -> int:
-        """Returns the length of the longest cached prefix of a chain of keys, one per `pool.key_tokens`."""
+        """Return the length of the longest cached prefix of a chain of keys, one per `pool.key_tokens`."""
         return self.pool.num_matching_tokens(keys)
 
     @property
     def num_running(self) -> int:
-        """How many sequences take part in steps."""
+        """Number of sequences that take part in steps."""
         return len(self.scheduler.running)
 
     @property
     def num_waiting(self) -> int:
-        """How many sequences have no blocks yet."""
+        """Number of sequences that have no blocks yet."""
         return len(self.scheduler.waiting)
 
     @property
     def blocks(self) -> BlockCounts:
-        """The blocks of the fullest group."""
+        """Block counts of the fullest group."""
         return self.pool.counts()
 
     @property
     def costs(self) -> StepCosts:
-        """What steps cost, as far as the ones so far have shown."""
+        """Step costs as measured so far."""
         return self._fit.costs
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence is known and nothing is pinned: nothing waits, runs, or holds blocks."""
+        """True if no sequence is known and nothing is pinned: nothing waits, runs or holds blocks."""
         return not self.sequences and not self._pins
 
     def load(self) -> EngineLoad:
-        """Returns what the engine has to do and what it holds."""
+        """Return the engine's current load."""
         drafter = self.scheduler.drafter
         to_compute = (s for s in self.sequences.values() if s.status in (Status.WAITING, Status.RUNNING))
         return EngineLoad(
@@ -378,11 +379,11 @@ class Engine:
         )
 
     def take_block_events(self) -> list[BlockChange]:
-        """Returns what became cached and what was evicted since the last call, in order."""
+        """Return the keys that were cached or evicted since the last call, in order."""
         return self.pool.take_events()
 
     def check(self) -> None:
-        """Asserts that nothing is leaked: every used block is pinned or held by a sequence that is still known."""
+        """Assert that nothing is leaked: every used block is pinned or held by a known sequence."""
         held = (s for s in self.sequences.values() if s.status is Status.HELD)
         self.scheduler.check(held, self._pins.tables)
         assert all(s.status is not Status.FINISHED for s in self.sequences.values()), "a finished sequence is kept"

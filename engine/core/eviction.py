@@ -1,17 +1,17 @@
-"""The order in which cached content is evicted.
+"""Eviction order of cached content: LRU with a learned bonus for content that was found again.
 
-Least recently used first, with one exception: what a second sequence has found (or a preempted one again) is
-*protected*, it counts as used later than it was, by a margin. So prompts that come once pass through the cache without
-pushing out conversations that go on and beginnings that many share. How large a margin pays depends on the traffic and
-on the room, so it is learned, by the idea of ARC (Megiddo and Modha, FAST 2003): the keys of what was evicted a short
-while ago are remembered, as *ghosts*. When a ghost of something protected comes again, a larger margin would have kept
-it, and the margin grows; when another ghost does, it shrinks. Where one kind has fewer ghosts, each of those that come
-again moves it as many times more. And as the router sends prompts to where they are cached, not to where they were,
-what is found shortly before it would have gone counts like a ghost. At a margin of 0, where it begins, this is plain
-LRU, but for what was returned at the same time.
+Content that a second sequence (or a preempted one) has found is *protected*: it counts as used later than it was, by a
+margin. So prompts that come once pass through the cache without evicting ongoing conversations and shared prefixes. The
+best margin depends on the traffic and on the size of the cache, so it is learned, by the idea of ARC (Megiddo and
+Modha, FAST 2003). The keys of recently evicted content are remembered as *ghosts*. If the ghost of protected content
+comes again, a larger margin would have kept it, and the margin grows; if another ghost does, it shrinks. If one kind
+has fewer ghosts, each of them changes the margin by proportionally more. The router sends prompts to the workers that
+cache them now, not to those that did before, so content that is found shortly before its eviction counts like a ghost.
+The margin starts at 0, which is plain LRU, except for the order of content that was returned at the same time.
 
-The margin is never negative, as the like of it may be in ARC. Who uses a block uses its whole prefix, which is thus
-protected no less and returned no earlier, and so never evicted before what was built on it.
+The margin is never negative, as its counterpart in ARC may be. A sequence that uses a block uses the block's whole
+prefix. The prefix is thus protected at least as much and returned no earlier, and so never evicted before the blocks
+built on it.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 MAX_MARGIN = 2.0
-"""Largest margin, in sizes of the cache."""
+"""Largest margin, as a multiple of the cache size."""
 STEP = 6.0
-"""What a ghost changes the margin by, in blocks, unless its kind has fewer: then by more."""
+"""Change of the margin by one ghost, in blocks. It is larger if its kind has fewer ghosts than the other."""
 NEARLY = 0.25
-"""What is found so shortly before it would have gone counts like a ghost, in sizes of the cache."""
+"""Content found within this time before its eviction counts like a ghost; as a multiple of the cache size."""
 
 
 class EvictionOrder:
-    """The keys of a pool's cached blocks, and the ghosts.
+    """Keys of a pool's cached blocks in eviction order, and the ghosts.
 
-    Time is counted in blocks that were allocated; ghosts are remembered for as many as there are in the pool.
+    Time is counted in allocated blocks. A ghost is remembered for as many allocations as the pool has blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.margin = 0.0
-        """Bonus of protected content, in allocated blocks: it counts as used so much later than it was."""
+        """Bonus of protected content, in allocated blocks: it counts as used this much later than it was."""
         self._num_blocks = num_blocks
         self._now = 0
         self._protected: set[bytes] = set()
-        # Each a pair, of what is not protected and of what is: keys, and when they were returned or evicted, in order.
+        # Index 0 is not protected, index 1 protected: keys with the time of their return or eviction, in order.
         self._cached: tuple[OrderedDict[bytes, int], ...] = (OrderedDict(), OrderedDict())
         self._ghosts: tuple[OrderedDict[bytes, int], ...] = (OrderedDict(), OrderedDict())
 
@@ -48,18 +48,18 @@ class EvictionOrder:
         return len(self._cached[0]) + len(self._cached[1])
 
     def __iter__(self) -> Iterator[bytes]:
-        """Every key that could be evicted now, in no order."""
+        """Iterate over every key that could be evicted now, in no order."""
         return chain(*self._cached)
 
     def allocated(self, num_blocks: int) -> None:
-        """So much time has passed."""
+        """Advance the time by a number of allocated blocks."""
         self._now += num_blocks
         for ghosts in self._ghosts:
             while ghosts and _oldest(ghosts) < self._now - self._num_blocks:
                 ghosts.popitem(last=False)
 
     def stored(self, key: bytes) -> None:
-        """New content, in use. If it has a ghost, it was found a second time, had it only been kept."""
+        """Add new content, in use. If it has a ghost, it counts as found a second time."""
         once, again = self._ghosts
         if key in again:
             self.margin = min(self.margin + self._step(True), MAX_MARGIN * self._num_blocks)
@@ -72,7 +72,7 @@ class EvictionOrder:
         self._protected.add(key)
 
     def find(self, keys: Iterable[bytes]) -> None:
-        """A second sequence has found this content, cached or in use, and uses it from now on."""
+        """Mark content, cached or in use, as found by a second sequence, which uses it from now on."""
         once, again = self._cached
         num_blocks, margin = self._num_blocks, self.margin
         nearly = (self._first()[1] if once or again else 0.0) + NEARLY * num_blocks
@@ -90,15 +90,17 @@ class EvictionOrder:
         self.margin = margin
 
     def add(self, key: bytes) -> None:
-        """The last user has returned this content."""
+        """Add content that its last user has returned."""
         self._cached[key in self._protected][key] = self._now
 
     def remove(self, key: bytes) -> None:
-        """Cached content is in use again, without that anybody found it: somebody reads it, or waits for room."""
+        """Remove cached content that is in use again without being found: a reader pins it, or a sequence waits for
+        room.
+        """
         del self._cached[key in self._protected][key]
 
     def evict(self) -> bytes:
-        """Takes out what is to go first; a ghost stays."""
+        """Remove and return the key to evict; it becomes a ghost."""
         is_protected, _ = self._first()
         key, _ = self._cached[is_protected].popitem(last=False)
         self._protected.discard(key)
@@ -106,14 +108,16 @@ class EvictionOrder:
         return key
 
     def _first(self) -> tuple[bool, float]:
-        """Whether what goes first is protected, and when it counts as used."""
+        """Return whether the next content to evict is protected, and when it counts as used."""
         once, again = self._cached
         if not again or (once and _oldest(once) <= _oldest(again) + self.margin):
             return False, _oldest(once)
         return True, _oldest(again) + self.margin
 
     def _step(self, is_protected: bool) -> float:
-        """Returns the margin's change for one ghost of a kind that comes again; 0 if none of it has gone lately."""
+        """Return the margin's change for one returning ghost of a kind; 0 if nothing of that kind was evicted
+        lately.
+        """
         num_same, num_others = len(self._ghosts[is_protected]), len(self._ghosts[not is_protected])
         return STEP * max(1.0, num_others / num_same) if num_same else 0.0
 

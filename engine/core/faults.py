@@ -1,7 +1,7 @@
-"""What the error of a step means for the steps after it. Pure: it goes by names and texts, and needs no torch.
+"""Classification of step errors by their effect on later steps. Pure: uses names and texts, and does not need torch.
 
-A CUDA context that has seen one of the `FATAL` errors gives the same one for every call until its process ends (CUDA
-Runtime API, `cudaError_t`). Other texts leave it open, and the device itself is asked (`Runner.recover`).
+After one of the `FATAL` errors, a CUDA context returns the same error from every call until its process ends (CUDA
+Runtime API, `cudaError_t`). Other texts do not decide it, and the device itself is tested (`Runner.recover`).
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ FATAL = (
     "context is destroyed",
     "driver shutting down",
 )
-"""Parts of the texts of CUDA's errors after which a process computes nothing more on the device."""
+"""Parts of the texts of CUDA errors after which a process cannot compute on the device any more."""
 EXHAUSTED = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""Parts of the texts of errors after which the device goes on as before."""
+"""Parts of the texts of errors after which the device still works."""
 OUT_OF_MEMORY_CLASS = "OutOfMemoryError"
-"""Name of torch's class, whatever the device."""
+"""Name of torch's exception class, on any device."""
 
 
 class Fault(StrEnum):
-    """What is broken after a step has failed."""
+    """Extent of the damage after a failed step."""
 
     TRANSIENT = "transient"
-    """Perhaps the step alone."""
+    """Only the step, as far as the error shows."""
     OUT_OF_MEMORY = "out of memory"
     """The step needed more memory than its device has."""
     DEVICE_LOST = "device lost"
-    """The device computes nothing more in this process."""
+    """The device cannot compute in this process any more."""
 
 
 def fault_of(error: BaseException) -> Fault:
-    """Returns what an error, or one that it was raised from, says of the device."""
+    """Return the fault that an error, or one of its causes, indicates."""
     found = {_fault_of_one(each) for each in _causes(error)}
     return next((fault for fault in (Fault.DEVICE_LOST, Fault.OUT_OF_MEMORY) if fault in found), Fault.TRANSIENT)
 

@@ -1,8 +1,8 @@
-"""The block pools of all layer groups of a cache, used together.
+"""Block pools of all layer groups of a cache, used together.
 
-A sequence takes blocks in every group or in none. A prefix counts as cached where every group holds it whole; the
-prefix index hears of it when the last group has it, and that it is gone when the first one has evicted it. Keys name
-the ends of `key_tokens` tokens, the greatest length that divides every group's block size:
+A sequence takes blocks in every group or in none. A prefix counts as cached if every group holds it whole. The prefix
+index receives an event when the last group has stored it, and another when the first group has evicted it. There is one
+key per `key_tokens` tokens, the greatest length that divides every group's block size:
 
     key_tokens   |   0   |   1   |   2   |   3   |
     group of 16  |   0   |   1   |   2   |   3   |      a block has the key of its last tokens
@@ -39,7 +39,7 @@ class GroupPool:
         self.block_sizes = tuple(group.block_size for group in spec.groups)
         self.key_tokens = math.gcd(*self.block_sizes)
         self.prefix_tokens = spec.block_size
-        """A cached prefix is a multiple of this long."""
+        """A cached prefix is a multiple of this length."""
         self.caches_prefixes = spec.supports_prefix_reuse
         self.capacity = min(pool.num_blocks * size for pool, size in zip(self.pools, self.block_sizes, strict=False))
         """Tokens of the longest sequence that the blocks of every group hold."""
@@ -47,13 +47,13 @@ class GroupPool:
         self._state_pools = self.pools[len(self.block_sizes) :]
         self.has_states = bool(self._state_pools)
         self._num_holders: Counter[bytes] = Counter()
-        """Groups that hold a key, where there are several."""
+        """Number of groups that hold a key, if there are several groups."""
         self._events: list[BlockChange] = []
 
     # -- prefixes ------------------------------------------------------------------------------------------------------
 
     def num_matching_tokens(self, keys: Sequence[bytes]) -> int:
-        """Returns the length of the longest prefix of a chain of keys that every group holds."""
+        """Return the length of the longest prefix of a chain of keys that every group holds."""
         if not self.caches_prefixes:
             return 0
         num_tokens = min(
@@ -63,7 +63,7 @@ class GroupPool:
         return num_tokens // self.prefix_tokens * self.prefix_tokens
 
     def match(self, keys: Sequence[bytes]) -> tuple[list[int], ...]:
-        """Returns the blocks of that prefix in each table. They are not acquired yet."""
+        """Return the blocks of that prefix in each table. They are not acquired yet."""
         num_tokens = self.num_matching_tokens(keys)
         found = [
             pool.match(self.keys_of(keys, group)[: num_tokens // self.block_sizes[group]])
@@ -72,10 +72,10 @@ class GroupPool:
         return (*found, *([] for _ in self._state_pools))
 
     def register(self, table: tuple[int, ...], group: int, first: int, keys: Sequence[bytes]) -> tuple[int, ...]:
-        """Names the blocks of a group's table from place `first` on, now full, by the keys of all its blocks.
+        """Register the blocks of a group's table from index `first` on, now full, under the keys of all its blocks.
 
         Returns:
-            The table to use from now on: the same tuple, unless a block is another one; see `BlockPool.register`.
+            The table to use from now on: the same tuple, unless a block was replaced; see `BlockPool.register`.
         """
         pool, full = self.pools[group], table[first : len(keys)]
         found = tuple(
@@ -87,19 +87,19 @@ class GroupPool:
         return table if found == full else (*table[:first], *found, *table[len(keys) :])
 
     def keys_of(self, keys: Sequence[bytes], group: int) -> Sequence[bytes]:
-        """Returns those of a chain of keys that name blocks of a group."""
+        """Return the keys of a chain that belong to full blocks of a group."""
         step = self.block_sizes[group] // self.key_tokens
         return keys if step == 1 else keys[step - 1 :: step]
 
     def keys(self) -> list[bytes]:
-        """Returns every key whose prefix is cached whole."""
+        """Return every key whose prefix is cached whole."""
         if len(self._groups) == 1:
             return self.pools[0].keys()
         self._count()
         return [key for key, number in self._num_holders.items() if number == len(self._groups)]
 
     def take_events(self) -> list[BlockChange]:
-        """Returns what changed for the prefix index since the last call, in order."""
+        """Return the changes for the prefix index since the last call, in order."""
         if len(self._groups) == 1:
             return self.pools[0].take_events()
         self._count()
@@ -109,38 +109,38 @@ class GroupPool:
     # -- blocks --------------------------------------------------------------------------------------------------------
 
     def num_blocks_for(self, num_tokens: int) -> tuple[int, ...]:
-        """Returns how many blocks a sequence of so many tokens needs in each table."""
+        """Return how many blocks a sequence of `num_tokens` tokens needs in each table."""
         counts = [num_blocks_for(num_tokens, size) for size in self.block_sizes]
         return (*counts, *(1 for _ in self._state_pools))
 
     def num_tokens_in(self, tables: Sequence[Sequence[int]]) -> int:
-        """Returns how many tokens the blocks of every group hold."""
+        """Return how many tokens the blocks of every group hold."""
         return min(len(table) * size for table, size in zip(tables, self.block_sizes, strict=False))
 
     def has_room(self, num_blocks: Sequence[int]) -> bool:
-        """Returns whether so many blocks could be taken, of each table's."""
+        """Return whether these numbers of blocks, one per table, are available."""
         return all(number <= pool.num_available for pool, number in zip(self.pools, num_blocks, strict=True))
 
     def num_copied(self, num_tokens: int) -> tuple[int, ...]:
-        """Returns how many blocks of each table a fork copies that shares so many tokens."""
+        """Return how many blocks of each table a fork copies that shares `num_tokens` tokens."""
         partial = [num_blocks_for(num_tokens, size) - num_tokens // size for size in self.block_sizes]
         return (*partial, *(1 for _ in self._state_pools))
 
     def allocate(self, num_blocks: Sequence[int]) -> BlockTables | None:
-        """Takes fresh blocks in every table, all or nothing. Returns None when there are too few."""
+        """Take fresh blocks in every table, all or nothing. Return None if there are too few."""
         if not self.has_room(num_blocks):
             return None
         fresh = [pool.allocate(number) for pool, number in zip(self.pools, num_blocks, strict=True)]
         return tuple(tuple(blocks) for blocks in fresh if blocks is not None)
 
     def reuse(self, found: Sequence[Sequence[int]], num_blocks: Sequence[int]) -> BlockTables | None:
-        """Takes the blocks that `match` has found and fresh ones after them, all or nothing.
+        """Take the blocks that `match` has found and fresh ones after them, all or nothing.
 
         Args:
             num_blocks: length of each table.
 
         Returns:
-            None when there are too few; what was found then counts as used.
+            None if there are too few; the found blocks then count as used.
         """
         wanted = [
             (pool, blocks, max(0, number - len(blocks)))
@@ -156,16 +156,16 @@ class GroupPool:
     def fork(
         self, tables: BlockTables, num_tokens: int, num_blocks: Sequence[int] = ()
     ) -> tuple[BlockTables, tuple[BlockCopy, ...]] | None:
-        """Takes the blocks of a second sequence that shares the first `num_tokens` computed tokens of a first one.
+        """Take the blocks of a second sequence that shares the first `num_tokens` computed tokens of a first one.
 
-        Full blocks are shared. The last one, where it is full in part, and the state are copied: see `BlockPool.fork`.
+        Full blocks are shared. A partly filled last block and the state are copied: see `BlockPool.fork`.
 
         Args:
-            num_blocks: least length of each of its tables; empty: what the shared tokens need.
+            num_blocks: minimum length of each of its tables; empty: as the shared tokens need.
 
         Returns:
-            The tables, and the copies to perform, whose sources are held until `release_sources`. None when there are
-            too few blocks.
+            The tables, and the copies to perform, whose sources are held until `release_sources`. None if there are too
+            few blocks.
         """
         parts = []
         for table, size in zip(tables, self.block_sizes, strict=False):
@@ -186,34 +186,34 @@ class GroupPool:
         return tuple(forked), tuple(copies)
 
     def acquire(self, tables: Iterable[Sequence[int]]) -> None:
-        """Takes one reference on each block of each table, all of them cached or in use."""
+        """Take one reference on each block of each table, all of them cached or in use."""
         for pool, table in zip(self.pools, tables, strict=False):
             pool.acquire(table)
 
     def release(self, tables: Iterable[Sequence[int]]) -> None:
-        """Drops one reference on each block of one sequence's tables."""
+        """Drop one reference on each block of one sequence's tables."""
         for pool, table in zip(self.pools, tables, strict=False):
             pool.release(table)
 
     def release_sources(self, copies: Iterable[BlockCopy]) -> None:
-        """Drops the references that `fork` has taken for copies."""
+        """Drop the references that `fork` has taken for copies."""
         for copy in copies:
             self.pools[copy.group].release((copy.source,))
 
-    # -- the books -----------------------------------------------------------------------------------------------------
+    # -- accounting ----------------------------------------------------------------------------------------------------
 
     @property
     def num_available(self) -> int:
-        """Blocks that could be handed out now, in the group that has the fewest."""
+        """Blocks that could be taken now, in the group that has the fewest."""
         return min(pool.num_available for pool in self._groups)
 
     def counts(self) -> BlockCounts:
-        """Returns the counts of the layer group that is used most."""
+        """Return the counts of the layer group that is used most."""
         counts = [pool.counts() for pool in self._groups]
         return max(counts, key=lambda group: group.in_use / group.total) if len(counts) > 1 else counts[0]
 
     def check(self, holders: Iterable[BlockTables], copies: Iterable[BlockCopy]) -> None:
-        """Asserts that every used block has as many references as holders, copies that read it included."""
+        """Assert that every used block has as many references as holders, including copies that read it."""
         held = [Counter[int]() for _ in self.pools]
         for tables in holders:
             for counter, table in zip(held, tables, strict=False):
@@ -227,7 +227,7 @@ class GroupPool:
             assert counter == pool.references(), "a block has more or fewer references than holders"
 
     def _count(self) -> None:
-        """Records the events of all groups, and notes which prefixes became whole or no longer are."""
+        """Collect the events of all groups, and update which prefixes are whole."""
         whole = len(self._groups)
         for event in (event for pool in self._groups for event in pool.take_events()):
             if isinstance(event, Stored):

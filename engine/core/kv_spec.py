@@ -1,11 +1,11 @@
-"""The shape of a KV cache in plain values: what scheduler, KV transfer and simulator need to know of it.
+"""Shape of a KV cache in plain values, as the scheduler, the KV transfer and the simulator need it.
 
-A model's layers form groups whose KV has one shape. Each sequence has a block table and a count of tokens for every
-group. A dense model is one group. Recurrent layers keep a state of fixed size beside the KV: all states of a sequence
-together are one more group, whose table always holds one block, so a state is reserved, pinned, copied and transferred
+The layers of a model form groups whose KV has the same shape. Each sequence has a block table and a token count for
+every group. A dense model is one group. Recurrent layers also keep a state of fixed size. All states of a sequence
+together form one more group, whose table always holds one block, so a state is reserved, pinned, copied and transferred
 like any other block.
 
-    block_ids    ( table of group 0, table of group 1, ..., table of the states )     the last only where there are any
+    block_ids    ( table of group 0, table of group 1, ..., table of the states )     the last only if there are states
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from enum import StrEnum
 from baton.blocks import HASH_BLOCK
 
 BlockTables = tuple[tuple[int, ...], ...]
-"""Block ids in sequence order, one table per layer group, then the states' table where the model has states."""
+"""Block ids in sequence order, one table per layer group, then the states' table if the model has states."""
 
 EMPTY_PLACE = -1
-"""Place in a block table whose block was given back: its tokens have left the layers' window. Nothing reads it."""
+"""Entry of a block table whose block was freed: its tokens have left the layers' window. It is never read."""
 
 DTYPE_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
@@ -30,11 +30,11 @@ DTYPE_BYTES = {
 
 
 INT8 = "int8"
-"""Data type of pages of codes: value = scale times code, one scale for each token and head of K and of V."""
+"""Data type of quantized pages: value = scale times code, with one scale per token and head of K and of V."""
 FP8 = "float8_e4m3fn"
-"""Data type of pages of floats of 8 bits, whose largest is 448. They have no scale, as vLLM's have none by default."""
+"""Data type of pages of 8-bit floats, whose maximum is 448. They have no scale, like vLLM's by default."""
 INT8_SCALE_BYTES = 4
-"""Bytes of a float32 scale, which lies behind a token's codes and counts among the dimensions of K and of V."""
+"""Bytes of a float32 scale. It is stored after a token's codes and counts among the dimensions of K and of V."""
 
 
 class PageOrder(StrEnum):
@@ -45,12 +45,12 @@ class PageOrder(StrEnum):
     BY_TOKEN = "by_token"
     """The K and V of one token side by side, token after token."""
     OPAQUE = "opaque"
-    """Known to the engine alone, which names it by a tag. Blocks are copied whole, between groups that are equal."""
+    """Layout known only to the engine, identified by a tag. Blocks are copied whole, between equal groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
-    """Layers whose KV has one shape, and the blocks that hold it.
+    """Layers whose KV has the same shape, and the blocks that hold it.
 
     Raises:
         ValueError: the block size is not a multiple of 16, or the data type is unknown.
@@ -68,9 +68,9 @@ class LayerGroup:
     """A key of `DTYPE_BYTES`."""
     page_order: PageOrder = PageOrder.K_THEN_V
     tag: str = ""
-    """Name of an opaque page order; empty otherwise."""
+    """Name of an opaque page order; empty for the others."""
     strides: tuple[int, int] = (0, 0)
-    """Elements from one layer to the next and from one block to the next; 0: without gaps."""
+    """Elements from one layer to the next and from one block to the next; 0: contiguous."""
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size % HASH_BLOCK:
@@ -82,7 +82,7 @@ class LayerGroup:
 
     @property
     def page_dims(self) -> tuple[int, ...]:
-        """Elements per token of each page of a head: of K and of V, or of both where they do not lie apart."""
+        """Elements per token of each page of a head: of K and of V, or of both if they are interleaved."""
         is_apart = self.page_order is PageOrder.K_THEN_V
         return (self.k_dim, self.v_dim) if is_apart else (self.k_dim + self.v_dim,)
 
@@ -104,7 +104,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """A named tensor of fixed size that every sequence of a recurrent model carries."""
+    """Named tensor of fixed size that every sequence of a recurrent model has."""
 
     name: str
     shape: tuple[int, ...]
@@ -146,11 +146,11 @@ class KVSpec:
 
     @property
     def supports_prefix_reuse(self) -> bool:
-        """Whether blocks alone restore a prefix. A state cannot be cropped to one."""
+        """True if blocks alone restore a prefix; a state cannot be cropped to one."""
         return not self.states
 
     def describe(self) -> str:
-        """Returns one line in words: what two sides must agree on."""
+        """Return a one-line description of everything that two workers must agree on."""
         sizes = "/".join(str(size) for size in sorted({group.block_size for group in self.groups}))
         groups = "; ".join(
             f"{g.name}: {len(g.layers)} layers x {g.num_kv_heads} heads x ({g.k_dim}+{g.v_dim}) {g.dtype}"

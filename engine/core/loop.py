@@ -1,4 +1,4 @@
-"""Runs an engine inside an asyncio process: steps in one thread, everything else on the event loop."""
+"""Runs an engine inside an asyncio process: steps in threads, everything else on the event loop."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from engine.core.step_threads import FORGETTING, RunningStep, StepThreads
 
 logger = logging.getLogger(__name__)
 LEAST_LEAD_S = 0.001
-"""Time before the end of a step at which the next one is planned, at the least: timers are as coarse as that."""
+"""Minimum time before the end of a step at which the next one is planned: timers have this resolution."""
 NUM_PREPARING, MAX_PREPARING = 4, 4096
-"""Structures that are compiled at a time, of one cache scope one less, and those that wait for it at the most."""
+"""Limits on structures that are compiled at a time (one less for one cache scope) and on those that wait for it."""
 MARGIN = 2.0
-"""How many times what planning and launching have taken lately they are given."""
+"""Factor on the recent time of planning and launching that gives the lead for the next step."""
 
 
 class EngineLoop:
-    """Baton's engine as a `serving.ServingEngine`: owns its thread and the queue of every sequence.
+    """Baton's engine as a `serving.ServingEngine`: owns the step threads and every sequence's output queue.
 
-    `on_event` is called between two steps with what became cached and what was evicted, in order: an eviction before a
-    step or a transfer can overwrite the block. No step waits until others know of it: a worker that is asked for what
-    it has evicted finds nothing in its own table.
+    `on_event` is called between two steps with the keys that were cached and evicted, in order, and always before a
+    step or a transfer can overwrite an evicted block. No step waits until other workers know of an eviction: a worker
+    that is asked for an evicted prefix finds nothing in its own table.
 
-    With `plans_ahead` a step is planned shortly before the one before it ends, where that is possible (`ahead`). A
-    sequence that comes before that moment takes part as without; one that comes after it waits for one step more. With
-    a step that has not ended in time (`step_threads`) the device counts as lost.
+    With `plans_ahead` a step is planned shortly before the step before it ends, if possible (`ahead`). A sequence that
+    arrives before that moment joins the step as usual; a later one waits for one more step. If a step does not end in
+    time (`step_threads`), the device counts as lost.
     """
 
     def __init__(
@@ -70,19 +70,19 @@ class EngineLoop:
         self._on_event = on_event
         self._plans_ahead = plans_ahead
         self._plan_s = 0.0
-        """What planning a step ahead has taken lately."""
+        """Recent duration of planning a step ahead, in seconds."""
         self._outputs: dict[int, asyncio.Queue[Output | BatonError]] = {}
-        """Outputs that nobody has read yet, by sequence key."""
+        """Unread outputs, by sequence key."""
         self._watchers: dict[int, tuple[OnProgress, ...]] = {}
-        """Changed on the event loop and read by the engine's thread: values are replaced, never changed in place."""
+        """Changed on the event loop and read by the step threads: values are replaced, never changed in place."""
         self._num_layers = engine.runner.spec.num_layers
         self._preparing = Turns(NUM_PREPARING, MAX_PREPARING)
         self._wake = asyncio.Event()
         self._was_idle = False
         self._lost: DeviceLost | None = None
-        """Why nothing is computed any more."""
+        """Error of a lost device; None: steps are computed."""
 
-    # -- what is known of the engine -----------------------------------------------------------------------------------
+    # -- properties of the engine --------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -117,7 +117,7 @@ class EngineLoop:
         return self.engine.pool.keys()
 
     def max_waiting(self, spec: SequenceSpec) -> float:
-        """See `ServingEngine.max_waiting`. An answer that goes on was admitted when it began: refusing it would end a
+        """See `ServingEngine.max_waiting`. A continued response was admitted when it started: refusing it would end a
         stream.
         """
         return math.inf if spec.is_continued else self._max_waiting
@@ -148,7 +148,7 @@ class EngineLoop:
             self._wake.set()
 
     async def _prepare(self, spec: SequenceSpec) -> None:
-        """Compiles a sequence's structure, which may take a second: whose cache is another's need not wait for that."""
+        """Compile a sequence's structure, which may take a second. One cache scope cannot block the others."""
         async with self._preparing.turn(spec.cache_seed.hex(), 1):
             preparing = asyncio.ensure_future(asyncio.to_thread(self.engine.runner.prepare, spec.sampling))
             await seen_through(preparing)
@@ -178,7 +178,9 @@ class EngineLoop:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """See `ServingEngine.run`. A step in progress is waited for: no thread outlives this call, unless it hangs."""
+        """See `ServingEngine.run`. Waits for a step in progress, so that no thread outlives this call, unless it
+        hangs.
+        """
         threads = StepThreads(self.engine.runner, self._step_timeout_s, plans_ahead=self._plans_ahead)
         try:
             await self._steps(threads)
@@ -200,7 +202,7 @@ class EngineLoop:
             running = following if await self._end(threads, running, following) else None
 
     async def _leave(self, threads: StepThreads) -> None:
-        """Ends the threads. Nobody waits for those of a device that is lost.
+        """Stop the threads. Those of a lost device are not waited for.
 
         Raises:
             DeviceLost: the last step hangs.
@@ -214,7 +216,7 @@ class EngineLoop:
     def _begin(
         self, threads: StepThreads, scheduled: tuple[StepInput, list[Output]], before: RunningStep | None = None
     ) -> RunningStep | None:
-        """Gives the runner what was scheduled, and says what has come of that. Returns None if there is no step."""
+        """Give the runner a scheduled step and deliver the schedule's outputs. Return None if there is no step."""
         step, outputs = scheduled  # evictions are published before those blocks are overwritten
         for change in self.engine.take_block_events():
             self._on_event(change)
@@ -224,7 +226,7 @@ class EngineLoop:
         return threads.execute(step, self._layer_reporter(step), time.monotonic(), self.engine.costs, before)
 
     async def _begin_next(self, threads: StepThreads, running: RunningStep) -> RunningStep | None:
-        """Begins the next step shortly before the one that runs is expected to end, if it still runs then."""
+        """Start the next step shortly before the running one is expected to end, if it still runs then."""
         ends_s = running.began_s + running.expected_s
         lead_s = LEAST_LEAD_S + MARGIN * (self._plan_s + threads.launch_s)
         if (wait_s := ends_s - lead_s - time.monotonic()) > 0:
@@ -240,7 +242,7 @@ class EngineLoop:
         return following
 
     async def _end(self, threads: StepThreads, running: RunningStep, following: RunningStep | None) -> bool:
-        """Records what came of a step. Returns False when it has failed, and with it the one that was begun behind it.
+        """Record the result of a step. Return False if it has failed, and with it the one started after it.
 
         Raises:
             DeviceLost: no other step can be computed.
@@ -255,7 +257,7 @@ class EngineLoop:
             if following is not None:
                 if not await following.has_ended():
                     self._lose_hung(*begun)
-                following.output.exception()  # it is the same one, or comes of it
+                following.output.exception()  # it is the same error, or a consequence
             steps = [each.step for each in begun]
             if await threads.have_lost_device(error):
                 self.lose(error, *steps)
@@ -265,7 +267,7 @@ class EngineLoop:
             return False
         ended_s = time.monotonic()
         outputs = self.engine.commit(running.step, output, ended_s)
-        # The promise of one report per step, for runners that report no layers and for watchers that came after them.
+        # At least one report per step, for runners that report no layers and for watchers that came after the layers.
         for part, num_tokens in zip(running.step.parts, output.num_computed_tokens, strict=True):
             self._report(part.sequence_key, min(num_tokens, part.end), self._num_layers, None)
         self._deliver(outputs)
@@ -282,7 +284,7 @@ class EngineLoop:
         """See `ServingEngine.lose`.
 
         Args:
-            steps: those in which it was lost: their sequences get LostInStep.
+            steps: the steps in which it was lost; their sequences get LostInStep.
         """
         self._lost = DeviceLost(f"the device of the engine has failed: {reason}")
         in_step = LostInStep(f"the device of the engine has failed in a step of this request: {reason}")
@@ -303,9 +305,10 @@ class EngineLoop:
         return on_layer_done
 
     def _may_be_watched(self, sequence_key: int) -> bool:
-        """Whether a step reports the layers of a sequence, which takes an event each on a GPU. It does of prompts for
-        other workers, whose senders come while the first step runs. A watcher that comes to another sequence in a step
-        learns of the step's end.
+        """Return whether a step reports a sequence's layers, each of which costs an event on a GPU.
+
+        It reports those of prompts that it prefills for other workers, whose senders attach while the first step runs.
+        A watcher of any other sequence receives a report at the step's end.
         """
         sequence = self.engine.sequences.get(sequence_key)
         return sequence_key in self._watchers or (sequence is not None and sequence.purpose is Purpose.PREFILL)
@@ -321,7 +324,7 @@ class EngineLoop:
                 queue.put_nowait(output.error if isinstance(output, Refused) else output)
 
     def _note_idleness(self) -> None:
-        """Has the engine check itself and says that it is idle, once each time nothing is held any more."""
+        """Run the engine's self-check and publish that it is idle, once each time that nothing is held any more."""
         if self._was_idle or not self.engine.is_idle:
             return
         self._was_idle = True
@@ -332,7 +335,7 @@ class EngineLoop:
             logger.error("self-check failed: %s", error)
         self._on_event(Idle())
 
-    # -- what a handle asks --------------------------------------------------------------------------------------------
+    # -- calls of the handle -------------------------------------------------------------------------------------------
 
     def watch(self, sequence: Sequence, on_progress: OnProgress) -> None:
         """See `ServedSequence.watch`."""
@@ -378,7 +381,7 @@ class SequenceHandle:
         while not self._queue.empty():
             output = self._queue.get_nowait()
             if isinstance(output, BatonError):
-                self._queue.put_nowait(output)  # the last one there is; `next` raises it
+                self._queue.put_nowait(output)  # the last one; `next` raises it
                 break
             ready.append(output)
         return ready

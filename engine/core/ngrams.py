@@ -1,10 +1,10 @@
-"""Where a sequence's last tokens have stood before: what followed them then is a guess at what follows now.
+"""Drafts by n-gram look-up: the tokens that followed the same n-gram earlier in the sequence.
 
-Prompt look-up decoding (Saxena, 2023), with an index instead of a search. Each group of `GROUP` tokens has a place in a
-table by its hash, which holds where the group stood last; a look compares the tokens, so that a collision costs a guess
-and no more. While the text goes on as it did there, the guess goes on with it, and the longer it has been right the
-likelier it is right again: that is counted for each sequence, over all its tokens, whether a step computed the guess or
-not. So a text that does not repeat itself costs nothing to find out about.
+Prompt look-up decoding (Saxena, 2023), with an index instead of a search. Each group of `GROUP` tokens has a slot in a
+hash table with the position at which the group ended last. A look-up compares the tokens, so a collision costs one
+guess and no more. While the text continues as it did at that position, the guess continues with it. The longer a guess
+has been right, the likelier it stays right. The chances are counted for each sequence, over all its tokens, whether a
+step computed the guess or not. So it costs nothing to find out that a text does not repeat itself.
 """
 
 from __future__ import annotations
@@ -14,64 +14,65 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 GROUP = 3
-"""Tokens that must agree before anything is guessed."""
+"""Number of tokens that must match before a guess is made."""
 MAX_PLACES_LOG2 = 15
-"""The table's size at most: 128 KiB a sequence. Of longer texts the older groups are overwritten."""
+"""Maximum size of the table: 128 KiB a sequence. In longer texts the older groups are overwritten."""
 MAX_READ = 4096
-"""Tokens that are read into the table at a time, about a millisecond."""
+"""Maximum number of tokens that are indexed at a time, about a millisecond."""
 MAX_LOOK_BACK = 32
-"""Tokens before a group that are compared, to say for how long the two places have been alike."""
+"""Tokens before a group that are compared to measure the length of the match."""
 FORGETTING = 0.875
-"""Weight of a guess after the next one of its kind."""
+"""Weight of a guess after the next guess of its kind."""
 BEGINNING = (0.3, 0.4, 0.75, 0.85, 0.95)
-"""Chances of a guess before any was seen, by how long the places have been alike: 3, 4, 6, 10 and 18 tokens or more.
+"""Prior chances of a guess, by the length of the match: 3, 4, 6, 10 and 18 tokens or more.
 
-In 30 answers of the default model they were right, from free text at temperature 1 to copies: 0.21 to 0.87, 0.38 to
-0.90, 0.76 to 1, 0.80 to 0.89, 1. The first two are near to what texts have that do not repeat themselves.
+Over 30 responses of the default model, from free text at temperature 1 to copies, guesses were right with these
+frequencies: 0.21 to 0.87, 0.38 to 0.90, 0.76 to 1, 0.80 to 0.89, 1. The first two priors are near the values of texts
+that do not repeat themselves.
 """
 NOWHERE = -1
 
 
 class Guess(NamedTuple):
-    """What may follow."""
+    """Tokens that may follow, with their chances."""
 
     token_ids: tuple[int, ...] = ()
     chances: tuple[float, ...] = ()
-    """How likely it is, for each token, that all up to it are right; they never rise."""
+    """Chance, for each token, that all tokens up to it are right; never increasing."""
 
 
 NO_GUESS = Guess()
 
 
 class NgramIndex:
-    """The groups of one sequence's tokens.
+    """Index of the token groups of one sequence.
 
     Args:
-        most_tokens: how long it may become.
-        ends: tokens that end it, which are never guessed.
+        most_tokens: maximum length of the sequence.
+        ends: tokens that end it and are never guessed.
     """
 
     def __init__(self, most_tokens: int, ends: Collection[int] = ()) -> None:
-        size = 1 << min(MAX_PLACES_LOG2, most_tokens.bit_length() + 2)  # a quarter full at most, while they fit
+        size = 1 << min(MAX_PLACES_LOG2, most_tokens.bit_length() + 2)  # at most a quarter full, while they fit
         self._mask = size - 1
         self._table = array("i", bytes(4 * size))
         self._ends = ends
         self._num_read = 0
         self._source = NOWHERE
-        """The place whose token is the guess for the next one."""
+        """Position whose token is the guess for the next one."""
         self._length = 0
-        """Tokens before that place that are the sequence's last ones."""
+        """Number of tokens before that position that match the sequence's last ones."""
         self._chances = list(BEGINNING)
 
     def read(self, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
-        """Takes the tokens that are new.
+        """Index the new tokens.
 
         Args:
-            token_ids: all tokens of the sequence, which only grow.
-            num_prompt_tokens: leading ones that say nothing of how good guesses are.
+            token_ids: all tokens of the sequence; the list only grows.
+            num_prompt_tokens: leading tokens that do not count for the chances of guesses.
 
         Returns:
-            Whether all are read now; of a long text some are left to the next calls.
+            True if all tokens are indexed now; the rest of a long text is left to the next calls.
         """
         begin, end = self._num_read, min(len(token_ids), self._num_read + MAX_READ)
         for place in range(begin, end):
@@ -84,7 +85,7 @@ class NgramIndex:
         return end == len(token_ids)
 
     def guess(self, token_ids: Sequence[int], most: int) -> Guess:
-        """Returns what may follow the tokens, all of which are read: as many tokens as `most` says, or none."""
+        """Return up to `most` tokens that may follow the sequence, or none. All its tokens must be indexed."""
         if self._source == NOWHERE:
             return NO_GUESS
         guessed: list[int] = []
@@ -100,7 +101,7 @@ class NgramIndex:
         return Guess(tuple(guessed), tuple(chances))
 
     def _stood(self, token_ids: Sequence[int], place: int) -> int:
-        """Notes the group that ends at a place. Returns one past where it may have ended last; 0: nowhere."""
+        """Record the group that ends at a position. Return one past where it may have ended last; 0: nowhere."""
         if place + 1 < GROUP:
             return 0
         first, second, third = token_ids[place - 2], token_ids[place - 1], token_ids[place]
@@ -109,7 +110,7 @@ class NgramIndex:
         return found
 
     def _look(self, token_ids: Sequence[int], place: int, found: int) -> None:
-        """Guesses from where the group that ends at a place stood before, if it is the same."""
+        """Start a guess at the earlier position of the group that ends at `place`, if it is the same group."""
         length = 0
         while length < min(found, MAX_LOOK_BACK) and token_ids[found - 1 - length] == token_ids[place - length]:
             length += 1
@@ -127,5 +128,5 @@ class NgramIndex:
 
 
 def _kind(length: int) -> int:
-    """Returns the place in `BEGINNING` of guesses after so many tokens that were alike."""
+    """Return the index in `BEGINNING` for a match of this length."""
     return min((length - GROUP + 1).bit_length(), len(BEGINNING)) - 1

@@ -1,4 +1,4 @@
-"""What an engine says to the services of its worker, as values: nothing here changes once it is made."""
+"""Outputs of an engine for the services of its worker, as immutable values."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ class Reserved:
     sequence_key: int
     block_ids: BlockTables
     num_tokens: int
-    """Leading tokens whose KV it wants: all known ones, or all but the last of an engine that computes that one."""
+    """Leading tokens whose KV is wanted: all known ones, or all but the last if the engine computes that one itself."""
     num_cached_tokens: int
     """Leading tokens that are already in the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A PREFILL sequence has blocks. An engine that gives them bit by bit reports the others with its progress."""
+    """A PREFILL sequence has blocks. An engine that allocates them step by step reports the others with its
+    progress.
+    """
 
     sequence_key: int
     block_ids: BlockTables
@@ -48,22 +50,22 @@ class Generated(NamedTuple):
     finish_reason: FinishReason | None = None
     scores: TokenScores = NO_SCORES
     report: PrefillReport | None = None
-    """How the prompt was computed: in the first output of a sequence that was computed here, whose KV is there then."""
+    """Prefill report: in the first output of a sequence that was computed here, when its KV is complete."""
     beams: tuple[Beam, ...] = ()
-    """All answers of a beam search, best first: in its last output, which has no tokens."""
+    """All hypotheses of a beam search, best first: in its last output, which has no tokens."""
     num_searched: int = 0
     """Beams of a search whose next token this step has computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """A sequence gave its blocks up. It is computed again and goes on; what a transfer reads of it is pinned."""
+    """A sequence has lost its blocks. It is computed again and continues; blocks that a transfer reads are pinned."""
 
     sequence_key: int
 
 
 class Refused(NamedTuple):
-    """A sequence has ended without an answer."""
+    """A sequence has ended without a response."""
 
     sequence_key: int
     error: BatonError
@@ -73,24 +75,25 @@ Output = Reserved | Admitted | Generated | Preempted | Refused
 
 
 class KvProgress(NamedTuple):
-    """The KV of the first `num_tokens` tokens is in the blocks, in the model's first `num_layers` layers, for a reader
-    that has waited for `fence` on its own stream (None: at once).
+    """The KV of the first `num_tokens` tokens is in the blocks, in the model's first `num_layers` layers.
+
+    It may be read after waiting for `fence` on the reader's own stream (None: at once).
     """
 
     num_tokens: int
     num_layers: int
     fence: Fence | None = None
     block_ids: BlockTables | None = None
-    """All blocks of the sequence so far, where it has got more since the last report."""
+    """All blocks of the sequence so far, if it has got more since the last report."""
 
 
 OnProgress = Callable[[KvProgress], None]
-"""Receives how far a sequence's KV has come; see `ServedSequence.watch`."""
+"""Callback for the progress of a sequence's KV; see `ServedSequence.watch`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Blocks that stay what they are until the pin is given back."""
+    """Blocks that keep their content until the pin is given back."""
 
     pin_id: int
     block_ids: BlockTables
@@ -98,7 +101,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """What an engine has to do and what it holds."""
+    """Load of an engine: its work and its blocks."""
 
     running: int
     waiting: int
@@ -107,19 +110,19 @@ class EngineLoad:
     preemptions: int
     """Number since the start."""
     costs: StepCosts
-    """What steps cost, as far as the ones so far have shown."""
+    """Step costs as measured so far."""
     busy_s: float
     """Seconds spent in steps, since the start."""
     computed_tokens: int
-    """Tokens computed in those steps, without drafts that proved wrong."""
+    """Tokens computed in those steps, without rejected drafts."""
     drafted_tokens: int = 0
-    """Tokens that were guessed and checked, since the start."""
+    """Drafts that were checked, since the start."""
     accepted_tokens: int = 0
-    """Guessed tokens that proved right, since the start."""
+    """Drafts that were accepted, since the start."""
     model_drafted_tokens: int = 0
-    """Guessed tokens that a draft model proposed."""
+    """Checked drafts that a draft model proposed."""
     model_accepted_tokens: int = 0
-    """Guessed tokens that a draft model proposed and that proved right."""
+    """Accepted drafts that a draft model proposed."""
 
 
 @dataclass(frozen=True, slots=True)

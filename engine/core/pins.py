@@ -1,4 +1,4 @@
-"""References on blocks that readers hold beside their sequences."""
+"""References on blocks that readers hold independently of their sequences."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Pins:
 
     @property
     def tables(self) -> Iterable[BlockTables]:
-        """The block tables that are pinned, each as often as it is."""
+        """The pinned block tables, each as often as it is pinned."""
         return self._tables.values()
 
     def take(self, tables: BlockTables) -> Pin:
-        """Takes a reference on each block of some tables."""
+        """Take a reference on each block of some tables."""
         pin = Pin(next(self._ids), tables)
         if any(tables):
             self._pool.acquire(tables)
@@ -35,7 +35,7 @@ class Pins:
         return pin
 
     def give_back(self, *pins: Pin) -> None:
-        """Drops what one `take` each took."""
+        """Drop the references that one `take` each has taken."""
         for pin in pins:
             if any(pin.block_ids):
                 assert pin.pin_id in self._tables, f"pin {pin.pin_id} is unpinned more often than pinned"

@@ -1,4 +1,4 @@
-"""A step while it is put together, and what came of that."""
+"""A step under construction, and the result of scheduling."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from engine.core.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What a call of `Scheduler.schedule` has decided."""
+    """Result of one call of `Scheduler.schedule`."""
 
     step: StepInput
     admitted: tuple[Sequence, ...] = ()
     """Sequences that have their blocks now."""
     preempted: tuple[Sequence, ...] = ()
-    """Sequences that gave their blocks up, and wait again."""
+    """Sequences that have lost their blocks and wait again."""
     too_large: tuple[Sequence, ...] = ()
-    """Parents whose beams do not fit, although nobody else holds a block."""
+    """Parents whose beams do not fit even if no other sequence holds a block."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
-    """A step while it is put together."""
+    """A step under construction."""
 
     budget: int
     """Tokens that may still be added."""
@@ -33,7 +33,7 @@ class StepPlan:
     too_large: list[Sequence] = field(default_factory=list)
 
     def add(self, sequence: Sequence, part: StepPart) -> None:
-        """Adds what the step computes of one sequence."""
+        """Add one sequence's part to the step."""
         self.sequences.append(sequence)
         self.parts.append(part)
         self.budget -= len(part.token_ids)

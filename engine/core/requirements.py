@@ -1,5 +1,6 @@
-"""What a sequence must be for an engine to compute it. In the step it would be an error of the whole batch, on a GPU of
-the whole process.
+"""Checks that a sequence can be computed, before it enters a step.
+
+In a step the same fault would fail the whole batch, and on a GPU the whole process.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from engine.core.sequence import Purpose
 
 
 def require_computable(spec: SequenceSpec, runner: Runner) -> None:
-    """Raises InvalidRequest unless a sequence fits and all token ids that it names are the vocabulary's."""
+    """Raise InvalidRequest unless a sequence fits and all its token ids are in the vocabulary."""
     if not 0 < len(spec.token_ids) < runner.max_model_len:
         raise InvalidRequest(
             f"{len(spec.token_ids)} tokens do not fit; this worker takes 1 to {runner.max_model_len - 1}"
@@ -26,13 +27,13 @@ def require_computable(spec: SequenceSpec, runner: Runner) -> None:
 
 
 def require_searchable(spec: SequenceSpec, purpose: Purpose, runner: Runner, most: int) -> None:
-    """Requires that a beam search can be computed here, of which a step has `most` beams at the most.
+    """Require that a beam search can be computed here; a step has at most `most` beams.
 
     Raises:
-        InvalidRequest: it has more.
-        TransferRefused: it would go on from a state that comes from elsewhere.
+        InvalidRequest: it has more beams.
+        TransferRefused: it would continue from a state that was computed by another worker.
     """
     if most < (width := spec.sampling.num_beams):
-        raise InvalidRequest(f"a search with {width} beams does not fit; this worker computes {most} at a time")
+        raise InvalidRequest(f"num_beams {width} is too large; this worker computes at most {most} beams at a time")
     if purpose is Purpose.RECEIVE and runner.spec.states:
-        raise TransferRefused("beams go on from no state that is transferred: it is ahead of their first tokens")
+        raise TransferRefused("a beam search cannot continue from a transferred state: it is ahead of the first tokens")

@@ -1,7 +1,7 @@
-"""What an engine asks of a model: compute one step over a KV cache.
+"""Interface of a model to the engine: computes one step over a KV cache.
 
-A step is a value. `StepInput` says what to compute and holds nothing that changes, so a runner may read it while the
-event loop goes on, in another thread or process. `StepOutput` says what was sampled and how far computing got.
+A step is an immutable value: `StepInput` says what to compute, so a runner may read it in another thread or process
+while the event loop continues. `StepOutput` holds the sampled tokens and how far each sequence is computed.
 """
 
 from __future__ import annotations
@@ -18,33 +18,32 @@ from engine.core.kv_spec import BlockTables, KVSpec
 
 T = TypeVar("T")
 UNKNOWN_TOKEN = -1
-"""Stands in `StepPart.token_ids` of a step that is planned while the one before runs, for the token which that one
-samples for the sequence. A runner that allows it keeps the tokens it has sampled, by `sequence_key`, and fills them in.
-The engine knows no token id below 0."""
+"""Placeholder in `StepPart.token_ids` for a token that the running step samples, if the part's step is planned ahead. A
+runner that supports this keeps its sampled tokens by `sequence_key` and fills them in. Token ids are never below 0."""
 
 
 class Fence(Protocol):
-    """What must have happened before KV is read. A `torch.cuda.Event` is one; a handle of another process may be."""
+    """Condition to wait for before KV is read. A `torch.cuda.Event` is one; a handle of another process may be one."""
 
     def wait(self, stream: Any) -> None:
-        """Makes `stream`, the reader's CUDA stream, wait until the KV is there."""
+        """Make `stream`, the reader's CUDA stream, wait until the KV is there."""
         ...
 
 
 OnLayerDone = Callable[[int, Fence | None], None]
-"""Receives a layer's index once K and V of all layers up to that one, for all tokens of the step, are in all ranks'
-caches, for a reader that has waited for the fence (None: at once)."""
+"""Callback with a layer's index: K and V of all layers up to it, for all tokens of the step, are in all ranks' caches.
+A reader must wait for the fence first (None: may read at once)."""
 
 
 def ignore_layer(layer: int, fence: Fence | None) -> None:
-    """The `OnLayerDone` of a caller who only wants the whole step. A runner that is given it spares the fences."""
+    """`OnLayerDone` of a caller that only needs the whole step. A runner that receives it skips the fences."""
 
 
 class NotedLayers:
-    """Passes on what a step reports of its layers, and notes whether it has begun to.
+    """Forwards the layer reports of a step and records whether there were any.
 
     Attributes:
-        report: to be given to the step in place of the other. Nothing is noted of a step that reports to nobody.
+        report: the callback to give to the step instead. It records nothing if the original is `ignore_layer`.
         has_begun: whether a layer was reported.
     """
 
@@ -59,10 +58,10 @@ class NotedLayers:
 
 
 class StepPart(NamedTuple):
-    """What a step computes of one sequence: `token_ids`, at the positions from `num_computed_tokens` on.
+    """One sequence's part of a step: `token_ids`, at the positions from `num_computed_tokens` on.
 
     known  [ computed before the step | token_ids: the last known one | drafts ]
-    sampled                                                 after it, | after each draft that proved right
+    sampled                                                 after it, | after each accepted draft
 
     A named tuple, because a step makes one per sequence: a frozen dataclass takes three times as long.
     """
@@ -70,7 +69,7 @@ class StepPart(NamedTuple):
     sequence_key: int
     """Identifies the sequence within its engine."""
     token_ids: tuple[int, ...]
-    """Known tokens, and behind them drafts."""
+    """Known tokens, followed by drafts."""
     num_computed_tokens: int
     """Leading tokens whose KV is in the blocks before the step."""
     block_ids: BlockTables
@@ -78,25 +77,25 @@ class StepPart(NamedTuple):
     num_kv_tokens: tuple[int, ...]
     """Tokens in each table's blocks after the step."""
     sample: bool
-    """Whether the known tokens end here, so that this step yields the next one."""
+    """True if the part ends with the last known token, so that this step yields the next one."""
     is_decoding: bool
-    """Whether this is one known token of a sequence that has begun to answer."""
+    """True if this is one known token of a sequence that has already generated tokens."""
     sampling: SamplingParams
     choice_index: int
     """Part of the counter of the random number that draws the next token, with `sampling.seed` and the position."""
     num_prompt_tokens: int
-    """Tokens of the sequence that are not the answer's."""
+    """Tokens of the sequence before its output."""
     history: tuple[int, ...] = ()
-    """All known tokens, where the step samples by parameters that look at them (`SamplingParams.needs_history`), or
-    scores the prompt."""
+    """All known tokens, if the step samples by parameters that need them (`SamplingParams.needs_history`) or scores the
+    prompt."""
     scores_prompt: bool = False
-    """Whether the log probabilities of its prompt tokens are asked for."""
+    """True if the log probabilities of its prompt tokens are requested."""
     num_drafts: int = 0
-    """The last of `token_ids` that are guesses. The step samples after the last known token, and after each draft for
-    as long as they are what was sampled: the first token that differs is taken in its place. Only a part that samples
-    has any."""
+    """Number of drafts at the end of `token_ids`. The step samples after the last known token, and after each draft
+    while the drafts match the sampled tokens: the first token that differs replaces its draft. Only a part that samples
+    has drafts."""
     proposal: Proposal | None = None
-    """What a draft model computes for it before the step; None: nothing."""
+    """Draft model's work for this part before the step; None: nothing."""
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -104,12 +103,12 @@ class StepPart(NamedTuple):
 
     @property
     def num_known_tokens(self) -> int:
-        """The number of its tokens that are no drafts."""
+        """Number of its tokens that are not drafts."""
         return len(self.token_ids) - self.num_drafts
 
     @property
     def scored_token_ids(self) -> tuple[int, ...]:
-        """The prompt tokens that follow the step's first tokens, one each: those whose scores the step gives."""
+        """The prompt tokens that the step scores: those that follow each of its tokens."""
         if not self.scores_prompt:
             return ()
         return self.history[self.num_computed_tokens + 1 : min(self.end + 1, self.num_prompt_tokens)]
@@ -121,41 +120,41 @@ class StepPart(NamedTuple):
 
     @property
     def known_end(self) -> int:
-        """One past the last known position that the step computes: the position of the first token that is sampled."""
+        """One past the last known position that the step computes: the position of the first sampled token."""
         return self.num_computed_tokens + len(self.token_ids) - self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What a draft model, which has a KV cache of its own, computes for a part before its step.
+    """Work of a draft model, which has its own KV cache, for a part before its step.
 
-    Where drafts are wanted they stand as `UNKNOWN_TOKEN` in the step's part, and those that the draft model draws take
-    their place: as many, or fewer where what it draws would end the answer.
+    Requested drafts stand as `UNKNOWN_TOKEN` in the step's part. The draft model's tokens replace them: as many, or
+    fewer if one of them would end the response.
     """
 
     part: StepPart
     """Known tokens that the draft model has not computed, in its own block tables."""
     num_drafts: int
-    """Drafts that are wanted; 0: it catches up with the known tokens, and no more."""
+    """Number of requested drafts; 0: the model only catches up with the known tokens."""
 
 
 class Proposed(NamedTuple):
-    """What came of the proposals of a step."""
+    """Result of a step's proposals."""
 
     counts: Mapping[int, int]
-    """Drafts that were proposed, by the part's index."""
+    """Numbers of proposed drafts, by part index."""
     rounds: tuple[tuple[StepInput, float], ...]
-    """The draft model's steps and the seconds that each took: the first one computes known tokens, and each one after
-    it a draft of the one before."""
+    """The draft model's steps with their durations in seconds. The first one computes known tokens, and each further
+    one a draft of the one before."""
 
     @property
     def took_s(self) -> float:
-        """Seconds of all its steps."""
+        """Duration of all its steps, in seconds."""
         return sum(took_s for _, took_s in self.rounds)
 
 
 class BlockCopy(NamedTuple):
-    """A block whose content goes into another one, in every layer of a group and on every rank."""
+    """Copy of one block to another, in every layer of a group and on every rank."""
 
     group: int
     """Index into the block tables."""
@@ -181,54 +180,54 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What came of a step: one entry per part, in the order of `StepInput.parts`."""
+    """Result of a step: one entry per part, in the order of `StepInput.parts`."""
 
     sampled_token_ids: tuple[tuple[int, ...], ...]
     """The sequence's next tokens, none to several."""
     num_computed_tokens: tuple[int, ...]
     """Leading tokens of the sequence whose KV is in its blocks now."""
     scores: tuple[TokenScores, ...] | None = None
-    """What the model thought of each part's sampled tokens; None: no part asks for that."""
+    """Log probabilities of each part's sampled tokens; None: no part requests them."""
     prompt_scores: tuple[TokenScores, ...] | None = None
     """Scores of each part's `scored_token_ids`; None: there are none."""
     failures: Mapping[int, str] | None = None
-    """Why parts have no token and cannot go on, by their index: what their clients asked cannot be served. None: all
-    go on."""
+    """Errors of parts that have no token and cannot continue, by part index: the request cannot be served. None: all
+    continue."""
 
     candidates: Mapping[int, Candidates] | None = None
-    """The likeliest next tokens of the parts that a beam search computes, by their index; they sample none. None: no
-    search is in the step."""
+    """Likeliest next tokens for the parts of beam searches, by part index; such parts sample no token. None: the step
+    has no beam search."""
     too_large: frozenset[int] = frozenset()
-    """Indices of parts that cannot go on: alone they need more memory than the device has. None of their tokens
-    counts as computed."""
+    """Indices of parts that cannot continue, because even alone they need more memory than the device has. None of
+    their tokens counts as computed."""
     proposed: Proposed | None = None
-    """What a draft model did before the step; None: it had nothing to do."""
+    """Result of the draft model's work before the step; None: it had nothing to do."""
 
     @property
     def proposing_s(self) -> float:
-        """Seconds of the step that a draft model took."""
+        """Seconds of the step that the draft model took."""
         return 0.0 if self.proposed is None else self.proposed.took_s
 
     def refusal(self, index: int) -> BatonError | None:
-        """Returns why a part cannot go on; None: it can."""
+        """Return why a part cannot continue; None: it can."""
         if self.failures and index in self.failures:
             return InvalidRequest(self.failures[index])
         return TooLarge() if index in self.too_large else None
 
     def num_drafts(self, index: int, part: StepPart) -> int:
-        """Returns how many drafts of a part were checked."""
+        """Return how many drafts of a part were checked."""
         return part.num_drafts if self.proposed is None else self.proposed.counts.get(index, part.num_drafts)
 
     @classmethod
     def of(cls, step: StepInput, drawn: Drawn, prompt_scores: Sequence[TokenScores] | None = None) -> StepOutput:
-        """Returns the output of a step that has computed every token.
+        """Return the output of a step that has computed every token.
 
-        What follows the last token that was drawn for a part is no part of its sequence.
+        Tokens after the last one drawn for a part do not belong to its sequence.
 
         Args:
             step: the step.
-            drawn: what came of each part that samples.
-            prompt_scores: of each part; None: none scores its prompt.
+            drawn: sampling result of each part that samples.
+            prompt_scores: prompt scores of each part; None: no part scores its prompt.
         """
         token_ids, scores = iter(drawn.token_ids), iter(drawn.scores or ())
         all_sample = len(drawn.token_ids) == len(step.parts)
@@ -249,11 +248,11 @@ class StepOutput:
 
     @classmethod
     def one_each(cls, step: StepInput, sampled: Sampled) -> StepOutput:
-        """Returns the output of a step without drafts that has computed every token.
+        """Return the output of a step without drafts that has computed every token.
 
         Args:
             step: the step.
-            sampled: a row for each part that samples.
+            sampled: one row for each part that samples.
         """
         return cls.of(step, Drawn.one_each(sampled))
 
@@ -264,16 +263,16 @@ def _by_part(step: StepInput, found: Mapping[int, T]) -> dict[int, T]:
 
 
 class LaunchedStep(Protocol):
-    """A step that is under way."""
+    """A step that is being computed."""
 
     def collect(self) -> StepOutput:
-        """Waits for the step, in any thread, and returns what came of it: what `execute` returns, or raises."""
+        """Wait for the step, in any thread. Return the result of `execute`, or raise its error."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """A step that its launch has computed."""
+    """Step that was computed at its launch."""
 
     output: StepOutput
 
@@ -288,70 +287,72 @@ class Runner(Protocol):
     spec: KVSpec
     """Shape of each rank's cache."""
     num_blocks: tuple[int, ...]
-    """Blocks for each block table; of the states' table, the sequences that can have one at a time."""
+    """Blocks for each block table; for the states' table, the number of sequences that can have a state at a time."""
     max_model_len: int
-    """Longest sequence the model and the cache can hold, in tokens."""
+    """Longest sequence that the model and the cache can hold, in tokens."""
     vocab_size: int
-    """Rows of the embedding: a token id is less."""
+    """Rows of the embedding; token ids must be less."""
     eos_token_ids: frozenset[int]
     name: str
-    """The engine that computes, as other workers see it."""
+    """Name of the engine that computes, as shown to other workers."""
     sampler: str
-    """The contract of its random numbers: samplers of one name draw the same token from the same logits, seed, choice
-    and position."""
+    """Name of the random number contract: samplers with the same name draw the same token from the same logits, seed,
+    choice and position."""
 
     computes: Computes
-    """What it computes with, as far as the runner knows."""
+    """Hardware and data types of the computation, as far as the runner knows."""
     runs_ahead: bool
-    """Whether what `launch` begins goes on by itself, on a device."""
+    """True if a launched step continues by itself, on a device."""
     token_s: float
-    """Seconds that a token took in the first step, with which the runner was tried; 0: that says nothing of others."""
+    """Seconds per token in the runner's first trial step; 0: that says nothing about later steps."""
 
     @property
     def caches(self) -> Sequence[Any]:
-        """Every rank's cache, each with its part of the heads, in a type of the runner's that the KV transfer knows.
+        """Every rank's cache, each with its share of the heads, in a type of the runner that the KV transfer supports.
+
         Block ids mean the same in all of them.
         """
         ...
 
     def prepare(self, params: SamplingParams) -> None:
-        """Does what sequences with structured answers need before their first step, in up to a second. It is called in
-        any thread.
+        """Do the preparation for a sequence with structured output before its first step, in up to a second.
+
+        May be called in any thread.
 
         Raises:
-            InvalidRequest: such answers cannot be served.
+            InvalidRequest: the structure cannot be supported.
         """
         ...
 
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
-        """Computes a step: performs its copies, writes its KV into the caches and samples.
+        """Compute a step: perform its copies, write its KV into the caches and sample.
 
-        States of a sequence that begins (`num_computed_tokens` 0) are zeroed first. It is called from one thread at a
-        time, never the event loop's. `on_layer_done` is called in that thread, with rising layers, as often as the
+        States of a new sequence (`num_computed_tokens` 0) are zeroed first. The method is called from one thread at a
+        time, never the event loop's. `on_layer_done` is called in that thread, with ascending layers, as often as the
         runner can: at best once per layer, possibly not at all. On return all KV and states are in the caches, also for
         readers that wait for no fence.
 
-        Where a token is unknown (`UNKNOWN_TOKEN`), it is the one that the step before has sampled for the sequence. No
-        such step follows one that has failed.
+        An unknown token (`UNKNOWN_TOKEN`) is the one that the step before has sampled for the sequence. No such step
+        follows a failed one.
         """
         ...
 
     def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> LaunchedStep:
-        """Begins what `execute` does, behind the steps that were launched before, and in the same thread as these.
+        """Start what `execute` does, after the steps launched before, and in the same thread.
 
-        A runner that `runs_ahead` has then only put it on its way; the fences of `on_layer_done` say how far it is.
-        Another one has computed it.
+        With `runs_ahead` the step is only submitted, and the fences of `on_layer_done` show its progress. Otherwise the
+        step has been computed on return.
         """
         ...
 
     def recover(self) -> None:
-        """Gives back what a failed step has left on the device, and asks the device for a sign of life. No step runs.
+        """Free what a failed step has left on the device, and test that the device responds. No step runs.
 
         Raises:
-            Exception: the device gives none. It computes nothing more in this process.
+            Exception: the device does not respond. It cannot compute in this process any more.
         """
         ...
 
     def close(self) -> None:
-        """Ends the processes that it has started. No step runs, and none comes."""
+        """Stop the processes that the runner has started. No step runs, and none follows."""
         ...

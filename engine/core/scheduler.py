@@ -1,14 +1,14 @@
-"""Which tokens the next step computes.
+"""Scheduler: selects the tokens that the next step computes.
 
 There is no prefill phase and no decode phase: a sequence has known tokens and computed tokens, and every step lets
 computed catch up with known, within a budget of tokens (the idea of vLLM's v1 scheduler). That one rule covers chunked
 prefill, continuous batching, prefix hits, sequences whose KV arrived from elsewhere, and sequences resumed after a
 preemption.
 
-Who decodes comes first, every step. Prompts share what a step has left: as many tokens as keep the sequences that
-decode within their objectives, given to the prompt whose first token is due soonest (earliest deadline first). A
-prompt that cannot make its deadline any more, even alone, gives way to those that can: under overload plain deadlines
-would make everybody late (Buttazzo, Spuri and Sensini, 1995, on what overload does to EDF).
+Decoding sequences come first in every step. Prompts share the rest of the step: as many tokens as keep the decoding
+sequences within their objectives, given to the prompt whose first token is due soonest (earliest deadline first). A
+prompt that would miss its deadline even if it were computed alone comes after those that can meet theirs, because plain
+EDF makes all prompts late under overload (Buttazzo, Spuri and Sensini, 1995).
 
 Pure decisions: no tensors, no I/O, and time is an argument.
 """
@@ -32,7 +32,7 @@ from engine.core.sequence_blocks import SequenceBlocks
 from engine.core.urgency import computing_room_s, urgency
 
 MAX_SCORED = 128
-"""Most tokens of a prompt with scores that a step computes: each has a row of logits."""
+"""Maximum number of tokens that a step computes of a prompt with scores: each needs a row of logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +42,21 @@ class SchedulerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     output_reservation: int
-    """Answer tokens for which blocks are reserved at admission."""
+    """Output tokens for which blocks are reserved at admission."""
     max_draft_tokens: int = 0
-    """Tokens of each sequence that are guessed and checked in a step at most, beside its next one."""
+    """Maximum number of drafts that a step checks per sequence, in addition to its next token."""
 
     @property
     def max_num_beams(self) -> int:
-        """Sequences that a step can compute together."""
+        """Maximum number of beams that a step can compute together."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 
 class Scheduler:
-    """Decides what each step computes, and takes the blocks for it from the pool.
+    """Selects the contents of each step and takes the blocks for it from the pool.
 
     Args:
-        drafter: guesses what comes next; None: nobody does.
+        drafter: proposes drafts; None: there are none.
     """
 
     def __init__(self, pool: GroupPool, limits: SchedulerLimits, drafter: Drafter | None = None) -> None:
@@ -65,35 +65,35 @@ class Scheduler:
         self.blocks = SequenceBlocks(pool, limits.output_reservation)
         self.limits = limits
         self.costs: StepCosts = PRIOR
-        """What steps take here, as far as is known."""
+        """Step costs of this worker as measured so far."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.reserved: list[Sequence] = []
         self.branched: list[Sequence] = []
         """Parents whose beams run."""
         self.beams: dict[int, Sequence] = {}
-        """The beams of all of them, by key."""
+        """Beams of all parents, by key."""
         self.num_preemptions = 0
         self._preempted: list[Sequence] = []
         self._full_since_s: float | None = None
         """Time since which the head of the queue has lacked room."""
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence."""
+        """Queue a sequence."""
         self.waiting.append(sequence)
 
     def insert(self, sequence: Sequence) -> None:
-        """A reserved sequence's KV has arrived: it decodes from the next step on."""
+        """Start to decode a reserved sequence, whose KV has arrived, from the next step on."""
         assert sequence.status is Status.RESERVED, sequence.status
         self.reserved.remove(sequence)
         sequence.status = Status.RUNNING
         self.running.append(sequence)
 
     def schedule(self, now: float, *, may_draft: bool = True) -> Schedule:
-        """Returns the next step.
+        """Return the next step.
 
-        Sequences that decode come first. Prompts, computed in part or waiting, follow in order of `urgency`, as far as
-        blocks, batch size, the token budget and the objectives of the decoding sequences allow.
+        Decoding sequences come first. Prompts, partly computed or waiting, follow in order of `urgency`, within the
+        limits of blocks, batch size, token budget and the objectives of the decoding sequences.
 
         Args:
             may_draft: whether the last tokens of all sequences are known.
@@ -101,7 +101,7 @@ class Scheduler:
         plan = StepPlan(budget=self.limits.max_num_batched_tokens)
         self._preempted = []
         self._plan(plan, now)
-        if not plan.parts and self._due_parents():  # admitted with all that it computes in the cache
+        if not plan.parts and self._due_parents():  # a parent was admitted with its whole prompt in the cache
             self._plan(plan, now)
         if self.drafter is not None and may_draft and plan.budget > 0:
             self._draft(self.drafter, plan)
@@ -137,7 +137,7 @@ class Scheduler:
         return [s for s in (*self.branched, *self.running) if s.search is not None and s.is_due]
 
     def _schedule_prompts(self, plan: StepPlan, prompts: list[Sequence], now: float) -> None:
-        """Adds what the step computes of prompts, the most urgent first."""
+        """Add prompt tokens to the step, the most urgent prompt first."""
         room_s = computing_room_s(plan.sequences, now, self.costs)
         least = plan.budget // LEAST_SHARE
         may_admit = True
@@ -145,7 +145,7 @@ class Scheduler:
             if sequence.status is Status.WAITING:
                 is_tried = may_admit and (plan.budget > 0 or sequence.awaits_kv)
                 if not is_tried or not self._admit(sequence, now):
-                    may_admit = False  # nobody overtakes the first that waits
+                    may_admit = False  # no other sequence overtakes the first that waits
                     if is_tried:
                         self._full_since_s = now
                     continue
@@ -166,7 +166,7 @@ class Scheduler:
                 continue
             plan.add(sequence, sequence.part(num_tokens))
             least = max(0, least - num_tokens)
-            # Where the time is used up, what is left of the least share goes to the next.
+            # If the time is used up, the next prompt gets the rest of the least share.
             plan.budget = plan.budget if within >= num_missing else min(plan.budget, least)
             room_s -= num_tokens * (self.costs.s_per_token + self.costs.s_per_pair * (context + num_tokens / 2))
 
@@ -178,16 +178,16 @@ class Scheduler:
             self._full_since_s = None
 
     def fork(self, parent: Sequence, child: Sequence, now: float, num_blocks: tuple[int, ...] = ()) -> bool:
-        """Lets a new sequence run that goes on from what a running one has computed of the tokens they share.
+        """Start a new sequence that continues from the computed tokens that it shares with a running one.
 
-        Its last known token is computed for itself, so that it draws its own next one. Full blocks are shared, the last
-        one is copied by the child's first step.
+        It computes its last known token itself, so that it samples its own next one. Full blocks are shared; the
+        child's first step copies the last one.
 
         Args:
-            num_blocks: least length of each of its block tables; empty: what the shared tokens need.
+            num_blocks: minimum length of each of its block tables; empty: as the shared tokens need.
 
         Returns:
-            False, and nothing has changed, when there is no room for it.
+            False, with nothing changed, if there is no room for it.
         """
         return self._num_seats_left() > 0 and self._fork(parent, child, now, num_blocks)
 
@@ -204,7 +204,7 @@ class Scheduler:
         return True
 
     def remove(self, sequence: Sequence, status: Status) -> None:
-        """Takes a sequence out; its blocks go back unless it is HELD."""
+        """Remove a sequence from all queues. Its blocks are freed unless its new status is HELD."""
         for queue in (self.waiting, self.running, self.reserved, self.branched):
             if sequence in queue:
                 queue.remove(sequence)
@@ -213,13 +213,13 @@ class Scheduler:
             self.blocks.give_back(sequence)
 
     def drop(self, beams: Iterable[Sequence]) -> None:
-        """Takes beams out for good."""
+        """Remove beams for good."""
         for beam in beams:
             self.remove(beam, Status.FINISHED)
             self.beams.pop(beam.key, None)
 
     def advance(self, parent: Sequence, search: BeamSearch, places: tuple[int, ...]) -> None:
-        """Records what a step has done to a search. Beams that none continues are dropped."""
+        """Record the result of a step of a search. Beams without a continuation are dropped."""
         parent.search, kept = search, sorted(set(places))
         if parent.beams:
             self.drop([beam for place, beam in enumerate(parent.beams) if place not in kept])
@@ -228,10 +228,10 @@ class Scheduler:
         parent.places = places
 
     def check(self, others: Iterable[Sequence] = (), pinned: Iterable[BlockTables] = ()) -> None:
-        """Asserts that the books are right.
+        """Assert that the accounting is correct.
 
         Args:
-            others: sequences that hold blocks and are not here any more: the HELD ones.
+            others: sequences that hold blocks and have left the scheduler: the HELD ones.
             pinned: block tables that transfers hold, each as often as it is pinned.
         """
         self.blocks.check([*self.running, *self.reserved, *others], pinned)
@@ -239,7 +239,7 @@ class Scheduler:
             self.drafter.check()
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
-        """Gives a waiting sequence its cached prefix and all blocks it is expected to need; all or nothing."""
+        """Give a waiting sequence its cached prefix and all blocks that it is expected to need; all or nothing."""
         if self._num_seats_left() < sequence.num_seats:
             return False
         siblings = self.running if sequence.spec.choice_index else ()
@@ -258,7 +258,7 @@ class Scheduler:
         return True
 
     def _let_run(self, sequence: Sequence, tables: BlockTables, num_computed_tokens: int, now: float) -> None:
-        """Records the blocks of a sequence that is admitted."""
+        """Record the blocks of a sequence that is admitted."""
         receives = sequence.awaits_kv
         self.blocks.take(sequence, tables)
         sequence.num_computed_tokens = num_computed_tokens
@@ -271,12 +271,14 @@ class Scheduler:
         (self.reserved if receives else self.running).append(sequence)
 
     def _num_seats_left(self) -> int:
-        """Returns how many sequences may still run. A parent takes the seats of all its beams."""
+        """Return how many more sequences may run. A parent takes the seats of all its beams."""
         admitted = (*self.running, *self.reserved, *self.branched)
         return self.limits.max_num_seqs - sum(s.num_seats for s in admitted if s.parent is None)
 
     def _ready_group(self, sequence: Sequence) -> list[Sequence]:
-        """Returns the sequences that decode together with this one, once: for the first of them, when all can."""
+        """Return the sequences that must decode together, if this is their first one and all are ready; else
+        nothing.
+        """
         if sequence.is_due:
             return []
         group = sequence.group
@@ -284,9 +286,9 @@ class Scheduler:
         return group if is_ready and all(each.num_missing_tokens == 1 for each in group) else []
 
     def _branch(self, parent: Sequence, plan: StepPlan, now: float) -> None:
-        """Forks a parent, or its beams, so that there is a sequence for each beam of the search; all or none.
+        """Fork a parent, or its beams, so that each beam of the search has a sequence; all or none.
 
-        Of the beams that go on from the same one, the first takes its place.
+        The first beam that continues a sequence takes its place.
         """
         assert parent.search is not None
         begun = parent.beams or [parent]
@@ -312,7 +314,9 @@ class Scheduler:
         parent.beams, parent.places = beams, None
 
     def _continued(self, begun: Sequence, beam: Beam) -> Sequence:
-        """Returns the sequence of a beam that goes on from one: the same, or that which takes a parent's KV over."""
+        """Return the sequence of a beam that continues another: the same one, or a new one that takes over a parent's
+        KV.
+        """
         if begun.parent is not None:
             begun.token_ids.append(beam.token_ids[-1])
             return begun
@@ -324,11 +328,12 @@ class Scheduler:
         return sequence
 
     def _grow(self, group: list[Sequence], num_tokens: int, plan: StepPlan) -> bool:
-        """Takes blocks for the first `num_tokens` tokens of sequences that decode together, of all or of none.
+        """Take blocks for the first `num_tokens` tokens of sequences that decode together, all or none.
 
-        The youngest of least priority is preempted when there are none left. It is then the most urgent one that waits,
-        and is computed again from what the cache still holds. PREFILL sequences are spared: a transfer may be reading
-        their blocks. They got all they need when they were admitted, so it is never one of them that grows.
+        If no blocks are left, the youngest sequence of the lowest priority is preempted. It then becomes the most
+        urgent one that waits, and is recomputed from what the cache still holds. PREFILL sequences are not preempted,
+        because a transfer may be reading their blocks; they got all their blocks at admission, so they never need to
+        grow.
         """
         if all(num_tokens <= sequence.num_block_tokens for sequence in group):
             return True
@@ -341,10 +346,10 @@ class Scheduler:
         return True
 
     def _draft(self, drafter: Drafter, plan: StepPlan) -> None:
-        """Adds drafts to the sequences that decode.
+        """Add drafts to the decoding sequences.
 
-        Where drafts need blocks, nobody has to be preempted for them, now or in the step after: each sequence that runs
-        could still have one more.
+        Blocks for drafts must not cause a preemption, now or in the next step: each running sequence must still be able
+        to get one more block.
         """
         guessed = drafter.drafts(plan.sequences, plan.parts, plan.budget, self.costs)
         for place, token_ids in guessed.items():
@@ -357,11 +362,11 @@ class Scheduler:
         plan.parts = drafter.proposed(plan.sequences, plan.parts, self.costs)
 
     def _make_room(self, group: list[Sequence], plan: StepPlan) -> bool:
-        """Preempts somebody for sequences that need blocks. Returns False when they cannot try again in this step."""
+        """Preempt a sequence for sequences that need blocks. Return False if they cannot try again in this step."""
         owner, taken = group[0].owner, {sequence.owner for sequence in plan.sequences}
         preemptible = [s for s in self.running if s.purpose is not Purpose.PREFILL]
         if all(sequence.owner is owner for sequence in preemptible):
-            # Nobody else may give way: the other blocks are for transfers, which end.
+            # No other sequence can be preempted: the other blocks belong to transfers, which end.
             if owner.search and owner not in (*taken, *plan.too_large) and self.blocks.holds_all(preemptible):
                 plan.too_large.append(owner)
             return False

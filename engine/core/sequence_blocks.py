@@ -1,4 +1,4 @@
-"""What sequences hold of the block pool, and under which names it is known there."""
+"""Blocks of sequences in the pools, and their keys in the prefix cache."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from engine.core.sequence import Purpose, Sequence, Status
 
 
 class SequenceBlocks:
-    """Records the blocks of sequences.
+    """Accounting of the blocks that sequences hold.
 
     Args:
-        pool: where they come from.
-        output_reservation: answer tokens for which blocks are reserved at admission.
+        pool: pool of the blocks.
+        output_reservation: output tokens for which blocks are reserved at admission.
     """
 
     def __init__(self, pool: GroupPool, output_reservation: int) -> None:
@@ -25,29 +25,29 @@ class SequenceBlocks:
         self._output_reservation = output_reservation
 
     def take(self, sequence: Sequence, tables: BlockTables) -> None:
-        """Gives a sequence its block tables."""
+        """Give a sequence its block tables."""
         sequence.block_ids = tables
         sequence.num_block_tokens = self.pool.num_tokens_in(tables)
 
     def missing(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Returns how many more blocks of each table a sequence needs for its first `num_tokens` tokens."""
+        """Return how many more blocks of each table a sequence needs for its first `num_tokens` tokens."""
         wanted = self.pool.num_blocks_for(num_tokens)
         return [max(0, number - len(table)) for number, table in zip(wanted, sequence.block_ids, strict=True)]
 
     def add(self, sequence: Sequence, num_blocks: Iterable[int]) -> None:
-        """Takes so many blocks more of each table for a sequence. There is room for them."""
+        """Allocate more blocks of each table for a sequence. The pool must have room for them."""
         blocks = self.pool.allocate(tuple(num_blocks))
-        assert blocks is not None, "there was room for all of them"
+        assert blocks is not None, "the pool has no room for the blocks"
         self.take(sequence, tuple(table + new for table, new in zip(sequence.block_ids, blocks, strict=True)))
 
     def crop(self, sequence: Sequence) -> None:
-        """Returns the blocks that a sequence holds for tokens that are not computed yet."""
+        """Free the blocks that a sequence holds for tokens that are not computed yet."""
         used = self.pool.num_blocks_for(sequence.num_computed_tokens)
         self.pool.release([table[number:] for table, number in zip(sequence.block_ids, used, strict=True)])
         self.take(sequence, tuple(table[:number] for table, number in zip(sequence.block_ids, used, strict=True)))
 
     def give_back(self, sequence: Sequence) -> None:
-        """Returns a sequence's blocks."""
+        """Free a sequence's blocks."""
         self.pool.release(sequence.block_ids)
         self.copied(sequence)
         sequence.block_ids = ()
@@ -56,13 +56,13 @@ class SequenceBlocks:
         sequence.num_registered_keys = 0
 
     def copied(self, sequence: Sequence) -> None:
-        """Notes that a forked sequence's copies are performed, or not wanted any more."""
+        """Record that a forked sequence's copies are performed, or no longer needed."""
         if sequence.copies:
             self.pool.release_sources(sequence.copies)
             sequence.copies = ()
 
     def unregistered(self, sequence: Sequence) -> BlockTables:
-        """Returns the blocks that `register_computed` will name, or have others in place of, of each table."""
+        """Return the blocks of each table that `register_computed` will register or replace."""
         pool = self.pool
         if not pool.caches_prefixes:
             return ()
@@ -72,7 +72,7 @@ class SequenceBlocks:
         return tuple(table[begin // size : end // size] for table, size in sizes)
 
     def register_computed(self, sequence: Sequence) -> None:
-        """Names the blocks that have become full, so that other sequences can share them."""
+        """Register the blocks that have become full, so that other sequences can share them."""
         pool = self.pool
         num_full = sequence.num_computed_tokens // pool.key_tokens
         if num_full <= sequence.num_registered_keys or not pool.caches_prefixes:
@@ -90,8 +90,9 @@ class SequenceBlocks:
         sequence.num_registered_keys = num_full
 
     def num_present_tokens(self, sequence: Sequence) -> int:
-        """Returns how many leading tokens of a waiting or running sequence need not be computed here any more: they are
-        computed, cached while it waits, or received.
+        """Return how many leading tokens of a waiting or running sequence need not be computed here any more.
+
+        They are computed, received, or cached while the sequence waits.
         """
         if sequence.status is not Status.WAITING:
             return sequence.num_computed_tokens
@@ -100,14 +101,14 @@ class SequenceBlocks:
         return self.pool.num_matching_tokens(self.reusable_keys(sequence))
 
     def holds_all(self, sequences: Collection[Sequence]) -> bool:
-        """Returns whether every block that is in use is one of these sequences'."""
+        """Return whether these sequences hold every block that is in use."""
         held = {(place, block) for s in sequences for place, table in enumerate(s.block_ids) for block in table}
         held |= {(copy.group, copy.source) for sequence in sequences for copy in sequence.copies}
         number = Counter(place for place, block in held if block != EMPTY_PLACE)
         return all(pool.counts().in_use == number[place] for place, pool in enumerate(self.pool.pools))
 
     def check(self, holders: Collection[Sequence], pinned: Iterable[BlockTables] = ()) -> None:
-        """Asserts that the books are right: these sequences hold every block in use, with what is pinned."""
+        """Assert that these sequences and the pins hold every block in use."""
         copies = (copy for sequence in holders for copy in sequence.copies)
         self.pool.check([*(sequence.block_ids for sequence in holders), *pinned], copies)
         for sequence in holders:
@@ -116,15 +117,15 @@ class SequenceBlocks:
                 assert len(table) * size >= number, f"{number} tokens are in {len(table)} blocks"
 
     def reusable_keys(self, sequence: Sequence) -> list[bytes]:
-        """Returns the keys of the leading blocks that a sequence may have from the cache."""
+        """Return the keys of the leading blocks that a sequence may take from the cache."""
         if not self.pool.caches_prefixes or sequence.scores_prompt:
             return []
-        # The last known token is computed here, so its block cannot come from the cache; unless the KV arrives anyway.
+        # The last known token is computed here, so its block cannot come from the cache, unless its KV is transferred.
         num_keys = (sequence.num_tokens - (not sequence.awaits_kv)) // self.pool.key_tokens
         return self._keys(sequence, num_keys)[:num_keys]
 
     def num_expected(self, sequence: Sequence) -> tuple[int, ...]:
-        """Returns the blocks for the known tokens and the expected rest of the answer, never more than the pool has."""
+        """Return the blocks for the known tokens and the expected rest of the output, at most the pool's size."""
         num_tokens = sequence.num_tokens
         if sequence.purpose is not Purpose.PREFILL:
             num_left = sequence.spec.max_tokens - sequence.num_output_tokens
@@ -133,7 +134,7 @@ class SequenceBlocks:
         return self.pool.num_blocks_for(min(num_tokens, self.pool.capacity))
 
     def _keys(self, sequence: Sequence, num_keys: int) -> list[bytes]:
-        """Works out at least the first `num_keys` block keys of a sequence."""
+        """Compute at least the first `num_keys` block keys of a sequence."""
         keys, unit = sequence.block_keys, self.pool.key_tokens
         if len(keys) < num_keys:
             seed = keys[-1] if keys else sequence.spec.cache_seed

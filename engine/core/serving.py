@@ -1,8 +1,8 @@
-"""The engine's face: all that services, KV endpoint and member use of an engine.
+"""The interface that a worker uses to drive an engine: services, KV endpoint and member need nothing else of it.
 
-`EngineLoop` is Baton's own engine behind it. Another one may run elsewhere, so whatever may take a round trip is
-awaited, and values come back, never the engine's own objects. A tests' engine with a mind of its own stands behind the
-same face.
+`EngineLoop` implements it for Baton's own engine. Another engine may run in another process, so calls that may need a
+round trip are awaited, and they return values, never the engine's own objects. The test suite has a second
+implementation.
 """
 
 from __future__ import annotations
@@ -20,84 +20,85 @@ from engine.core.sequence import Purpose
 
 
 class ServedSequence(Protocol):
-    """A sequence in an engine, for as long as its context is entered."""
+    """A sequence in an engine, valid while its context is entered."""
 
     async def next(self) -> Output:
-        """Returns the next output, once there is one.
+        """Return the next output, once there is one.
 
-        A RECEIVE sequence begins with `Reserved`, a PREFILL sequence with `Admitted`; `Generated` follows until one has
-        a finish reason. `Preempted` may come at any time.
+        The first output of a RECEIVE sequence is `Reserved`, that of a PREFILL sequence `Admitted`. `Generated` follows
+        until one has a finish reason. `Preempted` may come at any time.
 
         Raises:
-            WorkerFailed: the step that would have made it failed, or, as DeviceLost, all that would follow.
+            WorkerFailed: the step that would have computed it failed, or, as DeviceLost, all steps do from now on.
             BatonError: the sequence was handed back (`ServingEngine.hand_back`).
         """
         ...
 
     def take_ready(self) -> list[Output]:
-        """Returns outputs that are there already, so that a slow reader gets several at once."""
+        """Return the outputs that are ready, so that a slow reader gets several at once."""
         ...
 
     async def pin(self) -> Pin:
-        """Pins all blocks of the sequence, those included that it gets later; `ServingEngine.unpin` ends it."""
+        """Pin all blocks of the sequence, including later ones, until `ServingEngine.unpin`."""
         ...
 
     def watch(self, on_progress: OnProgress) -> None:
-        """Reports how far the sequence's KV has come into its blocks.
+        """Report the progress of the sequence's KV.
 
-        What a report says stays true for as long as the blocks are held or pinned. The first one comes at once, with
-        what is computed already, in all layers; then at least one comes for each step that computes the sequence, when
-        the step ends and all layers are there; and, where the engine can, one after each layer, from its own thread. A
-        step begins with one layer and more tokens than the step before, which takes nothing back; nor does the end of a
-        step that is reported after the next one has begun.
+        A report stays true as long as the blocks are held or pinned. The first report comes immediately and covers what
+        is already computed, in all layers. Then each step that computes the sequence yields at least one report, when
+        it ends and all layers are there. If the engine can, it also reports each layer, from its own thread. A step
+        starts with one layer and more tokens than the step before; this does not revoke earlier reports, and neither
+        does the final report of a step that comes after the next one has started.
 
-        `on_progress` must be quick, since a step waits for it, must not raise, and must be safe to call in any thread.
-        It is called no more once the sequence's context is left, but for a call that is under way at that moment.
+        `on_progress` must be quick, because a step waits for it; it must not raise, and must be safe to call in any
+        thread. It is not called after the sequence's context has been left, except for a call in progress at that
+        moment.
         """
         ...
 
     def insert(self, first_token: int | None, num_tokens: int | None = None) -> None:
-        """Lets a RECEIVE sequence run whose KV has arrived.
+        """Start to decode a RECEIVE sequence whose KV has arrived.
 
-        Where the first token ends the sequence already, `Generated` follows without tokens, with the finish reason.
+        If the first token already ends the sequence, `Generated` follows without tokens, with the finish reason.
 
         Args:
-            first_token: the next token, which the engine must take; None: it draws the token itself.
-            num_tokens: leading tokens whose KV arrived, where it is not all of them.
+            first_token: the next token, which the engine must use; None: the engine samples it.
+            num_tokens: number of leading tokens whose KV arrived, if not all.
         """
         ...
 
     def adopt(self, num_tokens: int) -> None:
-        """Leaves the KV of the first `num_tokens` tokens, which have arrived, in the prefix cache."""
+        """Leave the KV of the first `num_tokens` tokens, which have arrived, in the prefix cache."""
         ...
 
 
 class ServingEngine(Protocol):
-    """An engine as its worker sees it."""
+    """An engine as its worker uses it."""
 
     @property
     def name(self) -> str:
-        """The engine's name, as the cluster shows it."""
+        """Name of the engine, as shown in the cluster's state."""
         ...
 
     @property
     def sampler(self) -> str:
-        """The name of its sampler (see `Runner`): a drawn answer goes on only on engines that give the same."""
+        """Name of its sampler (see `Runner`): a sampled response migrates only between engines with the same name."""
         ...
 
     @property
     def spec(self) -> KVSpec:
-        """The shape of each rank's KV cache."""
+        """Shape of each rank's KV cache."""
         ...
 
     @property
     def caches(self) -> Sequence[Any]:
-        """Every rank's KV cache, in a type that the KV transfer knows; block ids mean the same in all of them."""
+        """Every rank's KV cache, in a type that the KV transfer supports; block ids mean the same in all of them."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding: a token id is less."""
+        """Rows of the embedding; token ids must be less."""
         ...
 
     @property
@@ -107,68 +108,70 @@ class ServingEngine(Protocol):
 
     @property
     def self_check(self) -> str:
-        """`ok`, or what the engine has found wrong with its own books."""
+        """`ok`, or a description of an error in the engine's own accounting."""
         ...
 
     def sequence(
         self, spec: SequenceSpec, purpose: Purpose, arrived_s: float | None = None
     ) -> AbstractAsyncContextManager[ServedSequence]:
-        """Holds a sequence in the engine while the block is entered; leaving it frees all it holds.
+        """Context manager: holds a sequence in the engine, and frees all that it holds on exit.
 
         Args:
-            arrived_s: when its request came, on the monotonic clock, if that was not just now: its place in the queue.
+            arrived_s: arrival time of its request, on the monotonic clock, for its place in the queue; None: now.
 
         Raises:
-            Overloaded: too many sequences wait already; see `max_waiting`.
-            InvalidRequest: it cannot fit, or has a token id that the model has no embedding for.
-            TransferRefused: it cannot go on from KV that comes from elsewhere.
-            DeviceLost: nothing is computed here any more.
+            Overloaded: too many sequences already wait; see `max_waiting`.
+            InvalidRequest: it cannot fit, or has a token id outside the model's vocabulary.
+            TransferRefused: it cannot continue from KV of another worker.
+            DeviceLost: the device cannot compute any more.
         """
         ...
 
     def max_waiting(self, spec: SequenceSpec) -> float:
-        """Returns how many sequences may wait already when this one comes."""
+        """Return how many sequences may already be waiting when this one arrives."""
         ...
 
     async def pin_prefix(self, keys: Sequence[bytes]) -> Pin:
-        """Pins the longest cached prefix of a chain of keys, one per hash block of 16 tokens (see `baton.blocks`)."""
+        """Pin the longest cached prefix of a chain of keys, one per hash block of 16 tokens (see `baton.blocks`)."""
         ...
 
     def unpin(self, pin: Pin) -> None:
-        """Gives a pin back."""
+        """Give a pin back."""
         ...
 
     def hand_back(self, reason: BatonError) -> None:
-        """Raises `reason` in the `next` of sequences that hold nothing yet and have not begun."""
+        """Raise `reason` in the `next` of sequences that hold nothing yet and have not started."""
         ...
 
     def hypotheses(self, spec: SequenceSpec) -> Hypotheses:
-        """Returns where a sequence's beam search is; empty: it has none.
+        """Return the state of a sequence's beam search; empty: it has none.
 
         Args:
-            spec: the object that `sequence` was entered with. An equal one may be that of another call.
+            spec: the same object that was passed to `sequence`. An equal object may belong to another call.
         """
         ...
 
     def keys(self) -> list[bytes]:
-        """Returns every key whose prefix is cached."""
+        """Return every key whose prefix is cached."""
         ...
 
     def load(self) -> EngineLoad:
-        """Returns what the engine has to do and what it holds."""
+        """Return the engine's current load."""
         ...
 
     async def run(self) -> None:
-        """Steps until cancelled. A step that hangs is no step: nothing waits for it without a limit.
+        """Execute steps until cancelled. A step that hangs is not waited for without a limit.
 
         Raises:
-            DeviceLost: the device computes nothing more. All sequences have had it, and those that come get it.
+            DeviceLost: the device cannot compute any more. All sequences have received this error, and new ones receive
+                it.
         """
         ...
 
     def lose(self, reason: str) -> NoReturn:
-        """Gives up the device, for a reason that something else than a step has found: every sequence gets it, and has
-        to go on elsewhere. The caller sees to it that `run` ends.
+        """Give up the device because of a failure found outside its steps.
+
+        Every sequence receives the error and has to continue on another worker. The caller must ensure that `run` ends.
 
         Raises:
             DeviceLost: always.

@@ -1,12 +1,13 @@
-"""Learns what this worker's steps cost from the steps that it takes.
+"""Fits the costs of this worker's steps to measured steps.
 
-Two lines are fitted. Steps in which all sequences decode show what decoding costs: a constant (overhead and weights),
-a sequence, a token of context. Steps with a prompt show, less what decoding adds to them, what computing costs: the
-overhead, a token, a pair of tokens of which one attends to the other. Small prompts hide behind the reading of the
-weights and say nothing of computing.
+Two linear models are fitted. Steps in which all sequences decode give the cost of decoding: a constant (overhead and
+weights), a cost per sequence and a cost per token of context. Steps with a prompt, less the decoding in them, give the
+cost of prefill: the overhead, a cost per token and a cost per pair of tokens of which one attends to the other. Small
+prompts take no longer than reading the weights, so they do not count for prefill.
 
-What drafts cost, tokens more of sequences that decode, is what steps with drafts take beyond those without
-(`draft_costs`). Such steps do not move the first line: where all steps have drafts, nothing would tell the two apart.
+Drafts are extra tokens of decoding sequences. Their cost is the time of steps with drafts beyond that of steps without
+(`draft_costs`). Steps with drafts do not change the first model, because the two costs could not be separated if all
+steps had drafts.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from engine.core.draft_costs import DraftCosts, DraftFit
 from engine.core.runner import StepInput
 
 LEAST_PLAIN = 5
-"""Steps without drafts in which all sequences decode, before what drafts add to such steps is observed."""
+"""Number of decoding-only steps without drafts before the cost of drafts is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSize:
-    """What a step computes; see `StepCosts.step_s`."""
+    """Size of a step; see `StepCosts.step_s`."""
 
     num_new: int = 0
     num_pairs: int = 0
     num_decoding: int = 0
     num_kv_tokens: int = 0
     num_drafts: int = 0
-    """Tokens that are checked beside the new ones; see `StepPart.num_drafts`."""
+    """Drafts that are checked, in addition to the new tokens; see `StepPart.num_drafts`."""
 
     @classmethod
     def of(cls, step: StepInput) -> StepSize:
-        """Returns the size of a step."""
+        """Return the size of a step."""
         num_new = num_pairs = num_decoding = num_kv_tokens = num_drafts = 0
         for part in step.parts:
             num_tokens, start = len(part.token_ids) - part.num_drafts, part.num_computed_tokens
@@ -55,12 +56,12 @@ class StepSize:
         )
 
     def expected_s(self, costs: StepCosts) -> float:
-        """Returns what a step of this size takes by what steps cost."""
+        """Return the time of a step of this size under given step costs."""
         return costs.step_s(self.num_new - self.num_decoding, self.num_pairs, self.num_decoding, self.num_kv_tokens)
 
 
 class StepFit:
-    """The costs that explain the steps so far. It learns from sizes and times alone, whatever engine took them."""
+    """Step costs that fit the steps so far. It learns only from sizes and times, of any engine."""
 
     def __init__(self, prior: StepCosts = PRIOR) -> None:
         self._decoding = CostFit((prior.s_overhead + prior.s_weights, prior.s_per_sequence, prior.s_per_kv_token))
@@ -70,11 +71,11 @@ class StepFit:
 
     @property
     def draft_costs(self) -> DraftCosts:
-        """What drafts add to steps, as far as it is known."""
+        """Costs of drafts as measured so far."""
         return self._drafts.costs(self.costs.s_per_token)
 
     def observe(self, size: StepSize, took_s: float) -> None:
-        """Learns from one step."""
+        """Learn from one step."""
         self._drafts.fade()
         is_decoding = size.num_new == size.num_decoding
         if is_decoding and self._decoding.num_observations >= LEAST_PLAIN:
@@ -96,7 +97,7 @@ class StepFit:
         if self._decoding.num_observations:
             s_overhead = min(s_overhead, s_decoding)
         else:
-            s_decoding = s_overhead  # without a step of decoding alone, what reading the weights takes is not seen
+            s_decoding = s_overhead  # without a decoding-only step the time of reading the weights is not observed
         self.costs = StepCosts(
             s_overhead=s_overhead,
             s_per_token=s_per_token,

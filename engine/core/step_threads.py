@@ -1,11 +1,11 @@
-"""The threads in which a runner executes steps, one after the other in the order in which they were begun.
+"""Threads in which a runner executes steps, one after the other in the order in which they were started.
 
-On a CPU a step is computed in the one thread, and a step that was begun meanwhile waits there: it starts as soon as the
-other one has ended, whatever the event loop does. A device needs its next step before it is idle, and what came of the
-last one has to be waited for: so one thread launches, and another one collects.
+On a CPU one thread computes the steps. A step that is started meanwhile waits in that thread and runs as soon as the
+current one has ended, whatever the event loop does. A device needs its next step before it is idle, while the results
+of the last step must be waited for; so one thread launches and another one collects.
 
-A thread that waits for a device cannot be cancelled. So nothing here waits for one without a limit, and threads that
-have not ended in time are left behind: their process has to end.
+A thread that waits for a device cannot be cancelled. So nothing here waits for a thread without a limit. Threads that
+have not ended in time are left behind, and their process has to end.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 FORGETTING = 0.8
 """Weight of a launch after the next one."""
 HUNG = 20.0
-"""How many times as long as it is expected to a step may take, if that is longer than `step_timeout_s`."""
+"""Factor over its expected time after which a step counts as hung, if that is longer than `step_timeout_s`."""
 LIMIT_PARTS = 8
-"""Parts in which a limit passes. Of a time in which the process was stopped (SIGSTOP, a machine that sleeps) no more
-than one passes: the step was stopped as well."""
+"""Number of parts into which a limit is divided. If the process was stopped (SIGSTOP, a sleeping machine), at most one
+part passes: the step was stopped as well."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,28 +41,29 @@ class RunningStep:
     size: StepSize
     output: asyncio.Future[StepOutput]
     began_s: float
-    """When the runner could begin it, on the monotonic clock: it was given the step, and had ended the one before."""
+    """Time at which the runner could start it, on the monotonic clock: it had the step, and had ended the one
+    before."""
     launched: Future[Any]
-    """Done when the thread takes the next step."""
+    """Done when the thread can take the next step."""
     expected_s: float
-    """What such a step takes, as far as the ones before have shown."""
+    """Expected duration, from the steps so far."""
     limit_s: float
-    """Time after which it hangs."""
+    """Seconds after which it counts as hung."""
 
     async def has_ended(self) -> bool:
-        """Returns whether it ends in time, once it has ended or has not."""
+        """Wait until the step ends or its time limit has passed. Return whether it has ended."""
         return await ends_within(self.limit_s, self.output)
 
 
 class StepThreads:
-    """The threads of one runner, until `close`.
+    """Step threads of one runner, until `close`.
 
     Args:
-        step_timeout_s: how long a step may take at least.
-        plans_ahead: whether steps are given to it behind those that run.
+        step_timeout_s: minimum time limit of a step.
+        plans_ahead: whether a step may be given to the runner before the one before it ends.
 
     Attributes:
-        last: the step that was begun last; None: there was none.
+        last: the step that was started last; None: there was none.
     """
 
     def __init__(self, runner: Runner, step_timeout_s: float, *, plans_ahead: bool) -> None:
@@ -72,22 +73,22 @@ class StepThreads:
         self._thread = ThreadPoolExecutor(1, "engine")
         self._collector = ThreadPoolExecutor(1, "engine-collect")
         self.launch_s = 0.0
-        """Seconds from a step's launch to when its device could go on by itself, lately."""
+        """Recent time from a step's launch until its device continues by itself, in seconds."""
         self.last: RunningStep | None = None
 
     def close(self, *, waits: bool) -> None:
-        """Ends the threads, and waits for that if they have nothing to do any more."""
+        """Stop the threads. Wait for them if they have nothing left to do."""
         for pool in (self._thread, self._collector):
             pool.shutdown(wait=waits, cancel_futures=True)
 
     def execute(
         self, step: StepInput, on_layer_done: OnLayerDone, now: float, costs: StepCosts, before: RunningStep | None
     ) -> RunningStep:
-        """Begins a step, behind one that may still run: where that one fails, this one does.
+        """Start a step, possibly after one that is still running: if that one fails, this one does too.
 
         Args:
-            costs: what steps take, as far as it is known.
-            before: the last step that was begun, if the tokens that it samples are not known yet.
+            costs: step costs as measured so far.
+            before: the last step that was started, if its sampled tokens are not known yet.
         """
         after = None if before is None else before.launched
         launched: Future[Any]
@@ -110,21 +111,23 @@ class StepThreads:
         return self.last
 
     async def have_lost_device(self, error: Exception) -> bool:
-        """Returns whether the device computes nothing more after a step's error; else what the step left is freed."""
+        """Return whether the device cannot compute after a step's error; otherwise free what the step left."""
         if fault_of(error) is Fault.DEVICE_LOST:
             return True
         traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
         recovering = asyncio.wrap_future(self._thread.submit(self._runner.recover))
         if not await ends_within(self._step_timeout_s, recovering):
-            logger.error("the device has given no sign of life for %g s after a failed step", self._step_timeout_s)
+            logger.error("the device has not responded for %g s after a failed step", self._step_timeout_s)
             return True
         if (refusal := recovering.exception()) is not None:
-            logger.error("the device does not answer after a failed step", exc_info=refusal)
+            logger.error("the device does not respond after a failed step", exc_info=refusal)
         return refusal is not None
 
     def _limit_s(self, size: StepSize, expected_s: float) -> float:
-        """Returns how long a step may take. Before the first ones of a kind are over, what the runner's own first step
-        has shown counts: a large model on a few CPUs takes minutes for a prompt.
+        """Return the time limit of a step.
+
+        Before the first steps of a kind have ended, it is based on the runner's trial step: a large model on a few CPUs
+        takes minutes for a prompt.
         """
         tried_s = self._runner.token_s * (size.num_new + size.num_drafts)
         return max(self._step_timeout_s, HUNG * max(tried_s, expected_s))
@@ -144,7 +147,7 @@ class StepThreads:
 
 
 async def ends_within(limit_s: float, *futures: asyncio.Future[Any]) -> bool:
-    """Waits until futures are done, for `limit_s` at most, and returns whether they are."""
+    """Wait until futures are done, for at most `limit_s`. Return whether they are."""
     for _ in range(LIMIT_PARTS):
         _, left = await asyncio.wait(futures, timeout=limit_s / LIMIT_PARTS)
         if not left:

@@ -1,4 +1,4 @@
-"""The order in which prompts are computed, and the time that they may take beside answers.
+"""Order in which prompts are computed, and the time that they may take from decoding sequences.
 
 Pure: time is an argument.
 """
@@ -12,20 +12,20 @@ from engine.core.sequence import Purpose, Sequence
 from engine.core.sequence_blocks import SequenceBlocks
 
 LEAST_STEP = 0.5
-"""A step may always take this share of the ITL objective, even if sequences are late: shorter steps could not catch up.
-"""
+"""Minimum share of the ITL objective that a step may take, even if sequences are late: shorter steps could not catch
+up."""
 
 
 def urgency(
     sequence: Sequence, now: float, costs: StepCosts, blocks: SequenceBlocks, chunk: int
 ) -> tuple[int, bool, float, float]:
-    """Returns the sort key, least first: priority, whether it must miss its deadline, deadline, arrival.
+    """Return the sort key, least first: priority, whether it cannot meet its deadline, deadline, arrival.
 
-    A sequence that has begun to answer and must be computed again comes before all others of its priority.
+    A sequence that has already generated tokens and must be recomputed comes before all others of its priority.
 
     Args:
-        costs: what steps take.
-        blocks: what is in the cache.
+        costs: step costs.
+        blocks: block accounting, which includes the cache.
         chunk: prompt tokens in a step.
     """
     spec = sequence.spec
@@ -35,7 +35,7 @@ def urgency(
 
 
 def _must_be_late(sequence: Sequence, now: float, costs: StepCosts, blocks: SequenceBlocks, chunk: int) -> bool:
-    """Returns whether its first token would be late even if it were computed alone from now on."""
+    """Return whether its first token would be late even if it were computed alone from now on."""
     spare_s = sequence.deadline_s - now
     if spare_s == math.inf:
         return False
@@ -48,10 +48,10 @@ def _must_be_late(sequence: Sequence, now: float, costs: StepCosts, blocks: Sequ
 
 
 def computing_room_s(decoding: list[Sequence], now: float, costs: StepCosts) -> float:
-    """Returns how long prompts may compute beside these sequences in the step that begins now.
+    """Return how long prompts may compute in the step that starts now, given its decoding sequences.
 
-    The next token of each is due when its mean interval so far would reach the objective, so an answer that went
-    quickly has time to spare.
+    Each sequence's next token is due when its mean interval so far reaches the objective, so a sequence that was fast
+    has time to spare.
     """
     step_s, num_kv_tokens = math.inf, 0
     for sequence in decoding:

@@ -1,9 +1,9 @@
 """The KV cache in tensors, and the runners that compute steps on it. Needs torch, as `sampling` does; `core` does not.
 
 `transformers_runner` runs a Hugging Face model with paged attention (`attention`; on a GPU `kernel_attention`, with
-decodes by `flashinfer_attention` if configured), on several ranks if configured (`ranks`); `arithmetic` is a model
-whose answers can be worked out by hand. Both are a `Runner` of `engine.core`. `logits_runner` is what the first
-has in common with `engine.native`.
+decodes by `flashinfer_attention` if configured), on several ranks if configured (`ranks`). `arithmetic` is a model
+whose output can be computed by hand. Both are a `Runner` of `engine.core`. `logits_runner` is the part that the first
+shares with `engine.native`.
 """
 
 __all__ = [

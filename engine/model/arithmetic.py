@@ -1,17 +1,17 @@
-"""A model whose answers can be worked out by hand, with a real KV cache.
+"""Arithmetic model: its output can be computed by hand, and it uses a real KV cache.
 
     next token = (sum over positions p of (p + 1) * token_p  +  state) mod the largest prime up to vocab_size
 
 K holds the token and V holds (p + 1) * token, in every layer; `state`, if there is one, is the running sum of all
-tokens. The answer comes from K of the first layer, plus one for every place where another page says otherwise. So a
-block that is lost, stale, swapped or altered, in any layer, changes the answer, as with a real model, and tests of
+tokens. The next token comes from K of the first layer, plus one for every position at which another page disagrees. So
+a block that is lost, stale, swapped or altered, in any layer, changes the output, as with a real model, and tests of
 scheduling, KV transfer and streaming need no weights.
 
-A prime, because each answer is a multiple of the one before by its position: mod 49152, which two to the power of 14
-divides, all answers after 16 tokens or so would be 0, and a lost or repeated one would not be seen.
+The modulus is a prime because each output token is a multiple of the one before by its position. Modulo 49152, which
+two to the power of 14 divides, all tokens after about 16 would be 0, and a lost or repeated one would not be noticed.
 
-That token has the highest logit, each one after it a tenth less, around the end of the vocabulary. What is drawn,
-penalized or excluded comes from these logits, with the sampler of the real models.
+The next token has the highest logit, and each token after it 0.1 less, wrapping around at the end of the vocabulary.
+Sampling, penalties and exclusions work on these logits, with the sampler of the real models.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from engine.sampling.scores import scores_of
 from engine.sampling.structure import Structures
 
 NUM_NEAR = 4096
-"""Tokens next to an answer beyond which none has a weight, at the highest temperature."""
+"""Number of tokens next to the best one that have any weight at the highest temperature."""
 
 
 class ArithmeticRunner:
-    """See the module's docstring. End of sequence never comes by itself: token 0 is the only end token.
+    """Runner of the arithmetic model; see the module's docstring. Token 0 is the only end token.
 
-    Each layer of a step takes at least `layer_s`, and the whole step `token_s` for each token that it computes, slept
-    before a layer is written: it stands for the computing.
+    Each layer of a step takes at least `layer_s`, and the whole step `token_s` for each token that it computes. This
+    time is slept before a layer is written and stands for the computation.
 
-    `tokenizer`, a tokenizer.json, gives its tokens the texts that structured answers are made of.
+    `tokenizer`, a tokenizer.json, gives its tokens the texts that structured outputs are made of.
     """
 
     runs_ahead = False
     unknown_settings = frozenset({"kv_cache_gib", "kv_dtype", "attention", "draft_model", "draft_kv_cache_gib"})
-    """Settings that its engine does not know: its pool is counted in blocks, and no model is smaller."""
+    """Settings that this engine does not support: its pool is counted in blocks, and no model is smaller."""
 
     def __init__(
         self,
@@ -122,17 +122,17 @@ class ArithmeticRunner:
         return ComputedStep(self.execute(step, on_layer_done))
 
     def recover(self) -> None:
-        """Frees nothing: a step leaves nothing behind on a CPU."""
+        """Do nothing: a step leaves nothing behind on a CPU."""
 
     def close(self) -> None:
-        """Ends nothing: it has started no process."""
+        """Do nothing: no process was started."""
 
     def _pages(self, layer: int) -> torch.Tensor:
-        """Returns a layer as `[block, K or V, token]`."""
+        """Return a layer as `[block, K or V, token]`."""
         return self.cache.layer(layer).view(-1, 2, self.spec.block_size)
 
     def _compute(self, step: StepInput, on_layer_done: OnLayerDone) -> None:
-        """Performs the copies, and writes KV and states."""
+        """Perform the copies, and write KV and states."""
         self.cache.copy_blocks(step.copies)
         if self.cache.states:
             self.cache.clear_states([_state(part) for part in step.parts if part.num_computed_tokens == 0])
@@ -163,12 +163,12 @@ class ArithmeticRunner:
         return scores_of(logits, token_ids, part.sampling.prompt_logprobs or 0)
 
     def _answers(self, parts: SequenceOf[StepPart], rows: SequenceOf[Row]) -> list[int]:
-        """Returns the answer to the tokens before each row, which is one of these parts'."""
+        """Return the next token after the tokens before each row; each row belongs to one of these parts."""
         by_key = {part.sequence_key: part for part in parts}
         return [self._answer(by_key[row.sequence_key], row.position) for row in rows]
 
     def _answer(self, part: StepPart, num_tokens: int) -> int:
-        """Returns the answer to the sequence's first tokens."""
+        """Return the next token after the sequence's first `num_tokens` tokens."""
         blocks = torch.tensor(part.block_ids[0][: num_blocks_for(num_tokens, self.spec.block_size)])
         layers = [self._pages(layer)[blocks].unbind(1) for layer in range(self.spec.num_layers)]
         tokens = layers[0][0].flatten()[:num_tokens]
@@ -184,21 +184,21 @@ class ArithmeticRunner:
 
 
 def _state(part: StepPart) -> int:
-    """Returns the row of a sequence's state, the only block of its last table."""
+    """Return the row of a sequence's state, the only block of its last table."""
     return part.block_ids[-1][0]
 
 
 @cache
 def modulus(vocab_size: int) -> int:
-    """Returns the largest prime up to `vocab_size`."""
+    """Return the largest prime up to `vocab_size`."""
     return next(n for n in range(vocab_size, 1, -1) if all(n % d for d in range(2, math.isqrt(n) + 1)))
 
 
 def logits_of(answers: SequenceOf[int], vocab_size: int) -> torch.Tensor:
-    """Returns the logits `[answers, vocab_size]` of which each answer is the best."""
+    """Return the logits `[answers, vocab_size]` in which each answer is the best token."""
     prime = modulus(vocab_size)
     falling = _falling(prime)
-    logits = torch.full((len(answers), vocab_size), float("-inf"))  # nothing from the prime on is an answer
+    logits = torch.full((len(answers), vocab_size), float("-inf"))  # tokens from the prime on never occur
     for row, answer in zip(logits, answers, strict=True):
         row[answer:prime] = falling[: prime - answer]
         row[:answer] = falling[prime - answer :]
@@ -211,10 +211,10 @@ def _falling(size: int) -> torch.Tensor:
 
 
 def sampled_of(answers: SequenceOf[int], rows: SequenceOf[Row], sampler: Sampler, vocab_size: int) -> Sampled:
-    """Returns what requests get where greedy ones get `answers`, and the scores where somebody asks for them.
+    """Return the sampled tokens and scores of rows whose greedy tokens are `answers`.
 
-    A row whose logits decide as they are is drawn and scored among the tokens next to its answer, in their order from
-    there: a twelfth of the work, and all that has any weight.
+    If a row's logits are not adjusted, it is sampled and scored among the tokens next to its answer, in their order
+    from there: these have all the weight, at a twelfth of the work.
     """
     tokens, scores, prime = list(answers), [NO_SCORES] * len(rows), modulus(vocab_size)
     near = [i for i, row in enumerate(rows) if not _is_by_number(row.sampling) and _is_asked(row.sampling)]
@@ -239,25 +239,25 @@ def sampled_of(answers: SequenceOf[int], rows: SequenceOf[Row], sampler: Sampler
 
 
 def _is_by_number(params: SamplingParams) -> bool:
-    """Returns whether a token matters by its number, not by its distance from the answer alone."""
+    """Return whether parameters refer to token ids, so that the distance from the best token is not enough."""
     is_changed = params.adjusts_logits or params.xtc_probability > 0
     return is_changed or params.use_beam_search or bool(params.logprob_token_ids)
 
 
 def _is_asked(params: SamplingParams) -> bool:
-    """Returns whether more is wanted than the answer."""
+    """Return whether more than the greedy token is requested."""
     return params.temperature > 0 or params.wants_scores
 
 
 def _moved(scores: TokenScores, answer: int, prime: int) -> TokenScores:
-    """Returns scores of tokens that are counted from the answer as those of the tokens."""
+    """Return scores with token ids, given scores with distances from the answer."""
     return replace(scores, top_ids=tuple((answer + place) % prime for place in scores.top_ids))
 
 
 def expected_tokens(
     prompt: SequenceOf[int], num_tokens: int, vocab_size: int = 49152, with_state: bool = False
 ) -> list[int]:
-    """Returns what `ArithmeticRunner` answers to a prompt, worked out without a cache."""
+    """Return what `ArithmeticRunner` generates for a prompt, computed without a cache."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         state = sum(tokens) if with_state else 0

@@ -1,20 +1,20 @@
 """Paged attention for transformers' own model code.
 
 `paged_attention` is registered under a name with transformers' AttentionInterface; a model loaded with that name calls
-it in every layer with the packed batch's queries, keys and values. The step that it belongs to writes K and V into the
-pages of the KV cache, reports that they are there, and attends over the pages of each sequence. It travels in a context
+it in every layer with the packed batch's queries, keys and values. The current step writes K and V into the pages of
+the KV cache, reports that they are there, and attends over the pages of each sequence. It is passed in a context
 variable, because some models drop unknown keyword arguments on the way (TGI drives transformers the same way).
 
-`StepContext` does it with what torch has, on any device, and is the reference for `kernel_attention`.
+`StepContext` does this with torch's own operations, on any device, and is the reference for `kernel_attention`.
 
 The packed batch of a step, T tokens in one row:
 
     tokens   [ segment 0 | segment 1 | ... | decode 0 | decode 1 | ... ]      segment: several tokens of one sequence
-    queries  [1, heads, T, dim]      keys, values  [1, kv_heads, T, dim]      decode:  one token, and drafts behind it
+    queries  [1, heads, T, dim]      keys, values  [1, kv_heads, T, dim]      decode:  one token, followed by its drafts
 
-Segments are attended one by one, each over its own keys, and decodes together: on a GPU all of them, as if each had
-as many drafts as the longest, since launching a kernel takes longer than what this computes in vain; elsewhere those
-that are equally long.
+Segments are attended one by one, each over its own keys. Decodes are attended in batches. On a GPU all decodes form one
+batch, padded to the one with the most drafts, since launching a kernel takes longer than the wasted computation; on
+other devices a batch contains decodes of equal length.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from engine.uploads import StepNumbers
 
 ATTENTION_NAME = "baton_paged"
 PADDING_DEVICES = frozenset({"cuda"})
-"""Types of devices on which all decodes of a step are attended as one batch."""
+"""Device types on which all decodes of a step are attended as one padded batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +55,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """How the tokens of decodes, one after the other, are made equally long, and back."""
+    """Index tensors that pad the tokens of consecutive decodes to equal length and remove the padding again."""
 
     padded: torch.Tensor
-    """`[decodes * longest]`: for each place the token that stands in it, behind the last one of a decode that one."""
+    """`[decodes * longest]`: for each place its token; padding repeats the last token of the decode."""
     tokens: torch.Tensor
     """`[tokens]`: the place of each token."""
 
     @classmethod
     def of(cls, counts: torch.Tensor, numbers: StepNumbers) -> Padding | None:
-        """Returns how decodes of so many tokens are padded, `[decodes]`; None: they are equally long."""
+        """Return the padding for decodes with these numbers of tokens, `[decodes]`; None: they have equal length."""
         longest, counts = int(counts.max()), counts[:, None]
         if longest == int(counts.min()):
             return None
@@ -79,14 +79,14 @@ class Decodes:
 
     parts: Sequence[StepPart]
     tokens: slice
-    """The packed tokens."""
+    """Range of their packed tokens."""
     padding: Padding | None
     positions: torch.Tensor
-    """`[decodes, 1, rows, 1]`: position of each row's token, the last one it may see. Of decodes of one token, whose
-    rows are all alike, there is one."""
+    """`[decodes, 1, rows, 1]`: position of each row's token, the last one it may see. Decodes of one token have only
+    one row here, because all their rows are equal."""
 
     def rows(self, query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-        """Returns their queries, of all those of a step: `[heads, T, dim]` to `[decodes, kv_heads, rows, dim]`.
+        """Return their queries from those of the step: `[heads, T, dim]` to `[decodes, kv_heads, rows, dim]`.
 
         Query heads that share a KV head are packed into rows, token by token: K and V are never repeated.
         """
@@ -98,7 +98,7 @@ class Decodes:
         return by_head.transpose(1, 2).flatten(2, 3)
 
     def unpacked(self, rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """Returns what came of the rows, `[decodes, kv_heads, rows, v_dim]`, as `[tokens, heads, v_dim]`."""
+        """Return the results of the rows, `[decodes, kv_heads, rows, v_dim]`, as `[tokens, heads, v_dim]`."""
         _, num_kv_heads, _, dim = rows.shape
         by_token = rows.reshape(len(self.parts), num_kv_heads, -1, num_heads // num_kv_heads, dim).transpose(1, 2)
         tokens = by_token.reshape(-1, num_heads, dim)
@@ -107,26 +107,27 @@ class Decodes:
 
 @dataclass(frozen=True)
 class DecodeIndex:
-    """The index tensors of decodes for one layer group."""
+    """Index tensors of decodes for one layer group."""
 
     pages: torch.Tensor
     """`[decodes * kv_heads * blocks]`, padded with the sequence's own first block."""
     num_places: int
-    """The places in all the blocks of a decode, padding included."""
+    """Number of token places in all blocks of a decode, including padding."""
     positions: torch.Tensor
     """See `Decodes.positions`."""
 
     @functools.cached_property
     def mask(self) -> torch.Tensor:
-        """The places that each row may see, `[decodes, 1, rows, places]`. Made when the first layer asks for it: by
-        then the positions have been sent.
+        """Mask of the places that each row may see, `[decodes, 1, rows, places]`.
+
+        Created when the first layer needs it: the positions have been sent by then.
         """
         return torch.arange(self.num_places, device=self.positions.device) <= self.positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupContext:
-    """A step's index tensors for one layer group: all its layers share them."""
+    """Index tensors of a step for one layer group, shared by all its layers."""
 
     write_pages: torch.Tensor
     """`[T * kv_heads]`: page of each new token."""
@@ -139,7 +140,7 @@ class GroupContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepContext:
-    """What the layers need to know of a step, made once."""
+    """Data that the layers need of a step, created once."""
 
     cache: KVCache
     groups: tuple[GroupContext, ...]
@@ -162,7 +163,7 @@ class StepContext:
         pages = self.cache.layer(layer)
         key_pages = pages[:, : group.block_size * group.k_dim]
         value_pages = pages[:, group.block_size * group.k_dim :]
-        # Rounded before it is attended: what a token sees does not depend on what is computed together.
+        # Rounded before it is attended: a token sees the same values in whatever chunks the step computes.
         key, value = rounded(key, pages.dtype), rounded(value, pages.dtype)
         _write(context, key_pages.view(-1, group.block_size, group.k_dim), key)
         _write(context, value_pages.view(-1, group.block_size, group.v_dim), value)
@@ -172,7 +173,7 @@ class StepContext:
         out = query.new_empty(num_tokens, num_heads, group.v_dim)
         for segment in context.segments:
             rows = slice(segment.row, segment.row + segment.num_tokens)
-            if segment.num_tokens == segment.num_context:  # nothing cached before it: K and V are at hand
+            if segment.num_tokens == segment.num_context:  # nothing is cached before it: K and V are complete
                 keys, values = key[:, rows], value[:, rows]
             else:
                 of_head = (group.num_kv_heads, -1)
@@ -196,8 +197,8 @@ class StepContext:
 
 
 def report_written(cache: KVCache, layer: int, on_layer_done: OnLayerDone) -> None:
-    """Reports that K and V of `layer` are in the pages, on a GPU as soon as the stream has come this far."""
-    if on_layer_done is ignore_layer:  # an event a layer costs as much as a small kernel
+    """Report that K and V of `layer` are in the pages, on a GPU with an event in the current stream."""
+    if on_layer_done is ignore_layer:  # an event per layer costs as much as a small kernel
         return
     on_gpu = cache.device.type == "cuda"
     on_layer_done(layer, torch.cuda.current_stream(cache.device).record_event() if on_gpu else None)
@@ -207,7 +208,7 @@ _STEP: ContextVar[AttentionStep] = ContextVar("step")
 
 
 def set_step(step: AttentionStep) -> None:
-    """Makes `step` the one that this thread's next forward pass runs."""
+    """Set the step for this thread's next forward pass."""
     _STEP.set(step)
 
 
@@ -217,7 +218,7 @@ def step_context(
     """See `Attention.step`.
 
     Args:
-        num_sharing: query heads for each KV head.
+        num_sharing: query heads per KV head.
     """
     decodes = tuple(_decodes(parts, num_sharing, numbers))
     groups = range(len(cache.spec.groups))
@@ -230,7 +231,7 @@ def step_context(
 
 
 def _decodes(parts: Sequence[StepPart], num_sharing: int, numbers: StepNumbers) -> Iterator[Decodes]:
-    """Yields the decodes of a step, those together that are attended together."""
+    """Yield the decodes of a step, grouped into batches that are attended together."""
     begin = 0
     for length, alike in groupby(parts, lambda part: _decode_length(part, numbers.device)):
         batch = list(alike)
@@ -243,7 +244,7 @@ def _decodes(parts: Sequence[StepPart], num_sharing: int, numbers: StepNumbers) 
 
 
 def _decode_length(part: StepPart, device: torch.device) -> int:
-    """Returns a number that decodes have in common which are attended together; 0: it is a segment."""
+    """Return a number that is equal for decodes that may share a batch; 0: the part is a segment."""
     if part.num_known_tokens > 1:
         return 0
     return 1 if device.type in PADDING_DEVICES else len(part.token_ids)
@@ -252,7 +253,7 @@ def _decode_length(part: StepPart, device: torch.device) -> int:
 def _group_context(
     layers: LayerGroup, group: int, parts: Sequence[StepPart], decodes: Sequence[Decodes], numbers: StepNumbers
 ) -> GroupContext:
-    """Makes the index tensors of one layer group."""
+    """Create the index tensors of one layer group."""
     heads = torch.arange(layers.num_kv_heads)
     tables = [blocks_of(part, group, layers) for part in parts]
     positions = torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts])
@@ -289,7 +290,7 @@ def _decode_index(
 
 
 def _row_positions(parts: Sequence[StepPart], num_sharing: int) -> torch.Tensor:
-    """Returns `Decodes.positions`, on the CPU."""
+    """Return `Decodes.positions`, on the CPU."""
     begins = torch.tensor([part.num_computed_tokens for part in parts])[:, None]
     ends = torch.tensor([part.end for part in parts])[:, None]
     longest = int((ends - begins).max())
@@ -299,15 +300,15 @@ def _row_positions(parts: Sequence[StepPart], num_sharing: int) -> torch.Tensor:
 
 
 def blocks_of(part: StepPart, group: int, layers: LayerGroup) -> tuple[int, ...]:
-    """Returns the blocks of a part's tokens. In an empty place stands the last block instead: it is masked anyway."""
+    """Return the blocks of a part's tokens. Empty places contain the last block instead: they are masked anyway."""
     table = part.block_ids[group][: num_blocks_for(part.num_kv_tokens[group], layers.block_size)]
     return tuple(table[-1] if block == EMPTY_PLACE else block for block in table) if EMPTY_PLACE in table else table
 
 
 def begun_blocks(cache: KVCache, parts: Sequence[StepPart]) -> tuple[list[int], ...]:
-    """Returns, for each layer group, the blocks whose first token this step writes and whose last it does not.
+    """Return, for each layer group, the blocks whose first token this step writes and whose last it does not.
 
-    They are zeroed first where an attention `needs_numbers`.
+    They are zeroed first if an attention `needs_numbers`.
     """
     begun = tuple[list[int], ...]([] for _ in cache.spec.groups)
     for group, layers in enumerate(cache.spec.groups):
@@ -319,7 +320,7 @@ def begun_blocks(cache: KVCache, parts: Sequence[StepPart]) -> tuple[list[int], 
 
 
 def entered_blocks(cache: KVCache, parts: Sequence[StepPart]) -> Iterator[tuple[int, int, int]]:
-    """Yields the layer group, the number and the first free place of each block within which a part begins."""
+    """Yield layer group, block and first free place for each part that starts within a block."""
     for group, layers in enumerate(cache.spec.groups):
         for part in parts:
             place, offset = divmod(part.num_computed_tokens, layers.block_size)
@@ -338,7 +339,7 @@ def paged_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes the attention of one layer; the signature is transformers'.
+    """Compute the attention of one layer; the signature is transformers'.
 
     Returns:
         `[1, T, heads, v_dim]`, and no attention weights.
@@ -349,13 +350,13 @@ def paged_attention(
 
 
 def _write(context: GroupContext, pages: torch.Tensor, new: torch.Tensor) -> None:
-    """Writes the step's K or V, `[kv_heads, T, dim]`, into pages, `[pages, block_size, dim]`."""
+    """Write the step's K or V, `[kv_heads, T, dim]`, into pages, `[pages, block_size, dim]`."""
     where = context.write_pages, context.write_offsets
     movable(pages).index_put_(where, movable(new.transpose(0, 1).flatten(0, 1)))
 
 
 def _gathered(pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Returns some rows of pages, in their data type."""
+    """Return some rows of pages, in their data type."""
     return movable(pages).index_select(0, rows).view(pages.dtype)
 
 
@@ -368,11 +369,11 @@ def _attend_segment(
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """Returns the causal attention of one segment's queries, its last tokens: `[num_tokens, heads, v_dim]`.
+    """Return the causal attention of one segment's queries, its last tokens: `[num_tokens, heads, v_dim]`.
 
-    Each KV head is an entry of the batch, and is shown to all of its query heads without a copy. Were torch asked to
-    share the heads out itself, none of its kernels for a GPU but cuDNN's would take a mask as well, and the scores of
-    all tokens would be written out.
+    Each KV head is an entry of the batch, and is expanded to all of its query heads without a copy. With torch's own
+    head sharing only cuDNN's GPU kernel would accept a mask, and without that kernel the scores of all tokens would be
+    written to memory.
     """
     grouped = query.view(len(keys), -1, *query.shape[1:])
     keys, values = (side.to(query.dtype).unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for side in (keys, values))

@@ -1,5 +1,7 @@
-"""Which attention a rank computes with: the kernels where they run and prove right, torch's own everywhere else, and
-FlashInfer's for decodes where it is asked for, or none.
+"""Selection of a rank's attention.
+
+The project's kernels are used if they run and are correct on this device, FlashInfer for decodes if configured, and
+torch's own attention otherwise.
 """
 
 from __future__ import annotations
@@ -33,23 +35,23 @@ MAX_SHARING = 16
 FLOATS = frozenset({"float32", "bfloat16", "float16"})
 FLASHINFER_TYPES = frozenset({"bfloat16", "float16"})
 OLDEST = (8, 0)
-"""Compute capability from which on the kernels compile without spilled registers, as a test shows."""
+"""Minimum compute capability for kernels without spilled registers; a test checks it."""
 OLDEST_FP8 = (8, 9)
-"""Compute capability from which on Triton reads and writes floats of 8 bits."""
+"""Minimum compute capability for 8-bit floats in Triton."""
 OWN = "the project's own kernels"
 SEVERAL_RANKS = "the model is divided among several ranks"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""Difference between two attentions that may come of adding up in another order, of values of about 1."""
+"""Difference between two attentions that a different order of summation may cause, for values of about 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchAttention:
-    """An `Attention` by `torch.nn.functional.scaled_dot_product_attention`."""
+    """`Attention` by `torch.nn.functional.scaled_dot_product_attention`."""
 
     cache: KVCache
     num_sharing: int
     reason: str = ""
-    """Why it is not the kernels'."""
+    """Reason why the kernels are not used."""
     name = "torch"
     needs_numbers = True
 
@@ -59,10 +61,10 @@ class TorchAttention:
 
 
 class AttentionWish(NamedTuple):
-    """What a worker's settings want of its attention."""
+    """Attention that a worker's settings require."""
 
     is_invariant: bool = False
-    """Tokens must come out the same to the bit beside any others: `engine.batch_invariant`."""
+    """Tokens must be bit-identical in any batch: `engine.batch_invariant`."""
     by_flashinfer: bool = False
     """FlashInfer decodes: `engine.attention`."""
 
@@ -70,17 +72,17 @@ class AttentionWish(NamedTuple):
 def attention_of(
     cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom, wish: AttentionWish
 ) -> Attention:
-    """Returns the attention of a rank, and logs which and why.
+    """Return the attention of a rank, and log the choice with its reason.
 
     Args:
-        cache: the rank's.
-        num_sharing: query heads for each KV head.
-        dtype: the type in which the model computes.
-        room: for the block tables of steps, where they stay on the device.
-        wish: of the settings.
+        cache: the rank's cache.
+        num_sharing: query heads per KV head.
+        dtype: data type of the model's computation.
+        room: maximum size of the block tables that stay on the device.
+        wish: requirements of the settings.
 
     Raises:
-        ModelLoadError: it cannot be had.
+        ModelLoadError: the required attention is not available.
     """
     reason, level = why_not_kernels(cache.spec, num_sharing, dtype, cache.device), logging.INFO
     if wish.by_flashinfer:
@@ -93,7 +95,7 @@ def attention_of(
             proven = _by_kernels(probed, num_sharing, dtype, PROBE_ROOM, wish)
             difference = max(largest_difference(probed, num_sharing, dtype, (torchs, way)) for way in proven.ways())
             is_kept = not wish.is_invariant or is_batch_invariant(probed, num_sharing, dtype, proven)
-        except Exception as error:  # a compiler's, a driver's
+        except Exception as error:  # from a compiler or a driver
             reason, level = f"the kernels do not run here: {in_one_line(error)}", logging.WARNING
         else:
             if is_kept and difference <= TOLERANCE[dtype]:
@@ -103,9 +105,9 @@ def attention_of(
             differs = f"differs from it by {difference:.2g}" if is_kept else "depends on what is beside a token"
             reason, level = f"the kernels' {differs}", logging.WARNING
     if wish.is_invariant:
-        raise ModelLoadError(f"engine.batch_invariant cannot be kept by torch's attention: {reason}")
+        raise ModelLoadError(f"engine.batch_invariant is not supported by torch's attention: {reason}")
     if wish.by_flashinfer:
-        raise ModelLoadError(f"engine.attention flashinfer cannot be had: {reason}; set it to auto")
+        raise ModelLoadError(f"engine.attention flashinfer is not available: {reason}; set it to auto")
     logger.log(level, "attention is torch's own: %s", reason)
     return TorchAttention(cache, num_sharing, reason)
 
@@ -123,12 +125,12 @@ def _by_kernels(
 
 
 def decode_graphs(model: Any, attention: Attention, engine: EngineConfig) -> DecodeGraphs | str:
-    """Returns the graphs of a rank's decode steps, or why it launches each by itself.
+    """Return the CUDA graphs of a rank's decode steps, or the reason why there are none.
 
     Args:
         model: transformers' model.
-        attention: the rank's.
-        engine: the settings. Ranks of one model launch each step: what they add up over is no part of a graph.
+        attention: the rank's attention.
+        engine: the settings. With several ranks there are no graphs: collective operations are not captured.
     """
     if isinstance(attention, TorchAttention):
         return "attention is torch's own"
@@ -140,7 +142,7 @@ def decode_graphs(model: Any, attention: Attention, engine: EngineConfig) -> Dec
 
 
 def why_not_kernels(spec: KVSpec, num_sharing: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Returns why the kernels cannot be used; None: they can, if they run."""
+    """Return why the kernels cannot be used; None: they can, if they run."""
     computed, pages = str(dtype).removeprefix("torch."), {group.dtype for group in spec.groups}
     dims = {dim for group in spec.groups for dim in (group.k_dim, group.v_dim)}
     reasons = {
@@ -149,7 +151,7 @@ def why_not_kernels(spec: KVSpec, num_sharing: int, dtype: torch.dtype, device: 
         f"heads have {max(dims)} dimensions, more than {MAX_DIM}": max(dims) > MAX_DIM,
         f"{num_sharing} query heads share a KV head, more than {MAX_SHARING}": num_sharing > MAX_SHARING,
         f"the model computes in {computed}, its pages are of {', '.join(sorted(pages))}": not pages <= {computed, FP8},
-        f"the kernels do not know {computed}": computed not in FLOATS,
+        f"the kernels do not support {computed}": computed not in FLOATS,
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
         return reason
@@ -160,7 +162,7 @@ def why_not_kernels(spec: KVSpec, num_sharing: int, dtype: torch.dtype, device: 
 
 
 def why_not_flashinfer(spec: KVSpec, dtype: torch.dtype) -> str | None:
-    """Returns why FlashInfer cannot decode where the kernels can be used; None: it can, if it runs."""
+    """Return why FlashInfer cannot decode although the kernels can be used; None: it can, if it runs."""
     computed = str(dtype).removeprefix("torch.")
     reasons = {
         "it is not installed (pip install flashinfer-python)": importlib.util.find_spec("flashinfer") is None,

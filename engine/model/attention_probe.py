@@ -1,4 +1,6 @@
-"""Small steps with random numbers by two ways to compute attention: they prove one on the device that is there."""
+"""Tests of an attention on the present device: small steps with random numbers, compared between two
+implementations.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,21 @@ from engine.model.table_rows import TableRoom
 from engine.uploads import StepNumbers
 
 PROBES = (((9, 0, 0), (70, 0, 130), (1, 0, 0), (1, 0, 300)), ((1, 3, 40), (1, 5, 250)))
-"""Known tokens, drafts and computed tokens of the parts of each step: a prompt, a prefix hit, decodes of short and long
-contexts; drafts."""
+"""Numbers of known tokens, drafts and computed tokens of the parts of each step: a prompt, a prefix hit, and decodes of
+short and long contexts; then drafts."""
 CUTS = (
     ((130, 0, 0),),
     ((70, 0, 201), (5, 0, 95)),
     ((1, 0, 300), (1, 0, 127), (1, 0, 77), (1, 0, 0)),
     ((1, 3, 250), (1, 5, 128)),
 )
-"""Cuts of one sequence into parts that are attended beside others of it: chunks, decodes, and drafts."""
+"""Divisions of one sequence into parts that are attended together with others: chunks, decodes, and drafts."""
 PROBE_ROOM, WINDOW = TableRoom(num_sequences=4, num_tokens=301), 37
 _GREEDY = SamplingParams(temperature=0.0)
 
 
 def probe_cache(spec: KVSpec, device: torch.device) -> KVCache:
-    """Makes a small cache with the heads of each layer group of another one, a layer each."""
+    """Create a small cache with the head shapes of each layer group of another one, with one layer per group."""
     groups = tuple(replace(group, layers=(number,)) for number, group in enumerate(spec.groups))
     num_blocks = PROBE_ROOM.num_sequences * max(
         num_blocks_for(PROBE_ROOM.num_tokens, group.block_size) for group in groups
@@ -44,15 +46,15 @@ def probe_cache(spec: KVSpec, device: torch.device) -> KVCache:
 def largest_difference(
     cache: KVCache, num_sharing: int, dtype: torch.dtype, ways: tuple[Attention, Attention]
 ) -> float:
-    """Returns by how much the results of two ways differ at most; infinity: some are no numbers.
+    """Return the largest difference between the results of two attentions; infinity: some results are not numbers.
 
-    All kernels of both are compiled by that: none is in the middle of serving.
+    This also compiles all kernels of both, so that none is compiled while serving.
 
     Args:
-        cache: a `probe_cache`, which both ways use.
-        num_sharing: query heads for each KV head.
-        dtype: the type in which a model computes.
-        ways: one, and the other.
+        cache: a `probe_cache`, which both use.
+        num_sharing: query heads per KV head.
+        dtype: data type of the model's computation.
+        ways: the two attentions.
     """
     generator = torch.Generator(cache.device).manual_seed(0)
     found = 0.0
@@ -71,13 +73,12 @@ def largest_difference(
 
 @torch.inference_mode()
 def is_batch_invariant(cache: KVCache, num_sharing: int, dtype: torch.dtype, way: Attention) -> bool:
-    """Returns whether tokens come out the same to the bit in one prompt, in chunks, as decodes, as drafts and beside
-    others.
+    """Return whether tokens are bit-identical in one prompt, in chunks, as decodes, as drafts and in larger batches.
 
     Args:
-        cache: a `probe_cache`, which the way uses.
-        num_sharing: query heads for each KV head.
-        dtype: the type in which a model computes.
+        cache: a `probe_cache`, which the attention uses.
+        num_sharing: query heads per KV head.
+        dtype: data type of the model's computation.
         way: the attention.
     """
     generator = torch.Generator(cache.device).manual_seed(0)
@@ -96,14 +97,14 @@ def is_batch_invariant(cache: KVCache, num_sharing: int, dtype: torch.dtype, way
 
 
 def _fill(pages: torch.Tensor, generator: torch.Generator) -> None:
-    """Fills pages with random numbers; torch draws none of 8 bits."""
+    """Fill pages with random numbers; torch cannot draw 8-bit floats."""
     pages.copy_(torch.randn(pages.shape, generator=generator, device=pages.device))
 
 
 def _drawn(
     group: LayerGroup, num_sharing: int, num_tokens: int, dtype: torch.dtype, generator: torch.Generator
 ) -> list[torch.Tensor]:
-    """Returns random queries, keys and values of some tokens, `[heads, T, dim]` each."""
+    """Return random queries, keys and values of some tokens, `[heads, T, dim]` each."""
     heads = (num_sharing * group.num_kv_heads, group.num_kv_heads, group.num_kv_heads)
     return [
         torch.randn(num_tokens, *size, generator=generator, dtype=dtype, device=generator.device).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""What there is several of: ways to compute the attention of a step."""
+"""Interface of the attention implementations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.uploads import StepNumbers
 
 
 class AttentionStep(Protocol):
-    """A step as its layers see it."""
+    """Attention of one step, as its layers use it."""
 
     def attend(
         self,
@@ -24,8 +24,9 @@ class AttentionStep(Protocol):
         scaling: float | None,
         sliding_window: int | None,
     ) -> torch.Tensor:
-        """Writes one layer's K and V, `[kv_heads, T, dim]`, into its pages, reports that they are there, and attends
-        its queries, `[heads, T, dim]`.
+        """Write one layer's K and V, `[kv_heads, T, dim]`, into its pages, report them, and attend its queries.
+
+        Queries are `[heads, T, dim]`.
 
         Returns:
             `[T, heads, v_dim]`.
@@ -34,21 +35,21 @@ class AttentionStep(Protocol):
 
 
 class Attention(Protocol):
-    """A way to compute the attention of steps."""
+    """Implementation of a step's attention."""
 
     name: str
     """See `baton.cluster.Computes.attention`."""
     needs_numbers: bool
-    """Whether the places behind a sequence's last token, in its last block, must hold numbers. Others' tokens are
-    masked everywhere; but a masked NaN or infinity, which another request may have left, would spoil a sum of all.
+    """True if the places after a sequence's last token, in its last block, must hold numbers. These places are always
+    masked, but a masked NaN or infinity, left by another request, would spoil a sum over all places.
     """
 
     def step(self, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers) -> AttentionStep:
-        """Makes the index tensors of a step. They are there when the numbers have been sent.
+        """Create the index tensors of a step. They are valid once the numbers have been sent.
 
         Args:
-            parts: in packed order.
+            parts: the parts in packed order.
             on_layer_done: see `Runner.execute`.
-            numbers: the step's.
+            numbers: the step's numbers.
         """
         ...

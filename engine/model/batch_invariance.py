@@ -1,10 +1,10 @@
-"""Makes a model's answers independent of what is computed beside them, to the bit: `engine.batch_invariant`.
+"""Batch invariance: makes a model's output bit-identical in any batch (`engine.batch_invariant`).
 
-Of what a model of transformers does, three things depend on the number of rows: matrix products, means over a row, and
-attention. The first two are replaced here by `invariant_kernels`, in the modules of a loaded model; attention by
-`kernels` in one tiling for prompts and decodes. Everything else looks at one number, or at one row by itself. What is
-replaced is then tried, and what has weights and is no linear map, norm or embedding is refused. Of what a sampler does,
-sums over the vocabulary depend on the number of rows.
+In transformers' models three operations depend on the number of rows: matrix products, means over a row, and attention.
+The first two are replaced here by `invariant_kernels`, in the modules of a loaded model; attention uses `kernels` with
+one tiling for prompts and decodes. All other operations process single numbers, or one row at a time. The replacements
+are then tested, and modules with weights that are no linear map, norm or embedding are refused. In the sampler, sums
+over the vocabulary depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -21,33 +21,35 @@ from baton.errors import ConfigError, ModelLoadError
 
 PROBED_ROWS = 300
 PROBES = (slice(0, 1), slice(7, 8), slice(64, 66), slice(1, 65), slice(100, 230))
-"""Rows that are computed by themselves to see whether they come out as among all: one, few, and many of them."""
+"""Slices of rows that are computed separately and compared with the full batch: one, few, and many rows."""
 NORMS = ("Norm", "LayerNorm1P")
-"""How the names of norms end."""
+"""Suffixes of the names of norms."""
 
 
 class InvariantLinear(nn.Linear):
-    """A linear map whose rows are computed as if there were no others. Modules are made one after they are loaded."""
+    """Linear map whose rows are computed independently of other rows. Loaded modules are converted to this class."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Computes `[..., out_features]` of `[..., in_features]`."""
+        """Return `[..., out_features]` for `[..., in_features]`."""
         from engine.model.invariant_kernels import product
 
         return product(rows, self.weight, self.bias)
 
 
 class RowByRow(TorchFunctionMode):
-    """Has what adds up the last dimension do so row by row, within what is called in it: means, sums, running sums,
-    and softmax and its like. Sums of whole numbers are exact in any order.
+    """Context in which reductions over the last dimension are computed row by row: means, sums, running sums and
+    softmax.
+
+    Sums of integers are left alone, because they are exact in any order.
 
     Raises:
-        NotImplementedError: a sum over other dimensions is asked for, or in a way that nothing here has asked for yet.
+        NotImplementedError: a reduction over other dimensions, or with arguments that are not supported.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Calls a function of torch, or what replaces it."""
+        """Call a function of torch, or its replacement."""
         kwargs = kwargs or {}
         replaced = _BY_NAME.get(getattr(func, "__name__", ""))
         if replaced is None or not args[0].is_floating_point():
@@ -77,7 +79,7 @@ def _cumsum(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _shares(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the distances to each row's greatest number, their powers, and the sums of those in float64."""
+    """Return the differences from each row's maximum, their exponentials, and the sums of those in float64."""
     from engine.model.invariant_kernels import row_sums
 
     distances = numbers - numbers.amax(-1, keepdim=True)
@@ -112,30 +114,30 @@ _BY_NAME: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def refuse_unkept(device: torch.device, weights: str) -> None:
-    """Raises ConfigError where a model's device, or what its weights are made to, cannot keep it."""
+    """Raise ConfigError if batch invariance is not supported on a model's device or with its weight format."""
     if device.type == "cpu":
         raise ConfigError(
-            "engine.batch_invariant is kept on a CPU by the native step alone, since torch's products there depend on "
-            "how many rows there are; unset it, or let engine.runner native compute"
+            "engine.batch_invariant on a CPU needs the native step, since torch's matrix products depend on "
+            "the number of rows; unset it, or set engine.runner to native"
         )
     if weights != "exact":
         raise ConfigError(
-            f"engine.batch_invariant cannot be kept with model.weights {weights} on transformers, whose products "
-            "depend on how many rows there are; unset one of them"
+            f"engine.batch_invariant is not supported with model.weights {weights} on transformers, whose products "
+            "depend on the number of rows; unset one of them"
         )
 
 
 def make_invariant(model: nn.Module) -> None:
-    """Replaces in a model what depends on the number of rows, and tries what has weights.
+    """Replace a model's operations that depend on the number of rows, and test the modules with weights.
 
     Raises:
-        ModelLoadError: it has modules of which that is not known, or one of those that are has been found to depend on
-            other rows on this device.
+        ModelLoadError: the model has modules for which invariance is unknown, or a module's result depends on other
+            rows on this device.
     """
     if unknown := sorted({type(module).__name__ for module in model.modules() if not _is_known(module)}):
         raise ModelLoadError(
-            f"engine.batch_invariant cannot be kept with {', '.join(unknown)} of a {type(model).__name__}: what they "
-            "compute may depend on the rows beside; unset it"
+            f"engine.batch_invariant is not supported with {', '.join(unknown)} of a {type(model).__name__}: "
+            "their results may depend on other rows; unset it"
         )
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -145,8 +147,8 @@ def make_invariant(model: nn.Module) -> None:
     for module in _of_each_kind(model):
         if not _is_invariant(module):
             raise ModelLoadError(
-                f"engine.batch_invariant cannot be kept on this device: rows of a {type(module).__name__} come out "
-                "otherwise beside others; unset it"
+                f"engine.batch_invariant is not supported on this device: rows of a {type(module).__name__} change "
+                "with the other rows; unset it"
             )
 
 
@@ -165,7 +167,7 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def _of_each_kind(model: nn.Module) -> Iterator[nn.Module]:
-    """Yields linear maps and norms, one of each class and shape."""
+    """Yield linear maps and norms, one of each class and shape."""
     seen = set()
     for module in model.modules():
         weights = getattr(module, "weight", None)
@@ -178,7 +180,7 @@ def _of_each_kind(model: nn.Module) -> Iterator[nn.Module]:
 
 @torch.inference_mode()
 def _is_invariant(module: nn.Module) -> bool:
-    """Returns whether rows of random numbers come out the same by themselves and among others."""
+    """Return whether rows of random numbers have the same results alone and among others."""
     weights: torch.Tensor = module.weight  # type: ignore[assignment]
     generator = torch.Generator(weights.device).manual_seed(0)
     shape = (PROBED_ROWS, weights.shape[-1])

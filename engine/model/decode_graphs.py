@@ -1,14 +1,14 @@
-"""Decode steps as CUDA graphs: one launch in place of a thousand.
+"""CUDA graphs of decode steps: one launch instead of a thousand.
 
-A graph does over and over what was launched once while it was captured, with the same memory. So all that a step
-differs in lies in buffers of the graph: the tokens, their positions, and what the kernels want to know of them. Block
-tables are where all steps have them (`table_rows`), and a graph is given their rows.
+A graph repeats the launches that were captured, with the same memory. So everything that differs between steps is in
+buffers of the graph: the tokens, their positions, and the numbers for the kernels. Block tables are where all steps
+have them (`table_rows`), and a graph receives their row numbers.
 
-There are graphs for a few numbers of sequences. The tokens of one that are too many are nobody's (`kernels`): they
-write no KV, see no key, and their logits are left out. No block is kept for them.
+There are graphs for a few numbers of sequences. Surplus tokens of a graph are padding (`kernels`): they write no KV,
+see no key, and their logits are ignored. They have no blocks.
 
-Steps of one token a sequence are graphs, whatever they sample by, since that comes behind them. Readers get one fence,
-behind the last layer.
+All steps with one token per sequence are graphs, whatever their sampling, since sampling comes after the graph. Readers
+get one fence, after the last layer.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from engine.uploads import StepNumbers
 
 logger = logging.getLogger(__name__)
 NUM_WARM_UPS = 2
-"""Runs before a capture: what libraries set up when they are first used must not be captured."""
+"""Runs before a capture: the one-time initialization of libraries must not be captured."""
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:
-    """Returns the numbers of sequences there are graphs for, ascending, of which the last holds `most`.
+    """Return the numbers of sequences for which there are graphs, ascending; the last one holds `most`.
 
-    At most a quarter of a large one is padding. Each takes time at the start, and keeps its rows of logits.
+    At most a quarter of a large graph is padding. Each graph takes time at the start, and keeps its rows of logits.
     """
     sizes = [1, 2, 4, 8]
     while sizes[-1] < most:
@@ -46,9 +46,9 @@ def graph_sizes(most: int) -> tuple[int, ...]:
 
 
 def graph_size(step: RankStep, sizes: Sequence[int]) -> int | None:
-    """Returns the size of the smallest graph that computes a step; None: none does.
+    """Return the size of the smallest graph that computes a step; None: there is none.
 
-    Every part has to be one known token and to sample, and nobody may ask for the scores of a prompt.
+    Every part must be one known token and sample, and no part may request scores of its prompt.
     """
     is_plain = all(len(part.token_ids) == 1 for part in step.parts) and not any(step.num_scored)
     if not is_plain or list(step.sampling) != list(range(len(step.parts))):
@@ -57,12 +57,12 @@ def graph_size(step: RankStep, sizes: Sequence[int]) -> int | None:
 
 
 def padded_numbers(parts: Sequence[StepPart], rows: Sequence[int], size: int) -> torch.Tensor:
-    """Returns what a graph of some size is given of a step, `[8, size]` on the CPU.
+    """Return the input numbers of a graph for a step, `[8, size]` on the CPU.
 
     Its rows are token ids, positions, and `rows` and `places` of `kernels`; the last four are its `tiles`.
 
     Args:
-        rows: of the block tables, of each part.
+        rows: row of the block tables for each part.
     """
     padding = size - len(parts)
     token_ids = [part.token_ids[-1] for part in parts] + [0] * padding
@@ -74,18 +74,18 @@ def padded_numbers(parts: Sequence[StepPart], rows: Sequence[int], size: int) ->
 
 
 class Replayable(Protocol):
-    """What a capture yields. A `torch.cuda.CUDAGraph` is one."""
+    """Result of a capture. A `torch.cuda.CUDAGraph` is one."""
 
     def replay(self) -> None:
-        """Launches what was captured once more."""
+        """Launch the captured work once more."""
 
 
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Replayable, torch.Tensor]]
-"""Runs a function, and returns what does the same again, with the tensor into which that puts its result."""
+"""Runs a function, and returns a replayable copy of its work with the tensor that receives its result."""
 
 
 class CudaCapture:
-    """A `Capture` on a GPU. Graphs share the memory of what they compute on the way, as one runs at a time."""
+    """`Capture` on a GPU. Graphs share the memory of their intermediate results, as only one runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -99,7 +99,7 @@ class CudaCapture:
                 run()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # What other threads ask the GPU meanwhile, such as NCCL's for events, is no part of it, nor an error.
+        # Calls of other threads to the GPU, such as NCCL's for events, are neither captured nor an error.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             found = run()
         self._pool = graph.pool()
@@ -108,27 +108,28 @@ class CudaCapture:
 
 @functools.cache
 def _warm_up_stream(device: torch.device) -> Any:
-    """The stream on which all graphs of a process are tried: a library may keep memory for each one that it has seen,
-    and of a device's few streams others need theirs.
+    """Return the stream on which all graphs of a process are warmed up.
+
+    A library may keep memory for each stream that it has seen, and a device has only few streams.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class _Graph(NamedTuple):
     numbers: torch.Tensor
-    """What it reads; see `padded_numbers`."""
+    """Input of the graph; see `padded_numbers`."""
     logits: torch.Tensor
-    """`[size, vocabulary]`: what it writes."""
+    """Output of the graph, `[size, vocabulary]`."""
     captured: Replayable
     step: KernelStep
 
 
 class DecodeGraphs:
-    """The graphs of a rank, all captured when it is made.
+    """Graphs of a rank, all captured at construction.
 
     Args:
         model: transformers' model, with this rank's attention.
-        attention: the rank's.
+        attention: the rank's attention.
         capture: see `Capture`.
     """
 
@@ -142,10 +143,10 @@ class DecodeGraphs:
     def compute(
         self, step: RankStep, on_layer_done: OnLayerDone, filling: Filling | None, numbers: StepNumbers
     ) -> torch.Tensor | None:
-        """Computes a step whose copies have been performed; see `ModelRank.compute`.
+        """Compute a step whose copies have been performed; see `ModelRank.compute`.
 
         Returns:
-            `[parts, vocabulary]`, to be read before the next step is launched; None: there is no graph for it.
+            `[parts, vocabulary]`, to be read before the next step is launched; None: no graph fits the step.
         """
         size = graph_size(step, self.sizes)
         if size is None:
@@ -182,7 +183,7 @@ class DecodeGraphs:
 
 
 def graphs_of(model: Any, attention: Attention, capture: Capture | None = None) -> DecodeGraphs | str:
-    """Returns a rank's graphs, or why there are none, and logs it; arguments are those of `DecodeGraphs`."""
+    """Return a rank's graphs, or the reason why there are none, and log it. Arguments as for `DecodeGraphs`."""
     assert isinstance(attention, KernelAttention)
     if (kind := model.config.rope_parameters["rope_type"]) in ("dynamic", "longrope"):
         reason = f"with RoPE of type {kind} the host looks at the positions"
@@ -190,7 +191,7 @@ def graphs_of(model: Any, attention: Attention, capture: Capture | None = None) 
         return reason
     try:
         graphs = DecodeGraphs(model, attention, capture or CudaCapture(attention.cache.device))
-    except Exception as error:  # the model's own code, which may look at what it computes
+    except Exception as error:  # the model's own code, which may synchronize with the host
         reason = f"one cannot be captured: {in_one_line(error)}"
         logger.warning("decode steps are no CUDA graphs: %s", reason)
         return reason

@@ -1,4 +1,4 @@
-"""What a GPU says of its memory: the seam behind which the size of a pool is decided without one."""
+"""Measurement of a GPU's memory, as a seam: the size of a pool can be computed without a GPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from baton.memory import GpuMemory
 
 MEASURED_DEVICES = frozenset({"cuda"})
-"""Types of devices whose pool is made after the weights are loaded and the largest step is computed."""
+"""Device types whose pool is created after the weights are loaded and the largest step is computed."""
 
 
 def measured(device: torch.device, work: Callable[[], object]) -> GpuMemory:
-    """Returns what a GPU's memory is like after some work, the most that was in use meanwhile included."""
+    """Return a GPU's memory figures after some work, including the peak use during the work."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

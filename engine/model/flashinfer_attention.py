@@ -1,14 +1,16 @@
-"""Decodes by FlashInfer (Ye et al., 2025), where `engine.attention` names it; prompts, chunks and drafts stay with the
-project's kernels. Imports Triton; FlashInfer itself when something is made.
+"""FlashInfer attention (Ye et al., 2025) for decodes, if `engine.attention` is flashinfer.
 
-Its layout HND is how our pages lie: `[block, kv_head, token, dim]`, K and V as views into one row. Its kernels follow a
-plan of how a batch is divided among the GPU's processors, which wrappers make on the host, from the sequences' lengths:
+Prompts, chunks and drafts use the project's kernels. Imports Triton; FlashInfer itself is imported on first use.
 
-    a step     its first layer of a kind plans; the layers behind it run by the same plan
-    a graph    has wrappers of its own, with buffers that stay; each replay is planned before
+FlashInfer's layout HND is the layout of our pages: `[block, kv_head, token, dim]`, with K and V as views into one row.
+Its kernels follow a plan that divides a batch among the GPU's multiprocessors. Wrappers create the plan on the host,
+from the sequences' lengths:
 
-Layers are of one kind where heads, scale and window are alike. With a window only the blocks that it reaches are given:
-what lay before it may be anybody's by now.
+    a step     its first layer of a kind plans; the following layers use the same plan
+    a graph    has its own wrappers, with permanent buffers; each replay is planned before
+
+Layers with equal heads, scale and window are of one kind. With a window only the blocks within it are passed: earlier
+blocks may already belong to other sequences.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ from engine.model.table_rows import TableRoom
 from engine.uploads import uploaded
 
 WORKSPACE_BYTES = 128 * 2**20
-"""What FlashInfer's documentation recommends. All wrappers of a process share it: they run one after the other."""
+"""Size that FlashInfer's documentation recommends. All wrappers of a process share it, since they run one at a time."""
 TENSOR_CORES_FROM = 4
-"""Query heads for each KV head from which on its kernel for tensor cores is taken: its documentation calls that one the
-faster where many share."""
+"""Query heads per KV head from which on its tensor core kernel is used: its documentation calls it faster for large
+groups."""
 
 
 class LayerKind(NamedTuple):
-    """What layers have in common that run by one plan."""
+    """Key of layers that share a plan."""
 
     group: int
     scaling: float
@@ -47,31 +49,30 @@ class DecodedRows(NamedTuple):
     """Tokens that are decoded by one plan, one of each sequence."""
 
     rows: Sequence[int]
-    """The row of the block tables that each one's sequence has."""
+    """Row of the block tables for each sequence."""
     lengths: Sequence[int]
-    """Tokens that each sees, with itself."""
+    """Tokens that each one sees, including itself."""
 
     @classmethod
     def of(cls, parts: Sequence[StepPart], rows: Sequence[int], size: int = 0) -> DecodedRows:
-        """Returns those of some parts, filled up to a graph's size with tokens of nobody, which see what is first in a
-        block that there is.
+        """Return the rows of some parts, padded to a graph's size. Padding tokens see one token of an existing block.
 
         Args:
-            rows: of the block tables, of each part.
-            size: of the graph; 0: there is none.
+            rows: row of the block tables for each part.
+            size: size of the graph; 0: no graph.
         """
         padding = max(0, size - len(parts))
         return cls([*rows, *[0] * padding], [*[part.end for part in parts], *[1] * padding])
 
 
 class FlashInferAttention(KernelAttention):
-    """A `KernelAttention` whose decodes of one token are FlashInfer's.
+    """`KernelAttention` whose decodes of one token use FlashInfer.
 
     Args:
-        cache: this rank's, with pages of the type in which the model computes, K and V of the same size.
-        num_sharing: query heads for each KV head.
-        dtype: the type in which the model computes.
-        room: for the block tables of its steps.
+        cache: this rank's cache, with pages of the model's data type, K and V of the same size.
+        num_sharing: query heads per KV head.
+        dtype: data type of the model's computation.
+        room: maximum size of the block tables.
     """
 
     name = "flashinfer"
@@ -81,11 +82,11 @@ class FlashInferAttention(KernelAttention):
         self.dtype = dtype
         self.workspace = _workspace(cache.device)
         self._as_in_graphs = False
-        """Whether steps are computed as a graph of their size would."""
+        """True if steps are computed in the way of a graph of their size."""
         self._plans: dict[LayerKind, DecodePlan] = {}
 
     def ways(self) -> Sequence[FlashInferAttention]:
-        """See `KernelAttention.ways`: graphs have other plans."""
+        """See `KernelAttention.ways`: graphs use other plans."""
         in_graphs = copy.copy(self)
         in_graphs._as_in_graphs = True
         return [self, in_graphs]
@@ -103,7 +104,7 @@ class FlashInferAttention(KernelAttention):
         return PlannedDecodes(self, DecodedRows.of((), (), size), {}, size)
 
     def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns a layer's K and V, `[blocks, kv_heads, tokens, dim]` each; they share the cache's memory."""
+        """Return a layer's K and V, `[blocks, kv_heads, tokens, dim]` each; they share the cache's memory."""
         group = self.cache.spec.groups[self.cache.group_of(layer)]
         both = self.cache.layer(layer).view(-1, group.num_kv_heads, 2, group.block_size, group.k_dim)
         return both[:, :, 0], both[:, :, 1]
@@ -115,13 +116,13 @@ def _workspace(device: torch.device) -> torch.Tensor:
 
 
 class PlannedDecodes:
-    """The `DecodedTokens` of a step, or of a graph.
+    """`DecodedTokens` of a step, or of a graph.
 
     Args:
-        attention: the rank's.
-        decodes: its tokens.
-        plans: by kind of layer, which are used again.
-        size: of the graph; 0: there is none.
+        attention: the rank's attention.
+        decodes: the tokens.
+        plans: plans by kind of layer; they are reused.
+        size: size of the graph; 0: no graph.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class PlannedDecodes:
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scaling: float, window: int | None) -> None:
         """See `DecodedTokens.attend`."""
         kind = LayerKind(self._attention.cache.group_of(layer), scaling, window)
-        if kind not in self._planned:  # in a graph: when it is warmed up, not while it is captured
+        if kind not in self._planned:  # in a graph: during the warm-up, not during the capture
             if kind not in self._plans:
                 self._plans[kind] = DecodePlan(self._attention, kind, self._size)
             self._plans[kind].make(self._decodes)
@@ -153,15 +154,15 @@ class PlannedDecodes:
 
 
 class DecodePlan:
-    """How layers of a kind are computed, planned anew for each step.
+    """Plan for the layers of a kind, updated for each step.
 
     Args:
-        attention: the rank's.
-        kind: of the layers.
-        size: of the graph that runs by it; 0: there is none.
+        attention: the rank's attention.
+        kind: kind of the layers.
+        size: size of the graph that uses it; 0: no graph.
 
     Attributes:
-        wrapper: FlashInfer's, which runs.
+        wrapper: FlashInfer's wrapper, which runs the attention.
     """
 
     def __init__(self, attention: FlashInferAttention, kind: LayerKind, size: int) -> None:
@@ -179,23 +180,23 @@ class DecodePlan:
             "HND",
             use_cuda_graph=bool(size),
             use_tensor_cores=self._shape.num_sharing >= TENSOR_CORES_FROM,
-            backend="fa2",  # else a batch may be of one that was never tried
+            backend="fa2",  # other backends might be chosen for a batch without having been tested
             **buffers,
         )
         self._copied = torch.cuda.Event() if self._table.is_cuda else None  # type: ignore[no-untyped-call]
 
     def make(self, decodes: DecodedRows) -> None:
-        """Plans a step, in what the current stream is asked from here on."""
+        """Plan a step, in order with the work of the current stream."""
         if self._copied is not None:
-            # The wrapper copies each plan from one place in the host's memory. The last copies were behind the step
-            # before, which has ended when another one is launched.
+            # The wrapper copies each plan from the same host memory. The last copies came after the step before that
+            # one, which has ended when another one is launched.
             self._copied.synchronize()
         block_size, window = self._shape.block_size, self._kind.window
         firsts = [0 if window is None else max(0, length - window) // block_size for length in decodes.lengths]
         seen = [length - first * block_size for length, first in zip(decodes.lengths, firsts, strict=True)]
         counts = [num_blocks_for(length, block_size) for length in seen]
         begins = [0, *accumulate(counts)]
-        # Where they are not pinned, the host may wait for all that the stream was asked before.
+        # If they are not pinned, the host may wait for all earlier work of the stream.
         numbers: dict[str, Any] = {"dtype": torch.int32, "pin_memory": self._copied is not None}
         self.wrapper.plan(
             torch.tensor(begins, **numbers),
@@ -214,10 +215,11 @@ class DecodePlan:
             self._copied.record()
 
     def _blocks(self, given: torch.Tensor, total: int) -> torch.Tensor:
-        """Returns the blocks of all sequences, one sequence after the other, `[total]`, where the tables are.
+        """Return the blocks of all sequences, one sequence after the other, `[total]`, on the device of the tables.
 
         Args:
-            given: `[4, sequences]`: the row, the first of its blocks, where those begin here, and how many there are.
+            given: `[4, sequences]`: table row, first block in it, offset in the result, and number of blocks of each
+                sequence.
         """
         given = uploaded(given, self._table.device)
         row, first, begin = given[:3].repeat_interleave(given[3], dim=1, output_size=total)

@@ -1,4 +1,4 @@
-"""A Triton kernel that makes rows 8-bit floats, and how it is launched. Imports Triton: only `fp8_linear` does."""
+"""Triton kernel that quantizes rows to 8-bit floats, and its launch. Imports Triton: only `fp8_linear` imports it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 
 PIECE = 4096
-"""Columns that a program looks at together."""
+"""Columns that a program processes together."""
 
 
 @triton.jit
 def quantize(inputs, codes, scales, COLUMNS: tl.constexpr, PIECE: tl.constexpr):
-    """Divides each row by its scale, by which its largest magnitude becomes 448, and rounds it to 8-bit floats.
+    """Divide each row by its scale, which maps its largest magnitude to 448, and round it to 8-bit floats.
 
-    The numbers are those of `fp8_linear.quantized_rows`, but on GPUs of 8.9, which round twice.
+    The numbers are those of `fp8_linear.quantized_rows`, except on GPUs of capability 8.9, which round twice.
     """
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PIECE)
@@ -33,7 +33,7 @@ def quantize(inputs, codes, scales, COLUMNS: tl.constexpr, PIECE: tl.constexpr):
 
 
 def quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what `fp8_linear.quantized_rows` returns of rows, `[rows, columns]`."""
+    """Return `fp8_linear.quantized_rows` of rows, `[rows, columns]`."""
     out = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=rows.device)
     scales = torch.empty(len(rows), 1, dtype=torch.float32, device=rows.device)
     columns = rows.shape[1]

@@ -1,10 +1,10 @@
-"""Weights of 8-bit floats: `model.weights` fp8. `Fp8Linear` takes the place of a loaded model's linear modules.
+"""8-bit float weights: `model.weights` fp8. `Fp8Linear` replaces the linear modules of a loaded model.
 
     y[t, o] = x_scale[t] * w_scale[o] * sum over i of (x[t, i] / x_scale[t]) (w[o, i] / w_scale[o])     in (): e4m3
 
-Each output of a module and each token that goes in has a scale of its own, by which its largest magnitude becomes 448,
-the largest such float. Products are torch's `_scaled_mm`. Embeddings, the head, norms, routers and whatever else is no
-linear module of a layer stay as they are.
+Each output of a module and each input token has its own scale, which maps its largest magnitude to 448, the largest
+such float. Products use torch's `_scaled_mm`. Embeddings, the head, norms, routers and all modules that are not linear
+modules of a layer stay as they are.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 OLDEST = (8, 9)
-"""Compute capability from which on GPUs multiply floats of 8 bits."""
+"""Minimum compute capability for products of 8-bit floats."""
 MULTIPLE = 16
-"""Factor of the inputs and outputs of modules that GPUs can multiply so."""
+"""Factor of which inputs and outputs of such modules must be multiples."""
 ROUTERS = ("gate", "router")
-"""Names of modules that choose experts, which they would choose otherwise."""
+"""Names of modules that choose experts; quantized ones would choose differently."""
 LARGEST = 448.0
 ROWS_AT_A_TIME = 1024
-"""Rows of a matrix that are made smaller together: what that takes of the device's memory beside the model."""
+"""Rows of a matrix that are quantized together; bounds the extra device memory."""
 
 
 class Fp8Linear(nn.Module):
-    """A linear module whose weights, and whose inputs row by row, are 8-bit floats.
+    """Linear module whose weights, and whose inputs row by row, are 8-bit floats.
 
     Args:
         weight: `[out_features, in_features]`, 8-bit floats.
@@ -55,7 +55,7 @@ class Fp8Linear(nn.Module):
             self.register_buffer(name, value)
 
     def quantized(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns `quantized_rows`, on a GPU by one kernel, where Triton is there to compile it."""
+        """Return `quantized_rows`; on a GPU by one kernel, if Triton is installed."""
         if rows.device.type != "cuda" or not _has_triton():
             return quantized_rows(rows)
         from engine.model.fp8_kernels import quantized
@@ -64,7 +64,7 @@ class Fp8Linear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> Fp8Linear:
-        """Returns what takes the place of a module, in the host's memory."""
+        """Return the replacement of a module, in the host's memory."""
         parts = torch.split(linear.weight.detach(), ROWS_AT_A_TIME)
         pieces = [[each.cpu() for each in quantized_rows(rows)] for rows in parts]
         weight, scale = (torch.cat(each) for each in zip(*pieces, strict=True))
@@ -72,7 +72,7 @@ class Fp8Linear(nn.Module):
         return cls(weight, scale.view(1, -1), bias)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns `[..., out_features]` in the inputs' data type, which on a GPU is bfloat16."""
+        """Return `[..., out_features]` in the inputs' data type, which on a GPU is bfloat16."""
         rows, scale = self.quantized(inputs.flatten(0, -2))
         found: torch.Tensor = torch._scaled_mm(
             rows, self.weight.t(), scale_a=scale, scale_b=self.scale, bias=self.bias, out_dtype=inputs.dtype
@@ -81,9 +81,9 @@ class Fp8Linear(nn.Module):
 
 
 def quantized_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns rows, `[rows, columns]`, as 8-bit floats, and the scale of each, `[rows, 1]` in float32."""
+    """Return rows, `[rows, columns]`, as 8-bit floats, and the scale of each, `[rows, 1]` in float32."""
     scale = rows.abs().amax(1, keepdim=True).float()
-    scale /= torch.full_like(scale, LARGEST)  # by a plain number torch divides otherwise on a GPU than on a CPU
+    scale /= torch.full_like(scale, LARGEST)  # dividing by a Python number differs between GPU and CPU
     scale.clamp_min_(torch.finfo(torch.float32).tiny)
     return rounded(rows / scale, torch_dtype(FP8)), scale
 
@@ -94,14 +94,14 @@ def _has_triton() -> bool:
 
 
 def refuse_fp8(device: torch.device, dtype: str, engine: EngineConfig) -> None:
-    """Refuses weights of 8-bit floats where they cannot be multiplied.
+    """Refuse 8-bit float weights if the device cannot multiply them.
 
     Args:
-        device: the model's.
-        dtype: the data type in which it computes.
+        device: the model's device.
+        dtype: data type of the model's computation.
 
     Raises:
-        ConfigError: the message says what is in the way.
+        ConfigError: they are not supported; the message gives the reason.
     """
     if device.type != "cuda":
         raise ConfigError(
@@ -121,13 +121,13 @@ def refuse_fp8(device: torch.device, dtype: str, engine: EngineConfig) -> None:
 
 @torch.no_grad()
 def quantize(model: nn.Module) -> None:
-    """Replaces the linear modules of a loaded model's layers, one after the other, so that no memory holds them twice.
+    """Replace the linear modules of a loaded model's layers one by one, so that no weight is in memory twice.
 
-    All the rest of the model leaves the device for a moment, too: among it the memory of the modules would be left in
+    The rest of the model is moved off the device for a moment too. Otherwise the freed memory would be fragmented into
     holes that are too small for a KV pool.
 
     Args:
-        model: transformers' model, whole and on its device.
+        model: transformers' model, complete and on its device.
     """
     layers: nn.Module = model.base_model  # type: ignore[assignment]
     device, num_bytes, num_kept = next(layers.parameters()).device, 0, 0
@@ -147,6 +147,6 @@ def quantize(model: nn.Module) -> None:
         torch.cuda.empty_cache()
     model.to(device)
     logger.info(
-        "%d linear modules are of 8-bit floats, %.2f GiB; %d are left as they were",
+        "%d linear modules have 8-bit float weights, %.2f GiB; %d are unchanged",
         len(names) - num_kept, num_bytes / 2**30, num_kept,
     )  # fmt: skip

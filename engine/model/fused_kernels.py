@@ -1,11 +1,11 @@
-"""Triton kernels for what stands between a layer's matrix products and its attention, and how they are launched.
+"""Triton kernels for the operations between a layer's matrix products and its attention, and their launches.
 
-Transformers computes each of these by several operations, every one a kernel that reads and writes all of it again.
-The numbers are the same but for the order of a sum, since what is rounded there is rounded here. Imports Triton: only
-`fused_modules` does.
+Transformers computes each of these with several operations, each of which is a kernel that reads and writes the whole
+tensor. The numbers are the same except for the order of a sum, since intermediate results are rounded in the same
+places. Imports Triton: only `fused_modules` imports it.
 
-A program computes a row, or a piece of one, in an order that depends on the row's length alone: what a token comes to
-has nothing to do with what is computed beside it. All lengths and strides are constants of a model.
+A program computes a row, or a piece of one, in an order that depends only on the row's length, so a token's result does
+not depend on the batch. All lengths and strides are constants of a model.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import triton
 import triton.language as tl
 
 LONGEST_ROW = 16384
-"""Elements that a row of `norm` may have."""
+"""Maximum number of elements in a row of `norm`."""
 PIECE = 1024
 """Elements that a program of `gate` computes."""
 HEADS = 8
-"""Heads that a program of `rotate` turns."""
+"""Heads that a program of `rotate` rotates."""
 
 
 @triton.jit
 def _normed(row, weight, eps, LENGTH: tl.constexpr, INNER: tl.constexpr):
-    """Returns a row of float32 over its root mean square, times the weight, rounded to a type in between."""
+    """Return a row of float32 divided by its root mean square, times the weight, rounded to the type in between."""
     scale = tl.rsqrt(tl.sum(row * row, 0) / LENGTH + eps)
     return (row * scale).to(INNER).to(tl.float32) * weight.to(tl.float32)
 
@@ -35,7 +35,7 @@ def _normed(row, weight, eps, LENGTH: tl.constexpr, INNER: tl.constexpr):
 def norm(
     x, weight, out, eps, ROW: tl.constexpr, HEAD: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Norms each head of each row. The heads of a row are `HEAD` elements apart, the rows `ROW`; `out` may be `x`."""
+    """Normalize each head of each row. Heads are `HEAD` elements apart, rows `ROW`; `out` may be `x`."""
     begin = tl.program_id(0).to(tl.int64) * ROW + tl.program_id(1) * HEAD
     place = tl.arange(0, WIDTH)
     mask = place < LENGTH
@@ -46,7 +46,7 @@ def norm(
 
 @triton.jit
 def add_norm(x, more, weight, total, out, eps, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
-    """Puts `x + more` into `total`, and its norm into `out`; all are `[rows, LENGTH]`."""
+    """Write `x + more` into `total`, and its norm into `out`; all are `[rows, LENGTH]`."""
     begin = tl.program_id(0).to(tl.int64) * LENGTH
     place = tl.arange(0, WIDTH)
     mask = place < LENGTH
@@ -63,8 +63,10 @@ def rotate(
     heads, cos, sin, ROW: tl.constexpr, NUM: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     WIDTH: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Turns the first `2 * HALF` dimensions of the first `NUM` heads of each row, in place, each dimension of the first
-    half with the one that stands as far in the second; `cos` and `sin` are `[rows, 2 * HALF]`. The rest is left.
+    """Rotate the first `2 * HALF` dimensions of the first `NUM` heads of each row, in place.
+
+    Each dimension of the first half is paired with the corresponding one of the second. `cos` and `sin` are `[rows, 2 *
+    HALF]`. The rest is left unchanged.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -83,7 +85,7 @@ def rotate(
 
 @triton.jit
 def _turned(along, across, cos, sin):
-    """Returns a sum of two products, each rounded to the type of the cosines."""
+    """Return a sum of two products, each rounded to the type of the cosines."""
     along = (along * cos.to(tl.float32)[None, :]).to(cos.dtype)
     across = (across * sin.to(tl.float32)[None, :]).to(sin.dtype)
     return along.to(tl.float32) + across.to(tl.float32)
@@ -91,7 +93,7 @@ def _turned(along, across, cos, sin):
 
 @triton.jit
 def gate(joined, out, LENGTH: tl.constexpr, PIECE: tl.constexpr):
-    """Puts `silu(first half) * second half` of each row of `joined`, `[rows, 2 * LENGTH]`, into `out`."""
+    """Write `silu(first half) * second half` of each row of `joined`, `[rows, 2 * LENGTH]`, into `out`."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     mask = place < LENGTH
@@ -103,7 +105,7 @@ def gate(joined, out, LENGTH: tl.constexpr, PIECE: tl.constexpr):
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Returns the norm of each row, `[..., length]`."""
+    """Return the norm of each row, `[..., length]`."""
     x = x.contiguous()
     out, length = torch.empty_like(x), x.shape[-1]
     _launch(norm, (x.numel() // length, 1), (x, weight, out, eps), {"ROW": length, "HEAD": 0} | row_of(length))
@@ -111,10 +113,10 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def norm_heads(rows: torch.Tensor, weight: torch.Tensor, eps: float, first: int, num_heads: int) -> None:
-    """Norms some heads of each row in place, from one on.
+    """Normalize some heads of each row in place, starting at one.
 
     Args:
-        rows: `[..., width]`, one behind the other; a head has as many elements as the weight.
+        rows: `[..., width]`, contiguous; a head has as many elements as the weight.
     """
     dim, width = len(weight), rows.shape[-1]
     heads = rows.view(-1, width)[:, first * dim :]
@@ -125,7 +127,7 @@ def norm_heads(rows: torch.Tensor, weight: torch.Tensor, eps: float, first: int,
 def sum_and_norm(
     x: torch.Tensor, more: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `x + more`, `[..., length]`, and its norm."""
+    """Return `x + more`, `[..., length]`, and its norm."""
     x, more = x.contiguous(), more.contiguous()
     total, out, length = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
     _launch(add_norm, (x.numel() // length,), (x, more, weight, total, out, eps), row_of(length))
@@ -133,13 +135,13 @@ def sum_and_norm(
 
 
 def rotate_heads(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: int, num_heads: int) -> None:
-    """Turns the first heads of each row in place.
+    """Rotate the first heads of each row in place.
 
     Args:
-        rows: `[1, T, width]`, one behind the other.
-        cos: `[1, T, turned dimensions]`, in the rows' type or in float32, as `sin`.
+        rows: `[1, T, width]`, contiguous.
+        cos: `[1, T, rotated dimensions]`, in the rows' type or in float32, as `sin`.
         dim: dimensions of a head.
-        num_heads: those that are turned.
+        num_heads: number of heads to rotate.
     """
     width = rows.shape[-1]
     grid = (rows.numel() // width, triton.cdiv(num_heads, HEADS))
@@ -148,7 +150,7 @@ def rotate_heads(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: 
 
 
 def gated(joined: torch.Tensor) -> torch.Tensor:
-    """Returns the product of a gate's opening by SiLU and what passes it, which stand one behind the other in a row.
+    """Return the product of the SiLU of the gate and the other half, which are concatenated in a row.
 
     Args:
         joined: `[..., 2 * length]`.
@@ -164,13 +166,13 @@ def gated(joined: torch.Tensor) -> torch.Tensor:
 
 
 def row_of(length: int) -> dict[str, int]:
-    """Returns how a kernel that computes a row at a time is compiled for such a row."""
+    """Return the constants of a kernel that computes one row of this length at a time."""
     width = triton.next_power_of_2(length)
     return {"LENGTH": length, "WIDTH": width, "num_warps": max(1, min(16, width // 512))}
 
 
 def turn_of(width: int, dim: int, num_heads: int, half: int) -> dict[str, int]:
-    """Returns how `rotate` is compiled for such rows and heads."""
+    """Return the constants of `rotate` for such rows and heads."""
     constants = {"ROW": width, "NUM": num_heads, "DIM": dim, "HALF": half}
     return constants | {"WIDTH": triton.next_power_of_2(half), "HEADS": HEADS}
 

@@ -1,10 +1,10 @@
-"""Parts of a loaded model that compute the same as transformers' own with fewer kernels, where they prove to.
+"""Replaces modules of a loaded model with equivalents that use fewer kernels, if they prove correct.
 
-On a GPU a small kernel takes as long to begin as to compute, and a layer of transformers has some 45. So norms, rotary
-embeddings, gates and sums are by the project's own kernels (`fused_kernels`), and projections of the same input are one
-matrix product. A part is replaced in this model alone, and only where it computes the same from random numbers on this
-device; nothing of transformers is changed for other models of the process. On a CPU, and with several ranks, all stays
-transformers' own.
+On a GPU a small kernel takes as long to launch as to compute, and a layer of transformers has about 45. So norms,
+rotary embeddings, gates and sums use the project's own kernels (`fused_kernels`), and projections of the same input
+become one matrix product. A module is replaced only in this model, and only if it computes the same from random numbers
+on this device; transformers is not changed for other models of the process. On a CPU, and with several ranks, all
+modules stay transformers' own.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from engine.model.fused_probe import Draw
 
 logger = logging.getLogger(__name__)
 ALIGNMENT = 256
-"""Bytes, of which tensors in the same memory begin at multiples."""
+"""Alignment, in bytes, of tensors in the same memory."""
 
 
 class Fused(NamedTuple):
-    """What became of a model's parts."""
+    """Result of the replacement of a model's modules."""
 
     num_fused: int
     kept: tuple[str, ...]
-    """Which were not replaced, and why, in words."""
+    """Modules that were not replaced, with the reasons, as texts."""
 
 
 def fuse(model: nn.Module, num_ranks: int) -> Fused:
-    """Replaces what parts of a loaded model can be replaced, and logs which.
+    """Replace all modules of a loaded model that can be replaced, and log the result.
 
     Args:
         model: transformers' model, on the device on which it computes.
-        num_ranks: among which it is divided.
+        num_ranks: number of ranks of the model.
     """
     device, dtype = next((weight.device, weight.dtype) for weight in model.parameters())
     if (reason := why_not_fused(device, dtype, num_ranks)) is not None:
@@ -50,7 +50,7 @@ def fuse(model: nn.Module, num_ranks: int) -> Fused:
     try:
         fusing = _Fusing(model, Draw(device, dtype))
         fusing.run()
-    except Exception as error:  # a compiler's, a driver's
+    except Exception as error:  # from a compiler or a driver
         kept.append(in_one_line(error))
         logger.warning("layers are computed by transformers' own modules: %s", kept[0])
     if fusing is None:
@@ -64,7 +64,7 @@ def fuse(model: nn.Module, num_ranks: int) -> Fused:
 
 
 def why_not_fused(device: torch.device, dtype: torch.dtype, num_ranks: int) -> str | None:
-    """Returns why no part of a model can be replaced; None: parts can, if they prove to compute the same."""
+    """Return why no module of a model can be replaced; None: modules can, if they prove to compute the same."""
     if device.type != "cuda":
         return "the device is no NVIDIA GPU"
     if num_ranks > 1:
@@ -72,18 +72,18 @@ def why_not_fused(device: torch.device, dtype: torch.dtype, num_ranks: int) -> s
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if str(dtype).removeprefix("torch.") not in FLOATS:
-        return f"the kernels do not know {dtype}"
+        return f"the kernels do not support {dtype}"
     if torch.cuda.get_device_capability(device) < OLDEST:
-        return "the GPU is older than the kernels are for"
+        return "the GPU is older than the kernels support"
     return None
 
 
 class _Fusing:
-    """How far the replacement of a model's parts has come.
+    """State of the replacement of a model's modules.
 
     Args:
         model: transformers' model.
-        draw: random numbers for it.
+        draw: random numbers for the model.
     """
 
     def __init__(self, model: nn.Module, draw: Draw) -> None:
@@ -92,9 +92,9 @@ class _Fusing:
         owners = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
         self._tied = {weight for weight, num_owners in owners.items() if num_owners > 1}
         self.fused: Counter[str] = Counter()
-        """Modules that were replaced, by what they are now."""
+        """Numbers of replaced modules, by the name of the replacement."""
         self.kept: dict[str, list[str]] = {}
-        """Why modules could not be, by what they are."""
+        """Reasons why modules were not replaced, by their class name."""
 
     @torch.no_grad()
     def run(self) -> None:
@@ -131,21 +131,21 @@ class _Fusing:
 
 
 class _MovedWeights:
-    """Memory where a part's weights are while one matrix takes their place: no model is there twice.
+    """Memory that holds a module's weights while one matrix replaces them: the model is never in memory twice.
 
-    All of a part's weights leave their places before any is given a new one. As they were loaded side by side, they
-    leave one hole, large enough for the larger matrices; were they merged one by one, smaller ones would stay empty.
+    All weights of a module are moved here before any replacement is allocated. As they were loaded side by side, they
+    leave one hole, large enough for the larger matrices; merged one by one, they would leave unused smaller holes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def merge(self, part: nn.Module, tied: Collection[int]) -> bool:
-        """Gives a part one matrix in place of each `Beside`, and returns whether it has none left.
+        """Replace each `Beside` of a module by one matrix. Return whether none is left.
 
         Args:
-            part: what would stand in for another.
-            tied: `id` of each weight that several modules have.
+            part: the new module.
+            tied: `id` of each weight that several modules share.
         """
         from engine.model.fused_modules import Beside
 

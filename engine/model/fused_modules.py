@@ -1,7 +1,7 @@
-"""Modules that stand in a loaded transformers model for its own, and compute the same with fewer kernels.
+"""Modules that replace those of a loaded transformers model, and compute the same with fewer kernels.
 
-Projections of the same input are one matrix product, and what follows is by `fused_kernels`. Imports Triton:
-`fused_model` says when.
+Projections of the same input are one matrix product, and the operations after it use `fused_kernels`. Imports Triton:
+only `fused_model` decides whether to import this module.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from engine.model.fused_kernels import gated, norm_heads, normed, rotate_heads, 
 
 
 class FusedNorm(nn.Module):
-    """A norm over the root mean square of rows.
+    """RMS norm of rows.
 
     Args:
         weight: `[length]`.
-        eps: is added to the mean square.
+        eps: value added to the mean square.
     """
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
@@ -29,24 +29,24 @@ class FusedNorm(nn.Module):
         self.weight, self.eps = weight, eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Returns the norm of each row, `[..., length]`."""
+        """Return the norm of each row, `[..., length]`."""
         return normed(hidden_states, self.weight, self.eps)
 
 
 class Beside(nn.Module):
-    """Projections of the same input, whose results stand one behind the other in a row: what `merged` is tried by."""
+    """Projections of the same input with concatenated results; used to test the merged projection."""
 
     def __init__(self, projections: Sequence[nn.Linear]) -> None:
         super().__init__()
         self.projections = nn.ModuleList(projections)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Returns `[..., all of their features]`."""
+        """Return `[..., all of their features]`."""
         return torch.cat([projection(hidden_states) for projection in self.projections], dim=-1)
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """Returns one projection in place of all of them, with weights of its own."""
+        """Return one projection that replaces all of them, with weights of its own."""
         weights: list[torch.Tensor] = [projection.weight for projection in self._linear()]
         biases: list[torch.Tensor] = [one.bias for one in self._linear() if one.bias is not None]
         weight = torch.cat(weights)
@@ -61,7 +61,7 @@ class Beside(nn.Module):
 
 
 class AttentionShape(NamedTuple):
-    """What an attention does between its projections."""
+    """Shape of an attention between its projections."""
 
     layer: int
     num_heads: int
@@ -70,17 +70,17 @@ class AttentionShape(NamedTuple):
     scaling: float | None
     sliding_window: int | None
     rotates: bool
-    """Whether queries and keys are turned by their positions."""
+    """True if queries and keys are rotated by their positions."""
 
 
 class FusedAttention(nn.Module):
-    """The attention of a layer.
+    """Attention of a layer.
 
     Args:
         shape: see `AttentionShape`.
-        qkv: projects to queries, keys and values, head by head, one behind the other.
-        output: projects what all heads have found.
-        norms: those of each head of the queries and of the keys, if it has any.
+        qkv: projection to queries, keys and values, concatenated head by head.
+        output: projection of the results of all heads.
+        norms: norms of each head of the queries and of the keys, if any.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class FusedAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Returns `[1, T, hidden]`, and no attention weights."""
+        """Return `[1, T, hidden]`, and no attention weights."""
         shape, rows = self.shape, self.qkv_proj(hidden_states)
         if self.q_norm is not None and self.k_norm is not None:
             norm_heads(rows, self.q_norm.weight, self.q_norm.eps, 0, shape.num_heads)
@@ -116,11 +116,11 @@ class FusedAttention(nn.Module):
 
 
 class FusedPerceptron(nn.Module):
-    """A gated perceptron with SiLU.
+    """Gated MLP with SiLU.
 
     Args:
-        gate_up: projects to the gate and to what passes it, one behind the other.
-        down: projects back.
+        gate_up: projection to the gate and to the gated values, concatenated.
+        down: projection back.
     """
 
     def __init__(self, gate_up: nn.Module, down: nn.Module) -> None:
@@ -128,18 +128,18 @@ class FusedPerceptron(nn.Module):
         self.gate_up_proj, self.down_proj = gate_up, down
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Returns `[..., hidden]`."""
+        """Return `[..., hidden]`."""
         found: torch.Tensor = self.down_proj(gated(self.gate_up_proj(hidden_states)))
         return found
 
 
 class FusedLayer(nn.Module):
-    """A layer that adds to what goes through it: what attention finds, then what the perceptron does, each of a norm.
+    """Layer with two residual additions, each preceded by a norm: attention, then MLP.
 
     Args:
-        attention: a module that returns a tuple, as `FusedAttention` does.
-        perceptron: a module of one tensor.
-        norms: the one before the attention, and the one before the perceptron.
+        attention: module that returns a tuple, as `FusedAttention` does.
+        perceptron: module that returns one tensor.
+        norms: the norm before the attention, and the one before the MLP.
     """
 
     def __init__(self, attention: nn.Module, perceptron: nn.Module, norms: tuple[FusedNorm, FusedNorm]) -> None:
@@ -148,19 +148,19 @@ class FusedLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = norms
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Returns `[1, T, hidden]`; all but the hidden states is the attention's."""
+        """Return `[1, T, hidden]`; all other arguments go to the attention."""
         total, deeper = self.parts(hidden_states, self.input_layernorm(hidden_states), **kwargs)
         return total + deeper
 
     def parts(
         self, hidden_states: torch.Tensor, scaled: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the two tensors whose sum is what comes out.
+        """Return the two tensors whose sum is the layer's output.
 
         Args:
             hidden_states: `[1, T, hidden]`.
-            scaled: the norm of it.
-            **kwargs: the attention's.
+            scaled: the norm of `hidden_states`.
+            **kwargs: arguments of the attention.
         """
         found, _ = self.self_attn(hidden_states=scaled, **kwargs)
         norm = self.post_attention_layernorm
@@ -169,7 +169,7 @@ class FusedLayer(nn.Module):
 
 
 class FusedStack(nn.Module):
-    """Layers one after the other, as if they were one: the last sum of each is computed with the norm of the next.
+    """Consecutive layers computed as one: the last sum of each layer is computed together with the norm of the next.
 
     Args:
         layers: at least one.
@@ -181,7 +181,7 @@ class FusedStack(nn.Module):
         self._in_order = tuple(layers)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Returns `[1, T, hidden]`; all but the hidden states is each attention's."""
+        """Return `[1, T, hidden]`; all other arguments go to each attention."""
         first, *others = self._in_order
         total, deeper = first.parts(hidden_states, first.input_layernorm(hidden_states), **kwargs)
         for layer in others:

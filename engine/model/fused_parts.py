@@ -1,6 +1,6 @@
-"""Which parts of a transformers model others can stand in for, as their parts and probes say. Imports Triton.
+"""Fused replacements of single transformers modules, checked by their structure and by probes. Imports Triton.
 
-A part that is not taken is left as it is, and the reason is returned in place of what would stand in.
+If a module cannot be replaced, the functions return the reason instead of a replacement.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OTHER_PARTS = "it has other parts"
 
 
 def norm_of(module: nn.Module, draw: Draw) -> FusedNorm | str:
-    """Returns what computes as a norm over the root mean square does, or why nothing can."""
+    """Return a fused RMS norm that replaces a module, or the reason why there is none."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(eps, float) or [name for name, _ in module.named_parameters()] != ["weight"]:
         return OTHER_PARTS
@@ -45,10 +45,10 @@ def norm_of(module: nn.Module, draw: Draw) -> FusedNorm | str:
 
 
 def attention_of_layer(module: nn.Module, rotary: nn.Module, draw: Draw) -> FusedAttention | str:
-    """Returns what computes as an attention module does, or why nothing can.
+    """Return a fused attention that replaces a module, or the reason why there is none.
 
     Args:
-        module: transformers', whose norms have been replaced.
+        module: transformers' attention, whose norms have been replaced.
         rotary: the model's rotary embedding.
         draw: random numbers.
     """
@@ -79,7 +79,7 @@ def attention_of_layer(module: nn.Module, rotary: nn.Module, draw: Draw) -> Fuse
 
 
 def perceptron_of(module: nn.Module, draw: Draw) -> FusedPerceptron | str:
-    """Returns what computes as a gated perceptron with SiLU does, or why nothing can."""
+    """Return a fused gated MLP with SiLU that replaces a module, or the reason why there is none."""
     parts = dict(module.named_children())
     down, activation = parts.pop("down_proj", None), parts.pop("act_fn", parts.pop("activation_fn", None))
     joined = _joined(parts, ("gate_up_proj",), ("gate_proj", "up_proj"), draw)
@@ -96,7 +96,7 @@ def perceptron_of(module: nn.Module, draw: Draw) -> FusedPerceptron | str:
 
 
 def layer_of(module: nn.Module, draw: Draw) -> FusedLayer | str:
-    """Returns what computes as a layer does, whose parts have been replaced, or why nothing can."""
+    """Return a fused layer for a layer whose parts have been replaced, or the reason why there is none."""
     parts = {
         name: part for name, part in module.named_children() if type(part) is not nn.Dropout
     }  # no model is trained
@@ -118,13 +118,13 @@ def layer_of(module: nn.Module, draw: Draw) -> FusedLayer | str:
 
 
 def stack_of(layers: nn.ModuleList) -> FusedStack | None:
-    """Returns all layers of a model as one, if each has been replaced and its attention looks at no mask."""
+    """Return all layers of a model as one stack, if each has been replaced and its attention uses no mask."""
     fused = [layer for layer in layers if isinstance(layer, FusedLayer) and isinstance(layer.self_attn, FusedAttention)]
     return FusedStack(fused) if fused and len(fused) == len(layers) else None
 
 
 def _unless_it_differs(found: _Part, difference: float, draw: Draw) -> _Part | str:
-    return found if difference <= TOLERANCE[draw.dtype] else f"what would stand in differs by {difference:.2g}"
+    return found if difference <= TOLERANCE[draw.dtype] else f"the replacement differs by {difference:.2g}"
 
 
 def _attention_difference(module: nn.Module, found: FusedAttention, rotary: nn.Module, draw: Draw) -> float:
@@ -142,7 +142,7 @@ def _attention_difference(module: nn.Module, found: FusedAttention, rotary: nn.M
 def _rotated(
     width: int, num_tokens: int, scale: float, rotary: nn.Module, draw: Draw
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Returns hidden states, and numbers in place of their positions' cosines and sines: no two are alike."""
+    """Return hidden states, and random numbers instead of cosines and sines of positions, so that no two are alike."""
     hidden = draw.normal(1, num_tokens, width, scale=scale)
     cos, _ = rotary(hidden, torch.arange(num_tokens, device=draw.device)[None])
     turns = [draw.normal(*cos.shape, dtype=cos.dtype) for _ in range(2)]
@@ -152,7 +152,7 @@ def _rotated(
 def _joined(
     parts: dict[str, nn.Module], one: tuple[str, ...], several: tuple[str, ...], draw: Draw
 ) -> nn.Linear | Beside | None:
-    """Returns the projections of the same input, if they are all that there is."""
+    """Return the merged projections of the same input, if the module has no other parts."""
     names = one if set(parts) == set(one) else several
     found = [part for part in map(parts.get, names) if part is not None and _is_plain(part, draw)]
     linear = [part for part in found if isinstance(part, nn.Linear)]
@@ -162,12 +162,12 @@ def _joined(
 
 
 def _is_plain(part: nn.Module, draw: Draw) -> bool:
-    """Whether a part is a projection as torch makes it, of the model's type: no rank's, and not quantized."""
+    """Return whether a module is a plain torch linear module of the model's type: not sharded, and not quantized."""
     return type(part) is nn.Linear and part.weight.dtype == draw.dtype
 
 
 def _has_own(module: nn.Module) -> bool:
-    """Whether a module has parameters or buffers beside those of its parts."""
+    """Return whether a module has parameters or buffers in addition to those of its children."""
     return any(True for _ in _own(module))
 
 
@@ -177,6 +177,6 @@ def _own(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _width_of(projection: nn.Module) -> tuple[int, int]:
-    """Returns how many features go in and come out."""
+    """Return the numbers of input and output features."""
     linear = [part for part in projection.modules() if isinstance(part, nn.Linear)]
     return linear[0].in_features, sum(part.out_features for part in linear)

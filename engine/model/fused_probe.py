@@ -1,7 +1,7 @@
-"""What transformers' modules compute from random numbers, on the device that is there: what stands in has to as well.
+"""Probes of modules with random numbers on the present device: a replacement must compute the same as the original.
 
-Where weights could hide a difference, as those of a norm that are far from 1, others take their place meanwhile; where
-what a part does could, a part that only answers does.
+Weights that could hide a difference, such as those of a norm that are far from 1, are replaced temporarily, and so are
+submodules that could hide one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import nn
 from engine.model.attention import set_step
 
 SIZES = ((1, 1.0), (6, 8.0), (6, 0.01))
-"""Tokens of each probe, and how large its numbers are: none of a clipped range alone, and some as small as an eps."""
+"""Number of tokens and magnitude of each probe: beyond a single clipped range, and some as small as an eps."""
 
 
 class Heard(NamedTuple):
-    """What an attention module has asked for, and what came of it."""
+    """Arguments of an attention module's call to the step, and its result."""
 
     found: torch.Tensor
     """`[1, T, hidden]`."""
@@ -34,7 +34,7 @@ class Heard(NamedTuple):
 
 
 class _Listening:
-    """An `AttentionStep` that keeps what it is asked, and answers with the queries."""
+    """`AttentionStep` that records its arguments and returns the queries."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
@@ -55,7 +55,7 @@ class _Listening:
 
 
 class _Answering(nn.Module):
-    """A module that says the same to everything, and keeps what it was given."""
+    """Module that always returns the same value and records its input."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class _Answering(nn.Module):
         self.given: list[torch.Tensor] = []
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
-        """Returns the answer."""
+        """Return the fixed value."""
         self.given.append(hidden_states)
         return self.answer
 
@@ -72,8 +72,8 @@ class Draw:
     """Random numbers, the same for each model.
 
     Args:
-        device: on which they are.
-        dtype: the type in which the model computes.
+        device: device of the numbers.
+        dtype: data type of the model's computation.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -81,14 +81,15 @@ class Draw:
         self._generator = torch.Generator(device).manual_seed(0)
 
     def normal(self, *size: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns numbers about 0, of such a size."""
+        """Return normally distributed numbers with mean 0 and the given scale."""
         numbers = torch.randn(*size, generator=self._generator, device=self.device)
         return (numbers * scale).to(dtype or self.dtype)
 
 
 def largest_ratio(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Returns how much two tensors differ at most, as a share of the second's largest number; infinity: by more than
-    numbers.
+    """Return the largest difference of two tensors as a share of the second's largest magnitude.
+
+    Infinity: some results are not numbers.
     """
     if one.shape != other.shape or one.dtype != other.dtype:
         return math.inf
@@ -97,7 +98,7 @@ def largest_ratio(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def heard(module: nn.Module, hidden: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]) -> Heard:
-    """Returns what an attention module asks for."""
+    """Return the arguments that an attention module passes to the step, and its result."""
     step = _Listening()
 
     def run() -> torch.Tensor:
@@ -115,7 +116,7 @@ def heard(module: nn.Module, hidden: torch.Tensor, embeddings: tuple[torch.Tenso
 def through(
     layer: nn.Module, hidden: torch.Tensor, attended: torch.Tensor, deeper: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Returns what a layer gives its attention and its perceptron, which answer as is said, and what it returns."""
+    """Return the inputs of a layer's attention and MLP, which return fixed values, and the layer's result."""
     attention, perceptron = _Answering((attended, None)), _Answering(deeper)
     with _in_place(layer, self_attn=attention, mlp=perceptron):
         found: torch.Tensor = layer(
@@ -127,7 +128,7 @@ def through(
 
 @contextmanager
 def other_weight(module: nn.Module, weight: torch.Tensor) -> Iterator[None]:
-    """A module has another weight meanwhile."""
+    """Context manager: replaces a module's weight."""
     parameter = module.get_parameter("weight")
     kept = parameter.data
     parameter.data = weight

@@ -1,9 +1,10 @@
-"""Triton kernels whose result for a row is the same to the bit, whatever rows are computed beside it, and in whatever
-place. Imports Triton: only `batch_invariance` does, where `engine.batch_invariant` is set.
+"""Triton kernels with bit-identical results for a row, whatever other rows there are, and at any index.
 
-A library of matrix products chooses, by the number of rows, how large tiles are and into how many pieces a sum is
-divided. Here a sum is one chain over the inputs, in their order, by instructions of one kind; so tiles may be of two
-sizes, for the few rows of decodes and the many of prompts, and a row's sums are the same in both.
+Imports Triton: only `batch_invariance` imports it, if `engine.batch_invariant` is set.
+
+A library of matrix products chooses tile sizes, and the number of partial sums, by the number of rows. Here a sum is
+one chain over the inputs, in their order, by instructions of one kind. So tiles may have two sizes, for the few rows of
+decodes and the many of prompts, and a row's sums are the same in both.
 """
 
 from __future__ import annotations
@@ -15,29 +16,29 @@ import triton
 import triton.language as tl
 
 SUMMED_NUMBERS = 1024
-"""Numbers of a row that are looked at together."""
+"""Numbers of a row that are processed together."""
 ROW_TILES = 8
-"""Tiles of rows that take turns with the same weights, which stay in the cache meanwhile."""
+"""Tiles of rows that use the same weights in turn while these are in the cache."""
 
 
 class ProductTiling(NamedTuple):
-    """How `multiply` is compiled: no spilled registers from sm_80 on."""
+    """Compile-time parameters of `multiply`: no spilled registers from sm_80 on."""
 
     rows: int
     outputs: int
     inputs: int
-    """Inputs that are looked at together, as many for few rows as for many."""
+    """Inputs that are processed together, the same number for few rows as for many."""
     num_warps: int
     num_stages: int
 
 
 FEW_ROWS = 64
-"""Up to so many rows a product reads its weights once, and waits for nothing else. No tile has fewer: below it, a GPU
-has instructions of another kind, which may add up in another order."""
+"""Up to this many rows, a product is limited by reading its weights once. No tile has fewer rows: for smaller tiles a
+GPU uses other instructions, which may sum in another order."""
 
 
 def tiling_of(num_rows: int, itemsize: int) -> ProductTiling:
-    """Returns the tiles of a product of so many rows, of numbers of so many bytes."""
+    """Return the tiles of a product with this many rows, for numbers of this many bytes."""
     if itemsize > 2:
         return ProductTiling(32, 32, 32, 4, 2)
     return ProductTiling(FEW_ROWS, 32, 64, 4, 6) if num_rows <= FEW_ROWS else ProductTiling(128, 128, 64, 8, 3)
@@ -49,7 +50,7 @@ def multiply(
     HAS_BIAS: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies what is given, `[num_rows, num_inputs]`, by weights, `[num_outputs, num_inputs]`, and adds a bias."""
+    """Multiply `given`, `[num_rows, num_inputs]`, by weights, `[num_outputs, num_inputs]`, and add a bias."""
     tiles_down, tiles_across = tl.cdiv(num_rows, ROWS), tl.cdiv(num_outputs, OUTPUTS)
     number = tl.program_id(0)
     group = number // (TILES * tiles_across)
@@ -77,7 +78,7 @@ def multiply(
 
 @triton.jit
 def add_up(numbers, sums, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DIVISOR: tl.constexpr):
-    """Writes a divided sum of a row of `[rows, WIDTH]`, reckoned in the type of `sums`."""
+    """Write the divided sum of each row of `[rows, WIDTH]`, computed in the type of `sums`."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), sums.dtype.element_ty)
@@ -89,7 +90,7 @@ def add_up(numbers, sums, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DIVISOR: tl.
 
 @triton.jit
 def run_up(numbers, sums, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes the running sums of a row of `[rows, WIDTH]`."""
+    """Write the running sums of each row of `[rows, WIDTH]`."""
     row = tl.program_id(0).to(tl.int64)
     before = tl.zeros((1,), sums.dtype.element_ty)
     for begin in range(0, WIDTH, BLOCK):
@@ -100,7 +101,7 @@ def run_up(numbers, sums, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def product(rows: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Returns what `torch.nn.functional.linear` does: rows, `[..., inputs]`, by weights, `[outputs, inputs]`."""
+    """Return `torch.nn.functional.linear` of rows, `[..., inputs]`, and weights, `[outputs, inputs]`."""
     num_outputs, num_inputs = weights.shape
     given = rows.reshape(-1, num_inputs).contiguous()
     found = given.new_empty(len(given), num_outputs)
@@ -120,7 +121,7 @@ def product(rows: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None
 
 
 def row_sums(numbers: torch.Tensor, dtype: torch.dtype, divisor: int = 1) -> torch.Tensor:
-    """Returns the sums of rows, `[..., width]`, as `[..., 1]`, reckoned in a type, and divided."""
+    """Return the divided sums of rows, `[..., width]`, as `[..., 1]`, computed in `dtype`."""
     width = numbers.shape[-1]
     given = numbers.reshape(-1, width).contiguous()
     found = given.new_empty(len(given), dtype=dtype)
@@ -130,7 +131,7 @@ def row_sums(numbers: torch.Tensor, dtype: torch.dtype, divisor: int = 1) -> tor
 
 
 def running_sums(numbers: torch.Tensor) -> torch.Tensor:
-    """Returns the running sums of rows, `[..., width]`, in their type."""
+    """Return the running sums of rows, `[..., width]`, in their type."""
     width = numbers.shape[-1]
     given = numbers.reshape(-1, width).contiguous()
     found = torch.empty_like(given)

@@ -1,8 +1,8 @@
-"""The attention of a step by the project's own kernels: see `kernels`. Imports Triton; `attention_choice` says when.
+"""Attention of a step by the project's own kernels: see `kernels`. Imports Triton; `attention_choice` imports it.
 
-What a step needs is a few whole numbers for each of its sequences, and their block tables: no page is copied, and
-nothing grows with tokens times keys. Whole prompts, further chunks, prefix hits, decodes and drafts are all the same
-kernel; decodes, few tokens over many keys, divide their keys into shares.
+A step needs a few integers for each of its sequences, and their block tables: no page is copied, and no data grows with
+tokens times keys. Whole prompts, further chunks, prefix hits, decodes and drafts use the same kernel. Decodes have few
+tokens and many keys, so their keys are divided into shares.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from engine.uploads import StepNumbers
 
 @dataclass(frozen=True, slots=True)
 class KernelIndex:
-    """A step's index tensors for one layer group."""
+    """Index tensors of a step for one layer group."""
 
     new: WrittenTokens
     tiles: tuple[Tiles, ...]
 
 
 class DecodedTokens(Protocol):
-    """Tokens at the end of a step, one of each sequence, that another library than the kernels attends."""
+    """Tokens at the end of a step, one of each sequence, that are attended by another library."""
 
     @property
     def num_tokens(self) -> int:
-        """How many there are."""
+        """Number of tokens."""
         ...
 
     def prepare(self, parts: Sequence[StepPart], rows: Sequence[int]) -> None:
-        """Has a graph decode these parts when it is next replayed.
+        """Prepare a graph to decode these parts in its next replay.
 
         Args:
-            rows: of the block tables, of each part. They stand there.
+            rows: row of the block tables for each part. The tables must be up to date.
         """
         ...
 
     def attend(self, layer: int, query: torch.Tensor, out: torch.Tensor, scaling: float, window: int | None) -> None:
-        """Attends their queries in one layer, whose K and V are written; both tensors are `[T, heads, dim]`."""
+        """Attend their queries in one layer, whose K and V are written; both tensors are `[T, heads, dim]`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KernelStep:
-    """An `AttentionStep` by kernels."""
+    """`AttentionStep` by kernels."""
 
     attention: KernelAttention
     indices: tuple[KernelIndex, ...]
@@ -102,13 +102,13 @@ class KernelStep:
 
 
 class KernelAttention:
-    """An `Attention` by kernels.
+    """`Attention` by kernels.
 
     Args:
-        cache: this rank's.
-        num_sharing: query heads for each KV head.
-        dtype: the type in which the model computes.
-        room: for the block tables of its steps.
+        cache: this rank's cache.
+        num_sharing: query heads per KV head.
+        dtype: data type of the model's computation.
+        room: maximum size of the block tables.
         is_invariant: see `HeadShape.is_invariant`.
 
     Attributes:
@@ -116,7 +116,7 @@ class KernelAttention:
     """
 
     name = "kernels"
-    needs_numbers = False  # what is masked is not loaded
+    needs_numbers = False  # masked values are not loaded
 
     def __init__(
         self, cache: KVCache, num_sharing: int, dtype: torch.dtype, room: TableRoom, *, is_invariant: bool = False
@@ -128,7 +128,7 @@ class KernelAttention:
         self.shapes = tuple(replace(shape, is_invariant=is_invariant) for shape in shapes)
 
     def ways(self) -> Sequence[KernelAttention]:
-        """Returns itself, and what else attends by other means where it serves: all have to prove right."""
+        """Return itself and its variants for graphs: all of them must pass the probe."""
         return [self]
 
     def step(self, parts: Sequence[StepPart], on_layer_done: OnLayerDone, numbers: StepNumbers) -> KernelStep:
@@ -147,11 +147,11 @@ class KernelAttention:
         return KernelStep(self, tuple(indices), on_layer_done, decoded)
 
     def graph_step(self, numbers: torch.Tensor) -> KernelStep:
-        """Returns what a graph of decodes attends by, over and over.
+        """Return the step that a graph of decodes attends by in every replay.
 
         Args:
-            numbers: `[6, size]` on the device: the rows of the block tables and the positions of its tokens, then its
-                tiles (`kernels`). They change from replay to replay.
+            numbers: `[6, size]` on the device: the block table rows and the positions of its tokens, then its tiles
+                (`kernels`). They change from replay to replay.
         """
         rows, places, tiles = numbers[0], numbers[1], numbers[2:].view(-1, 4)
         decoded = self.decoded_in_graph(len(tiles))
@@ -162,21 +162,21 @@ class KernelAttention:
         return KernelStep(self, tuple(indices), ignore_layer, decoded)
 
     def decoded(self, parts: Sequence[StepPart], rows: Sequence[int]) -> DecodedTokens | None:
-        """Returns who attends the decodes of a step; None: the kernels.
+        """Return the attention for the decodes of a step; None: the kernels.
 
         Args:
-            parts: all of one known token.
-            rows: of the block tables, of each part.
+            parts: parts of one known token each.
+            rows: row of the block tables for each part.
         """
         return None
 
     def decoded_in_graph(self, size: int) -> DecodedTokens | None:
-        """Returns who attends the tokens of a graph, of which there are `size`; None: the kernels."""
+        """Return the attention for the `size` tokens of a graph; None: the kernels."""
         return None
 
 
 def _capability_of(device: torch.device) -> int:
-    """Returns a GPU's compute capability; elsewhere the kernels are interpreted, as a recent one would compute them."""
+    """Return a GPU's compute capability. On other devices the kernels are interpreted, as for a recent GPU."""
     if device.type != "cuda":
         return WGMMA_CAPABILITY
     major, minor = torch.cuda.get_device_capability(device)
@@ -196,10 +196,10 @@ def _head_shape(group: LayerGroup, num_sharing: int, dtype: torch.dtype, capabil
 
 
 def _tiles(parts: Sequence[StepPart], rows: Sequence[int], shape: HeadShape, numbers: StepNumbers) -> Iterator[Tiles]:
-    """Yields the tiles of the segments of a step, if it has any, and those of its decodes: see `attention`.
+    """Yield the tiles of a step's segments, if it has any, and those of its decodes: see `attention`.
 
     Args:
-        rows: of the block tables, of each part.
+        rows: row of the block tables for each part.
     """
     num_segments = sum(part.num_known_tokens > 1 for part in parts)
     begin = 0

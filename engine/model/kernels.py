@@ -1,19 +1,19 @@
-"""Triton kernels over the pages of a KV cache, and how they are launched. Imports Triton: only `kernel_attention` does.
+"""Triton kernels over the pages of a KV cache, and their launches. Imports Triton: only `kernel_attention` imports it.
 
-What they are given of a step lies in two lists of whole numbers, and in the sequences' block tables:
+The inputs of a step are two lists of integers, and the sequences' block tables:
 
-    rows, places  [T]           of each new token: the row of its sequence's block table, and its position;
-                                a place of -1 is nobody's: nothing is written there
+    rows, places  [T]           for each new token: the row of its sequence's block table, and its position;
+                                a place of -1 is padding: nothing is written there
     tiles         [tiles, 4]    row of the block table | first packed token | tokens | position of the first
     tables        [rows, blocks]
 
-A program of `attend` computes one tile for one KV head: the query heads that share it are packed into rows, token by
-token, and K and V are read once for all of them, a block at a time, wherever it lies. No page is copied and no mask
-made. Where many keys meet few tokens, they are divided into shares (Dao et al., 2023, Flash-Decoding), of a size that
-depends on the tile alone, whatever is computed beside it; `combine` adds the shares up. How many programs go through
-the shares of a tile depends on how many tiles there are, and changes no number.
+A program of `attend` computes one tile for one KV head. The query heads that share it are packed into rows, token by
+token, and K and V are read once for all of them, one block at a time, wherever it is. No page is copied and no mask is
+created. If few tokens attend many keys, the keys are divided into shares (Dao et al., 2023, Flash-Decoding). Their size
+depends only on the tile, not on the batch; `combine` merges the shares. The number of programs that process the shares
+of a tile depends on the number of tiles, and does not change the result.
 
-Offsets into pages are 64 bits wide: a layer's part of a pool may have more than 2^31 elements.
+Offsets into pages have 64 bits: a layer's part of a pool may have more than 2^31 elements.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ import triton.language as tl
 from engine.model.tilings import Tiling, tilings_of
 
 NUM_SHARES = 16
-"""Shares that the keys of a tile are divided into, at most."""
+"""Maximum number of shares into which the keys of a tile are divided."""
 SHARE_KEYS = 128
-"""Keys of a share, at least."""
+"""Minimum number of keys in a share."""
 ENOUGH_PROGRAMS = 2048
-"""Programs that keep a GPU busy: several times what it runs at once, as tiles differ in length."""
+"""Programs that keep a GPU busy: several times as many as run at once, as tiles differ in length."""
 WRITE_TOKENS = 16
 """Tokens that a program writes."""
 NO_WINDOW = 1 << 30
 LOG2_E = math.log2(math.e)
 _VARIED = ("tables", "rows", "places", "tiles")
-"""Arguments that lie elsewhere in each step: were kernels compiled for their alignment, too, that would happen in the
-middle of serving."""
+"""Arguments whose addresses change from step to step. Specialized kernels for their alignment would be compiled while
+serving."""
 
 
 @triton.jit
 def _rounded(values, pages):
-    """Returns values in the type of pages. What is beyond the range of 8-bit floats becomes the largest of them."""
+    """Return values in the type of pages. Values beyond the range of 8-bit floats become their maximum."""
     if pages.dtype.element_ty == tl.float8e4nv:
         values = tl.clamp(values.to(tl.float32), -448.0, 448.0)
     return values.to(pages.dtype.element_ty)
@@ -58,7 +58,7 @@ def write(
     KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Writes K and V of some tokens and one head into their pages, rounded to the pages' type."""
+    """Write K and V of some tokens and one head into their pages, rounded to the pages' type."""
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     place = tl.load(places + token, mask=token < num_tokens, other=-1).to(tl.int32)
@@ -81,10 +81,11 @@ def write(
 
 @triton.jit
 def _shares_of(position, count, window, KEYS: tl.constexpr, SHARES: tl.constexpr, SHARE: tl.constexpr):
-    """Returns the first key that a tile sees and the one behind its last, how many make a share, and how many shares
-    there are: none of padding.
+    """Return the first key that a tile sees, one past its last, the size of a share, and the number of shares.
+
+    Padding has no shares.
     """
-    begin = tl.maximum(position - window + 1, 0) // KEYS * KEYS  # tokens of all tiles meet the same keys together
+    begin = tl.maximum(position - window + 1, 0) // KEYS * KEYS  # aligned, so that all tiles read the same groups
     num_keys = position + count - begin
     keys_each = tl.maximum(tl.cdiv(num_keys, SHARES * KEYS) * KEYS, SHARE)
     return begin, begin + num_keys, keys_each, tl.cdiv(num_keys, keys_each)
@@ -92,16 +93,18 @@ def _shares_of(position, count, window, KEYS: tl.constexpr, SHARES: tl.constexpr
 
 @triton.jit
 def _blocks_of(table, start, end, KEYS: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the blocks in which some keys lie, one for each key."""
+    """Return the block of each of some keys."""
     place = start + tl.arange(0, KEYS)
     return tl.load(table + place // BLOCK, mask=place < end, other=0).to(tl.int64)
 
 
 @triton.jit
 def _weighed(scores, peak, scale):
-    """Returns powers of the scores above the highest one of a row so far, how what came before it fades, and it."""
+    """Return the exponentials of the scores relative to each row's running maximum, the factor for earlier sums, and
+    the maximum.
+    """
     higher = tl.maximum(peak, tl.max(scores, 1) * scale)
-    level = tl.where(higher == float("-inf"), 0.0, higher)  # of a row that has seen no key
+    level = tl.where(higher == float("-inf"), 0.0, higher)  # for a row that has seen no key
     return tl.exp2(scores * scale - level[:, None]), tl.exp2(peak - level), higher
 
 
@@ -111,8 +114,10 @@ def _look(
     PAGES: tl.constexpr, BLOCK: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, KEYS: tl.constexpr, IS_EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Adds some keys to the highest score of each row, to the sum of its weights, and to what it has found. Unless it
-    `IS_EDGE`, each row sees all of them. What is before the oldest key that any row sees may be another sequence's.
+    """Update each row's maximum score, sum of weights and weighted values with some keys.
+
+    Unless it `IS_EDGE`, each row sees all of these keys. Places before the oldest key that any row sees may belong to
+    another sequence.
     """
     place = start + tl.arange(0, KEYS)
     is_key = (place >= oldest) & (place < end)
@@ -144,8 +149,10 @@ def _look_over(
     PAGES: tl.constexpr, BLOCK: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, KEYS: tl.constexpr, IS_WHOLE: tl.constexpr, IN_ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Looks at the keys from `first` to `end`, which are all of a tile's where it `IS_WHOLE`: then there are many that
-    all rows see, and they come first. Pages cannot be asked for before it is known which, so that is read a turn ahead.
+    """Process the keys from `first` to `end`, which are all keys of a tile if it `IS_WHOLE`.
+
+    Then most keys are seen by all rows, and they come first. The address of a page depends on its block number, so
+    block numbers are loaded one iteration ahead.
     """
     peak = tl.full((asked.shape[0],), float("-inf"), tl.float32)
     total = tl.full((asked.shape[0],), 0.0, tl.float32)
@@ -156,7 +163,7 @@ def _look_over(
     if IS_WHOLE:
         inner = first + tl.cdiv(tl.maximum(end - window - first, 0), KEYS) * KEYS
         num_inner = tl.maximum(position + 1 - inner, 0) // KEYS * KEYS
-        if IN_ORDER:  # in a window what comes first would depend on the tile
+        if IN_ORDER:  # in a window the keys that come first would depend on the tile
             num_inner = tl.where(inner > first, 0, num_inner)
         block = _blocks_of(table, inner, end, KEYS, BLOCK)
         for start in range(inner, inner + num_inner, KEYS):
@@ -169,7 +176,7 @@ def _look_over(
     block = _blocks_of(table, first, end, KEYS, BLOCK)
     for step in range(first, end - num_inner, KEYS):
         start = step
-        if IS_WHOLE:  # few turns: reading ahead would only cost registers
+        if IS_WHOLE:  # few iterations: loading ahead would only cost registers
             start = tl.where(step < inner, step, step + num_inner)
             block = _blocks_of(table, start, end, KEYS, BLOCK)
             next_block = block
@@ -190,10 +197,11 @@ def attend(
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     SHARES: tl.constexpr, SHARE: tl.constexpr, IN_ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Attends the rows of a tile over its keys: `out` is `[T, heads, V_DIM]`, or with several shares `[T, heads,
-    num_shares, V_DIM]`, not yet divided by `sums`; `peaks` and `sums` are `[T, heads, num_shares]`.
+    """Attend the rows of a tile over its keys.
 
-    Programs take the shares of a tile in turn. The last tiles go first: those of a prompt have the most keys.
+    `out` is `[T, heads, V_DIM]`, or with several shares `[T, heads, num_shares, V_DIM]`, not yet divided by `sums`;
+    `peaks` and `sums` are `[T, heads, num_shares]`. Programs take the shares of a tile in turn. The last tiles go
+    first: those of a prompt have the most keys.
     """
     tile = tiles + (tl.num_programs(0) - 1 - tl.program_id(0)) * 4
     head = tl.program_id(1).to(tl.int64)
@@ -239,8 +247,9 @@ def combine(
     HEADS: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr, KEYS: tl.constexpr,
     SHARES: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the shares of the tokens of a tile and one head. A token that has seen no key, as padding, comes out as
-    zeros.
+    """Merge the shares of the tokens of a tile and one head.
+
+    A token that has seen no key, such as padding, becomes zeros.
     """
     tile = tiles + tl.program_id(0) * 4
     first = tl.load(tile + 1).to(tl.int64)
@@ -265,11 +274,11 @@ def combine(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """What the kernels are compiled for: the heads of a layer group, and the type in which a model computes."""
+    """Constants for which the kernels are compiled: the heads of a layer group, and the model's data type."""
 
     num_kv_heads: int
     num_sharing: int
-    """Query heads for each KV head."""
+    """Query heads per KV head."""
     block_size: int
     k_dim: int
     v_dim: int
@@ -278,11 +287,11 @@ class HeadShape:
     capability: int
     """The GPU's compute capability, such as 90."""
     is_invariant: bool = False
-    """Whether a token comes out the same to the bit in any tile: all are of one kind, and keys are not divided."""
+    """True if a token's result is bit-identical in any tile: all tiles are of one kind, and keys are not divided."""
 
     @property
     def pages(self) -> dict[str, int]:
-        """Constants that say how pages lie."""
+        """Constants that describe the layout of pages."""
         return {
             "KV_HEADS": self.num_kv_heads,
             "BLOCK": self.block_size,
@@ -293,7 +302,7 @@ class HeadShape:
         }
 
     def tiling(self, *, of_one_token: bool, is_shared: bool) -> Tiling:
-        """Returns how tiles of one token each are compiled, or such of many, whose keys are divided or not."""
+        """Return the tiling for tiles of one or of many tokens, with keys divided into shares or not."""
         tilings = tilings_of(self.itemsize, max(self.k_dim, self.v_dim), 0 if self.is_invariant else self.capability)
         if self.is_invariant or not (of_one_token or is_shared):
             return tilings.many_tokens
@@ -301,7 +310,7 @@ class HeadShape:
 
 
 class WrittenTokens(NamedTuple):
-    """The tokens that a step computes, and where their sequences' blocks are. See the module."""
+    """Tokens that a step computes, and the locations of their sequences' blocks. See the module's docstring."""
 
     tables: torch.Tensor
     rows: torch.Tensor
@@ -312,17 +321,17 @@ class Tiles(NamedTuple):
     """Queries that are attended by one launch."""
 
     tiles: torch.Tensor
-    """`[tiles, 4]`: see the module."""
+    """`[tiles, 4]`: see the module's docstring."""
     of_one_token: bool
-    """Whether no tile has more than one."""
+    """True if every tile has one token."""
     num_shares: int
-    """Shares that any of them divides its keys into, at most `NUM_SHARES`; 0: each sees all of its keys at once."""
+    """Maximum number of shares of any of them, at most `NUM_SHARES`; 0: keys are not divided."""
 
 
 def write_pages(
     shape: HeadShape, pages: torch.Tensor, key: torch.Tensor, value: torch.Tensor, new: WrittenTokens
 ) -> None:
-    """Writes K and V, `[kv_heads, T, dim]`, into one layer's pages."""
+    """Write K and V, `[kv_heads, T, dim]`, into one layer's pages."""
     key, value = _with_close_dims(key), _with_close_dims(value)
     num_tokens = key.shape[1]
     _launch(
@@ -337,7 +346,7 @@ def attend_tiles(
     shape: HeadShape, pages: torch.Tensor, query: torch.Tensor, out: torch.Tensor, *,
     tables: torch.Tensor, tiles: Tiles, scaling: float, window: int | None,
 ) -> None:  # fmt: skip
-    """Attends queries, `[heads, T, k_dim]`, over one layer's pages, and writes into `out`, `[T, heads, v_dim]`."""
+    """Attend queries, `[heads, T, k_dim]`, over one layer's pages, and write into `out`, `[T, heads, v_dim]`."""
     query = _with_close_dims(query)
     tiling = shape.tiling(of_one_token=tiles.of_one_token, is_shared=tiles.num_shares > 0)
     size = (len(out), query.shape[0], tiles.num_shares)
@@ -364,12 +373,12 @@ def attend_tiles(
 
 
 def num_shares_of(num_keys: int, shape: HeadShape) -> int:
-    """Returns into how many shares so many keys of a tile are divided, at most: as `attend` reckons."""
+    """Return the maximum number of shares for `num_keys` keys of a tile, as `attend` computes it."""
     return 0 if shape.is_invariant else max(1, min(NUM_SHARES, -(-num_keys // SHARE_KEYS)))
 
 
 def _num_programs(num_tiles: int, num_shares: int) -> int:
-    """Returns how many programs go through the shares of a tile and a KV head."""
+    """Return the number of programs for the shares of a tile and a KV head."""
     return max(1, min(num_shares, -(-ENOUGH_PROGRAMS // num_tiles)))
 
 
@@ -380,7 +389,7 @@ def _launch(
 
 
 def _width(dim: int) -> int:
-    """Returns the dimensions of a head in a register file, of which the last are masked."""
+    """Return the padded number of dimensions of a head in registers; the padding is masked."""
     return max(16, 1 << (dim - 1).bit_length())
 
 

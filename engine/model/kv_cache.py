@@ -1,7 +1,7 @@
-"""The tensors of one rank's KV cache: blocks for each layer group, and a small named state per sequence.
+"""Tensors of one rank's KV cache: blocks for each layer group, and a small named state per sequence.
 
-Models whose layers differ in head shape have several groups; recurrent layers keep their state outside the blocks. What
-crosses a KV transfer is, for every family, the blocks of each group and the sequence's states.
+Models whose layers differ in head shape have several groups; recurrent layers keep their state outside the blocks. For
+every model family a KV transfer consists of the blocks of each group and the sequence's states.
 
 Blocks are head-major, so that a tensor-parallel slice of a block is one contiguous run:
 
@@ -28,15 +28,16 @@ if TYPE_CHECKING:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Returns the data type of a name without `torch.`."""
+    """Return the data type with this name, without `torch.`."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns values in another data type. Those that are beyond the range of an 8-bit one become its largest: not
-    every version of torch does so by itself, and others make no numbers of them.
+    """Return values in another data type, limited to the range of an 8-bit one.
+
+    Not every version of torch limits them by itself; some return NaN.
     """
     if dtype.itemsize == 1 and dtype.is_floating_point and values.dtype is not dtype:
         largest = torch.finfo(dtype).max
@@ -45,29 +46,29 @@ def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def movable_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns a data type of the same width that torch can index on every device, which 8-bit floats are not."""
+    """Return a data type of the same width that torch can index on every device; 8-bit floats it cannot."""
     return torch.uint8 if dtype is torch_dtype(FP8) else dtype
 
 
 def movable(values: torch.Tensor) -> torch.Tensor:
-    """Returns values as what can be moved, and zeroed: see `movable_dtype`; shares memory."""
+    """Return a view of values that can be indexed and zeroed: see `movable_dtype`."""
     return values.view(movable_dtype(values.dtype))
 
 
 class KVCache:
-    """The tensors of one rank's KV cache.
+    """Tensors of one rank's KV cache.
 
     Args:
-        shared: other processes will get it. On a CPU it lies in shared memory from the first, since it would be copied
-            there otherwise; of what is in a GPU's memory they get a handle anyway.
+        shared: whether other processes receive it. On a CPU it is then created in shared memory, since it would be
+            copied there otherwise; for GPU memory they receive a handle in any case.
 
     Attributes:
-        groups: one tensor a layer group, `[layers, num_blocks, row_numel]`.
-        states: one tensor a named state, `[max_num_seqs, *shape]`.
+        groups: one tensor per layer group, `[layers, num_blocks, row_numel]`.
+        states: one tensor per named state, `[max_num_seqs, *shape]`.
 
     Raises:
         ValueError: the spec has another page order than this cache, or gaps.
-        ModelLoadError: there is not that much memory.
+        ModelLoadError: there is not enough memory.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class KVCache:
     ) -> None:
         for group in spec.groups:
             if group.page_order is not PageOrder.K_THEN_V or any(group.strides):
-                raise ValueError(f"group {group.name!r} does not lie in pages of K and of V without gaps")
+                raise ValueError(f"group {group.name!r} must have pages of K and of V without gaps")
         self.spec = spec
         self.num_blocks = num_blocks
         self.num_states = max_num_seqs if spec.states else 0
@@ -103,26 +104,27 @@ class KVCache:
         return (self.num_blocks,) * len(self.groups) + ((self.num_states,) if self.states else ())
 
     def layer(self, layer_index: int) -> torch.Tensor:
-        """Returns one layer as pages, `[num_blocks * kv_heads, block_size * (k_dim + v_dim)]`; shares memory."""
+        """Return one layer as pages, `[num_blocks * kv_heads, block_size * (k_dim + v_dim)]`; shares memory."""
         group, index = self._place[layer_index]
         return self.groups[group][index].view(-1, self.spec.groups[group].page_numel)
 
     def group_of(self, layer_index: int) -> int:
-        """Returns the index of the layer's group."""
+        """Return the index of the layer's group."""
         return self._place[layer_index][0]
 
     def clear_blocks(self, tables: Sequence[Sequence[int] | torch.Tensor]) -> None:
-        """Zeroes whole blocks of each group in every layer.
+        """Zero whole blocks of each group in every layer.
 
         Args:
-            tables: numbers of blocks, or an int64 tensor of them on the cache's device, for which nobody waits.
+            tables: block numbers of each group, as a list or as an int64 tensor on the cache's device, which avoids a
+                wait.
         """
         for group, blocks in zip(self.groups, tables, strict=False):
             if len(blocks):
                 movable(group).index_fill_(1, torch.as_tensor(blocks, device=self.device), 0)
 
     def clear_places(self, group: int, block: int, begin: int) -> None:
-        """Zeroes the places of a block from `begin` on, in every layer of a group."""
+        """Zero the places of a block from `begin` on, in every layer of a group."""
         spec = self.spec.groups[group]
         pages = movable(self.groups[group])[:, block].view(-1, spec.num_kv_heads, spec.page_numel)
         values = spec.block_size * spec.k_dim
@@ -130,7 +132,7 @@ class KVCache:
         pages[..., values + begin * spec.v_dim :] = 0
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
-        """Copies whole blocks in every layer of their group, or the states of a sequence, in order."""
+        """Copy whole blocks in every layer of their group, or the states of a sequence, in order."""
         for copy in copies:
             if copy.group < len(self.groups):
                 self.groups[copy.group][:, copy.target] = self.groups[copy.group][:, copy.source]
@@ -139,13 +141,13 @@ class KVCache:
                     state[copy.target] = state[copy.source]
 
     def clear_states(self, blocks: Sequence[int]) -> None:
-        """Zeroes the states in the given blocks of the states' table."""
+        """Zero the states in the given blocks of the states' table."""
         for state in self.states.values():
             state[list(blocks)] = 0
 
 
 def _lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros on a CPU, page-aligned. Unlike that of `torch.zeros`, its memory is taken when it is used."""
+    """Return zeros on a CPU, page-aligned. Unlike `torch.zeros`, memory is allocated when it is first used."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if not num_bytes:
         return torch.zeros(*shape, dtype=dtype)
@@ -153,14 +155,14 @@ def _lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise ModelLoadError(
-            f"this machine has no {num_bytes / 2**30:.1f} GiB for KV ({error}); lower engine.kv_cache_gib"
+            f"this machine does not have {num_bytes / 2**30:.1f} GiB for KV ({error}); lower engine.kv_cache_gib"
         ) from error
-    with contextlib.suppress(AttributeError, OSError):  # not on this system, or not in this kernel
+    with contextlib.suppress(AttributeError, OSError):  # not available on this system or kernel
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def _shared_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros on a CPU that processes may share. Unlike the other, it takes all of its memory at once."""
+    """Return zeros on a CPU that processes may share. Unlike `_lazy_zeros`, all memory is allocated at once."""
     storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=dtype).set_(storage).view(shape)

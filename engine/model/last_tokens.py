@@ -1,6 +1,6 @@
-"""The tokens that a step has sampled, for the one that was planned before they were known.
+"""Sampled tokens of the last step, for a step that was planned before they were known.
 
-On a device they need not come to the host for that: they are put where the next step reads its tokens.
+On a device they need not be copied to the host first: they are written into the next step's token ids.
 """
 
 from __future__ import annotations
@@ -16,43 +16,42 @@ from engine.core.runner import UNKNOWN_TOKEN, LaunchedStep, StepInput, StepOutpu
 from engine.uploads import StepNumbers
 
 SOME_TOKEN = 0
-"""Every vocabulary has it."""
+"""Token that every vocabulary has."""
 
 
 class Filling(NamedTuple):
-    """Tokens that are known to the device alone."""
+    """Tokens that are known only on the device."""
 
     places: torch.Tensor
-    """Where they stand among the packed tokens of a step, `[tokens]`."""
+    """Indices of the tokens among the packed tokens of a step, `[tokens]`."""
     sources: torch.Tensor
-    """Where each stands in `tokens`, `[tokens]`."""
+    """The index of each in `tokens`, `[tokens]`."""
     tokens: torch.Tensor
     """`[tokens of the step before]`, on the device."""
 
     def put_by(self, numbers: StepNumbers) -> Filling:
-        """Returns the same with all on the device, once the numbers have been sent."""
+        """Return the same with all tensors on the device, once the numbers have been sent."""
         return Filling(numbers.put(self.places), numbers.put(self.sources), self.tokens)
 
     def fill(self, token_ids: torch.Tensor) -> None:
-        """Puts them into the packed tokens, `[tokens]` on the device."""
+        """Write them into the packed tokens, `[tokens]` on the device."""
         token_ids.index_copy_(0, self.places, self.tokens.index_select(0, self.sources))
 
 
 class LastTokens:
-    """What the last step that was launched has sampled."""
+    """Tokens that the last launched step has sampled."""
 
     def __init__(self) -> None:
         self._last: tuple[StepInput, LaunchedStep] | None = None
 
     def keep(self, step: StepInput, launched: LaunchedStep) -> None:
-        """Takes a step that was launched."""
+        """Remember a step that was launched."""
         self._last = step, launched
 
     def filled(self, step: StepInput) -> StepInput:
-        """Returns the next step with all its tokens, for which it waits. The step before is forgotten: its tokens are
-        for no other one.
+        """Return the next step with all its tokens, waiting for them. The step before is forgotten.
 
-        A sequence that the step before has ended (`StepOutput.refusal`) gets some token: what comes of it is dropped.
+        A sequence that the step before has ended (`StepOutput.refusal`) gets an arbitrary token; its result is dropped.
         """
         last, self._last = self._last, None
         if not any(_has_unknown(part) for part in step.parts):
@@ -71,8 +70,9 @@ class LastTokens:
         return StepInput(tuple(parts), step.copies)
 
     def filling(self, packed: Sequence[StepPart]) -> Filling | None:
-        """Returns what the unknown tokens of the next step, whose parts are packed so, are on the device; None: there
-        are none, or they have come to the host, where `filled` finds them.
+        """Return the unknown tokens of the next step, whose parts are packed like this, on the device.
+
+        None: there are none, or they are on the host, where `filled` finds them.
         """
         if self._last is None or not isinstance(launched := self._last[1], DeviceStep):
             return None
@@ -88,18 +88,18 @@ class LastTokens:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """A step that a device computes, without drafts, scores and what else only the host could sample."""
+    """Step that a device computes, without drafts, scores or anything that needs sampling on the host."""
 
     step: StepInput
     sequence_keys: Sequence[int]
-    """The sequences of the parts that sample, in the order of `tokens`."""
+    """Keys of the parts that sample, in the order of `tokens`."""
     tokens: torch.Tensor
     """`[parts that sample]`, on the device."""
     copied: CopiedTokens
 
     @classmethod
     def of(cls, step: StepInput, sampling: Sequence[StepPart], tokens: torch.Tensor) -> DeviceStep:
-        """Returns a step all of whose work is on its way.
+        """Return a step whose work has been submitted.
 
         Args:
             sampling: the parts that sample, in the order of `tokens`.
@@ -115,16 +115,16 @@ class DeviceStep:
 
 @dataclass(frozen=True, slots=True)
 class CopiedTokens:
-    """Tokens on their way to the host, behind all that their device was asked for before."""
+    """Tokens that are being copied to the host, in order after all earlier work of their device."""
 
     tokens: torch.Tensor
     """`[tokens]`, in pinned memory."""
     done: torch.cuda.Event | None
-    """None: they are there."""
+    """Event after the copy; None: the tokens are already there."""
 
     @classmethod
     def of(cls, tokens: torch.Tensor) -> CopiedTokens:
-        """Begins to copy tokens, and does not wait for them."""
+        """Start to copy tokens, without waiting for them."""
         if tokens.device.type != "cuda":
             return cls(tokens, None)
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
@@ -132,7 +132,7 @@ class CopiedTokens:
         return cls(host, torch.cuda.current_stream(tokens.device).record_event())
 
     def wait(self) -> list[int]:
-        """Returns the tokens once they are there, and with them all that comes before them."""
+        """Return the tokens once the copy, and all earlier work, is done."""
         if self.done is not None:
             self.done.synchronize()
         found: list[int] = self.tokens.tolist()

@@ -1,4 +1,4 @@
-"""What runners have in common whose models give logits: KV caches, the order of a step, and the one sampler."""
+"""Common part of runners whose models give logits: KV caches, the order of a step, and the sampler."""
 
 from __future__ import annotations
 
@@ -46,22 +46,23 @@ if TYPE_CHECKING:
     from baton.config import EngineConfig, ModelConfig
 
 FULL_LENGTH_SEQUENCES = 64
-"""The pool is not made larger than this many sequences of full length, or as many as there may be if that is more."""
+"""Limit of the pool's size, in sequences of maximum length, unless `max_num_seqs` is larger."""
 WARM_UP_TOKENS = 64
 NO_SAMPLING = SamplingParams(temperature=0.0)
-"""What a step has in place of a request's parameters where nobody samples."""
+"""Parameters of a part whose tokens are not sampled by a request."""
 
 
 class LogitsRunner(ABC):
-    """A causal language model and its KV caches: a `Runner`, whose subclass computes the logits.
+    """Causal language model with its KV caches: a `Runner` whose subclass computes the logits.
 
     Args:
         config: the model's transformers configuration.
         devices: one for each rank.
-        num_blocks: of the first caches, which others will replace (`_make_caches`); 0: they are those that stay.
+        num_blocks: blocks of temporary first caches, which the subclass replaces (`_make_caches`); 0: the caches are
+            final.
 
     Raises:
-        ModelLoadError: the KV pool is too small, or sequences may not be so long; the message says why.
+        ModelLoadError: the KV pool is too small, or sequences cannot have the configured length; the message says why.
         ConfigError: there is no room for the KV pool.
     """
 
@@ -71,11 +72,11 @@ class LogitsRunner(ABC):
     token_s = 0.0
     """See `Runner.token_s`."""
     row_by_row: Callable[[], AbstractContextManager[object]] = staticmethod(contextlib.nullcontext)
-    """Makes what a step's tokens and scores are found in."""
+    """Context manager in which a step's tokens and scores are computed."""
     _set_aside = 0
-    """Bytes of each GPU that are not for the pool, since transfers may take them."""
+    """Bytes of each GPU that are reserved for transfers and not used by the pool."""
     unknown_settings = frozenset({"arithmetic_step_ms", "arithmetic_token_ms"})
-    """Settings that its engine does not know."""
+    """Settings that its engine does not support."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class LogitsRunner(ABC):
         self.computes = Computes(num_ranks=len(devices), dtype=self.dtype, weights=model.weights, kv_dtype=pages)
         self._model_len = longest_sequence(config, engine.max_model_len)
         report_longest(config, engine.max_model_len, self._model_len)
-        if not engine.num_blocks:  # refused before minutes are spent on loading
+        if not engine.num_blocks:  # refuse before minutes are spent on loading
             estimated = self._num_blocks_of(_pool_gib(model, engine, self.dtype, devices, self._set_aside))
         self._make_caches(engine, num_blocks or engine.num_blocks or estimated, devices)
         self.sampler = SAMPLER
@@ -108,16 +109,16 @@ class LogitsRunner(ABC):
         self._steps = SmallerSteps(self._executed, self._copy_blocks, self.recover)
 
     def _num_blocks_of(self, pool_gib: float) -> int:
-        """Returns how many blocks a pool of that size has."""
+        """Return the number of blocks in a pool of this size."""
         num_sequences = max(FULL_LENGTH_SEQUENCES, self.batch.max_num_seqs)
         most = num_sequences * num_blocks_for(self._model_len, self.spec.block_size)
         return min(int(pool_gib * GIB // self.spec.block_bytes), most)
 
     def _make_caches(self, engine: EngineConfig, num_blocks: int, devices: Sequence[torch.device]) -> None:
-        """Makes a cache for each rank, in place of those that there are.
+        """Create a cache for each rank, replacing the existing ones.
 
         Raises:
-            ModelLoadError: there are too few blocks, or no memory for so many.
+            ModelLoadError: there are too few blocks, or not enough memory.
         """
         spec = self.spec
         if num_blocks < 2:
@@ -134,7 +135,7 @@ class LogitsRunner(ABC):
             )
         except torch.OutOfMemoryError as error:
             raise ModelLoadError(
-                f"there is no memory for a KV pool of {num_blocks * spec.block_bytes / GIB:.1f} GiB: lower "
+                f"a KV pool of {num_blocks * spec.block_bytes / GIB:.1f} GiB does not fit into memory: lower "
                 f"engine.kv_cache_gib or engine.num_blocks ({in_one_line(error)})"
             ) from error
         self.cache = self.caches[0]
@@ -146,7 +147,7 @@ class LogitsRunner(ABC):
 
     @abstractmethod
     def _compute(self, step: RankStep, on_layer_done: OnLayerDone) -> torch.Tensor:
-        """Computes a step, as `ModelRank.compute` does; its KV is in the caches of all ranks."""
+        """Compute a step, as `ModelRank.compute` does; its KV is in the caches of all ranks afterwards."""
 
     @abstractmethod
     def close(self) -> None:
@@ -187,7 +188,7 @@ class LogitsRunner(ABC):
         with self.row_by_row():
             prompts = self._prompt_scores(logits[num_rows:], packed, order) if num_scored else None
         if not sampling:
-            self._wait_for_stream()  # with a row to sample from, reading its token waits for the step
+            self._wait_for_stream()  # otherwise reading a sampled token waits for the step
             return StepOutput.of(step, Drawn([]), prompts)
 
         def sample(places: Sequence[int], rows: Sequence[Row]) -> Sampled:
@@ -204,7 +205,7 @@ class LogitsRunner(ABC):
     def _prompt_scores(
         self, logits: torch.Tensor, packed: Sequence[StepPart], order: Sequence[int]
     ) -> list[TokenScores]:
-        """Returns the scores of each part, in the order of the step, of the logits of all scored tokens."""
+        """Return the scores of each part, in the order of the step, from the logits of all scored tokens."""
         found = [NO_SCORES] * len(packed)
         begin = 0
         for row, part in enumerate(packed):
@@ -215,13 +216,13 @@ class LogitsRunner(ABC):
         return found
 
     def _warm_up(self, compute: Callable[[RankStep, OnLayerDone], torch.Tensor]) -> list[torch.Tensor]:
-        """Computes a prompt and a step of decoding, in blocks that are nobody's yet, and returns their logits.
+        """Compute a prompt and a step of decoding, in unused blocks, and return their logits.
 
         A process's first step loads kernels, which takes seconds on a GPU. It must neither delay a client's first token
-        nor count among what steps cost.
+        nor count among the step costs.
 
         Raises:
-            ModelLoadError: the device has too little memory for a step, or the like.
+            ModelLoadError: the step fails, for example because the device has too little memory.
         """
         num_tokens = min(WARM_UP_TOKENS, self.max_model_len)
         token_ids = tuple(place % self.vocab_size for place in range(num_tokens))
@@ -243,7 +244,7 @@ class LogitsRunner(ABC):
                     num_prompt_tokens=num_tokens,
                 )
                 logits.append(compute(RankStep([part], [0]), ignore_layer).clone())
-                if begin == 0 and self.cache.device.type == "cpu":  # a GPU has loaded its kernels meanwhile
+                if begin == 0 and self.cache.device.type == "cpu":  # on a GPU this includes loading the kernels
                     self.token_s = (time.monotonic() - began_s) / num_tokens
             self._wait_for_stream()
         except Exception as error:  # the model's own code
@@ -258,7 +259,7 @@ class LogitsRunner(ABC):
 def _pool_gib(
     model: ModelConfig, engine: EngineConfig, dtype: str, devices: Sequence[torch.device], set_aside: int
 ) -> float:
-    """Returns the size of each rank's pool beside weights of a type. Raises ConfigError: there is no room for it."""
+    """Return the size of each rank's pool next to the weights, in GiB. Raise ConfigError if there is no room for it."""
     share = engine.memory_share if engine.kv_cache_gib == "auto" else 1.0
     kept = "fp8" if model.weights == "fp8" else dtype
     weights = weights_bytes(Path(model.path), kept) // len(devices)
@@ -272,7 +273,7 @@ def _pool_gib(
 
 
 def _require_shared_memory(num_bytes: int, folder: Path = Path("/dev/shm")) -> None:
-    """Raises ModelLoadError unless the other ranks' caches fit."""
+    """Raise ModelLoadError unless the other ranks' caches fit into shared memory."""
     if not folder.is_dir():
         return
     found = os.statvfs(folder)

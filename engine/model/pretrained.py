@@ -1,8 +1,8 @@
-"""The only place that has transformers read a model's folder: it runs no code of the folder, and asks nobody about it.
+"""The only module through which transformers reads a model folder: without running code from it or asking the user.
 
-Without `trust_remote_code=False` transformers asks on standard input whether it may run what config.json names. It
-gets the tensors, and looks for no files itself: it would ignore an index beside a `model.safetensors`, take a tensor
-from another shard than the index names, and unpickle `.bin` files.
+Without `trust_remote_code=False` transformers asks on standard input whether it may run the code that config.json
+names. Transformers receives the tensors and does not look for files itself: it would ignore an index next to a
+`model.safetensors`, take a tensor from another shard than the index names, and unpickle `.bin` files.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from baton.model_files import read_json
 from baton.weights_files import placed_tensors
 
 SLACK = 2
-"""How many times the numbers of the files a model may have: embeddings count twice where they are tied."""
+"""Maximum ratio of a model's parameters to the numbers in its files: tied embeddings count twice."""
 DTYPES = ("torch_dtype", "dtype")
 
 
 def read_config(path: str) -> Any:
-    """Returns transformers' configuration of a folder; its own errors have no class in common."""
+    """Return transformers' configuration of a folder. Its errors have no common class."""
     described = read_json(Path(path) / "config.json", required=True)
     for name in DTYPES:
         if isinstance(said := described.get(name), str):
@@ -35,22 +35,22 @@ def read_config(path: str) -> Any:
         described.pop("quantization_config", None)
     kind = described.get("model_type")
     if kind not in CONFIG_MAPPING:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)  # it says what is wrong
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)  # it raises the error
     return CONFIG_MAPPING[kind].from_dict(described)
 
 
 def load_model(folder: Path, config: Any, attention: str, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns the model, and transformers' report on what the files lack, have besides, or have in other shapes.
+    """Return the model, and transformers' report on missing, unused and mismatched tensors.
 
     Args:
-        folder: holds the weights.
+        folder: folder with the weights.
         config: see `read_config`.
-        attention: the name of the attention; a config.json may name one that transformers would download.
+        attention: name of the attention; a config.json may name one that transformers would download.
         options: further arguments of `from_pretrained`.
 
     Raises:
-        ModelLoadError: the files hold much less than the model that the configuration describes.
-        Exception: transformers' own, which have no class in common.
+        ModelLoadError: the files hold far fewer numbers than the model that the configuration describes.
+        Exception: transformers' own errors, which have no common class.
     """
     placed = placed_tensors(folder)
     model_class = _class_of(folder, config, attention, [head.num_elements for _, head in placed.values()])
@@ -62,7 +62,7 @@ def load_model(folder: Path, config: Any, attention: str, **options: Any) -> tup
             attn_implementation=attention,
             output_loading_info=True,
             trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # they are in the report, by name
+            ignore_mismatched_sizes=True,  # the report names them
             **options,
         )
     return model, report
@@ -70,25 +70,26 @@ def load_model(folder: Path, config: Any, attention: str, **options: Any) -> tup
 
 @contextlib.contextmanager
 def _opened(placed: dict[str, Path]) -> Iterator[dict[str, Any]]:
-    """Yields each tensor as a slice of its file, of which nothing is read before it is wanted."""
+    """Yield each tensor as a slice of its file, of which nothing is read before it is needed."""
     with contextlib.ExitStack() as stack:
         files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in set(placed.values())}
         yield {name: files[path].get_slice(name) for name, path in placed.items()}
 
 
 def _class_of(folder: Path, config: Any, attention: str, sizes: list[int]) -> Any:
-    """Returns the class of the model. First its size is compared with what the headers of the files say, before memory
-    is taken for it: transformers would make random numbers of all that is missing.
+    """Return the class of the model, after comparing its size with the files' headers.
+
+    The check comes before any memory is allocated: transformers would create random numbers for all missing tensors.
 
     Args:
-        sizes: the numbers that each tensor in the files has.
+        sizes: the number of elements of each tensor in the files.
 
     Raises:
-        ModelLoadError: they do not fit.
+        ModelLoadError: they do not match.
     """
     described = 0
     model_class: Any = None
-    if config.num_hidden_layers <= len(sizes):  # even to make modules without memory takes long
+    if config.num_hidden_layers <= len(sizes):  # even modules without memory take long to create
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
         model_class, described = type(model), sum(weight.numel() for weight in model.parameters())

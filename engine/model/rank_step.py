@@ -1,4 +1,4 @@
-"""The part of a step that every rank computes, and the order in which its parts lie."""
+"""The part of a step that every rank computes, and the packed order of its parts."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from engine.core.runner import BlockCopy, StepPart
 
 
 class RankStep(NamedTuple):
-    """What every rank computes. `parts` are in packed order; those in `sampling` want the logits of their last known
-    token and of their drafts, and of each as many first tokens' as `num_scored` says.
+    """The computation of every rank.
+
+    `parts` are in packed order. Those in `sampling` need the logits of their last known token and of their drafts; each
+    part needs those of its first `num_scored` tokens.
     """
 
     parts: Sequence[StepPart]
     sampling: Sequence[int]
     copies: Sequence[BlockCopy] = ()
     num_scored: Sequence[int] = ()
-    """The number of scored tokens of each part; empty: none are."""
+    """Number of scored tokens of each part; empty: none are scored."""
     is_ready: bool = False
-    """Whether the blocks that it begins are zeroed already."""
+    """True if the blocks that it starts are zeroed already."""
 
     @property
     def logit_rows(self) -> list[int]:
-        """Places of the packed tokens whose logits are wanted: first those of `sampling`, then the scored ones."""
+        """Indices of the packed tokens whose logits are needed: first those of `sampling`, then the scored ones."""
         ends = list(itertools.accumulate([len(part.token_ids) for part in self.parts]))
         drafts = [part.num_drafts for part in self.parts]
         if any(drafts):
@@ -38,8 +40,9 @@ class RankStep(NamedTuple):
 
 
 def order_for_packing(parts: Sequence[StepPart]) -> list[int]:
-    """Returns the parts' indices in packed order: segments first, then single tokens with the drafts behind them, those
-    that are equally long together.
+    """Return the parts' indices in packed order: segments first, then decodes with their drafts.
+
+    Decodes of equal length are adjacent.
     """
     lengths = [length if (length := len(p.token_ids)) == p.num_drafts + 1 else 0 for p in parts]
     return sorted(range(len(parts)), key=lengths.__getitem__)

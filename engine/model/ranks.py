@@ -1,15 +1,16 @@
-"""The processes of a worker's other ranks.
+"""Processes of a worker's other ranks.
 
     rank 0: the worker's process         ranks 1, 2, ...: children of it
-    engine, gRPC, transfers              nothing but `compute`, step by step
+    engine, gRPC, transfers              only `compute`, step by step
     samples                 --- pipe --> the step to compute
-    sees all KV caches      <= shared => each its own: shared memory on CPUs, CUDA IPC on GPUs
+    sees all KV caches      <= shared => one cache each: shared memory on CPUs, CUDA IPC on GPUs
                             <- sums ---> within each layer: gloo on CPUs, NCCL on GPUs
 
-Ranks live and die together: a rank that is gone, or has failed within a step, leaves the others waiting in a sum, and
-nobody can say what was computed. Then the worker's process ends at once, its children with it, and its streams go on
-elsewhere, as after any death of a worker. A rank that hangs makes the step hang, which the engine's loop notices
-(`engine.step_timeout_s`); while ranks load, the controller notices it (`cluster.start_timeout_s`).
+Ranks live and die together: a rank that has ended, or failed within a step, leaves the others waiting in a collective
+operation, and the state of the step is unknown. The worker's process then ends at once together with its children, and
+its streams continue on other workers, as after any death of a worker. A rank that hangs makes the step hang, which the
+engine's loop detects (`engine.step_timeout_s`); while ranks load, the controller detects it
+(`cluster.start_timeout_s`).
 """
 
 from __future__ import annotations
@@ -47,22 +48,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 LOAD_TIMEOUT = timedelta(hours=2)
-"""Timeout of collective operations; it covers the slowest rank's load. Steps have a shorter limit: the engine's."""
+"""Timeout of collective operations; it covers the slowest rank's load. The engine limits steps to a shorter time."""
 WATCH_S = 1.0
 END_S = 5.0
 
 
 class OtherRanks:
-    """Ranks 1, 2, ... of this process's model. They begin to load at once; this process joins their group.
+    """Ranks 1, 2, ... of this process's model. They start to load at once; this process joins their group.
 
     Args:
-        caches: all ranks', in order; they must outlive this.
+        caches: the caches of all ranks, in order; they must outlive this object.
     """
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, caches: Sequence[KVCache]) -> None:
         self._ending = threading.Event()
         self._ready = False
-        with socket.create_server(("127.0.0.1", 0)) as server:  # by itself it would listen on all addresses
+        with socket.create_server(("127.0.0.1", 0)) as server:  # TCPStore would listen on all addresses
             port = server.getsockname()[1]
             store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=server.detach())
         spawn = multiprocessing.get_context("spawn")
@@ -80,10 +81,10 @@ class OtherRanks:
         _join(0, len(caches), caches[0].device, store)
 
     def wait_ready(self) -> None:
-        """Returns once all have loaded their part of the model.
+        """Wait until all ranks have loaded their part of the model.
 
         Raises:
-            ModelLoadError: one has ended instead.
+            ModelLoadError: a rank has ended instead.
         """
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             try:
@@ -94,7 +95,9 @@ class OtherRanks:
 
     @contextlib.contextmanager
     def computing(self, step: RankStep) -> Generator[None]:
-        """Has the other ranks compute `step`, as this process must within the block. An error ends the process."""
+        """Context manager: the other ranks compute `step`, and this process must do so too. An error ends the
+        process.
+        """
         try:
             for pipe in self._pipes:
                 pipe.send(step)
@@ -104,7 +107,7 @@ class OtherRanks:
             self._die("rank 0 failed within a step")
 
     def close(self) -> None:
-        """Ends them; idempotent."""
+        """Stop the processes; idempotent."""
         if self._ending.is_set():
             return
         self._ending.set()
@@ -116,10 +119,10 @@ class OtherRanks:
             process.kill()
             process.join()
         if dist.get_backend() == "gloo":
-            dist.destroy_process_group()  # NCCL's may wait for the ranks that are gone; it ends with the process
+            dist.destroy_process_group()  # with NCCL it might wait for the ended ranks; the group ends with the process
 
     def _watch(self) -> None:
-        """Ends this process when another rank has ended."""
+        """End this process when another rank has ended."""
         sentinels = {process.sentinel: process for process in self._processes}
         while not self._ending.is_set():
             for sentinel in connection.wait(list(sentinels), WATCH_S):
@@ -127,23 +130,23 @@ class OtherRanks:
 
     def _has_ended(self, process: SpawnProcess) -> None:
         if self._ending.is_set():
-            return  # it is `close` who waits for it: of two who do, one may hear nothing
+            return  # `close` waits for it: of two waiters, one may miss the exit
         process.join()
-        if not self._ready:  # this process finds that out by itself, and says why
+        if not self._ready:  # `wait_ready` notices it and reports the reason
             self._ending.wait(2 * END_S)
         self._die(f"{process.name} ended with status {process.exitcode}")
 
     def _die(self, reason: str) -> None:
         if not self._ending.is_set():
-            logger.critical("%s: this worker ends, since its ranks cannot go on", reason)
+            logger.critical("%s: this worker ends, since its ranks cannot continue", reason)
             os._exit(1)
 
 
 def _run(
     rank: int, pipe: Connection, *, parent: int, port: int, model: ModelConfig, engine: EngineConfig, cache: KVCache
 ) -> None:
-    """The life of another rank, until rank 0 closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; rank 0 decides
+    """Run another rank, until rank 0 closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all ranks; rank 0 decides
     die_with(parent)
     store = TCPStore("127.0.0.1", port, is_master=False)
     _join(rank, engine.tensor_parallel, cache.device, store)
@@ -153,12 +156,12 @@ def _run(
     with contextlib.suppress(EOFError):
         while True:
             model_rank.compute(pipe.recv(), ignore_layer)
-    os._exit(0)  # without a word to the group, for which NCCL may wait
+    os._exit(0)  # without leaving the group, for which NCCL might wait
 
 
 def _join(rank: int, num_ranks: int, device: torch.device, store: Store) -> None:
-    """Makes the ranks' group this process's default one, where transformers looks for it."""
-    os.environ["LOCAL_RANK"] = str(rank)  # transformers takes this GPU
+    """Make the ranks' group this process's default group, where transformers looks for it."""
+    os.environ["LOCAL_RANK"] = str(rank)  # transformers uses this GPU
     on_gpu = device.type == "cuda"
     options: Any = None
     if on_gpu:
@@ -166,8 +169,8 @@ def _join(rank: int, num_ranks: int, device: torch.device, store: Store) -> None
         nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - a CPU build of torch has no such name
         options = nccl.Options()
         options._timeout = LOAD_TIMEOUT  # torch warns if it differs from `timeout`
-        # The calls block, whatever the environment says: NCCL's other mode has hung in collectives, and is of use only
-        # to a thread that aborts them, of which ranks have none.
+        # The calls block, whatever the environment says: NCCL's non-blocking mode has hung in collectives, and is only
+        # useful with a thread that aborts them, which ranks do not have.
         options.config.blocking = 1
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",

@@ -1,9 +1,9 @@
-"""The tokens of a step's parts, drawn row by row.
+"""Sampling of a step's parts, row by row.
 
-A part with drafts has a row of logits after its last known token and one after each draft, the former as good as alone,
-the latter if all drafts before it are what was drawn. So rows are drawn one after the other, all parts' first ones
-together, then the second ones of the parts whose first draft proved right, and so on. Each draw sees the tokens before
-it and its own random number, and nothing else: what is drawn is what steps of one token draw, by any parameters.
+A part with drafts has a row of logits after its last known token and one after each draft. The first is always valid;
+the row after a draft is valid if all drafts up to it match the sampled tokens. So rows are sampled in order: first rows
+of all parts together, then the second rows of the parts whose first draft matched, and so on. Each draw depends only on
+the tokens before it and its own random number, so the result is that of single-token steps, for all parameters.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from engine.core.runner import StepPart
 from engine.sampling.row import Row
 
 SampleRows = Callable[[Sequence[int], Sequence[Row]], Sampled]
-"""Samples from the rows of logits in these places, of which each is asked for once."""
+"""Samples from the rows of logits with these indices; each row is used at most once."""
 
 
 def rows_of(parts: Sequence[StepPart]) -> list[Row]:
-    """Returns the first row of each part, all of which sample."""
+    """Return the first row of each part, all of which sample."""
     row = Row.__new__  # see `Sequence.part`
     return [
         row(
@@ -37,11 +37,11 @@ def rows_of(parts: Sequence[StepPart]) -> list[Row]:
 
 
 def drawn(parts: Sequence[StepPart], first: Sequence[Row], sample: SampleRows) -> Drawn:
-    """Returns the tokens of parts that sample, in their order.
+    """Return the sampled tokens of parts, in their order.
 
     Args:
         first: the parts' first rows.
-        sample: its places count the rows of each part, and the parts one after the other.
+        sample: samples rows; its indices count the rows of each part, one part after the other.
     """
     if not any(part.num_drafts for part in parts):
         return Drawn.one_each(sample(range(len(parts)), first))
@@ -55,7 +55,7 @@ def drawn(parts: Sequence[StepPart], first: Sequence[Row], sample: SampleRows) -
         rows = [_after_drafts(first[index], parts[index], count) for index in going_on]
         more = sample([begins[index] + count for index in going_on], rows)
         for place, index in enumerate(going_on):
-            if place in more.failures:  # its next step says so, after the tokens that it has
+            if place in more.failures:  # its next step reports it, after the tokens that it has
                 continue
             token_ids[index].append(more.token_ids[place])
             if more.scores:
@@ -66,13 +66,13 @@ def drawn(parts: Sequence[StepPart], first: Sequence[Row], sample: SampleRows) -
 
 
 def _has_come(part: StepPart, token_ids: Sequence[int], count: int) -> bool:
-    """Returns whether a part's first `count` drafts are what was drawn."""
+    """Return whether a part's first `count` drafts match the sampled tokens."""
     is_drafted = len(token_ids) == count <= part.num_drafts
     return is_drafted and token_ids[-1] == part.token_ids[len(part.token_ids) - part.num_drafts + count - 1]
 
 
 def _after_drafts(first: Row, part: StepPart, num_drafts: int) -> Row:
-    """Returns the row after so many drafts of a part, of its first row."""
+    """Return the row after a part's first `num_drafts` drafts, given the part's first row."""
     history = first.history
     if history:
         begin = len(part.token_ids) - part.num_drafts

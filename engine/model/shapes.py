@@ -1,4 +1,4 @@
-"""What a transformers configuration says of shapes: the KV layout and the longest sequence. Needs no transformers."""
+"""Shapes from a transformers configuration: the KV layout and the longest sequence. Does not need transformers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from engine.core.kv_spec import INT8, INT8_SCALE_BYTES, KVSpec, LayerGroup
 
 logger = logging.getLogger(__name__)
 KEYS = "layers.*.self_attn.k_proj"
-"""Name in a plan that says how the projection to keys is split."""
+"""Name in a tensor-parallel plan that determines the split of the key projection."""
 BY_HEAD = "colwise"
 
 
 def longest_sequence(config: Any, asked: int) -> int:
-    """Returns how many tokens a sequence may have: `asked`, or what the model says where that is 0, within its RoPE.
+    """Return the maximum sequence length: `asked`, or the model's if that is 0, limited by its RoPE.
 
-    transformers chooses the frequencies of `longrope` (Ding et al., 2024) and `dynamic` once a forward pass, by the
-    highest position in it. Ours holds many sequences, and K that is in the cache stays as it was rotated. So sequences
-    are only as long as none of them calls for other frequencies: `longrope` has its short factors then, `dynamic` is
-    plain RoPE.
+    For `longrope` (Ding et al., 2024) and `dynamic`, transformers chooses the frequencies once per forward pass, by the
+    highest position in it. A forward pass here contains many sequences, and cached K keeps its rotation. So sequences
+    are limited to the length up to which the frequencies do not change: `longrope` then uses its short factors, and
+    `dynamic` is plain RoPE.
 
     Raises:
-        ModelLoadError: the frequencies of sequences so long are not known here.
+        ModelLoadError: the frequencies for sequences of this length are not supported.
     """
     rope = config.rope_parameters
     kind = rope["rope_type"]
@@ -37,25 +37,26 @@ def longest_sequence(config: Any, asked: int) -> int:
 
 
 def report_longest(config: Any, asked: int, found: int) -> None:
-    """Logs that sequences are shorter than asked for, or than the model says, and why.
+    """Log that sequences are shorter than requested, or than the model's limit, and why.
 
     Args:
-        config: see `longest_sequence`, as for `asked`.
-        asked: tokens of a sequence; 0: what the model says.
-        found: what it has returned.
+        config: configuration; see `longest_sequence`.
+        asked: requested length in tokens; 0: the model's limit.
+        found: the result of `longest_sequence`.
     """
     if found < (wanted := asked or config.max_position_embeddings):
         logger.warning(
             "max_model_len is %d, the model's original_max_position_embeddings, not %d: with RoPE of type longrope "
-            "longer sequences would take other frequencies, and so would those that are computed beside them",
+            "longer sequences would change the frequencies of all sequences in the same step",
             found,
             wanted,
         )
 
 
 def arithmetic_dtype(config: Any, asked: str, on_gpu: bool) -> str:
-    """Returns the data type in which a model computes: the one asked for, of `auto` float32 on a CPU, and on a GPU the
-    checkpoint's.
+    """Return the data type in which a model computes: `asked`, or for auto float32 on a CPU.
+
+    On a GPU auto means the checkpoint's data type.
     """
     if asked != "auto":
         return asked
@@ -63,13 +64,13 @@ def arithmetic_dtype(config: Any, asked: str, on_gpu: bool) -> str:
 
 
 def cache_spec(config: Any, block_size: int, dtype: str, num_ranks: int) -> KVSpec:
-    """Returns the KV layout of one rank of a dense model: one group of all layers, no state.
+    """Return the KV layout of one rank of a dense model: one group of all layers, no state.
 
     Args:
-        dtype: the data type of the pages.
+        dtype: data type of the pages.
 
     Raises:
-        ModelLoadError: the heads cannot be shared out evenly over so many ranks.
+        ModelLoadError: the heads cannot be divided evenly among the ranks.
     """
     num_heads = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads

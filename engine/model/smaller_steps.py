@@ -1,12 +1,12 @@
-"""What becomes of a step for which its device has too little memory: the same in halves.
+"""Steps that do not fit into a device's memory: executed again in halves.
 
     step        | a | b | c | d |    out of memory
     halves      | a | b |            computed
                         | c |        computed
-                            | d |    alone out of memory: `d` ends, and nobody tries it elsewhere
+                            | d |    out of memory alone: `d` ends, and no other worker retries it
 
-A step that fails leaves nothing that the same one would not write again: KV of the same tokens in the same blocks. What
-it must not do twice is zero blocks of which it has reported a layer, since a transfer may be reading them.
+A failed step leaves nothing that a retry would not write again: KV of the same tokens in the same blocks. A retry must
+not zero blocks of which a layer has been reported, since a transfer may be reading them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from engine.core.runner import BlockCopy, NotedLayers, OnLayerDone, StepInput, S
 
 logger = logging.getLogger(__name__)
 Execute = Callable[[StepInput, OnLayerDone, bool], StepOutput]
-"""Executes a step. The last argument says whether its blocks are ready: what it begins is zeroed already."""
+"""Executes a step. The last argument says whether its blocks are ready: those that it starts are zeroed already."""
 
 
 class SmallerSteps:
-    """Executes steps, in halves where the device runs out of memory.
+    """Executes steps, in halves if the device runs out of memory.
 
     Args:
-        execute: computes a step, or raises.
+        execute: computes a step, or raises an error.
         copy: performs the copies of a step.
-        recover: gives back what a failed step has left on the device.
+        recover: frees what a failed step has left on the device.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SmallerSteps:
         self._recover = recover
 
     def execute(self, step: StepInput, on_layer_done: OnLayerDone) -> StepOutput:
-        """See `Runner.execute`. Layers of a step that is divided are not reported: none is there for all its parts.
+        """See `Runner.execute`. Layers of a divided step are not reported, since none is complete for all its parts.
 
         Raises:
             Exception: the step has failed for another reason than its size.
@@ -56,15 +56,16 @@ class SmallerSteps:
             return self.divided(step, error, layers.has_begun)
 
     def divided(self, step: StepInput, error: Exception, is_ready: bool) -> StepOutput:
-        """Executes a step again that has failed, in halves.
+        """Execute a failed step again, in halves.
 
         Args:
             step: the step, with all its tokens.
-            error: what it has failed with.
-            is_ready: whether a layer of it was reported: its copies are done then, and what it begins is zeroed.
+            error: the error of the failed step.
+            is_ready: whether a layer of it was reported: then its copies are done, and the blocks that it starts are
+                zeroed.
 
         Raises:
-            Exception: `error`, which is no lack of memory, or that of a half.
+            Exception: `error`, if it is not a lack of memory, or the error of a half.
         """
         _require_too_large(error)
         logger.warning("a step of %d sequences is too large for the device's memory", len(step.parts))
@@ -74,7 +75,7 @@ class SmallerSteps:
         return _joined(list(self._halves(step.parts, is_ready)))
 
     def _halves(self, parts: Sequence[StepPart], is_ready: bool) -> Iterator[StepOutput]:
-        """Yields what comes of the halves of a step that is too large."""
+        """Yield the outputs of the halves of a step that is too large."""
         if len(parts) == 1:
             yield _too_large(parts[0])
             return
@@ -101,7 +102,7 @@ def _require_too_large(error: Exception) -> None:
 
 
 def _joined(outputs: Sequence[StepOutput]) -> StepOutput:
-    """Returns the output of a step of those of its pieces, in their order."""
+    """Return the output of a step from those of its pieces, in order."""
     counts = [len(output.sampled_token_ids) for output in outputs]
     begins = [sum(counts[:index]) for index in range(len(counts))]
     return StepOutput(

@@ -1,15 +1,16 @@
-"""The block tables of sequences, on the device for as long as they take part in steps.
+"""Block tables of sequences, kept on the device while the sequences take part in steps.
 
     tables   [rows, blocks], one for each layer group        row: the blocks of one sequence, in order
-    a step   gives the rows of its sequences, and of their tables what does not stand there yet
+    a step   sends the row numbers of its sequences, and the entries of their tables that have changed
 
-A sequence keeps its row from step to step; who has not been in a step for longest gives its own to a new one. It is
-known what a row holds, whosever that was, and what differs from it is sent: of most sequences nothing, of one in
-sixteen a block. So it does not matter why a table is another one: blocks that were added, replaced or given back, a
-preemption, a key that is used again. A table that stays is the same tuple in each step, and is not looked at.
+A sequence keeps its row from step to step. A new sequence takes the row of the sequence that was least recently in a
+step. The host knows the content of each row, whichever sequence it belonged to, and sends only the differences: nothing
+for most sequences, one block for one in sixteen. So the reason of a change does not matter: blocks that were added,
+replaced or freed, a preemption, or a reused key. An unchanged table is the same tuple in each step, and is not
+compared.
 
-Kernels find a row by its number, and the tables stay where they are: a graph that was captured with them reads what
-they hold then. A step that is launched while another one runs changes them behind it.
+Kernels find a row by its number, and the tables keep their addresses, so a captured graph reads their current content.
+A step that is launched while another one runs changes the tables after it, in stream order.
 """
 
 from __future__ import annotations
@@ -31,33 +32,33 @@ from engine.uploads import StepNumbers
 
 
 class TableRoom(NamedTuple):
-    """The most that block tables hold."""
+    """Maximum content of block tables."""
 
     num_sequences: int
-    """Sequences of a step."""
+    """Maximum number of sequences in a step."""
     num_tokens: int
-    """Tokens of a sequence."""
+    """Maximum number of tokens in a sequence."""
 
 
 @dataclass(slots=True)
 class _TableRow:
     number: int
     held: BlockTables
-    """What stands in it, but for the empty places, and what is longer than any sequence may be."""
+    """Content of the row on the device, except empty places and entries beyond the maximum length."""
     last_step: int = 0
-    """The step that read it last."""
+    """The last step that read it."""
 
 
 class TableRows:
-    """The rows of a rank's block tables.
+    """Rows of a rank's block tables.
 
     Args:
-        spec: of its cache.
-        device: where the tables are.
-        room: for how much.
+        spec: spec of the rank's cache.
+        device: device of the tables.
+        room: maximum content.
 
     Attributes:
-        num_rows: sequences that have one, at most.
+        num_rows: maximum number of sequences with a row.
         tables: one for each layer group, `[rows, blocks]`, in int64.
     """
 
@@ -71,21 +72,21 @@ class TableRows:
             for begin, shape in zip(begins, shapes, strict=False)
         )
         self._places = [(int(table.storage_offset()), table.shape[1]) for table in self.tables]
-        """Where each table begins in all of them, and the length of its rows."""
+        """Offset of each table in the common memory, and the length of its rows."""
         self._rows: OrderedDict[int, _TableRow] = OrderedDict()
-        """The rows by sequence key; who was in a step last comes last."""
+        """Rows by sequence key, the most recently used last."""
         self._num_steps = 0
 
     def of(self, parts: Sequence[StepPart], numbers: StepNumbers) -> list[int]:
-        """Returns the row of each part of a step. Its table stands there in what is asked after the numbers are sent.
+        """Return the row of each part of a step. The rows are up to date for work submitted after the numbers are sent.
 
         Args:
-            parts: of no more sequences than there is room for, one each.
-            numbers: the step's.
+            parts: parts of different sequences, at most as many as there are rows.
+            numbers: the step's numbers.
         """
         rows, changed, found = self._rows, list[tuple[_TableRow, BlockTables]](), list[int]()
         self._num_steps += 1
-        for part in parts:  # before anybody gives its row away
+        for part in parts:  # before a row is given to a new sequence
             if part.sequence_key in rows:
                 rows.move_to_end(part.sequence_key)
         for part in parts:
@@ -118,12 +119,12 @@ class TableRows:
                     blocks.extend(new)
         if places:
             numbers.replace(self._all, torch.frombuffer(places + blocks, dtype=torch.int64).view(2, -1))
-        for row, tables in changed:  # not before: what could not be put does not stand there
+        for row, tables in changed:  # only now: an entry that could not be sent is not on the device
             row.held = tables
 
 
 def _differing(held: tuple[int, ...], table: tuple[int, ...], width: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Returns the places below `width` in which a table has a block that does not stand there, and those blocks."""
+    """Return the indices below `width` at which a table differs from the held content, and the table's blocks there."""
     end = min(len(table), width)
     common = min(len(held), end)
     places: Sequence[int] = range(common, end)

@@ -1,8 +1,8 @@
-"""One rank's part of a transformers model: loading it, and computing a step with it.
+"""One rank's part of a transformers model: loads it, and computes steps with it.
 
-Weights are split as transformers' own plan of the model type says: projections by head and by hidden unit, so that a
-layer's ranks sum twice, after attention and after the perceptron (Shoeybi et al., 2019, Megatron-LM). A rank has the KV
-of its heads only. All ranks compute the same steps in the same order.
+Weights are divided by transformers' own tensor-parallel plan for the model type: projections by head and by hidden
+unit, so that a layer has two all-reduces, after attention and after the MLP (Shoeybi et al., 2019, Megatron-LM). A rank
+has only the KV of its heads. All ranks compute the same steps in the same order.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 ROPE_KINDS = ("default", *sorted(ROPE_INIT_FUNCTIONS))
-"""Rotary embeddings that transformers computes from a config; `longest_sequence` says how far each holds."""
+"""Rotary embeddings that transformers computes from a configuration; `longest_sequence` limits their length."""
 LONG = "original_max_position_embeddings"
 NUM_NAMED = 3
-"""Tensors that a message names at most."""
+"""Maximum number of tensors that a message names."""
 
 
 class ModelRank:
     """Weights and KV cache of one rank, on the cache's device.
 
-    Where there are several ranks, this process's default process group is theirs.
+    With several ranks, this process's default process group must be that of the ranks.
 
     Raises:
-        ModelLoadError: the weights cannot be loaded, the checkpoint lacks some of the model's, or
-            `engine.batch_invariant` cannot be kept.
+        ModelLoadError: the weights cannot be loaded, the checkpoint is incomplete, or `engine.batch_invariant` is not
+            supported.
     """
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, cache: KVCache) -> None:
         torch.set_num_threads(engine.num_threads)
         # cuDNN's attention plans for each new shape, which takes from 70 ms to over a second; most steps have one
         torch.backends.cuda.enable_cudnn_sdp(False)
-        transformers_logging.set_verbosity_error()  # it warns of generation settings that are not its business here
+        transformers_logging.set_verbosity_error()  # it warns of generation settings that are not used here
         transformers_logging.disable_progress_bar()
         placed: dict[str, Any] = {}
         if engine.tensor_parallel > 1:
             placed["distributed_config"] = DistributedConfig(tp_size=engine.tensor_parallel, tp_plan="auto")
         elif cache.device.type != "cpu":
-            placed["device_map"] = {"": cache.device}  # tensor by tensor: the host never holds the whole model
+            placed["device_map"] = {"": cache.device}  # tensor by tensor, so the host never holds the whole model
         config = load_config(model.path)
         try:
             self.model, report = pretrained.load_model(
@@ -97,15 +97,15 @@ class ModelRank:
         self._engine = engine
         self._numbers = StepNumbers(cache.device)
         self._last_keys = frozenset[int]()
-        """The sequences of the step before."""
+        """Keys of the sequences in the previous step."""
         self.use(cache)
 
     def use(self, cache: KVCache) -> None:
-        """Takes a cache of the same shape on the same device for the one before, which nothing reads any more."""
+        """Replace the cache by one of the same shape on the same device. The old one must not be in use any more."""
         config = self.model.config
         num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.cache = cache
-        self._graphs: DecodeGraphs | None = None  # those of the cache before give their memory back first
+        self._graphs: DecodeGraphs | None = None  # free the memory of the old cache's graphs first
         num_sharing = config.num_attention_heads // num_kv_heads
         wish = AttentionWish(self._engine.batch_invariant, self._engine.attention == "flashinfer")
         batch = self._engine.batch(on_gpu=cache.device.type == "cuda")
@@ -116,22 +116,22 @@ class ModelRank:
 
     @property
     def computes(self) -> Computes:
-        """What it computes with, of what is chosen by trying."""
+        """Implementations that were chosen by tests on this device."""
         device = self.cache.device
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         return chosen(gpu, self._attention, self._found_graphs, self._fused)
 
     @torch.inference_mode()
     def compute(self, step: RankStep, on_layer_done: OnLayerDone, filling: Filling | None = None) -> torch.Tensor:
-        """Performs the copies, writes the KV of this rank's heads and returns logits.
+        """Perform the copies, write the KV of this rank's heads and return logits.
 
-        On a GPU all are there when its current stream has come so far.
+        On a GPU the results are valid in the order of its current stream.
 
         Args:
-            filling: tokens of the step that are on the device alone.
+            filling: tokens of the step that are only on the device.
 
         Returns:
-            `[rows or 1, vocabulary]`: those of `logit_rows`.
+            `[rows or 1, vocabulary]`: the logits of `logit_rows`.
         """
         parts, put = step.parts, self._numbers.put
         self.cache.copy_blocks(step.copies)
@@ -141,7 +141,7 @@ class ModelRank:
                 return logits
         token_ids = put(torch.tensor([[token for part in parts for token in part.token_ids]]))
         positions = put(torch.cat([torch.arange(p.num_computed_tokens, p.end) for p in parts])[None])
-        # With no row to sample from, one row of logits is computed for nothing: 0 would mean all of them.
+        # Without a row to sample from, one unused row of logits is computed: 0 would mean all of them.
         rows = put(torch.tensor(step.logit_rows)) if step.logit_rows else 1
         to_clear = begun_blocks(self.cache, parts) if self._attention.needs_numbers and not step.is_ready else ()
         begun = [put(torch.tensor(blocks, dtype=torch.int64)) for blocks in to_clear]
@@ -159,8 +159,9 @@ class ModelRank:
         return found
 
     def _clear_entered(self, step: RankStep) -> None:
-        """Zeroes what is behind the tokens of sequences that were in no step just now: another worker may have begun
-        the block, and what is there be anybody's. To do so again is in vain, and no harm.
+        """Zero the places after the computed tokens of sequences that were not in the previous step.
+
+        Another worker may have started the block, whose rest may then hold any content. Repeating it is harmless.
         """
         keys = frozenset(part.sequence_key for part in step.parts)
         if not step.is_ready:
@@ -171,13 +172,13 @@ class ModelRank:
 
 
 def chosen(gpu: str, attention: Attention, graphs: DecodeGraphs | str, fused: Fused) -> Computes:
-    """Returns what a rank computes with, of what is chosen by trying.
+    """Return the implementations that a rank computes with.
 
     Args:
-        gpu: name of the GPU; empty: it computes on CPUs, where no choice is slower than it could be.
-        attention: the rank's.
-        graphs: of its decode steps, or why there are none.
-        fused: what became of the parts of its model.
+        gpu: name of the GPU; empty: it computes on CPUs, where no fallback is reported.
+        attention: the rank's attention.
+        graphs: graphs of its decode steps, or the reason why there are none.
+        fused: result of the replacement of its model's modules.
     """
     slower = {
         "attention is by torch": [attention.reason] if isinstance(attention, TorchAttention) else [],
@@ -194,10 +195,10 @@ def chosen(gpu: str, attention: Attention, graphs: DecodeGraphs | str, fused: Fu
 
 
 def load_config(path: str) -> Any:
-    """Reads a model folder's configuration.
+    """Read a model folder's configuration.
 
     Raises:
-        ModelLoadError: it does not hold a model that runs here.
+        ModelLoadError: the folder does not hold a model that this engine supports.
     """
     require_runnable(Path(path))
     try:
@@ -208,40 +209,40 @@ def load_config(path: str) -> Any:
         ) from error
     _require_known_rope(config)
     if isinstance(quantization := getattr(config, "quantization_config", None), dict):
-        quantization["dequantize"] = True  # on every device: kernels for fp8 are no part of transformers
+        quantization["dequantize"] = True  # on every device: transformers itself has no fp8 kernels
     return config
 
 
 def _require_known_rope(config: Any) -> None:
-    """Raises ModelLoadError for rotary embeddings by type of layer, or of a kind that transformers does not have."""
+    """Raise ModelLoadError for RoPE per layer type that the model type lacks, or of a kind unknown to transformers."""
     rope = config.rope_parameters
     if any(isinstance(value, dict) for value in rope.values()):
         raise ModelLoadError(
             f"config.json has RoPE by type of layer, which models of type {config.model_type!r} do not have"
         )
     if (kind := rope["rope_type"]) not in ROPE_KINDS:
-        raise ModelLoadError(f"RoPE of type {kind!r} is not known; known are {', '.join(ROPE_KINDS)}")
+        raise ModelLoadError(f"RoPE of type {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
     if kind == "longrope" and type(rope.get(LONG)) is not int:
         raise ModelLoadError(f"config.json has RoPE of type longrope with {rope.get(LONG)!r:.40} as {LONG}")
 
 
 def _require_complete(path: str, name: str, report: dict[str, Any]) -> None:
-    """Refuses a checkpoint without some of the model's tensors, which would be random numbers, others in each worker.
+    """Refuse a checkpoint without some of the model's tensors: they would be random, and differ between workers.
 
-    What it holds beyond them is named in the log: transformers leaves it out, too.
+    Unused tensors are logged; transformers ignores them.
 
     Raises:
         ModelLoadError: tensors are missing, or have other shapes than the model's.
     """
     if missing := sorted(report["missing_keys"]):
-        raise ModelLoadError(f"the checkpoint in {path} lacks {_some(missing)}, without which a {name} is not whole")
+        raise ModelLoadError(f"the checkpoint in {path} lacks {_some(missing)}, which a {name} needs")
     mismatched = sorted(
         f"{key} of shape {list(there)} instead of {list(wanted)}" for key, there, wanted in report["mismatched_keys"]
     )
     if mismatched:
         raise ModelLoadError(f"the checkpoint in {path} does not fit its config.json: it holds {_some(mismatched)}")
     if unexpected := sorted(report["unexpected_keys"]):
-        logger.warning("of the checkpoint in %s a %s does not use %s", path, name, _some(unexpected))
+        logger.warning("a %s does not use all tensors of the checkpoint in %s: %s", name, path, _some(unexpected))
 
 
 def _some(names: Sequence[str]) -> str:

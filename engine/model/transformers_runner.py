@@ -41,32 +41,30 @@ if TYPE_CHECKING:
     from baton.config import EngineConfig, ModelConfig
 
 PROBE_BLOCKS = 2
-"""Blocks of the cache with which the largest step is computed, whose sequences all have the same ones."""
+"""Blocks of the temporary cache with which the largest step is computed; all its sequences share them."""
 LARGEST_SAMPLING = SamplingParams(
     temperature=1.0, seed=0, top_p=0.9, typical_p=0.9, repetition_penalty=1.1, logprobs=20, prompt_logprobs=1
 )
-"""What asks for most memory of a sampler."""
+"""Sampling parameters with the largest memory use."""
 
 
 class TransformersRunner(LogitsRunner):
-    """A model that transformers computes. This process is rank 0, which samples; it starts the others.
+    """Runner of a transformers model. This process is rank 0, which samples; it starts the other ranks.
 
     Args:
-        set_aside: bytes of each GPU that are not for the KV pool, since transfers may take them.
+        set_aside: bytes of each GPU that are reserved for transfers.
 
     Raises:
         ModelLoadError: the folder is not a model this engine runs, the KV pool is too small, the ranks do not suit
             model or machine, or the model cannot compute a first step; the message says why.
-        ConfigError: there is no room for the KV pool, or transformers does not know a setting.
+        ConfigError: there is no room for the KV pool, or transformers does not support a setting.
     """
 
     name = "transformers"
 
     def __init__(self, model: ModelConfig, engine: EngineConfig, set_aside: int = 0) -> None:
         if engine.kv_dtype == INT8:
-            raise ConfigError(
-                "engine.kv_dtype int8 is known to the native step alone; set float32, bfloat16, fp8 or auto"
-            )
+            raise ConfigError("engine.kv_dtype int8 needs the native step; set float32, bfloat16, fp8 or auto")
         self._set_aside = set_aside
         devices = _devices(model.device, engine.tensor_parallel)
         config = load_config(model.path)
@@ -93,7 +91,7 @@ class TransformersRunner(LogitsRunner):
             raise
 
     def _completed(self, chosen: Computes) -> Computes:
-        """Returns what it computes with, of what its rank has chosen."""
+        """Return what the runner computes with, given its rank's choices."""
         own, fallbacks = self.computes, list(chosen.fallbacks)
         if chosen.gpu and not self.runs_ahead:
             fallbacks.append(fallback("steps are not launched ahead", SEVERAL_RANKS))
@@ -107,11 +105,11 @@ class TransformersRunner(LogitsRunner):
         )
 
     def _make_measured_caches(self, engine: EngineConfig, devices: Sequence[torch.device]) -> None:
-        """Makes the caches that stay, of what the weights and the largest steps leave of the GPU's memory.
+        """Create the final caches, sized by the GPU memory that the weights and the largest steps leave.
 
         Raises:
-            ModelLoadError: the largest step does not fit beside the weights, or the pool beside both.
-            ConfigError: there is no room for the pool that is asked for.
+            ModelLoadError: the largest step does not fit next to the weights, or the pool next to both.
+            ConfigError: there is no room for the configured pool.
         """
         steps = [largest_step(engine, self._model_len, is_scored=is_scored) for is_scored in (True, False)]
 
@@ -125,8 +123,8 @@ class TransformersRunner(LogitsRunner):
             if fault_of(error) is not Fault.OUT_OF_MEMORY:
                 raise ModelLoadError(f"the model cannot compute a first step: {in_one_line(error)}") from error
             raise ModelLoadError(
-                f"the largest step, of {steps[0].num_scheduled_tokens} tokens of {len(steps[0].parts)} sequences of "
-                f"which one has {self._model_len}, does not fit into the GPU's memory beside the weights: lower "
+                f"the largest step, with {steps[0].num_scheduled_tokens} tokens of {len(steps[0].parts)} sequences and "
+                f"a context of {self._model_len}, does not fit into the GPU's memory next to the weights: lower "
                 "engine.max_num_batched_tokens, engine.max_num_seqs or engine.max_model_len, or put fewer workers on a "
                 f"GPU ({in_one_line(error)})"
             ) from error
@@ -136,7 +134,7 @@ class TransformersRunner(LogitsRunner):
         self.rank.use(self.cache)
 
     def launch(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> LaunchedStep:
-        """See `Runner.launch`. A step of which the host has to see logits is computed."""
+        """See `Runner.launch`. A step whose logits the host needs has been computed on return."""
         if not self.runs_ahead or not all(_samples_on_device(part) for part in step.parts):
             return super().launch(step, on_layer_done)
         filling = self._last_tokens.filling([step.parts[index] for index in order_for_packing(step.parts)])
@@ -178,12 +176,15 @@ class TransformersRunner(LogitsRunner):
 
 
 def largest_step(engine: EngineConfig, model_len: int, *, is_scored: bool = True) -> StepInput:
-    """Returns one of the two steps for which a worker needs most memory. Both have as many tokens and sequences as a
-    step may have, all of which sample, and end the longest prompt. Their block tables name the first two blocks alone.
+    """Return one of the two steps that need the most memory.
+
+    Both have the maximum numbers of tokens and sequences; all sequences sample, at the end of the longest prompt. Their
+    block tables contain only the first two blocks.
 
     Args:
-        is_scored: whether it is the one with most rows of logits: prompts with scores, of each of which a step computes
-            `MAX_SCORED` tokens at most. In the other one the longest prompt has all tokens that the others leave.
+        is_scored: whether it is the step with the most rows of logits: prompts with scores, of each of which a step
+            computes at most `MAX_SCORED` tokens. In the other step the longest prompt has all tokens that the others
+            leave.
     """
     num_sequences, num_tokens, _ = engine.batch(on_gpu=True)
     num_sequences = min(num_sequences, num_tokens)
@@ -201,7 +202,7 @@ def largest_step(engine: EngineConfig, model_len: int, *, is_scored: bool = True
 
 def _largest_part(number: int, num_tokens: int, end: int, block_size: int, *, is_scored: bool) -> StepPart:
     return StepPart(
-        sequence_key=-1 - number,  # the sampler keeps nothing of them
+        sequence_key=-1 - number,  # the sampler keeps no state for them
         token_ids=(0,) * num_tokens,
         num_computed_tokens=end - num_tokens,
         block_ids=(tuple(place % PROBE_BLOCKS for place in range(num_blocks_for(end, block_size))),),
@@ -217,17 +218,17 @@ def _largest_part(number: int, num_tokens: int, end: int, block_size: int, *, is
 
 
 def _samples_on_device(part: StepPart) -> bool:
-    """Returns whether nothing of what a part asks for is found on the host."""
+    """Return whether a part can be sampled entirely on the device."""
     asked = part.sampling
     on_host = asked.is_structured or asked.wants_scores or asked.use_beam_search
     return not (part.num_drafts or part.scores_prompt or on_host)
 
 
 def _one_behind(on_layer_done: OnLayerDone) -> OnLayerDone:
-    """Reports each layer when the next one begins, if anybody wants it.
+    """Report each layer when the next one starts, unless there is no receiver.
 
-    By then the ranks have summed what their attention over it gave, and each had written its KV before that. The last
-    layer is left to the caller, which waits for the step.
+    By then the ranks have summed the results of the attention over it, and each rank had written its KV before that.
+    The last layer is left to the caller, which waits for the step.
     """
     if on_layer_done is ignore_layer:
         return ignore_layer
@@ -240,12 +241,12 @@ def _one_behind(on_layer_done: OnLayerDone) -> OnLayerDone:
 
 
 def _devices(name: str, num_ranks: int) -> list[torch.device]:
-    """Returns one device per rank. Raises ModelLoadError: the ranks cannot have theirs."""
+    """Return one device per rank. Raise ModelLoadError if there are too few."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         if num_ranks > 1 and torch.cuda.is_available():
             raise ModelLoadError(
-                "transformers splits a model over the GPUs that it sees; for several ranks on CPUs make "
-                "CUDA_VISIBLE_DEVICES empty"
+                "transformers divides a model among the GPUs that it sees; for several ranks on CPUs, set "
+                "CUDA_VISIBLE_DEVICES to an empty string"
             )
         return [torch.device("cpu")] * num_ranks
     if not torch.cuda.is_available():
@@ -257,6 +258,6 @@ def _devices(name: str, num_ranks: int) -> list[torch.device]:
     if num_ranks > torch.cuda.device_count():
         raise ModelLoadError(
             f"engine.tensor_parallel is {num_ranks}, but this worker has {torch.cuda.device_count()} GPUs; "
-            "each rank needs one of its own"
+            "each rank needs its own GPU"
         )
     return [torch.device("cuda", rank) for rank in range(num_ranks)]

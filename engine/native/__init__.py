@@ -1,8 +1,8 @@
-"""A step computed by C code of our own: `step.c`, for CPUs and the model types that `spec` describes.
+"""Native step: computes a step in the project's own C code (`step.c`), for CPUs and the model types in `spec`.
 
-`build` makes the library of it, and `layout` has its structures; `spec` reads a model's configuration and the names of
-its weights, `weights` packs matrices without loss and `model` a whole model; `quantized` makes of them what
-`model.weights` names; `weights_cache` keeps it in a `packed_file`, and `unused` removes what is old; `runner` is a
+`build` compiles the library, and `layout` has its structures. `spec` reads a model's configuration and the names of its
+weights; `weights` packs matrices without loss and `model` a whole model; `quantized` converts them to the format of
+`model.weights`. `weights_cache` keeps the result in a `packed_file`, and `unused` removes old files. `runner` is a
 `Runner` of `engine.core` over the KV cache of `engine.model`.
 """
 

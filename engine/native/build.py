@@ -1,10 +1,10 @@
-"""Builds `step.c` with the machine's C compiler, once, and keeps the library in a cache folder.
+"""Compiles `step.c` once with the machine's C compiler, and caches the library in a folder.
 
     python -m engine.native.build      builds the library of every variant into this package, for an image
 
-A library's file is named after all it is made of: source, variant, arguments and compiler. It is written beside its
-place and moved there, so that a file of that name is whole. When one is built, those that nobody has used for a month
-are removed: of former sources, compilers and CPUs.
+The file name of a library is derived from everything it is made of: source, variant, arguments and compiler. It is
+written to a temporary file and renamed, so a file of that name is complete. After each build, libraries that have not
+been used for a month are removed: those of former sources, compilers and CPUs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from engine.native.unused import claim, remove_unused
 logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("step.c")
 BUILT = Path(__file__).with_name("built")
-"""Where an image has the libraries, made by `python -m engine.native.build`."""
+"""Folder of the libraries in an image, created by `python -m engine.native.build`."""
 V3 = frozenset({"avx2", "fma", "bmi2", "f16c"})
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 VNNI = V4 | {"avx512_vnni"}
@@ -39,23 +39,23 @@ VARIANTS = {
     "x86-64-v4": V4,
     "x86-64-v3": V3,
 }
-"""Names of instruction sets, best first, and the flags of a CPU that has one. The compiler knows them by the same
-names: a level, and what is beyond it."""
+"""Instruction sets, best first, with the CPU flags that each needs. The compiler uses the same names: a level, and
+extensions to it."""
 COMPILERS = ("gcc", "cc", "clang")
-"""Looked for in this order: what clang 14 makes of `step.c` gives the same bits, in 2 to 4 times the time."""
+"""Compilers, in order of preference: clang 14 compiles `step.c` to the same results at 2 to 4 times the run time."""
 ARGUMENTS = (
     "-std=gnu11", "-O3", "-fno-gcse", "-fno-tree-pre", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
     "-fPIC", "-shared",
 )  # fmt: skip
-"""No number may depend on what the compiler contracts or reorders: `step.c` says in which order each is summed. The two
-searches for what was computed before that are left out take a seventh of a build, and make no step faster."""
+"""Compiler arguments. Results must not depend on contraction or reordering by the compiler: `step.c` defines the order
+of each sum. The two disabled passes for redundancy elimination take a seventh of a build, and make no step faster."""
 TIMEOUT_S = 300
 NAMES = re.compile(r"step-[\w+-]+-[0-9a-f]{20}(\.so|-\w+\.part)")
-"""What libraries are called, and what is left of a compiler that was killed."""
+"""Names of libraries, and of temporary files left by a killed compiler."""
 
 
 def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Returns what this machine's CPU says that it has; nothing where the system does not say."""
+    """Return the flags of this machine's CPU; empty if the system does not report them."""
     if not path.exists():
         return frozenset()
     lines = [line for line in path.read_text().splitlines() if line.startswith("flags")]
@@ -63,10 +63,10 @@ def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def variant_of(flags: Collection[str]) -> str:
-    """Returns the best variant that a CPU with these flags can run.
+    """Return the best variant that a CPU with these flags can run.
 
     Raises:
-        NotNative: it can run none.
+        NotNative: the CPU can run none.
     """
     for name, needed in VARIANTS.items():
         if needed.issubset(flags):
@@ -75,13 +75,13 @@ def variant_of(flags: Collection[str]) -> str:
 
 
 def machine_arguments(variant: str) -> list[str]:
-    """Returns the compiler's arguments for a variant."""
+    """Return the compiler's arguments for a variant."""
     level, *extensions = variant.split("+")
     return [f"-march={level}", *(f"-m{extension}" for extension in extensions)]
 
 
 def library(folder: Path, variant: str) -> Path:
-    """Returns the library of a variant: the image's, or the one in `folder`, which is built where it is missing.
+    """Return the library of a variant: the image's, or the one in `folder`, which is built if it is missing.
 
     Raises:
         ForeignFile: another user of this machine may have written the folder.
@@ -119,7 +119,7 @@ def _compiler() -> str:
     for name in COMPILERS:
         if found := shutil.which(name):
             return found
-    raise NotNative(f"there is no C compiler ({', '.join(COMPILERS)}) on the path to build step.c with")
+    raise NotNative(f"there is no C compiler ({', '.join(COMPILERS)}) on the path, which building step.c needs")
 
 
 def _name(variant: str, compiler: str) -> str:
@@ -152,10 +152,10 @@ def _compile(compiler: str, variant: str, path: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Builds every variant into `folder`, under the names by which `library` looks for an image's.
+    """Build every variant into `folder`, under the names by which `library` looks for an image's libraries.
 
     Raises:
-        NotNative: one cannot be built.
+        NotNative: a variant cannot be built.
     """
     folder.mkdir(parents=True, exist_ok=True)
     compiler = _compiler()

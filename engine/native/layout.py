@@ -1,4 +1,4 @@
-"""The structures of `step.c`, field by field, and the functions of its library."""
+"""ctypes structures of `step.c`, field by field, and the functions of its library."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from baton.own_files import open_own
 
 PANEL = 32
-"""Outputs of a panel of packed weights."""
+"""Outputs in a panel of packed weights."""
 BLOCK = 32
 """Inputs that share a scale."""
 KV_FORMS = {"float32": 0, "bfloat16": 1, "int8": 2}
-"""Forms of pages, by their data type."""
+"""Page formats by data type."""
 FAULTS = {
     1: "more tokens than a step may have, or another number than its sequences'",
     2: "a token id outside the vocabulary",
@@ -23,7 +23,7 @@ FAULTS = {
     5: "logits of a token that is not in the step",
     6: "a layer that the model does not have",
 }
-"""What `baton_step` returns for a batch that is none."""
+"""Meaning of the error codes that `baton_step` returns for an invalid batch."""
 
 
 class MatrixStruct(Structure):
@@ -84,13 +84,13 @@ class BatchStruct(Structure):
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Loads a library that `build` made. Its calls are made without Python's lock.
+    """Load a library that `build` made. Its calls release the GIL.
 
     Raises:
         ForeignFile: another user of this machine may have written it.
         OSError: it cannot be loaded.
     """
-    is_part = path.is_relative_to(Path(__file__).parent)  # a user who can write that can write this code, too
+    is_part = path.is_relative_to(Path(__file__).parent)  # a user who can write there can also change this code
     library = ctypes.CDLL(str(path)) if is_part else _own_library(path)
     library.baton_open.argtypes = [POINTER(ModelStruct)]
     library.baton_open.restype = c_void_p
@@ -103,6 +103,6 @@ def load(path: Path) -> ctypes.CDLL:
 
 def _own_library(path: Path) -> ctypes.CDLL:
     with open_own(path) as file:
-        # Of the file that was looked at, wherever its path leads by now. The loader knows a library by its name, and
-        # would take the next one of the same descriptor for this one: it stays open.
+        # Load the file that was checked, even if its path leads elsewhere by now. The loader identifies a library by
+        # its name, and would confuse it with a later one of the same descriptor number, so the descriptor stays open.
         return ctypes.CDLL(f"/proc/self/fd/{os.dup(file.fileno())}")

@@ -27,23 +27,24 @@ from engine.native.weights import PackedLayer, PackedWeights, embedding_rows, pa
 
 
 def pack_model(description: ModelDescription, loaded: Any, num_positions: int) -> PackedWeights:
-    """Packs a model's weights, norms and rotary table.
+    """Pack a model's weights, norms and rotary table.
 
-    The loaded model gives up its weights layer by layer, so that they are never there twice; it computes nothing more.
+    The loaded model gives up its weights layer by layer, so that they are never in memory twice; it cannot compute
+    afterwards.
 
     Args:
         loaded: transformers' model, in float32 on a CPU.
-        num_positions: tokens of the longest sequence.
+        num_positions: length of the longest sequence, in tokens.
 
     Raises:
-        NotNative: the model has a weight that has no place in a step, or rotates in another way.
+        NotNative: the model has a weight that the native step does not use, or another kind of rotation.
     """
     weights = dict(loaded.named_parameters(remove_duplicate=False))
     require_all_known(description, weights)
     names = [layer_names(description, layer, weights) for layer in range(description.num_layers)]
     in_layers = [name for name in weights if name.startswith("model.layers.")]
     if beyond := [name for name in in_layers if int(name.split(".")[2]) >= description.num_layers]:
-        raise NotNative(f"the model has {beyond[0]}, which the native step does not know")
+        raise NotNative(f"the model has {beyond[0]}, which the native step does not support")
     cos, sin = _rotary_table(loaded, num_positions, description.family.rotates_neighbours)
     return PackedWeights(
         cos=cos,
@@ -77,7 +78,7 @@ def _pack_layer(
 
 
 def _norm(description: ModelDescription, weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Returns a norm's weights; of one by variance, what is added follows."""
+    """Return a norm's weights, followed by its bias if it is a norm by variance."""
     family, width = description.family, description.hidden
     weight = weights.get(f"{name}.weight", torch.ones(width)).detach().float() + family.norm_offset
     if family.norm_kind is NormKind.BY_VARIANCE:
@@ -86,11 +87,11 @@ def _norm(description: ModelDescription, weights: Mapping[str, torch.Tensor], na
 
 
 class PackedModel:
-    """A model as `step.c` computes it.
+    """A model in the form that `step.c` computes.
 
     Args:
-        cache: the KV cache of its steps.
-        max_len: tokens of the longest sequence.
+        cache: KV cache of its steps.
+        max_len: length of the longest sequence, in tokens.
     """
 
     def __init__(self, description: ModelDescription, weights: PackedWeights, cache: KVCache, max_len: int) -> None:
@@ -99,21 +100,21 @@ class PackedModel:
 
     @property
     def num_logits(self) -> int:
-        """Logits of a row in memory: those of the vocabulary, and what fills the last panel."""
+        """Logits per row in memory: those of the vocabulary, padded to a full panel."""
         return -(-self._weights.head.num_outputs // PANEL) * PANEL
 
     def describe_memory(self) -> str:
-        """Returns how much memory which form of weights takes, in words."""
+        """Return a text with the memory use of each weight format."""
         sizes = Counter[str]()
         for matrix in self._weights.matrices:
             sizes[matrix.form.name] += matrix.num_bytes
         return ", ".join(f"{form} ({size / 2**20:.0f} MiB)" for form, size in sorted(sizes.items()))
 
     def struct(self, max_tokens: int, num_threads: int) -> ModelStruct:
-        """Returns the structure of `step.c`. It is good while this model and its cache live.
+        """Return the structure for `step.c`. It is valid while this model and its cache live.
 
         Args:
-            max_tokens: most tokens of a step.
+            max_tokens: maximum number of tokens in a step.
         """
         what, pages = self.description, self._cache.groups[0]
         self._experts: list[ctypes.Array[Any]] = []
@@ -186,17 +187,17 @@ class PackedModel:
 
 @torch.inference_mode()
 def _rotary_table(loaded: Any, num_positions: int, rotates_neighbours: bool) -> Sequence[torch.Tensor]:
-    """Returns cosines and sines, `[num_positions, half of the rotated dimensions]`, as transformers computes them.
+    """Return cosines and sines, `[num_positions, half of the rotated dimensions]`, as transformers computes them.
 
     Raises:
-        NotNative: two dimensions that are rotated together have different ones.
+        NotNative: two dimensions that are rotated together have different values.
     """
     tables = loaded.model.rotary_emb(torch.zeros(1, 1, 1), torch.arange(num_positions)[None])
     halves = []
     for table in tables:
         rows = table[0].float()
         first, second = rows.chunk(2, -1)
-        if rotates_neighbours and not torch.equal(first, second):  # which of the two, no computation shows
+        if rotates_neighbours and not torch.equal(first, second):  # no computation shows which of the two is used
             first, second = rows[:, ::2], rows[:, 1::2]
         if not torch.equal(first, second):
             raise NotNative("the model rotates other pairs of dimensions than the native step")

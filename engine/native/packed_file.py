@@ -1,11 +1,11 @@
-"""Packed weights in a file that is mapped read-only: all processes of a host that read it share one copy in memory.
+"""Packed weights in a file that is mapped read-only, so that all processes of a host share one copy in memory.
 
     "baton-w1" | bytes of the header, 8 | digest of the header, 32 | header: JSON | tensor | tensor | ...
                                                                      each tensor at a multiple of 64 bytes
 
-The header says what the file is of (`about`), where the tensors lie, how they make up the weights, and how long the
-file is. A file is written beside its place and moved there, so that one of that name is whole; what is shorter, longer
-or of another header than it was written with is refused all the same.
+The header describes the source of the weights (`about`), the positions of the tensors, how they form the weights, and
+the file's length. A file is written to a temporary file and renamed, so a file of that name is complete. A file with
+another length, or whose header does not match its digest, is refused all the same.
 """
 
 from __future__ import annotations
@@ -32,26 +32,24 @@ MAGIC = b"baton-w1"
 DIGEST_BYTES = 32
 PREFIX_BYTES = len(MAGIC) + 8 + DIGEST_BYTES
 ALIGNMENT = 64
-"""Bytes of a cache line, and of the widest vector that is loaded."""
+"""Bytes of a cache line, and of the widest vector load."""
 KINDS = {kind.__name__: kind for kind in (PackedWeights, PackedLayer, PackedMatrix, EmbeddingRows)}
-"""What the weights are made of beside tensors, by the name that a header has for it."""
+"""Types of which the weights consist, in addition to tensors, by their name in a header."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A file's content. The tensors lie in the file: they must not be written to, and the memory is mapped while one of
-    them lives.
-    """
+    """Content of a file. The tensors are views of the read-only mapping, which exists while one of them lives."""
 
     about: Mapping[str, Any]
     weights: PackedWeights
 
 
 def write(path: Path, about: Mapping[str, Any], weights: PackedWeights) -> None:
-    """Writes a file; those who look see all of it or nothing.
+    """Write a file; readers see all of it or nothing.
 
     Raises:
-        OSError: it cannot be written. Nothing is left of it.
+        OSError: it cannot be written. No part of it is left.
     """
     tensors: list[torch.Tensor] = []
     tree = _encoded(weights, tensors)
@@ -79,11 +77,11 @@ def write(path: Path, about: Mapping[str, Any], weights: PackedWeights) -> None:
 
 
 def read_about(path: Path) -> Mapping[str, Any]:
-    """Returns what a file is of.
+    """Return the description of a file's source.
 
     Raises:
         OSError: it cannot be read, or another user may have written it.
-        ValueError: it is not such a file, or not a whole one.
+        ValueError: it is not a file of packed weights, or incomplete.
     """
     with open_own(path) as file:
         about: Mapping[str, Any] = _header(file)[0]["about"]
@@ -91,7 +89,7 @@ def read_about(path: Path) -> Mapping[str, Any]:
 
 
 def read(path: Path) -> PackedFile:
-    """Maps a file.
+    """Map a file.
 
     Raises:
         OSError, ValueError: see `read_about`.
@@ -102,9 +100,9 @@ def read(path: Path) -> PackedFile:
     if len(mapping) != base + header["bytes"]:
         raise ValueError(f"it has {len(mapping)} bytes of {base + header['bytes']}")
     mapping.madvise(mmap.MADV_WILLNEED)
-    # Torch wants memory that may be written, and this may not: whatever tries ends the process.
+    # Torch expects writable memory, but this mapping is read-only: a write would end the process.
     data = (ctypes.c_uint8 * len(mapping)).from_address(np.frombuffer(mapping, np.uint8).ctypes.data)
-    weakref.finalize(data, mapping.close).atexit = False  # a step may be under way when the interpreter ends
+    weakref.finalize(data, mapping.close).atexit = False  # a step may be running when the interpreter exits
     whole = torch.frombuffer(data, dtype=torch.uint8)
     tensors = []
     for begin, dtype, shape in header["tensors"]:
@@ -115,7 +113,7 @@ def read(path: Path) -> PackedFile:
 
 
 def _header(file: BinaryIO) -> tuple[Any, int]:
-    """Returns a file's header, and where its first tensor may lie."""
+    """Return a file's header, and the offset from which on tensors are stored."""
     prefix = file.read(PREFIX_BYTES)
     if len(prefix) < PREFIX_BYTES or not prefix.startswith(MAGIC):
         raise ValueError("it is no file of packed weights")
@@ -137,7 +135,7 @@ def _aligned(place: int) -> int:
 
 
 def _encoded(value: object, tensors: list[torch.Tensor]) -> Any:
-    """Returns a value as JSON, with tensors by their place in `tensors`, where they are put."""
+    """Return a value as JSON, with tensors replaced by their index in `tensors`, to which they are appended."""
     match value:
         case torch.Tensor():
             tensors.append(value)

@@ -1,13 +1,12 @@
-"""Makes of a model's exact weights those that `model.weights` names.
+"""Converts a model's exact weights to the format of `model.weights`.
 
-    bf16     all products but a router's are those of bfloat16: weights in float32 are rounded to it, codes stay the
-             codes that they are and are rounded when they are used, inputs are rounded, and sums are float32. So is
-             attention
-    int8g    the matrices of the layers are multiplied as integers, in groups of 32 inputs: codes stay the codes that
-             they are, other weights become signed bytes. A router of experts stays, and so does a matrix whose inputs
-             are no multiple of 32. A head of 8-bit codes keeps them, and is multiplied as integers of 16 bits
+    bf16     all matrix products except a router's use bfloat16: float32 weights are rounded to it, codes are kept and
+             rounded when they are used, inputs are rounded, and sums are float32. So does attention
+    int8g    the matrices of the layers are multiplied as integers, in groups of 32 inputs: codes are kept, and other
+             weights become signed bytes. A router of experts is unchanged, and so is a matrix whose number of inputs
+             is not a multiple of 32. A head of 8-bit codes keeps them, and is multiplied as 16-bit integers
 
-The step that computes with them is proved before, with the exact ones.
+The step is first checked with the exact weights.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ FOUR = 4
 
 
 def quantized(exact: PackedWeights, mode: str) -> PackedWeights:
-    """Returns the weights of a mode of `model.weights`."""
+    """Return the weights in a format of `model.weights`."""
     match mode:
         case "exact":
             return exact
@@ -36,7 +35,7 @@ def quantized(exact: PackedWeights, mode: str) -> PackedWeights:
 
 
 def _layers(exact: PackedWeights, made: Callable[[PackedMatrix], PackedMatrix]) -> list[PackedLayer]:
-    """Returns the layers with other matrices, but for routers."""
+    """Return the layers with converted matrices, except for routers."""
     return [
         replace(
             layer,
@@ -47,7 +46,7 @@ def _layers(exact: PackedWeights, made: Callable[[PackedMatrix], PackedMatrix]) 
 
 
 def _of_pairs(matrix: PackedMatrix) -> PackedMatrix:
-    """Returns a matrix for products of bfloat16."""
+    """Return a matrix for products of bfloat16."""
     match matrix.form:
         case Form.Q8_0:
             return replace(matrix, form=Form.PAIRS_Q8, weights=_together(matrix.weights, 2))
@@ -70,7 +69,7 @@ def _rounded_rows(embedding: EmbeddingRows) -> EmbeddingRows:
 
 
 def _of_dots(matrix: PackedMatrix) -> PackedMatrix:
-    """Returns a matrix for products of integers, or as it is."""
+    """Return a matrix for integer products, or the same matrix if that is not possible."""
     if matrix.num_inputs % BLOCK:
         return matrix
     match matrix.form:
@@ -88,7 +87,7 @@ def _of_dots(matrix: PackedMatrix) -> PackedMatrix:
 
 
 def _of_fine_dots(matrix: PackedMatrix) -> PackedMatrix:
-    """Returns a matrix of 8-bit codes for products with inputs of two bytes, or as it is."""
+    """Return a matrix of 8-bit codes for products with 16-bit inputs, or the same matrix if it has no such codes."""
     if matrix.form is not Form.Q8_0:
         return matrix
     return replace(matrix, form=Form.DOT_FINE, weights=_unsigned(matrix.weights, matrix.num_inputs))
@@ -99,7 +98,7 @@ def _unsigned(codes: torch.Tensor, num_inputs: int) -> torch.Tensor:
 
 
 def _codes(panels: torch.Tensor, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns panels of float32 as codes from -127 to 127, and as scales in float16, `[panels, blocks, 32]`."""
+    """Return panels of float32 as codes from -127 to 127, and as scales in float16, `[panels, blocks, 32]`."""
     blocks = panels.view(-1, num_inputs // BLOCK, BLOCK, PANEL)
     scale = (blocks.abs().amax(2) / 127).half()
     codes = (blocks / torch.where(scale == 0, 1, scale.float())[:, :, None]).round_().clamp_(-127, 127)
@@ -107,7 +106,8 @@ def _codes(panels: torch.Tensor, num_inputs: int) -> tuple[torch.Tensor, torch.T
 
 
 def _together(panels: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns panels, `[panels, inputs, 32]`, with `count` neighbouring inputs of an output beside each other:
-    `[panels, inputs / count, 32, count]`.
+    """Return panels, `[panels, inputs, 32]`, with `count` adjacent inputs of an output next to each other.
+
+    The result is `[panels, inputs / count, 32, count]`.
     """
     return panels.reshape(len(panels), -1, count, PANEL).transpose(2, 3).contiguous()

@@ -1,9 +1,9 @@
-"""Runs a model by `step.c` over the paged KV cache: the same caches, sampler and answers as transformers', faster.
+"""Runner of the native step over the paged KV cache: the caches, sampler and results of transformers, but faster.
 
-The weights are loaded by transformers, which knows every form of checkpoint, and its model computes the first steps.
-They are packed then, and the native step computes the same again: a model for which the two differ is left to
-transformers. What has passed is kept packed, with a digest of the logits: later starts map it, compute these again, and
-do without transformers.
+Transformers loads the weights, because it supports every checkpoint format, and its model computes the first steps.
+Then the weights are packed, and the native step computes the same steps. If the results differ, the model runs on
+transformers. Packed weights that pass are kept together with a digest of the logits: later starts map them, compute
+these logits again, and do not need transformers.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from engine.native.weights_cache import KeptModel, StoredConfig, WeightsCache, l
 
 logger = logging.getLogger(__name__)
 TOLERANCE = 1e-3
-"""Largest difference between the two computations of a logit, as a share of the largest logit, for which the rounding
-of different orders may account."""
+"""Maximum difference between the two computations of a logit, as a share of the largest logit. Rounding in different
+orders may cause it."""
 ROUNDED_TOLERANCE = 0.5
-"""Largest difference between the logits of weights that were made to something smaller and those of the exact ones, as
-a share of how the latter vary, both as root mean squares. Two computations that have nothing in common give 1.4."""
+"""Maximum difference between the logits of converted weights and those of the exact ones, as a share of the latter's
+variation, both as root mean squares. Two unrelated computations give 1.4."""
 
 
 class NativeRunner(LogitsRunner):
-    """A model that `step.c` computes, on a CPU in float32.
+    """Runner of a model that `step.c` computes, on a CPU in float32.
 
     Args:
-        folder: where libraries that were built and weights that were packed are kept.
+        folder: cache folder for built libraries and packed weights.
 
     Raises:
-        NotNative: model, machine or settings are none for it; the message says why.
+        NotNative: model, machine or settings are not supported; the message says why.
         ModelLoadError: the folder is not a model this engine runs, the KV pool is too small, or the model cannot
             compute a first step.
         ConfigError: there is no room for the KV pool.
@@ -90,8 +90,9 @@ class NativeRunner(LogitsRunner):
             self._step = None
 
     def _make_first_cache(self, config: Any) -> KVCache:
-        """Returns the cache of the first steps. Its pages are float32: into narrower ones, two orders of sums would at
-        times round to other values.
+        """Return the cache of the first steps, with float32 pages.
+
+        In narrower pages, different orders of summation would sometimes round to different values.
         """
         if self.spec.groups[0].dtype == "float32":
             return self.cache
@@ -99,13 +100,13 @@ class NativeRunner(LogitsRunner):
         return KVCache(cache_spec(config, size, "float32", 1), num_blocks_for(WARM_UP_TOKENS, size), 1)
 
     def _pack(self, model: ModelConfig, config: Any, cache: WeightsCache) -> None:
-        """Opens weights that transformers loads and computes the same with, makes them to what `model.weights` names,
-        and keeps them packed.
+        """Load and check the weights with transformers, convert them to the format of `model.weights`, and keep them
+        packed.
 
         Raises:
             NotNative: the native step does not compute the same.
         """
-        # Imported on use: what is kept needs no transformers, whose import takes seconds and 100 MB.
+        # Imported here: cached weights need no transformers, whose import takes seconds and 100 MB.
         from engine.model.transformers_model import ModelRank
 
         rank = ModelRank(model, self._engine, self._first_cache)
@@ -128,15 +129,15 @@ class NativeRunner(LogitsRunner):
             self._open(weights)
 
     def _opens(self, kept: KeptModel) -> bool:
-        """Opens what is kept, and returns whether it serves: it is long enough, and computes what it did when it was
-        packed.
+        """Open cached weights. Return whether they can be used: they cover the sequence length and give the recorded
+        logits.
         """
         if len(kept.weights.cos) < self.max_model_len:
             return False
         self._open(kept.weights)
         if logits_digest(self._warm_up(self._compute)) == kept.logits:
             return True
-        logger.warning("the packed weights do not compute what they did when they were packed, and are made anew")
+        logger.warning("the packed weights do not give the logits recorded when they were packed, and are made anew")
         return False
 
     def _open(self, weights: PackedWeights) -> None:
@@ -144,26 +145,26 @@ class NativeRunner(LogitsRunner):
         self._weights = weights
         self._model = PackedModel(self._description, weights, self._first_cache, self.max_model_len)
         self._memory = torch.empty(self.batch.max_num_seqs, self._model.num_logits)
-        # By the number of rows. Torch takes 0.1 ms to make such a view when a step has emptied the CPU's caches.
+        # Views by the number of rows. Torch takes 0.1 ms to create one after a step has evicted the CPU's caches.
         self._logits = [self._memory[:count, : self.vocab_size] for count in range(len(self._memory) + 1)]
         max_tokens = max(self.batch.max_num_batched_tokens, WARM_UP_TOKENS)
         self._struct = self._model.struct(max_tokens, self._engine.num_threads)
         self._step = self._library.baton_open(ctypes.byref(self._struct))
 
     def _stored(self, config: Any) -> StoredConfig | None:
-        """Returns the configuration as it is kept, if it means the same then."""
+        """Return the configuration in the form of the cache, if that form has the same meaning."""
         try:
             stored = StoredConfig.of(config)
             means_the_same = describe(stored) == self._description and (
                 longest_sequence(stored, 0) == longest_sequence(config, 0)
             )
         except (AttributeError, TypeError, NotNative) as error:
-            logger.warning("the packed weights are not kept, since config.json is not: %s", error)
+            logger.warning("the packed weights are not kept, since config.json cannot be kept: %s", error)
             return None
         return stored if means_the_same else None
 
     def _require_equal(self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
-        """Raises NotNative unless the first steps' logits are those of transformers."""
+        """Raise NotNative unless the first steps' logits are those of transformers."""
         for one, other in zip(found, expected, strict=True):
             difference = float((one - other).abs().max() / other.abs().max().clamp(min=1e-6))
             if not difference <= TOLERANCE:
@@ -171,7 +172,7 @@ class NativeRunner(LogitsRunner):
                 raise NotNative(f"the first step's logits differ from transformers' by a share of {difference:.1e}")
 
     def _require_near(self, found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> None:
-        """Raises NotNative unless the first steps' logits are about those of the exact weights."""
+        """Raise NotNative unless the first steps' logits are close to those of the exact weights."""
         for one, other in zip(found, exact, strict=True):
             difference = float((one - other).norm() / (other - other.mean()).norm().clamp(min=1e-6))
             if not difference <= ROUNDED_TOLERANCE:
@@ -182,7 +183,7 @@ class NativeRunner(LogitsRunner):
         self.cache.copy_blocks(step.copies)
         batch, numbers, logits = self._batch(step)
         last = self._model.description.num_layers
-        # A prompt's KV goes on its way layer by layer; of single tokens it is small, and one call computes them.
+        # A prompt's KV is reported layer by layer. That of single tokens is small, so one call computes all layers.
         has_prompt = any(len(part.token_ids) - part.num_drafts > 1 for part in step.parts)
         calls = range(last) if has_prompt else (last - 1,)
         begin = 0
@@ -196,7 +197,7 @@ class NativeRunner(LogitsRunner):
         return logits
 
     def _batch(self, step: RankStep) -> tuple[layout.BatchStruct, array[int], torch.Tensor]:
-        """Returns the step as `step.c` sees it, what it points to, and where the logits will be."""
+        """Return the step as the structure for `step.c`, the memory that it points to, and the tensor of the logits."""
         parts = step.parts
         stride = max(len(part.block_ids[0]) for part in parts)
         tables: list[int] = []
@@ -212,7 +213,7 @@ class NativeRunner(LogitsRunner):
             tables,
             rows,
         )
-        # One plain array: what numpy needs to make five is a hundredth of a step of one stream.
+        # One plain array: five numpy arrays would cost a hundredth of a step of one stream.
         numbers = array("i", list(chain.from_iterable(fields)))
         address, _ = numbers.buffer_info()
         pointers = [address + numbers.itemsize * begin for begin in accumulate(map(len, fields[:-1]), initial=0)]
@@ -226,7 +227,7 @@ class NativeRunner(LogitsRunner):
 
 
 def _require_settings(model: ModelConfig, engine: EngineConfig) -> None:
-    """Raises NotNative for settings of another device, type or number of ranks."""
+    """Raise NotNative for settings of another device, data type or number of ranks."""
     if engine.tensor_parallel > 1:
         raise NotNative(f"engine.tensor_parallel is {engine.tensor_parallel}, and the native step has one rank")
     if model.device == "cuda" or (model.device == "auto" and torch.cuda.is_available()):
@@ -236,7 +237,7 @@ def _require_settings(model: ModelConfig, engine: EngineConfig) -> None:
     values = {"model.weights": model.weights, "engine.kv_dtype": engine.kv_dtype, "engine.attention": engine.attention}
     for name, value in values.items():
         if value in ("fp8", "flashinfer"):
-            raise NotNative(f"{name} is {value}, which the native step does not know")
+            raise NotNative(f"{name} is {value}, which the native step does not support")
 
 
 def _load_library(folder: Path, variant: str) -> ctypes.CDLL:
@@ -252,7 +253,7 @@ def _load_library(folder: Path, variant: str) -> ctypes.CDLL:
 
 
 def _load_config(path: str) -> Any:
-    # Imported on use: see `NativeRunner._pack`.
+    # Imported here: see `NativeRunner._pack`.
     from engine.model.transformers_model import load_config
 
     return load_config(path)

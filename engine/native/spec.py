@@ -1,7 +1,7 @@
-"""Which models `step.c` computes, and how: a description made of a transformers configuration and its weights' names.
+"""Description of a model for `step.c`, made from a transformers configuration and the names of its weights.
 
-A key of the configuration, a value or a weight that is not known here means that the model is left to transformers. A
-type more whose steps have nothing that is new here is an entry in `FAMILIES`.
+If a configuration key, a value or a weight is not known here, the model runs on transformers. A further type whose
+steps need no new code is one more entry in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ WITHOUT_MEANING = frozenset({
     "problem_type", "resid_pdrop", "residual_dropout", "return_dict", "router_aux_loss_coef", "router_jitter_noise",
     "torch_dtype", "transformers.js_config", "transformers_version", "use_cache",
 })  # fmt: skip
-"""Keys that change nothing in a step."""
+"""Keys that do not affect a step."""
 SEEN_BY_WEIGHTS = frozenset({
     "attention_bias", "attention_out_bias", "mlp_bias", "quantization_config", "tie_word_embeddings", "use_bias",
     "use_qkv_bias",
 })  # fmt: skip
-"""Keys whose meaning the loaded weights show."""
+"""Keys whose meaning is visible in the loaded weights."""
 SEEN_BY_TRANSFORMERS = frozenset({"max_position_embeddings", "original_max_position_embeddings", "rope_parameters"})
-"""Keys of which transformers' own functions make the rotary table."""
+"""Keys from which transformers' own functions compute the rotary table."""
 SIZES = frozenset({
     "head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
     "vocab_size",
@@ -37,13 +37,13 @@ READ_OF_ALL_TYPES = frozenset({
     "attention_chunk_size", "fusion_config", "is_causal", "kv_sharing_modes", "mtp_layer_types",
     "partial_rotary_factor", "rope_scaling", "rope_theta", "use_bidirectional_attention",
 })  # fmt: skip
-"""Keys that transformers' shared functions read, whether or not a type declares them (masking_utils.py, 5.23)."""
+"""Keys that transformers' shared functions read, even if a type does not declare them (masking_utils.py, 5.23)."""
 KNOWN = WITHOUT_MEANING | SEEN_BY_WEIGHTS | SEEN_BY_TRANSFORMERS | SIZES | {"hidden_act"}
 """Keys that all types may have."""
 WINDOWS = frozenset({"layer_types", "sliding_window", "use_sliding_window"})
 EXPERTS = frozenset({"num_experts", "num_experts_per_tok", "num_local_experts"})
 MULTIPLE = 16
-"""Widths of heads are multiples of this, and those of the residual of twice as much."""
+"""Factor of which widths of heads must be multiples; that of the residual must be a multiple of twice as much."""
 
 
 class Activation(IntEnum):
@@ -59,14 +59,14 @@ ACTIVATIONS = {
 
 
 class NormKind(IntEnum):
-    """What a norm divides by; the one by variance takes the mean away before."""
+    """Divisor of a norm; the norm by variance subtracts the mean first."""
 
     BY_SQUARES = 0
     BY_VARIANCE = 1
 
 
 class QKNorm(IntEnum):
-    """How queries and keys are normed before they are rotated."""
+    """Normalization of queries and keys before their rotation."""
 
     PLAIN = 0
     BY_HEAD = 1
@@ -75,34 +75,34 @@ class QKNorm(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """What distinguishes a model type from Llama."""
+    """Differences of a model type from Llama."""
 
     keys: frozenset[str] = frozenset()
-    """Keys of the configuration that are read here beyond those that all types have."""
+    """Configuration keys of this type, in addition to those that all types have."""
     fixed: Mapping[str, Collection[Any]] = field(default_factory=dict)
-    """Further keys, and the values under which the model is computed as described here."""
+    """Further keys, with the values for which this description is valid."""
     norms: Mapping[str, str] = field(
         default_factory=lambda: {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
     )
-    """A layer's norms by their place; each has a field of that name in `step.c`."""
+    """Norms of a layer by their place; each has a field of that name in `step.c`."""
     norm_kind: NormKind = NormKind.BY_SQUARES
     norm_parts: Collection[str] = ("weight",)
-    """Which weights a norm has."""
+    """Names of a norm's weights."""
     norm_offset: float = 0.0
-    """What is added to the weights of norms."""
+    """Value that is added to the weights of norms."""
     eps: str | float = "rms_norm_eps"
-    """What norms add before they divide, or the key that says it."""
+    """Value that norms add before they divide, or the configuration key that contains it."""
     qk_norm: QKNorm = QKNorm.PLAIN
     scales_embedding: bool = False
-    """Whether embeddings are multiplied by the square root of their width."""
+    """True if embeddings are multiplied by the square root of their width."""
     rotates_neighbours: bool = False
-    """Whether dimension 2 j is rotated with 2 j + 1, in place of j with j + half."""
+    """True if dimension 2 j is rotated with 2 j + 1, in place of j with j + half."""
     rotates_in_windows: bool = False
-    """Whether, in a model that has a window, only its layers with one are rotated."""
+    """Whether, in a model with a window, only the layers with a window are rotated."""
     is_parallel: bool = False
-    """Whether the perceptron has the input of attention."""
+    """True if the MLP has the same input as attention."""
     perceptron: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    """Names of its matrices, the one back to the residual last; without a gate there are two."""
+    """Names of the MLP's matrices, with the projection back to the residual last; without a gate there are two."""
     has_experts: bool = False
 
     @property
@@ -174,21 +174,21 @@ FAMILIES = {
         keys=WINDOWS, norm_kind=BY_VARIANCE, norm_parts=BOTH, eps="norm_epsilon", perceptron=("c_fc", "c_proj"),
     ),
 }  # fmt: skip
-"""The model types that are computed natively; each is held against `generate` by a test."""
+"""Model types that are computed natively; each is compared with `generate` by a test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The perceptrons of which a router chooses some for each token."""
+    """MLPs of which a router chooses some for each token."""
 
     count: int
     chosen: int
     inner: int
     """Width between an expert's two matrices."""
     normalized: bool
-    """Whether the weights of those that are chosen are made to sum to 1."""
+    """True if the weights of the chosen experts are normalized to sum to 1."""
     layers: frozenset[int]
-    """The layers that have them; others have a perceptron."""
+    """Layers with experts; the others have an MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,19 +210,19 @@ class ModelDescription:
     residual_scale: float
     logits_divisor: float
     windows: tuple[int, ...]
-    """Tokens that a token sees, itself among them, in each layer; 0: all."""
+    """Tokens that a token sees, including itself, in each layer; 0: all."""
     rotates: tuple[bool, ...]
-    """Whether queries and keys are rotated, in each layer."""
+    """True if queries and keys are rotated, in each layer."""
     clip: float
-    """Largest query, key and value; 0: there is none."""
+    """Largest magnitude of queries, keys and values; 0: no limit."""
     experts: Experts | None
 
 
 def describe(config: Any) -> ModelDescription:
-    """Returns the description of a transformers configuration.
+    """Return the description of a transformers configuration.
 
     Raises:
-        NotNative: the model is of another type, or something of it is not known here; the message names it.
+        NotNative: the model type, or a property of the model, is not supported; the message names it.
     """
     kind = config.model_type
     family = FAMILIES.get(kind)
@@ -260,26 +260,25 @@ def describe(config: Any) -> ModelDescription:
 
 
 def read_keys(config: Any) -> set[str]:
-    """Returns the keys of a configuration that transformers may read. Others, such as those that a training program has
-    left, change nothing.
+    """Return the keys of a configuration that transformers may read.
+
+    Other keys, such as those left by a training program, have no effect.
     """
     keys = set(config.to_dict())
-    if not hasattr(config, "from_dict"):  # it was kept, with these keys alone
+    if not hasattr(config, "from_dict"):  # it comes from the cache, which has only these keys
         return keys
     named = (each.keys | set(each.fixed) | {str(each.eps)} for each in FAMILIES.values())
     return keys & KNOWN.union(READ_OF_ALL_TYPES, type(config)().to_dict(), *named)
 
 
 def _require_known(config: Any, family: ModelFamily) -> None:
-    """Raises NotNative unless every key that transformers may read is known, and those that are fixed have a value that
-    is.
-    """
+    """Raise NotNative unless every key that transformers may read is known and fixed keys have a supported value."""
     values = config.to_dict()
     if unknown := sorted(map(str, read_keys(config) - KNOWN - family.keys - {family.eps} - set(family.fixed))):
-        raise NotNative(f"config.json has {', '.join(unknown[:3])}, which the native step does not know")
+        raise NotNative(f"config.json has {', '.join(unknown[:3])}, which the native step does not support")
     for key, allowed in family.fixed.items():
         if key in values and values[key] not in allowed:
-            raise NotNative(f"config.json has {key} {values[key]!r}, which the native step does not know")
+            raise NotNative(f"config.json has {key} {values[key]!r}, which the native step does not support")
     if config.hidden_act not in ACTIVATIONS:
         raise NotNative(f"the activation {config.hidden_act!r} is not among {', '.join(ACTIVATIONS)}")
 
@@ -289,7 +288,7 @@ def _windows(config: Any) -> tuple[int, ...]:
     if (types := getattr(config, "layer_types", None)) is None:
         return tuple([window] * config.num_hidden_layers)
     if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
-        raise NotNative(f"layers of type {unknown[0]!r} are not known to the native step")
+        raise NotNative(f"layers of type {unknown[0]!r} are not supported by the native step")
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
@@ -318,23 +317,23 @@ def _experts(config: Any) -> Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNames:
-    """The names of one layer's weights, by the field of `step.c`."""
+    """Names of one layer's weights, by the field of `step.c`."""
 
     norms: Mapping[str, str]
     matrices: Mapping[str, tuple[str, ...]]
-    """A matrix is made of several, one below the other."""
+    """Names of the parts of each matrix, which are stacked along the outputs."""
     experts: Mapping[str, str]
-    """The matrices of all experts, `[experts, outputs, inputs]`."""
+    """Matrices of all experts, `[experts, outputs, inputs]`."""
 
 
 def layer_names(description: ModelDescription, layer: int, names: Collection[str]) -> LayerNames:
-    """Returns what a layer's weights are called.
+    """Return the names of a layer's weights.
 
     Args:
-        names: of all weights of the model.
+        names: names of all weights of the model.
 
     Raises:
-        NotNative: the layer has a weight that has no place in a step.
+        NotNative: the layer has a weight that the native step does not use.
     """
     begin = f"model.layers.{layer}."
     family = description.family
@@ -366,7 +365,7 @@ def layer_names(description: ModelDescription, layer: int, names: Collection[str
         raise NotNative(f"the model has no {missing[0]}")
     known = needed | {f"{part}.bias" for part in parts}
     if unknown := sorted({name for name in names if name.startswith(begin)} - known):
-        raise NotNative(f"the model has {unknown[0]}, which the native step does not know")
+        raise NotNative(f"the model has {unknown[0]}, which the native step does not support")
     return found
 
 
@@ -374,14 +373,14 @@ EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm", "lm_head"
 
 
 def require_all_known(description: ModelDescription, names: Collection[str]) -> None:
-    """Checks the names of the weights outside the layers.
+    """Check the names of the weights outside the layers.
 
     Raises:
-        NotNative: one has no place in a step, or is missing.
+        NotNative: the native step does not use one, or one is missing.
     """
     outside = {name for name in names if not name.startswith("model.layers.")}
     known = {EMBEDDING, f"{HEAD}.weight", *(f"{NORM}.{part}" for part in description.family.norm_parts)}
     if unknown := sorted(outside - known - {f"{HEAD}.bias"}):
-        raise NotNative(f"the model has {unknown[0]}, which the native step does not know")
+        raise NotNative(f"the model has {unknown[0]}, which the native step does not support")
     if missing := sorted(known - outside):
         raise NotNative(f"the model has no {missing[0]}")

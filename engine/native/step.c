@@ -1,26 +1,26 @@
-/* One step of a decoder-only model over paged KV, in plain C: `baton_step` at the end reads as the model's forward does.
+/* One step of a decoder-only model over paged KV, in plain C. `baton_step` at the end follows the model's forward pass.
 
-   It is built by `build.py` and called through ctypes, without Python's lock. All arithmetic is float32, and each number
-   is summed in one order, whatever else is in the step and however many threads compute it:
+   `build.py` compiles it, and Python calls it through ctypes without holding the GIL. All arithmetic is float32, and each
+   number has a fixed order of summation, independent of the rest of the step and of the number of threads:
 
        a product's output    one chain of fused multiply-adds, from the first input to the last
        the same of integers  one chain, from the first 32 inputs to the last ones; within them integers, which are exact
-       the same of pairs     32 inputs after another: one chain of the even inputs and one of the odd ones, both from 0; their
-                             sum is added to the output. All is as TDPBF16PS has it: floats below 2 to the -126 are 0
+       the same of pairs     32 inputs at a time: one chain of the even inputs and one of the odd ones, both from 0; their
+                             sum is added to the output, as TDPBF16PS does: floats below 2 to the -126 are 0
        a score q.k           the same as a product's, from the first dimension to the last
-       an attended value     the same, from the first token that is seen to the last; at each 64th position (0, 64, ...)
+       an attended value     the same, from the first visible token to the last; at each 64th position (0, 64, ...)
                              it is scaled by 2 to the (most before - most with the next 64 tokens), where `most` is the
                              largest score in scaled units of 2: a token weighs 2 to the one fused (score * scale - most)
        a softmax's sum       16 chains (lane j: tokens j, j + 16, ...), scaled at the same places, then halves are added
                              until one is left
        a norm's sum          16 chains, then the same
-       a sum of experts      one chain, from the first expert that is chosen to the last
+       a sum of experts      one chain, from the first chosen expert to the last
 
-   So a sequence's logits are the same bits alone, in a batch, in chunks, after a KV transfer, on AVX2, on AVX-512 and on AMX. The
-   compiler may not contract or reorder what is written here (-ffp-contract=off, and no -ffast-math).
+   So a sequence's logits are bit-identical alone, in a batch, in chunks, after a KV transfer, on AVX2, on AVX-512 and on AMX.
+   The compiler must not contract or reorder operations (-ffp-contract=off, and no -ffast-math).
 
-   Weights. A matrix [outputs, inputs] lies in panels of 32 outputs, so that one load fills a vector with the weights of
-   neighbouring outputs for one input, and what is loaded lies one after another:
+   Weights. A matrix [outputs, inputs] is stored in panels of 32 outputs, so that one load fills a vector with the weights of
+   neighbouring outputs for one input, and loads are sequential in memory:
 
        panel 0                                          panel 1
        [input 0: outputs 0..31][input 1: 0..31] ...     [input 0: outputs 32..63] ...         outputs padded with 0
@@ -33,20 +33,20 @@
               lower half of byte j, that of
               output j + 16 the upper half
 
-   Each form gives back the checkpoint's float32 weights bit for bit (`weights.py` proves it for each matrix).
+   Each form restores the checkpoint's float32 weights bit for bit (`weights.py` verifies it for each matrix).
 
-   Three forms are for products of integers, for which inputs become signed bytes, 32 at a time. There the weights of four
-   neighbouring inputs lie together, so that one instruction multiplies and adds four for each output of a vector:
+   Three forms are for products of integers, for which inputs become signed bytes, 32 at a time. The weights of four
+   neighbouring inputs are adjacent, so that one instruction multiplies and adds four for each output of a vector:
 
        form    32 inputs of a panel                                            and
        DOT_Q8  8 times [output 0: inputs 4i..4i+3][output 1: the same] ...     scale[32]             weight = scale * (byte - 128)
        DOT_Q4  4 times the same; the lower half of a byte is of inputs         scale[32], least[32]  weight = scale * c + least
                4i..4i+3, the upper one of inputs 16+4i..16+4i+3
-       DOT_FINE  as DOT_Q8, but an input becomes two bytes, of which the second one has what the first one rounds away
+       DOT_FINE  as DOT_Q8, but an input becomes two bytes, and the second one contains the rounding error of the first one
 
-   Three are for products of bfloat16, for which inputs are rounded to upper halves of floats. There the weights of two
-   neighbouring inputs lie together, so that a tile of 16 pairs by 16 outputs (AMX) is loaded as it lies; inputs are filled up
-   with 0 to a multiple of 32. Codes become the upper halves that are nearest to their weights when they are multiplied:
+   Three are for products of bfloat16, for which inputs are rounded to upper halves of floats. The weights of two
+   neighbouring inputs are adjacent, so that a tile of 16 pairs by 16 outputs (AMX) is loaded without rearrangement; inputs
+   are padded with 0 to a multiple of 32. Codes are rounded to the nearest upper halves when they are multiplied:
 
        form      32 inputs of a panel                                          and
        PAIRS     16 times [output 0: inputs 2i, 2i+1][output 1: the same] ...
@@ -54,9 +54,9 @@
        PAIRS_Q4  16 times the same; the lower half of a byte is of outputs     scale[32], least[32]  weight = scale * c + least
                  0..15, the upper one of outputs 16..31
 
-   A layer whose queries come of such a product attends by pairs, too: queries, K, weights of tokens and V are rounded, scores
-   are products of pairs over the dimensions, and an attended value is one over the tokens, of which each 32 from a multiple of
-   64 on are a block; the rest is as above, but with powers of 2 that are less exact.
+   A layer whose queries are the result of such a product also attends by pairs: queries, K, weights of tokens and V are
+   rounded, scores are products of pairs over the dimensions, and an attended value is a product of pairs over the tokens, in
+   blocks of 32 from a multiple of 64 on. The rest is as above, but with less exact powers of 2.
 
    KV. A layer's pages are those of `KVCache`: page(block, head) = [K of token 0, 1, ... | V of token 0, 1, ...], where the K or
    V of a token is
@@ -65,8 +65,8 @@
        KV_BF16   dim upper halves of floats, rounded to the nearest, of two equally near to the even one
        KV_INT8   dim signed bytes c, then one float: value = scale * c, where scale = the largest magnitude / 127
 
-   and is rounded when it is written: all attention reads pages, also a prompt's over its own chunk, so that what a token
-   sees of another is the same number whatever was computed together.
+   and is rounded when it is written. All attention reads pages, including a prompt's attention over its own chunk, so a token
+   sees the same values of other tokens in any batch and chunking.
 */
 #include <immintrin.h>
 #include <math.h>
@@ -83,7 +83,7 @@
 #define UNROLL _Pragma("GCC unroll 32")
 
 enum { PANEL = 32, GROUP = 16, MAX_TILE_ROWS = 12 };
-/* Forms of weights; UNPACKED: F32 in a thread's room. */
+/* Forms of weights; UNPACKED: F32 in a thread's buffer. */
 enum { F32, BF16, Q8_0, Q4_1, DOT_Q8, DOT_Q4, DOT_FINE, PAIRS, PAIRS_Q8, PAIRS_Q4, UNPACKED };
 enum { SILU, GELU_TANH, RELU_SQUARED };                         /* activations */
 enum { QK_PLAIN, QK_BY_HEAD, QK_WHOLE };                        /* norms of queries and keys */
@@ -101,7 +101,7 @@ typedef struct {
 } Matrix;
 
 typedef struct {
-    int32_t count, chosen, inner, normalized; /* `chosen` of `count` for a token; whether their weights are made to sum to 1 */
+    int32_t count, chosen, inner, normalized; /* `chosen` of `count` for a token; normalized: weights sum to 1 */
     Matrix router;
     const Matrix *gate_up, *down; /* [count]; `inner` is the width between them */
 } Experts;
@@ -109,21 +109,21 @@ typedef struct {
 typedef struct {
     const float *before_attention, *query, *key, *after_attention, *before_mlp, *after_mlp; /* norms; none: no norm */
     Matrix qkv, out, gate_up, down;
-    int32_t window;  /* tokens that a token sees, with itself; 0: all */
+    int32_t window;  /* tokens that a token sees, including itself; 0: all */
     int32_t rotates; /* whether queries and keys are rotated */
-    const Experts *experts; /* in place of gate_up and down, which are empty then; or none */
+    const Experts *experts; /* instead of gate_up and down, which are then empty; or none */
 } Layer;
 
 typedef struct {
     int32_t layers, hidden, heads, kv_heads, head_dim, rotary_dim, intermediate, vocab;
     int32_t activation, qk_norm, block_size, blocks, max_len, max_tokens, threads, embedding_form;
-    int32_t norm_kind, rotates_neighbours, gated, parallel; /* parallel: attention and perceptron have the same input */
+    int32_t norm_kind, rotates_neighbours, gated, parallel; /* parallel: attention and MLP have the same input */
     int32_t kv_form;
-    float eps, embedding_scale, attention_scale, residual_scale, logits_divisor, clip; /* clip: most of q, k and v; 0: any */
+    float eps, embedding_scale, attention_scale, residual_scale, logits_divisor, clip; /* clip: limit of q, k and v; 0: none */
     const void *embedding;  /* [vocab][hidden], of form F32, BF16 or Q8_0 */
     const float *embedding_codes_scale; /* [vocab][hidden / 32], of Q8_0 */
     const float *cos, *sin; /* [max_len][rotary_dim / 2] */
-    const float *norm; /* weights of a norm; those of BY_VARIANCE are followed by what is added */
+    const float *norm; /* weights of a norm; those of BY_VARIANCE are followed by the bias */
     const Layer *layer;
     const Matrix *head;
     uint8_t *kv;
@@ -135,8 +135,8 @@ typedef struct {
     const int32_t *token_ids; /* [tokens], sequence after sequence */
     const int32_t *begin;     /* [sequences]: tokens before the step */
     const int32_t *count;     /* [sequences]: tokens in the step */
-    const int32_t *tables;    /* [sequences][table_stride]: block ids; < 0: nothing is there, and nothing looks */
-    const int32_t *row;       /* [rows]: tokens of the step whose logits are wanted */
+    const int32_t *tables;    /* [sequences][table_stride]: block ids; < 0: empty, never read */
+    const int32_t *row;       /* [rows]: tokens of the step whose logits are returned */
     float *logits;            /* [rows][panels of the head * 32] */
 } Batch;
 
@@ -395,8 +395,8 @@ INLINE Vector activated(int activation, Vector x) {
 
 /* ---- threads -------------------------------------------------------------------------------------------------------
 
-   A phase of a step is a number of jobs. Who has time claims the next one: the thread that calls, and the helpers. A
-   helper that has no core at the moment has claimed nothing, so nobody waits for it. */
+   A phase of a step is a number of jobs. The calling thread and the helpers each claim the next job when they are idle. A
+   helper that has no core at the moment has claimed nothing, so no thread waits for it. */
 
 typedef struct Step Step;
 typedef void (*Work)(Step *, int job, int thread);
@@ -472,7 +472,7 @@ typedef struct { /* 32 inputs of a row as bytes: input = scale * byte, or scale 
     float scale, total; /* total: of the inputs */
     int32_t offset;     /* what is too much in a product with bytes that are 128 more than a weight, taken away */
 } Bytes;
-typedef struct { /* what a thread needs for products of pairs */
+typedef struct { /* buffers of a thread for products of pairs */
     uint16_t *made;   /* weights of two panels */
     float *products;  /* [2][ROWS_OF_PAIRS][PANEL] */
     float *keys;      /* [dimension / 2][KEYS], of which each holds two halves */
@@ -492,7 +492,7 @@ struct Step {
     Bytes *of_bytes;                                               /* [tiles][inputs / 32][DOT_ROWS] */
     void *halves, *active_halves;                                  /* [tiles][inputs / 32][PAIR_ROWS][32], see products of pairs */
     int has_tiles;                                                 /* whether the CPU multiplies them by tiles */
-    float **keys, **panels;                                        /* [threads]: room of its own */
+    float **keys, **panels;                                        /* [threads]: buffers */
     PairRoom *pair_rooms;                                          /* [threads] */
     int32_t *sequence, *position, *picked;                         /* [max_tokens] */
     Span *spans;
@@ -527,17 +527,17 @@ INLINE Vector weight_at(int form, const Matrix *m, int64_t at, int part, Vector 
     }
 }
 
-/* Whether a tile has its weights come nearer. Unpacked ones are near; one or two rows of floats are no slower than memory. */
+/* Whether a tile prefetches its weights. Unpacked ones are in cache; one or two rows of floats keep up with memory anyway. */
 INLINE int fetches(int form, int rows) { return form == F32 ? rows > 2 : form != UNPACKED; }
 
-/* Has floats of an input come nearer: those that are needed 32 inputs after the given ones. The 4 KiB of 32 inputs at once
-   would be more than a CPU waits for beside its work. */
+/* Prefetches floats of an input: those that are needed 32 inputs later. Prefetching all 4 KiB of 32 inputs at once would
+   exceed the CPU's outstanding loads. */
 INLINE void fetch_floats(const Matrix *m, int64_t at, int part) {
     if (part * LANES % 16 == 0) /* a cache line */
         _mm_prefetch((const char *)((const float *)m->weights + (at + 32) * PANEL + part * LANES), _MM_HINT_T0);
 }
 
-/* Has weights of 32 inputs of a panel, in a smaller form, come nearer: those that are needed about 2 KiB after the given ones. */
+/* Prefetches weights of 32 inputs of a panel in a smaller form: those that are needed about 2 KiB later. */
 INLINE void fetch_weights(int form, const Matrix *m, int64_t block) {
     const int bytes = form == BF16 ? 2048 : form == Q8_0 ? 1024 : 512;
     block += bytes < 2048 ? 2048 / bytes : 1;
@@ -547,9 +547,9 @@ INLINE void fetch_weights(int form, const Matrix *m, int64_t block) {
     if (form == Q4_1) _mm_prefetch((const char *)(m->least + block * PANEL), _MM_HINT_T0);
 }
 
-/* A tile: `rows` rows of x by `vectors` vectors of weights, which begin with vector `part` of a panel and may go on in
-   the next ones; a row of sums is for `panels` panels. Inputs from `first` on are added to the sums of those before. The
-   five constants of a call make it a function of its own. */
+/* A tile: `rows` rows of x by `vectors` vectors of weights, which start with vector `part` of a panel and may continue in
+   the next ones; a row of sums is for `panels` panels. Inputs from `first` on are added to the sums of those before. Each
+   combination of the five constant arguments is compiled as a separate function. */
 INLINE void tile(int form, int rows, int panels, int vectors, int part, const Matrix *m, int panel, const float *x, int ldx,
                  int first, int last, float *sums) {
     const int inputs = m->inputs;
@@ -588,7 +588,7 @@ INLINE void tile_of_panels(int form, int rows, int panels, const Matrix *m, int 
     tile(form, rows, panels, panels * PARTS, 0, m, panel, x, ldx, 0, m->inputs, sums);
 }
 
-/* A panel, two vectors at a time. Where it has more, the others come while its weights of 32 inputs are still nearest. */
+/* A panel, two vectors at a time. If it has more, the others follow while its weights of 32 inputs are still in cache. */
 INLINE void tiles_of_panel(int form, int rows, const Matrix *m, int panel, const float *x, int ldx, float *sums) {
     for (int begin = 0, end; begin < m->inputs; begin = end) {
         end = PARTS > 2 && begin + 32 < m->inputs ? begin + 32 : m->inputs;
@@ -596,7 +596,7 @@ INLINE void tiles_of_panel(int form, int rows, const Matrix *m, int panel, const
     }
 }
 
-/* The same for a number of rows and panels that is known when it runs; `panels` is more than 1 for few rows only. */
+/* The same for a number of rows and panels known at run time; `panels` is more than 1 only for few rows. */
 INLINE void tile_of(int form, int rows, int panels, const Matrix *m, int panel, const float *x, int ldx, float *sums) {
     switch (rows) {
     case 1:
@@ -668,7 +668,7 @@ static void unpack_panel(const Matrix *m, int panel, float *into) {
     else unpack(Q4_1, m, panel, into);
 }
 
-/* Puts a tile's sums where they belong: y = sum + bias, or y += scale * (sum + bias). */
+/* Stores a tile's sums: y = sum + bias, or y += scale * (sum + bias). */
 static void put(const Step *step, int row, int rows, int panel, int panels, const float *sums) {
     const Matrix *m = step->product.matrix;
     for (int r = 0; r < rows; r++) {
@@ -719,8 +719,8 @@ static void quantize(int form, const float *x, int width, int8_t *bytes, Bytes *
     else quantize_as(1, x, width, bytes, of);
 }
 
-/* Has a share of the weights of 32 inputs come nearer, the same inputs' of the next panel: a cache line at most, so that no
-   more are on their way than the CPU waits for. There are 8 shares for each vector of a panel. */
+/* Prefetches a share of the weights of 32 inputs of the next panel: at most a cache line, so that the CPU's outstanding loads
+   are not exceeded. There are 8 shares for each vector of a panel. */
 INLINE void fetch_bytes(int form, const Matrix *m, int64_t block, int share) {
     const int size = form == DOT_Q4 ? 512 : 1024, at = share * (size / 8 / PARTS);
     block += m->inputs / 32;
@@ -805,8 +805,8 @@ static void dot_fine(int rows, const Matrix *m, int panel, const ByteRows *x, fl
 typedef void (*DotTiles)(int, const Matrix *, int, const ByteRows *, float *);
 static const DotTiles DOT_TILES[] = {dot_q8, dot_q4, dot_fine}; /* from DOT_Q8 on */
 
-/* Panels [first, last) for rows of the product, of which the first one begins a tile: few rows panel by panel, so that the
-   next one's weights come meanwhile, many rows tile by tile, so that each is read once. */
+/* Panels [first, last) for rows of the product, the first of which starts a tile. Few rows are computed panel by panel, so
+   that the next panel's weights are loaded meanwhile; many rows tile by tile, so that each is read once. */
 static void multiply_bytes(const Step *step, int first, int last, int row, int rows) {
     const Matrix *m = step->product.matrix;
     const int is_many = rows > 4 * DOT_ROWS, together = is_many ? last - first : 1;
@@ -824,8 +824,8 @@ static void multiply_bytes(const Step *step, int first, int last, int row, int r
 
 /* ---- products of pairs ---------------------------------------------------------------------------------------------------
 
-   Weights and inputs are upper halves of floats. What follows is one instruction of a CPU that has tiles (TDPBF16PS), and
-   its like for those that have none: floats as small as these are 0 in both, which a thread says in MXCSR. */
+   Weights and inputs are upper halves of floats. A CPU with tiles computes them with one instruction (TDPBF16PS); other CPUs
+   emulate it. Denormal floats are 0 in both; MXCSR is set accordingly in each thread. */
 
 enum { PAIR_ROWS = 16, PAIR_WEIGHTS = 32 * PANEL }; /* rows of a tile; weights of 32 inputs of a panel */
 enum { ROWS_OF_PAIRS = 512, NEAR_BLOCKS = 9 };      /* rows of a job; blocks of 32 inputs at a time */
@@ -862,7 +862,7 @@ INLINE void make_pairs_of(int form, const Matrix *m, int panel, uint16_t *into) 
         pairs_at(form, m, (int64_t)panel * blocks + block, into + block * PAIR_WEIGHTS);
 }
 
-/* Makes of a panel's codes the pairs that they stand for. */
+/* Converts a panel's codes to pairs. */
 static void make_pairs(const Matrix *m, int panel, uint16_t *into) {
     if (m->form == PAIRS_Q8) make_pairs_of(PAIRS_Q8, m, panel, into);
     else make_pairs_of(PAIRS_Q4, m, panel, into);
@@ -918,8 +918,8 @@ static void take_tiles(void) { /* eight tiles of 16 rows of 64 bytes */
 }
 static void give_tiles(void) { _tile_release(); }
 
-/* 16 rows by a panel, or 32, in blocks of inputs [begin, end); adds to the sums, or begins them. Codes are made to pairs a
-   block before they are multiplied, so that both go on at a time. */
+/* 16 rows by a panel, or 32, in blocks of inputs [begin, end); adds to the sums, or starts them. Codes are converted to
+   pairs one block before they are multiplied, so that both run at the same time. */
 INLINE void multiply_tiles(int form, int both, int adds, const Matrix *m, int panel, int begin, int end, const uint16_t *x,
                            float *sums) {
     enum { STRIDE = 4 * PANEL };
@@ -984,7 +984,7 @@ static void multiply_tiles_of(int rows, const Matrix *m, int panel, int begin, i
     }
 }
 
-/* Adds to sums of 16 rows what they give with `count` times 16 of `width` outputs, or begins them. */
+/* Adds to sums of 16 rows their products with `count` times 16 of `width` outputs, or starts the sums. */
 INLINE void add_tiles(int count, int adds, int width, const uint16_t *x, const uint16_t *weights, int blocks, float *sums) {
     const int stride = 4 * width;
     _tile_zero(0);
@@ -1029,8 +1029,8 @@ static void add_tile_rows(int adds, int width, const uint16_t *x, const uint16_t
     }
 }
 
-/* Asks the system whether this process may use tiles. It says no where it knows none, or a thread's stack for signals is
-   too small for them. */
+/* Asks the system for permission to use tiles. It refuses if it does not support them, or if a thread's signal stack is too
+   small for them. */
 static int may_use_tiles(void) {
     enum { REQUEST = 0x1023, TILE_DATA = 18 };
     return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
@@ -1062,7 +1062,7 @@ static void multiply_both(const Step *step, const Matrix *m, int panel, int row,
     if (rows > PAIR_ROWS) pair_rows(rows - PAIR_ROWS, PANEL, x + tile, weights, end - begin, sums + PAIR_ROWS * PANEL);
 }
 
-/* Puts what a panel of gates lets through among the next product's inputs. */
+/* Stores the gated values of a panel among the next product's inputs. */
 static void put_active(const Step *step, int row, int rows, int panel, const float *gate, const float *up) {
     const Matrix *m = step->product.matrix;
     const Model *model = step->model;
@@ -1080,12 +1080,12 @@ static void put_active(const Step *step, int row, int rows, int panel, const flo
     }
 }
 
-/* Panels [first, last) for rows of the product, of which the first one begins a tile; of gates, with what they let through.
-   Of many rows, so many inputs at a time that their weights stay in the first cache. */
+/* Panels [first, last) for rows of the product, the first of which starts a tile; gates together with the gated values.
+   For many rows, inputs are processed in blocks whose weights stay in the L1 cache. */
 static __attribute__((noinline)) void multiply_pairs(const Step *step, int first, int last, int row, int rows, int thread) {
     const Matrix *m = step->product.matrix;
     const int parts = step->product.activates && step->model->gated ? 2 : 1, is_many = rows > 2 * PAIR_ROWS;
-    const int makes = m->form != PAIRS && (is_many || !step->has_tiles); /* weights that are used often */
+    const int makes = m->form != PAIRS && (is_many || !step->has_tiles); /* often used weights */
     const int blocks = pair_blocks(m), chunks = is_many ? (blocks + NEAR_BLOCKS - 1) / NEAR_BLOCKS : 1;
     uint16_t *made = step->pair_rooms[thread].made;
     float *sums[2] = {step->pair_rooms[thread].products, step->pair_rooms[thread].products + ROWS_OF_PAIRS * PANEL};
@@ -1114,7 +1114,7 @@ static __attribute__((noinline)) void multiply_pairs(const Step *step, int first
 
 enum { FLUSHES = 0x8040 }; /* of MXCSR: a float below 2 to the -126 is 0, as an input and as a result */
 
-/* Begins what is computed as tiles are: returns what `end_pairs` is to be given. */
+/* Starts computing in the mode of tiles; returns the argument for `end_pairs`. */
 static unsigned begin_pairs(const Step *step) {
     const unsigned before = _mm_getcsr();
     _mm_setcsr(before | FLUSHES);
@@ -1122,13 +1122,13 @@ static unsigned begin_pairs(const Step *step) {
     return before;
 }
 static void end_pairs(const Step *step, unsigned before) {
-    if (step->has_tiles) give_tiles(); /* no thread carries them into what is not ours */
+    if (step->has_tiles) give_tiles(); /* no thread keeps them in code outside this file */
     _mm_setcsr(before);
 }
 
 /* ---- a product's jobs ----------------------------------------------------------------------------------------------------- */
 
-/* A job's panels stay in the second cache, and each tile of rows is read once for all of them: so a job has many rows. */
+/* A job's panels stay in the L2 cache, and each tile of rows is read once for all of them, so a job has many rows. */
 enum { PANELS_A_JOB = 4, TILES_A_BLOCK = 43, JOBS_A_THREAD = 4 };
 /* Panels of which one alone is to be computed: of gates, the next half goes with the first one. */
 static int panels_of(const Step *step) {
@@ -1137,7 +1137,7 @@ static int panels_of(const Step *step) {
 }
 static int groups_of_panels(const Step *step) { return (panels_of(step) + PANELS_A_JOB - 1) / PANELS_A_JOB; }
 static int blocks_of_rows(const Step *step, int block) { return (step->product.rows + block - 1) / block; }
-/* Of two threads with few jobs one would wait for the other's last one. */
+/* With few jobs per thread, one thread would wait for the other's last job. */
 static int rows_a_block(const Step *step) {
     if (is_pairs(step->product.matrix)) return ROWS_OF_PAIRS;
     const int few = step->pool.num_helpers ? JOBS_A_THREAD * (1 + step->pool.num_helpers) : 0;
@@ -1168,7 +1168,7 @@ static void multiply_job(Step *step, int job, int thread) {
     float sums[MAX_TILE_ROWS * 4 * PANEL];
     const int together = rows == 1 ? 16 / PARTS / 2 : rows <= 4 && PARTS == 2 ? 2 : 1; /* fills the pipelines */
     Matrix unpacked = {UNPACKED, PANELS_A_JOB * PANEL, m->inputs, PANELS_A_JOB, step->panels[thread], NULL, NULL, NULL};
-    const int unpacks = rows > 2 * TILE_ROWS && m->form != F32; /* weights that are used often are unpacked once */
+    const int unpacks = rows > 2 * TILE_ROWS && m->form != F32; /* often used weights are unpacked once */
     for (int panel = first; unpacks && panel < last; panel++)
         unpack_panel(m, panel, step->panels[thread] + (int64_t)(panel - first) * m->inputs * PANEL);
     for (int r = 0, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS; tiles; tiles--) {
@@ -1184,7 +1184,7 @@ static void multiply_job(Step *step, int job, int thread) {
     }
 }
 
-/* Runs a phase: all jobs, on all threads that have time. */
+/* Runs a phase: all jobs, on all idle threads. */
 static void run(Step *step, int jobs, Work work) {
     Pool *pool = &step->pool;
     if (pool->num_helpers == 0 || jobs < 2) {
@@ -1236,7 +1236,7 @@ static void run_product(Step *step) {
     run(step, product_jobs(step), multiply_job);
 }
 
-/* No `x`: what was activated before. */
+/* No `x`: the inputs are the previous activations. */
 static void multiply(Step *step, const Matrix *m, const float *x, int ldx, int rows, float *y, int ldy) {
     step->product.matrix = m, step->product.x = x, step->product.ldx = ldx, step->product.rows = rows;
     step->product.y = y, step->product.ldy = ldy, step->product.adds = step->product.activates = 0;
@@ -1282,7 +1282,7 @@ static void normalize(const float *x, const float *weight, float *y, int width, 
     for (int i = 0; i < width; i++) y[i] = weight[i] * (x[i] * factor);
 }
 
-/* y = (x - mean) / standard deviation of x * weight + what is added */
+/* y = (x - mean) / standard deviation of x * weight + bias */
 static void normalize_by_variance(const float *x, const float *weight, float *y, int width, float eps) {
     const float mean = sum_of(x, width) / (float)width;
     for (int i = 0; i < width; i++) y[i] = x[i] - mean;
@@ -1321,14 +1321,14 @@ static void residual_job(Step *step, int job, int thread) {
         step->x[i] += model->residual_scale * step->delta[i];
 }
 
-/* Adds `delta` to the residual, through a norm where the layer has one there. */
+/* Adds `delta` to the residual, through a norm if the layer has one there. */
 static void add_delta(Step *step, const float *weight, int rows) {
     step->norm.x = step->delta, step->norm.weight = weight, step->norm.y = step->x;
     step->norm.row = NULL, step->norm.rows = rows, step->norm.adds = 1;
     run(step, row_jobs(rows), weight ? norm_job : residual_job);
 }
 
-/* Adds to the residual what attention or perceptron gave. */
+/* Adds the result of attention or MLP to the residual. */
 static void add(Step *step, const Matrix *m, const float *y, int ldy, const float *weight, int rows) {
     if (!weight) {
         multiply_into_residual(step, m, y, ldy, rows);
@@ -1357,7 +1357,7 @@ static void embed_job(Step *step, int job, int thread) {
     }
 }
 
-/* Turns pairs of dimensions: j and j + half. */
+/* Rotates pairs of dimensions: j and j + half. */
 static void rotate(float *head, const float *cos, const float *sin, int half) {
     for (int j = 0; j < half; j++) {
         float first = head[j], second = head[j + half];
@@ -1388,8 +1388,8 @@ INLINE uint8_t *page_at(const Step *step, int sequence, int position, int kv_hea
     return model->kv + step->layer * model->layer_stride + ((int64_t)block * model->kv_heads + kv_head) * page;
 }
 
-/* Zeroes what is behind a sequence's last token in a block that the step has begun. An attention that masks places, as
-   transformers' does after a KV transfer, multiplies them with 0: what another sequence left there must be numbers. */
+/* Zeroes the places after a sequence's last token in a block that the step has started. An attention that masks places, as
+   transformers' does after a KV transfer, multiplies them by 0, so they must not contain NaN left by another sequence. */
 static void clear_behind(const Step *step, int sequence, int end) {
     const Model *model = step->model;
     const int filled = end % model->block_size, size = model->block_size;
@@ -1458,7 +1458,7 @@ static void keep_job(Step *step, int job, int thread) {
     }
 }
 
-/* Rows of gates and of what they let through are as wide as panels make them: what is behind a row's end is 0. */
+/* Rows of gates and of gated values are padded to whole panels; the padding is 0. */
 static int active_width(int inner) { return (inner + PANEL - 1) / PANEL * PANEL; }
 
 static void activate_job(Step *step, int job, int thread) {
@@ -1475,7 +1475,7 @@ static void activate_job(Step *step, int job, int thread) {
     }
 }
 
-/* The first half of a perceptron: returns activation(x gate) * (x up), or none where it is among the inputs of `down`. */
+/* First half of an MLP: returns activation(x gate) * (x up), or none if the result is already among the inputs of `down`. */
 static const float *activate(Step *step, const Matrix *gate_up, const Matrix *down, const float *x, int rows, int inner) {
     if (is_pairs(gate_up) && is_pairs(down)) {
         step->product.matrix = gate_up, step->product.x = x, step->product.ldx = step->model->hidden;
@@ -1491,13 +1491,13 @@ static const float *activate(Step *step, const Matrix *gate_up, const Matrix *do
 
 /* ---- experts -------------------------------------------------------------------------------------------------------------
 
-   A token's scores become its weights: of the experts that are chosen for it, and NOT_CHOSEN for the others. Then, expert
-   by expert, the rows that chose it are gathered, go through it together, and are added to where they came from. So a
-   token's sum has the order of its experts, whatever other tokens there are. */
+   A token's scores become its weights for the chosen experts, and NOT_CHOSEN for the others. Then, expert by expert, the rows
+   that chose it are gathered, computed together, and added to their tokens. So a token's sum has the order of its experts,
+   independent of other tokens. */
 
 static const float NOT_CHOSEN = -1.0f;
 
-/* Of equal probabilities that of the lower expert is the larger one. */
+/* Among equal probabilities the lower expert comes first. */
 static void choose(const Experts *experts, float *score) {
     const int count = experts->count, chosen = experts->chosen;
     float largest = -INFINITY, sum = 0.0f, total = 0.0f, weight[chosen];
@@ -1546,7 +1546,7 @@ static void scatter_job(Step *step, int job, int thread) {
     }
 }
 
-/* delta = the sum of what a token's experts make of x, weighed. */
+/* delta = the weighted sum of the outputs of a token's experts for x. */
 static void mix(Step *step, const Experts *experts, const float *x, int tokens) {
     const int width = step->model->hidden;
     multiply(step, &experts->router, x, width, tokens, step->routing, experts->router.panels * PANEL);
@@ -1569,9 +1569,9 @@ static void mix(Step *step, const Experts *experts, const float *x, int tokens) 
 /* ---- attention ---------------------------------------------------------------------------------------------------------- */
 
 /* Queries of a KV head meet its keys in blocks of 64 neighbouring tokens: a tile of up to six queries is scored, weighed
-   and summed while block and tile are in the first cache. Where a query's largest score so far grows, what was summed
-   before is scaled down. A block begins at a multiple of 64, whoever asks, and tokens that a query does not see weigh 0:
-   so one query, as in decoding, and many give the same bits. */
+   and summed while block and tile are in the first cache. When a query's largest score grows, its previous sums
+   are scaled down. A block always starts at a multiple of 64, and tokens that a query does not see have weight 0. So one
+   query, as in decoding, and many give the same bits. */
 enum { SPAN_ROWS = 384, ATTENTION_ROWS = 6, KEYS = 64, NO_SCORE = -0x7000000 };
 
 typedef struct { /* a query: one token, one head */
@@ -1617,7 +1617,7 @@ static void take_scales(const uint8_t *kept, int dim, float *scale) {
     for (int t = 0; t < GROUP; t++) memcpy(scale + t, kept + t * kept_bytes(KV_INT8, dim) + dim, sizeof(float));
 }
 
-/* What all queries of a block share: its keys by dimension, [dimension][KEYS], then scales of K and of V, [KEYS] each. */
+/* Data shared by all queries of a block: its keys by dimension, [dimension][KEYS], then scales of K and of V, [KEYS] each. */
 static void turn(int form, const Block *block, int dim, float *turned) {
     for (int t = block->from; t < block->to; t += GROUP) {
         const uint8_t *keys = block->keys[t / GROUP];
@@ -1648,12 +1648,12 @@ INLINE void score(int rows, const Row *row, const float *turned, int dim, float 
     }
 }
 
-/* The most that a score or a weight of a block's tokens may be, of which a query sees those in the middle. */
+/* Limits for scores or weights of a block's tokens, of which a query sees those in the middle. */
 static const float MOST_OF_SCORE[3 * KEYS] = {
     [0 ... KEYS - 1] = NO_SCORE, [KEYS ... 2 * KEYS - 1] = INFINITY, [2 * KEYS ... 3 * KEYS - 1] = NO_SCORE};
 static const float MOST_OF_WEIGHT[3 * KEYS] = {[KEYS ... 2 * KEYS - 1] = INFINITY};
 
-/* Overwrites what a query does not see of a block. */
+/* Overwrites the tokens of a block that a query does not see. */
 INLINE void hide(const Row *row, int begin, float *scores, const float *most) {
     const int before = row->from - begin, seen = row->to - begin;
     if (before <= 0 && seen >= KEYS) return;
@@ -1669,8 +1669,8 @@ INLINE float largest_of(const float *scores) {
     return largest_lane(largest);
 }
 
-/* Turns a tile's scores of a block's tokens into weights, which are 2 to the one fused (score * scale - most), and says by
-   what the sums so far are scaled. */
+/* Turns a tile's scores of a block's tokens into weights, which are 2 to the one fused (score * scale - most), and returns
+   the factor for the previous sums. */
 INLINE void weights_of(int rows, Row *row, int begin, float scale, float (*scores)[KEYS], float *factor) {
     float change[GROUP] = {0.0f};
     UNROLL for (int r = 0; r < rows; r++) {
@@ -1780,7 +1780,7 @@ static void rows_of(const Step *step, const Span *span, int head, Row *row) {
     }
 }
 
-/* What a job's span sees in its block that begins at a token. */
+/* The part of the block starting at a token that a job's span sees. */
 static Block block_at(const Step *step, int job, int begin) {
     const Model *model = step->model;
     const Span *span = &step->spans[job / model->kv_heads];
@@ -1802,7 +1802,7 @@ static Block first_block(const Step *step, int job) {
     return block_at(step, job, first_seen(step, &step->spans[job / step->model->kv_heads]) / KEYS * KEYS);
 }
 
-/* Has a share of a block come nearer: every `shares`th cache line. */
+/* Prefetches a share of a block: every `shares`th cache line. */
 static void fetch(const Block *block, int kept, int share, int shares) {
     for (int t = block->from; t < block->to; t += GROUP)
         for (int i = share * 64; i < GROUP * kept; i += shares * 64) {
@@ -1843,8 +1843,8 @@ static void attend_job(Step *step, int job, int thread) {
 
 /* ---- attention by pairs -----------------------------------------------------------------------------------------------------
 
-   The same of halves, in a layer whose products are of pairs: queries, weights, and what pages hold are rounded when they
-   are multiplied; scores, the largest ones and sums of weights are floats. Sixteen queries are a tile. */
+   The same with halves, in a layer whose products are of pairs: queries, weights and the contents of pages are rounded when
+   they are multiplied; scores, maximum scores and sums of weights are floats. A tile has sixteen queries. */
 
 /* A token's K or V as halves. */
 INLINE void halves_of(int form, const uint8_t *kept, int dim, uint16_t *halves) {
@@ -1861,8 +1861,8 @@ INLINE void halves_of(int form, const uint8_t *kept, int dim, uint16_t *halves) 
     }
 }
 
-/* Lays a block out in pairs: of neighbouring dimensions of K, and of neighbouring tokens of V, which is 0 of tokens that
-   are not there. */
+/* Lays a block out in pairs: of neighbouring dimensions of K, and of neighbouring tokens of V, which is 0 for missing
+   tokens. */
 INLINE void pair_up_as(int form, const Block *block, int dim, const PairRoom *room) {
     const int kept = kept_bytes(form, dim);
     uint16_t halves[GROUP * dim], none[dim];
@@ -1889,7 +1889,7 @@ static void pair_up(int form, const Block *block, int dim, const PairRoom *room)
     else pair_up_as(KV_INT8, block, dim, room);
 }
 
-/* Adds to sums of up to 16 rows what they give with `width` outputs, or begins them. */
+/* Adds to sums of up to 16 rows their products with `width` outputs, or starts the sums. */
 static void add_pairs(const Step *step, int adds, int rows, int width, const void *x, const uint16_t *weights, int blocks,
                       float *sums) {
     if (step->has_tiles) {
@@ -1930,7 +1930,7 @@ static void weigh_pairs(const Step *step, int rows, Row *row, int begin, float (
     }
 }
 
-/* Queries of a job and the block of tokens that is in the room: a tile's scores come while those before are weighed. */
+/* Queries of a job and the block of tokens in the buffer: a tile's scores are computed while earlier ones are weighted. */
 static void attend_block(const Step *step, int num_rows, Row *row, int begin, const PairRoom *room) {
     const int dim = step->model->head_dim, blocks = (dim + 31) / 32, of_tile = blocks * 32 * PAIR_ROWS * (step->has_tiles ? 2 : 4);
     float(*scores)[PAIR_ROWS][KEYS] = (float(*)[PAIR_ROWS][KEYS])room->scores;
@@ -1997,7 +1997,7 @@ static void attend_pairs_job(Step *step, int job, int thread) {
 
 /* ---- the step --------------------------------------------------------------------------------------------------------------- */
 
-/* Checks all that is an index, so that nothing below can reach beyond its memory. */
+/* Checks every index, so that nothing below can access memory out of bounds. */
 static int check(const Step *step, const Batch *batch) {
     const Model *model = step->model;
     int64_t tokens = 0;
@@ -2053,7 +2053,7 @@ static void divide_logits(Step *step, const Batch *batch) {
 }
 
 /* Computes layers [first, last) of a step: the embedding before layer 0, the logits after the last one. Between the
-   calls for one batch nothing else may be computed. Returns OK, or why the batch is none. */
+   calls for one batch no other batch may be computed. Returns OK, or an error code for an invalid batch. */
 int baton_step(Step *step, const Batch *batch, int first, int last) {
     const Model *model = step->model;
     const int tokens = batch->tokens, attended = model->heads * model->head_dim;
@@ -2090,9 +2090,9 @@ int baton_step(Step *step, const Batch *batch, int first, int last) {
     return OK;
 }
 
-/* ---- its beginning and its end ----------------------------------------------------------------------------------------------- */
+/* ---- construction and destruction ----------------------------------------------------------------------------------- */
 
-static void *room(int64_t count, int64_t size) { /* for whole vectors, at the begin of a cache line */
+static void *room(int64_t count, int64_t size) { /* for whole vectors, aligned to a cache line */
     return aligned_alloc(64, (size_t)((count * size + 127) / 64 * 64));
 }
 
@@ -2116,7 +2116,7 @@ void baton_close(Step *step) {
 
 static int larger_of(int a, int b) { return a > b ? a : b; }
 
-/* What the layers need at most. */
+/* The maximum that the layers need. */
 typedef struct { int input, gate_up, inner, router; } Widths;
 
 static Widths widest(const Model *model) {
@@ -2144,11 +2144,11 @@ static PairRoom pair_room(const Model *model, int most_inputs) {
         .queries = room(rows * dim, sizeof(float)), .weights = room(PAIR_ROWS * KEYS, sizeof(float)),
         .scores = room(2 * PAIR_ROWS * KEYS, sizeof(float)), .sums = room(rows * dim, sizeof(float)),
     };
-    memset(made.keys, 0, sizeof(uint16_t) * (size_t)(KEYS * dim)); /* those behind a head's width stay so */
+    memset(made.keys, 0, sizeof(uint16_t) * (size_t)(KEYS * dim)); /* the padding of a head stays 0 */
     return made;
 }
 
-/* Returns what steps of a model are computed with, helpers included. `model` and all it points to must outlive it. */
+/* Returns the state for steps of a model, including helper threads. `model` and all it points to must outlive it. */
 Step *baton_open(const Model *model) {
     Step *step = calloc(1, sizeof(Step));
     const int64_t tokens = model->max_tokens;

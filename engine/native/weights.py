@@ -1,8 +1,8 @@
-"""Packs weights for `step.c`, each matrix in the smallest form that gives its float32 values back bit for bit.
+"""Packs weights for `step.c`, each matrix in the smallest format that restores its float32 values bit for bit.
 
-A bfloat16 checkpoint is held as bfloat16. Weights that were converted from GGUF's Q8_0 or Q4_1 show their codes: a
-block of 32 inputs holds multiples of one scale, or those plus one least value, each of which is a float16. The codes
-are found in the values and proved by computing the values again.
+A bfloat16 checkpoint is stored as bfloat16. Weights that were converted from GGUF's Q8_0 or Q4_1 still show their
+codes: a block of 32 inputs contains multiples of one scale, or such multiples plus a minimum, both of them float16. The
+codes are derived from the values and verified by computing the values again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.native.layout import BLOCK, PANEL, MatrixStruct
 
 
 class Form(IntEnum):
-    """How a matrix's weights are held; `step.c` draws each."""
+    """Storage format of a matrix's weights; `step.c` has a drawing of each."""
 
     F32 = 0
     BF16 = 1
@@ -34,7 +34,7 @@ class Form(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedMatrix:
-    """A matrix in panels of 32 outputs."""
+    """Matrix in panels of 32 outputs."""
 
     form: Form
     num_outputs: int
@@ -51,7 +51,7 @@ class PackedMatrix:
         return sum(part.nbytes for part in parts if part is not None)
 
     def struct(self) -> MatrixStruct:
-        """Returns the structure of `step.c`. It is good while this matrix lives."""
+        """Return the structure for `step.c`. It is valid while this matrix lives."""
         pointers = [0 if part is None else part.data_ptr() for part in (self.scale, self.least, self.bias)]
         num_panels = -(-self.num_outputs // PANEL)
         return MatrixStruct(
@@ -60,12 +60,12 @@ class PackedMatrix:
 
 
 def pack(parts: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], *, apart: bool = False) -> PackedMatrix:
-    """Packs matrices that have the same inputs as one.
+    """Pack matrices with the same inputs as one.
 
     Args:
         parts: float32, `[outputs, inputs]` each.
-        biases: of each; None: it has none.
-        apart: whether each part begins with a panel of its own.
+        biases: bias of each part; None: it has none.
+        apart: whether each part starts with a new panel.
     """
     rows = PANEL if apart else 1
     weight = torch.cat([_padded(part, rows) for part in parts])
@@ -90,7 +90,7 @@ def pack(parts: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], *
 
 
 def _smallest(weight: torch.Tensor) -> tuple[Form, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Returns the smallest form that gives the weights back, and in panels: the weights, scales and least values."""
+    """Return the smallest exact format, and in panels: the weights, scales and minimums."""
     if (half := _as_bfloat16(weight)) is not None:
         return Form.BF16, _panels(half), None, None
     if weight.shape[1] % BLOCK == 0:
@@ -106,16 +106,16 @@ def _smallest(weight: torch.Tensor) -> tuple[Form, torch.Tensor, torch.Tensor | 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRows:
-    """An embedding row by row: in bfloat16 or as codes of Q8_0 where that gives its values back, else in float32."""
+    """Embedding row by row: in bfloat16 or as Q8_0 codes if that is exact, otherwise in float32."""
 
     form: Form
     rows: torch.Tensor
     scale: torch.Tensor | None = None
-    """`[vocabulary, blocks]`, of Q8_0."""
+    """`[vocabulary, blocks]`, for Q8_0."""
 
 
 def embedding_rows(weight: torch.Tensor) -> EmbeddingRows:
-    """Returns the embedding, `[vocabulary, width]` in float32, in the smallest form."""
+    """Return the embedding, `[vocabulary, width]` in float32, in the smallest exact format."""
     if (half := _as_bfloat16(weight)) is not None:
         return EmbeddingRows(Form.BF16, half.contiguous())
     if weight.shape[1] % BLOCK == 0 and (found := _as_q8_0(weight.detach())) is not None:
@@ -125,7 +125,7 @@ def embedding_rows(weight: torch.Tensor) -> EmbeddingRows:
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """A layer's weights, by the fields of `step.c`."""
+    """Weights of a layer, by the fields of `step.c`."""
 
     norms: Mapping[str, torch.Tensor]
     matrices: Mapping[str, PackedMatrix]
@@ -133,7 +133,7 @@ class PackedLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedWeights:
-    """Everything that a model's steps read and never write."""
+    """All read-only data of a model's steps."""
 
     cos: torch.Tensor
     """`[positions, half of the rotated dimensions]`, as `sin`."""
@@ -156,7 +156,7 @@ def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def _panels(rows: torch.Tensor) -> torch.Tensor:
-    """Returns `[outputs, columns]` as `[panels, columns, 32]`."""
+    """Return `[outputs, columns]` as `[panels, columns, 32]`."""
     return rows.view(-1, PANEL, rows.shape[1]).transpose(1, 2).contiguous()
 
 
@@ -165,7 +165,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _as_bfloat16(weight: torch.Tensor) -> torch.Tensor | None:
-    """Returns the upper halves, as int16, where the lower ones are 0."""
+    """Return the upper halves as int16 if all lower halves are 0; otherwise None."""
     bits = weight.detach().contiguous().view(torch.int32)
     for rows in (bits[:PANEL], bits):
         if bool((rows & 0xFFFF).any()):
@@ -178,9 +178,9 @@ def _blocks(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _as_q8_0(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns codes `[outputs, inputs]` and scales `[outputs, blocks]`, or None.
+    """Return codes `[outputs, inputs]` and scales `[outputs, blocks]`, or None.
 
-    The largest code of a block is 127 or -127: so its scale was chosen.
+    The largest code of a block is 127 or -127, because that is how Q8_0 chooses the scale.
     """
     codes = scale = None
     for rows in (weight[:PANEL], weight):
@@ -196,10 +196,10 @@ def _as_q8_0(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def _as_q4_1(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Returns codes, scales and least values, or None. Scales and least values are float16's.
+    """Return codes, scales and minimums, or None. Scales and minimums are float16 values.
 
-    The smallest code of a block is 0 and its largest 15: so scale and least value were chosen. The product of code and
-    scale is exact in float32, so that adding rounds once, as a fused multiply-add does.
+    The smallest code of a block is 0 and its largest 15, because that is how Q4_1 chooses scale and minimum. The
+    product of code and scale is exact in float32, so the addition rounds once, as a fused multiply-add does.
     """
     codes = scale = least = None
     for rows in (weight[:PANEL], weight):

@@ -1,16 +1,16 @@
-"""The packed weights of models, in the user's cache: a file for each checkpoint folder.
+"""Cache of packed weights in the user's cache folder: a file for each checkpoint folder.
 
-    weights-FOLDER-KEY.packed    digests of the folder's path, with `model.weights` where that is not exact, and of
+    weights-FOLDER-KEY.packed    digests of the folder's path, with `model.weights` unless it is exact, and of
                                  everything that the weights depend on
-    weights.lock                 held by the one who packs
+    weights.lock                 held by the process that packs
 
-What they depend on are the folder's files, by name, size, times and samples of their content; the code that packs; and
-the libraries that load the weights and make the rotary table. A file is also of no use unless the first steps' logits
-come out of it bit for bit as they did when it was packed, where they were compared with transformers'.
+The weights depend on the folder's files, identified by name, size, times and samples of their content; on the code that
+packs; and on the libraries that load the weights and compute the rotary table. In addition, a file is used only if its
+first steps' logits are bit-identical to those recorded when it was packed and compared with transformers.
 
-When a file is written, those of the same folder that are of another key are removed, those of folders that are gone,
-and those that nobody has used for a month. A process that has mapped one of them keeps its content. Where nothing can
-be written, there is no cache.
+When a file is written, others of the same folder with another key are removed, and so are those of deleted folders and
+those that have not been used for a month. A process that has mapped a removed file keeps its content. If nothing can be
+written, there is no cache.
 """
 
 from __future__ import annotations
@@ -38,32 +38,33 @@ from engine.native.weights import PackedWeights
 
 logger = logging.getLogger(__name__)
 CODE = ("weights_cache.py", "packed_file.py", "weights.py", "quantized.py", "model.py", "spec.py")
-"""Files beside this one on which a packed weight depends."""
+"""Source files in this folder on which packed weights depend."""
 NAMES = re.compile(r"weights-[0-9a-f]{20}-[0-9a-f]{20}(\.packed|-\w+\.part)")
-"""What files are called, and what is left of a process that has ended within its write."""
+"""Names of the files, and of temporary files left by a process that ended while writing."""
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 2**12
 WHOLE_BYTES = 2**20
-"""Bytes of a file's begin that are read in full: config.json, and the header of a file of weights."""
+"""Leading bytes of a file that are hashed in full: config.json, and the header of a file of weights."""
 
 
 class StoredConfig:
-    """A transformers configuration that came out of JSON: its fields as attributes, without transformers."""
+    """Transformers configuration restored from JSON: its fields as attributes, without transformers."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.__dict__.update(values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields, as a configuration of transformers does."""
+        """Return the fields, as a transformers configuration does."""
         return dict(self.__dict__)
 
     @classmethod
     def of(cls, config: Any) -> StoredConfig:
-        """Returns what comes out of JSON of a configuration, whose fields are all there; its methods are not, nor are
-        fields that transformers does not read.
+        """Return a configuration after a round trip through JSON.
+
+        All fields that transformers reads are there; methods and other fields are not.
 
         Raises:
-            TypeError: JSON has no place for a field.
+            TypeError: a field cannot be represented in JSON.
         """
         read = read_keys(config)
         return cls(json.loads(json.dumps({key: value for key, value in config.to_dict().items() if key in read})))
@@ -71,21 +72,21 @@ class StoredConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptModel:
-    """A model whose packed weights are kept."""
+    """A model whose packed weights are cached."""
 
     config: StoredConfig
     weights: PackedWeights
     logits: str
-    """The digest of the first steps' logits that are known to be right."""
+    """Digest of the first steps' logits, which were verified."""
 
 
 class WeightsCache:
-    """The place of one model in the cache.
+    """Cache entry of one model.
 
     Args:
-        folder: the cache.
-        model: the folder of the checkpoint.
-        mode: what the weights are made to, as `model.weights` names it. Those of two modes are kept beside each other.
+        folder: the cache folder.
+        model: the checkpoint folder.
+        mode: the weight format, as in `model.weights`. Each format of a model has its own file.
     """
 
     def __init__(self, folder: Path, model: Path, mode: str = "exact") -> None:
@@ -96,13 +97,14 @@ class WeightsCache:
 
     @contextlib.contextmanager
     def opened(self) -> Generator[KeptModel | None]:
-        """Gives what is kept of the model. If it is nothing, other processes wait while the block is entered: one
-        packs, and the others find what it has kept.
+        """Context manager: yields the cached model, or None.
+
+        If it yields None, it holds a lock: other processes wait until this one has packed, and then find the result.
         """
         kept = self.find()
         with contextlib.ExitStack() as stack:
             if kept is None:
-                with contextlib.suppress(OSError):  # where nothing can be written, nobody waits for anybody
+                with contextlib.suppress(OSError):  # if nothing can be written, there is no lock to wait for
                     make_own(self._folder)
                     lock = stack.enter_context((self._folder / "weights.lock").open("w"))
                     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -111,7 +113,7 @@ class WeightsCache:
             yield kept
 
     def find(self) -> KeptModel | None:
-        """Returns what is kept of the model; nothing if there is no file, or it is broken, which is a warning."""
+        """Return the cached model; None if there is no file, or if it is broken, which is logged as a warning."""
         try:
             if self._path is None or not claim(self._path):
                 return None
@@ -125,10 +127,10 @@ class WeightsCache:
         return KeptModel(config=config, weights=found.weights, logits=found.about["logits"])
 
     def keep(self, kept: KeptModel) -> KeptModel | None:
-        """Writes what is to be kept, and returns it as all processes have it from now on.
+        """Write a model to the cache. Return it in the form that all processes share from now on.
 
         Returns:
-            None where it cannot be written, which is a warning, or the checkpoint has changed meanwhile.
+            None if it cannot be written, which is logged as a warning, or if the checkpoint has changed meanwhile.
         """
         path = self._path_now()
         if path is None or path != self._path:
@@ -142,7 +144,7 @@ class WeightsCache:
             logger.warning("the packed weights are not kept, each worker has its own: %s", error)
             return None
         logger.info("the packed weights are kept in %s", path)
-        with contextlib.suppress(OSError):  # of a neighbour, whom they may serve
+        with contextlib.suppress(OSError):  # removing other files is optional
             self._remove_others(path)
         return self.find()
 
@@ -160,21 +162,21 @@ class WeightsCache:
         for path in self._folder.glob("weights-*.packed"):
             if path != written and (path.name.startswith(f"{self._prefix}-") or _is_of_nothing(path)):
                 path.unlink(missing_ok=True)
-        for part in self._folder.glob(f"{self._prefix}-*.part"):  # of a process that has ended within its write
+        for part in self._folder.glob(f"{self._prefix}-*.part"):  # left by a process that ended while writing
             part.unlink(missing_ok=True)
         remove_unused(self._folder, NAMES, time.time())
 
 
 def logits_digest(logits: list[torch.Tensor]) -> str:
-    """Returns a digest of the bits of logits."""
+    """Return a digest of the bits of logits."""
     return _digest(b"".join(one.contiguous().numpy().tobytes() for one in logits))
 
 
 def _is_of_nothing(path: Path) -> bool:
-    """Returns whether a file is of a folder that is gone, or broken."""
+    """Return whether a file is broken, or of a folder that is gone."""
     try:
         return not Path(packed_file.read_about(path)["folder"]).exists()
-    except OSError:  # it has gone, or is another user's
+    except OSError:  # it is gone, or another user's
         return False
     except ValueError:
         return True
@@ -185,8 +187,9 @@ def _digest(content: bytes) -> str:
 
 
 def _identity(folder: Path) -> str:
-    """Returns a digest in which two contents of a folder differ, without reading all of it: a file that is written gets
-    other times, and training changes weights everywhere.
+    """Return a digest that differs between contents of a folder, without reading all of it.
+
+    A file that is written gets other times, and training changes weights everywhere.
     """
     digest = hashlib.blake2b(digest_size=10)
     for path in sorted(folder.iterdir()):

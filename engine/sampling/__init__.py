@@ -1,7 +1,7 @@
-"""Draws one token per sequence from a step's logits: the sampling pipeline, a file for each of its steps.
+"""Sampling pipeline: samples one token per sequence from a step's logits. Each stage of the pipeline has a file.
 
-A token depends on its request (parameters, seed, choice), its position, the tokens before it and its logits, and on
-nothing else, so that a resumed or moved stream draws the same tokens.
+A token depends only on its request (parameters, seed, choice), its position, the tokens before it and its logits, so a
+resumed or migrated stream samples the same tokens.
 """
 
 __all__ = [

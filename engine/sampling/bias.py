@@ -1,4 +1,4 @@
-"""Logit bias: what a client adds to the logits of single tokens."""
+"""Logit bias: values that a client adds to the logits of single tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from engine.uploads import uploaded
 
 
 def apply(logits: torch.Tensor, rows: Mapping[int, Row]) -> None:
-    """Changes float32 logits `[rows, vocab_size]` in place.
+    """Change float32 logits `[rows, vocab_size]` in place.
 
     Args:
-        rows: those that ask, by their index.
+        rows: rows with a logit bias, by index.
     """
     entries = [_columns(row.sampling.logit_bias) for row in rows.values()]
     columns = (
@@ -31,6 +31,6 @@ def apply(logits: torch.Tensor, rows: Mapping[int, Row]) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _columns(logit_bias: tuple[tuple[int, float], ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Returns ids and biases; the same of every step of a sequence."""
+    """Return ids and biases as arrays; cached, because they are the same in every step of a sequence."""
     ids, biases = zip(*logit_bias, strict=True)
     return np.array(ids, np.int64), np.array(biases, np.float32)

@@ -1,4 +1,4 @@
-"""The next tokens that a beam search chooses among."""
+"""Candidates for the next tokens of a beam search."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from engine.sampling.row import Row
 from engine.sampling.scores import RawLogits
 
 LEAST_POSSIBLE = torch.finfo(torch.float32).min
-"""What is less likely is excluded."""
+"""Log probability below which a token counts as excluded."""
 
 
 def candidates_of(
     logits: torch.Tensor, rows: Mapping[int, Row], eos_token_ids: Collection[int], raw: RawLogits | None
 ) -> dict[int, Candidates]:
-    """Returns the likeliest tokens of each row, by its index: as many as a search may need, or as are possible.
+    """Return the likeliest tokens of each row, by index: as many as a search may need, or as are possible.
 
-    It needs as many that do not end an answer as it has beams, and what is likelier than the last of those.
+    A search needs as many tokens that do not end a hypothesis as it has beams, and all tokens likelier than the last of
+    those.
 
     Args:
-        logits: `[rows, vocab_size]`, any floating dtype, of all rows of the step, as they are drawn from.
-        rows: the rows of searches.
-        eos_token_ids: tokens that end every answer.
-        raw: the model's own logits; None: nobody asks for scores.
+        logits: `[rows, vocab_size]`, any floating dtype, of all rows of the step, after all adjustments.
+        rows: rows of beam searches, by index.
+        eos_token_ids: tokens that end every response.
+        raw: the model's own logits; None: no scores are requested.
     """
     logprobs = logits[list(rows)].float().log_softmax(-1)
     ends = [_ends(row.sampling, eos_token_ids) for row in rows.values()]

@@ -1,8 +1,9 @@
-"""DRY ("don't repeat yourself"): a token that would continue a repetition is penalized, the more the longer that is.
+"""DRY ("don't repeat yourself"): penalizes tokens that would continue a repetition, increasingly with its length.
 
-The definition is the author's (p-e-w, text-generation-webui, pull request 5677). Where the last tokens have occurred
-before, the token that followed then loses `multiplier * base ** (length - allowed_length)`, by the longest such
-occurrence. No repetition goes beyond a breaker, and none is counted beyond MAX_DRY_LENGTH tokens.
+The definition is the author's (p-e-w, text-generation-webui, pull request 5677). If the last tokens have occurred
+before, the token that followed them then loses `multiplier * base ** (length - allowed_length)`, where `length` is that
+of the longest such occurrence. A repetition ends at a sequence breaker, and its length is counted up to MAX_DRY_LENGTH
+tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from engine.uploads import uploaded
 
 
 def apply(logits: torch.Tensor, rows: Mapping[int, Row], histories: Mapping[int, History]) -> None:
-    """Changes float32 logits `[rows, vocab_size]` in place.
+    """Change float32 logits `[rows, vocab_size]` in place.
 
     Args:
-        rows: those that ask, by their index.
-        histories: of the same rows.
+        rows: rows with DRY, by index.
+        histories: histories of the same rows.
     """
     for index, row in rows.items():
         ids, lengths = repetitions(histories[index], row.sampling)
@@ -35,12 +36,12 @@ def apply(logits: torch.Tensor, rows: Mapping[int, Row], histories: Mapping[int,
 
 
 def repetitions(history: History, params: SamplingParams) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Returns the tokens that would continue a repetition of `dry_allowed_length` tokens or more, and its length."""
+    """Return the tokens that would continue a repetition of at least `dry_allowed_length` tokens, and its length."""
     tokens, breakers = history.tokens, params.dry_breaker_ids
     begin = max(0, len(tokens) - params.dry_range) if params.dry_range else 0
     lengths = _lengths(history, breakers)[begin:]
     places = np.flatnonzero(lengths >= params.dry_allowed_length)
-    # What lies before the range is no part of a repetition.
+    # Tokens before the range do not belong to a repetition.
     lengths = np.minimum(lengths[places], places + 1)
     following = tokens[begin + places + 1]
     kept = (lengths >= params.dry_allowed_length) & ~np.isin(following, breakers)
@@ -51,9 +52,10 @@ def repetitions(history: History, params: SamplingParams) -> tuple[npt.NDArray[n
 
 
 def _lengths(history: History, breakers: tuple[int, ...]) -> npt.NDArray[np.int16]:
-    """Returns, for each token but the last, how many tokens up to it are those up to the last one, without a breaker.
+    """Return, for each token but the last, the length of the repetition of the text's end that ends at it.
 
-    One pass over the tokens for each new one; what is not known of the last ones is worked out again.
+    A repetition contains no breaker. Each new token costs one pass over the tokens; if many are new, only the last
+    MAX_DRY_LENGTH tokens are processed again.
     """
     tokens = history.tokens
     begin, lengths = history.repeated

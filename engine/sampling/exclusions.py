@@ -1,6 +1,6 @@
-"""Tokens that are never drawn: bad words, all but the allowed ones, and what ends an answer too early.
+"""Excluded tokens: bad words, all but the allowed tokens, and tokens that would end a response too early.
 
-Where bad words and a too early end would leave none of the allowed tokens, the allowed ones stay.
+If bad words and early ends would exclude all allowed tokens, the allowed tokens stay.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ EXCLUDED = float("-inf")
 
 
 def is_asked(row: Row) -> bool:
-    """Returns whether a row excludes tokens."""
+    """Return whether a row excludes tokens."""
     params = row.sampling
     return bool(params.bad_word_ids or params.allowed_token_ids) or _is_too_short(row)
 
 
 def apply(logits: torch.Tensor, rows: Mapping[int, Row], eos_token_ids: Collection[int]) -> None:
-    """Changes float32 logits `[rows, vocab_size]` in place.
+    """Change float32 logits `[rows, vocab_size]` in place.
 
     Args:
-        rows: those that ask, by their index.
-        eos_token_ids: tokens that end every answer.
+        rows: rows with exclusions, by index.
+        eos_token_ids: tokens that end every response.
     """
     for index, row in rows.items():
         banned = _bad_words(row)
@@ -48,7 +48,7 @@ def _is_too_short(row: Row) -> bool:
 
 
 def _bad_words(row: Row) -> set[int]:
-    """Returns the tokens that would complete a bad word."""
+    """Return the tokens that would complete a bad word."""
     banned = set()
     for *begin, last in row.sampling.bad_word_ids:
         if not begin or row.history[-len(begin) :] == tuple(begin):

@@ -1,7 +1,7 @@
-"""The tokens of sequences, in the form in which penalties need them.
+"""Token histories of sequences, in the form that penalties need.
 
-A history is a function of the tokens alone. What is kept here saves work and nothing else: a sequence that is not known
-any more, as after a preemption of some length, is read again from its first token.
+A history is a function of the tokens alone; keeping it only saves work. The history of a forgotten sequence, for
+instance after a long preemption, is read again from its first token.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from engine.sampling.row import Row
 
 Number = TypeVar("Number", bound=np.generic)
 MAX_KEPT = 512
-"""Sequences whose histories are kept."""
+"""Number of sequences whose histories are kept."""
 
 
 class History:
-    """A sequence's tokens, and how often the answer has each of them."""
+    """Tokens of a sequence, and how often each occurs in its output."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -30,7 +30,7 @@ class History:
         self._counts = np.empty(1024, np.float32)
         self._places: dict[int, int] = {}
         self.repeated: tuple[int, npt.NDArray[np.int16]] = 0, np.zeros(0, np.int16)
-        """What `dry` knows of so many tokens."""
+        """State of `dry` for this number of tokens."""
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
@@ -39,16 +39,16 @@ class History:
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        """Every different token of prompt and answer."""
+        """Every distinct token of prompt and output."""
         return self._ids[: self.num_seen]
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
-        """How often the answer has each of `ids`."""
+        """Number of occurrences in the output for each of `ids`."""
         return self._counts[: self.num_seen]
 
     def take(self, row: Row) -> None:
-        """Takes the tokens that are new."""
+        """Add the new tokens."""
         new = row.history[self.num_tokens :]
         self._tokens = _with_room(self._tokens, self.num_tokens + len(new))
         self._tokens[self.num_tokens : self.num_tokens + len(new)] = new
@@ -65,13 +65,13 @@ class History:
 
 
 class Histories:
-    """The histories of the sequences that were sampled last."""
+    """Histories of the most recently sampled sequences."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[int, History] = OrderedDict()
 
     def of(self, row: Row) -> History:
-        """Returns the history of a row's sequence, with all its tokens."""
+        """Return the history of a row's sequence, with all its tokens."""
         history = self._kept.pop(row.sequence_key, None)
         if history is None or row.sequence_key < 0:
             history = History()

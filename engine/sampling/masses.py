@@ -1,7 +1,7 @@
-"""Running sums of weights, and where they exceed a share of the whole.
+"""Running sums of weights, and the index at which they exceed a share of the total.
 
 Sums are in float64 and in two levels, blocks of weights and the weights of one block, which costs a fortieth of a
-running sum of all. A row's result depends on nothing but the row.
+running sum over all. The result of a row depends only on that row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ BLOCK = 64
 
 
 class PrefixSums:
-    """Sums of the first weights of rows.
+    """Prefix sums of the weights of rows.
 
     Args:
         weights: `[rows, n]`, none negative, at least one positive in each row.
@@ -28,11 +28,11 @@ class PrefixSums:
 
     @property
     def total(self) -> torch.Tensor:
-        """The sum of all, `[rows]`."""
+        """Sum of all weights, `[rows]`."""
         return self._sums[:, -1]
 
     def until(self, count: torch.Tensor) -> torch.Tensor:
-        """Returns the sums of the first `count` weights, `[rows, counts]`."""
+        """Return the sums of the first `count` weights, `[rows, counts]`."""
         block = (count // BLOCK).clamp(max=self._sums.shape[-1] - 1)
         num_within = (count - block * BLOCK).float()[..., None]
         is_counted = (num_within - torch.arange(BLOCK, device=count.device)).clamp_(0, 1)
@@ -41,8 +41,9 @@ class PrefixSums:
         return before + within.sum(-1, dtype=torch.float64)
 
     def first_beyond(self, wanted: torch.Tensor) -> torch.Tensor:
-        """Returns the index of the first weight with which the running sum exceeds what is wanted, `[rows]` each; where
-        rounding lets none do that, of the last positive one.
+        """Return the index of the first weight at which the running sum exceeds `wanted`, `[rows]` each.
+
+        If rounding prevents that, it is the index of the last positive weight.
         """
         block = _first_beyond(self._sums, wanted)
         before = torch.where(block > 0, self._sums[self._rows, block - 1], 0.0)
@@ -51,8 +52,9 @@ class PrefixSums:
 
 
 def first_beyond(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Returns the index, in each row, of the first weight with which the running sum exceeds a share of the row's sum:
-    the inverse of the distribution function. A weight of 0 is never found.
+    """Return, for each row, the index of the first weight at which the running sum exceeds a share of the row's sum.
+
+    This is the inverse of the distribution function. A weight of 0 is never found.
 
     Args:
         weights: `[rows, n]`, none negative, at least one positive in each row.

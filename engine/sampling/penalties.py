@@ -1,7 +1,7 @@
-"""Repetition, presence and frequency penalty: what a token's logit loses because the text has it already.
+"""Repetition, presence and frequency penalty: reduce the logits of tokens that the text already contains.
 
-The first is of Keskar et al., "CTRL" (2019), as transformers applies it: over prompt and answer. The others are
-OpenAI's, over the answer alone. Only the logits of tokens that occur are touched.
+The repetition penalty is that of Keskar et al., "CTRL" (2019), as transformers applies it: over prompt and output. The
+others are OpenAI's, over the output alone. Only the logits of tokens that occur are changed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from engine.uploads import uploaded
 
 
 def apply(logits: torch.Tensor, rows: Mapping[int, Row], histories: Mapping[int, History]) -> None:
-    """Changes float32 logits `[rows, vocab_size]` in place.
+    """Change float32 logits `[rows, vocab_size]` in place.
 
     Args:
-        rows: those that ask, by their index.
-        histories: of the same rows.
+        rows: rows with penalties, by index.
+        histories: histories of the same rows.
     """
     sizes = [histories[index].num_seen for index in rows]
     params = [row.sampling for row in rows.values()]

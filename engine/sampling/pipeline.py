@@ -1,15 +1,15 @@
-"""Turns logits into token ids, in one order of steps.
+"""Sampler: turns logits into token ids in a fixed order of stages.
 
-    logits    repetition, presence and frequency penalty -> DRY -> bias -> bad words, allowed tokens, too early ends
+    logits    repetition, presence and frequency penalty -> DRY -> bias -> bad words, allowed tokens, early ends
               -> structure, and the end of a reasoning
     best      at temperature 0 the likeliest token is taken
     weights   temperature -> top-k -> top-p -> min-p -> typical -> XTC
     draw      a random number, looked up in the running sum of the weights
-    search    in place of best, weights and draw: the likeliest tokens of a beam
+    search    instead of best, weights and draw: the likeliest tokens of a beam
 
-A step costs something for the rows that ask for it, and next to nothing for the others. Every random decision is one
-number from `random.uniform(seed, choice, position, purpose)`, and penalties are functions of the tokens before, so a
-token depends on nothing but its request and its logits: not on the batch, the worker or what ran before.
+A stage has a cost for the rows that use it, and next to none for the others. Every random decision uses one number from
+`random.uniform(seed, choice, position, purpose)`, and penalties are functions of the tokens before, so a token depends
+only on its request and its logits: not on the batch, the worker or earlier requests.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from engine.sampling.weights import EVERYTHING, Buffers, TokenWeights, WeightBou
 from engine.uploads import uploaded
 
 SAMPLER = "inverse-transform-blake2b/2"
-"""Name of the contract: the same seed, choice, position and logits give the same token in every release with it."""
+"""Name of the contract: the same seed, choice, position and logits give the same token in every release with this
+name."""
 _NO_MASKS = Masks({}, {})
 _Asks = Callable[[SamplingParams], bool]
 _Truncates = Callable[[torch.Tensor, Sequence[SamplingParams]], WeightBounds]
 
 
 class Sampler:
-    """Samples for one model. It keeps what saves work, and nothing that a token depends on.
+    """Samples for one model. It caches intermediate results, but no state that a token depends on.
 
     Args:
-        eos_token_ids: tokens that end every answer, of those that the logits have.
-        structures: of answers that have one; None: no answer has one.
+        eos_token_ids: tokens that end every response and have a logit.
+        structures: structures of structured responses; None: there are none.
     """
 
     def __init__(self, eos_token_ids: Collection[int] = (), structures: Structures | None = None) -> None:
@@ -63,20 +64,20 @@ class Sampler:
         )
 
     def begin(self, rows: Sequence[Row]) -> None:
-        """Begins what can be done for a step's rows while their logits are computed; `sample` follows with the same."""
+        """Start the part of a step's work that does not need its logits; `sample` must follow with the same rows."""
         if structured := _asking(rows, structure.is_asked):
             self._structures.begin(structured)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-        """Returns one token for each row, as `sample_and_score` does."""
+        """Return one token for each row, as `sample_and_score` does."""
         return self.sample_and_score(logits, rows).token_ids
 
     def sample_and_score(self, logits: torch.Tensor, rows: Sequence[Row]) -> Sampled:
-        """Returns one token for each row, and its scores.
+        """Return one token for each row, and its scores.
 
         Args:
             logits: `[rows, vocab_size]`, any floating dtype; may be changed.
-            rows: each with the seed set, unless it is greedy.
+            rows: one for each row of logits; the seed must be set unless the row is greedy.
         """
         if all(row.sampling.is_plain for row in rows):
             return Sampled(self._sampled(logits, rows))
@@ -98,10 +99,10 @@ class Sampler:
 
     @torch.inference_mode()
     def tokens(self, logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-        """Returns one token for each row, `[rows]` on the device of the logits, for which nobody waits here.
+        """Return one token for each row, `[rows]` on the device of the logits, without waiting for the device.
 
         Args:
-            rows: without structure, scores and beam search.
+            rows: rows without structure, scores and beam search.
         """
         if any(row.sampling.adjusts_logits for row in rows):
             return self._defined(self._adjusted(logits.float(), rows), rows)
@@ -133,7 +134,7 @@ class Sampler:
 
     @torch.inference_mode()
     def _defined(self, logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-        """Returns the tokens of rows, `[rows]` on the device, for which nobody waits here."""
+        """Return the tokens of rows, `[rows]` on the device, without waiting for the device."""
         drawing = [index for index, row in enumerate(rows) if row.draws]
         if not drawing:
             return logits.argmax(dim=-1)

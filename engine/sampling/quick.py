@@ -1,9 +1,9 @@
-"""Draws on CPUs, row by row, from the few tokens that stay: what `truncation` and `masses` define, for less.
+"""Fast draws on CPUs, row by row, from the few remaining tokens: equal to `truncation` and `masses` at lower cost.
 
-No vocabulary is sorted, and nothing is added up that was excluded: a cut below all that stays leaves hundreds of
-50,000 tokens. The sums are taken in another order than the definition's and differ from them by rounding, which is less
-than `DOUBT` and `COARSE_DOUBT` say. Where so little could lead to another token, there is no quick draw, and the
-definition decides. So every draw is the definition's, and a function of its row alone.
+The vocabulary is not sorted, and excluded tokens are not summed: a cut below the least remaining weight leaves hundreds
+of 50,000 tokens. The order of summation differs from the definition's, so the sums differ by rounding errors below
+`DOUBT` and `COARSE_DOUBT`. If such an error could change the token, there is no quick draw, and the definition decides.
+So every draw equals the definition's, and depends only on its row.
 """
 
 from __future__ import annotations
@@ -23,38 +23,39 @@ Floats = npt.NDArray[np.float32]
 Sums = npt.NDArray[np.float64]
 
 DOUBT = 1e-9
-"""A share of a sum in float64: millions of additions round by less."""
+"""Relative error bound of a sum in float64: millions of additions round by less."""
 COARSE_DOUBT = 1e-5
-"""A share of a sum in float32: a hundred additions one after the other round by less, and numpy adds in pairs."""
+"""Relative error bound of a sum in float32: a hundred successive additions round by less, and numpy adds in pairs."""
 CUTS = 16.0, 0.9
-"""Cuts for top-p, in units of what goes, shared out among all tokens. What is lighter than the last one is less than
-goes even if that is the whole vocabulary; the first one leaves fewer tokens, and most often all that stay too."""
+"""Cuts for top-p, as multiples of the excluded mass divided by the vocabulary size. Weights below the last cut sum to
+less than the excluded mass even over the whole vocabulary. The first cut leaves fewer tokens, and usually still all
+that remain."""
 LEAST_POSITIVE = np.finfo(np.float32).smallest_subnormal
 
 
 def best(logits: torch.Tensor) -> list[int]:
-    """Returns the likeliest token of each row; of equal ones the first.
+    """Return the likeliest token of each row; among equal ones the first.
 
     Args:
         logits: `[rows, vocab_size]` in float32, on a CPU.
     """
-    # Numpy has vector instructions for it: an eighth of what torch takes.
+    # Numpy uses vector instructions: an eighth of torch's time.
     tokens: list[int] = logits.numpy().argmax(-1).tolist()
     return tokens
 
 
 class QuickDraws:
-    """Draws of one model. It keeps the memory of one row, which stays in the CPU's cache."""
+    """Fast draws of one model. It reuses the memory of one row, which stays in the CPU's cache."""
 
     def __init__(self) -> None:
         self._weights = torch.empty(0)
 
     def tokens(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int | None]:
-        """Returns the token of each row; None: the definition has to find it.
+        """Return the token of each row; None: the definition must decide.
 
         Args:
             logits: `[rows, vocab_size]`, any floating dtype.
-            rows: they say what truncates them.
+            rows: the rows' parameters, which define the truncation.
         """
         if logits.dtype is not torch.float32 or logits.device.type != "cpu":
             return [None] * len(rows)
@@ -77,20 +78,20 @@ class QuickDraws:
         return token_of(self._weights.numpy(), row.sampling, row.number)
 
     def _fill(self, logits: torch.Tensor, temperature: float) -> None:
-        """Does what `TokenWeights.fill` does, to the bit, for one row."""
+        """Do what `TokenWeights.fill` does, bit for bit, for one row."""
         if temperature == 1:
-            torch.softmax(logits, -1, out=self._weights)  # it takes the best one off itself
+            torch.softmax(logits, -1, out=self._weights)  # it subtracts the maximum itself
         else:
             torch.sub(logits, logits.amax(), out=self._weights).div_(torch.tensor(temperature))
             torch.softmax(self._weights, -1, out=self._weights)
 
 
 def token_of(weights: Floats, params: SamplingParams, number: float) -> int | None:
-    """Returns the token that a row draws by top-k, top-p and min-p; None: rounding might decide.
+    """Return the token that a row draws by top-k, top-p and min-p; None: rounding might decide.
 
     Args:
-        weights: the row's, `[vocab_size]`.
-        params: the row's.
+        weights: the row's weights, `[vocab_size]`.
+        params: the row's parameters.
         number: the random number.
     """
     if 0 < params.top_k < len(weights):
@@ -106,12 +107,12 @@ def token_of(weights: Floats, params: SamplingParams, number: float) -> int | No
 
 
 def _of_those_above(cut: np.float32, weights: Floats, params: SamplingParams, number: float) -> int | None:
-    """Returns the token that a row draws, of those whose weight is at least so large.
+    """Return the token that a row draws among those whose weight is at least `cut`.
 
     Args:
-        cut: nothing lighter stays; where something might, there is no token.
-        weights: the row's.
-        params: the row's.
+        cut: lower bound of the remaining weights. If a lighter token might remain, the result is None.
+        weights: the row's weights.
+        params: the row's parameters.
         number: the random number.
     """
     ids = (weights >= (cut if cut > 0 else LEAST_POSITIVE)).nonzero()[0]
@@ -134,7 +135,7 @@ def _of_those_above(cut: np.float32, weights: Floats, params: SamplingParams, nu
 
 
 def _sum_of_others(weights: Floats, ids: npt.NDArray[np.intp]) -> float:
-    """Returns the sum of all weights but these, roughly. A sum of all in float64 takes twice as long."""
+    """Return the approximate sum of all weights but these. A sum of all in float64 takes twice as long."""
     kept = weights[ids]
     weights[ids] = 0
     others = float(weights.sum())
@@ -143,12 +144,12 @@ def _sum_of_others(weights: Floats, ids: npt.NDArray[np.intp]) -> float:
 
 
 def _least_by_top_p(weights: Floats, others: float, params: SamplingParams) -> np.float32 | None:
-    """Returns the least weight that top-p keeps; None: it is not among these, or rounding might decide.
+    """Return the least weight that top-p keeps; None: it is not among these, or rounding might decide.
 
     Args:
-        weights: the heaviest, in any order.
-        others: sum of those that top-p sees beside them.
-        params: the row's.
+        weights: the heaviest weights, in any order.
+        others: sum of the other weights that top-p considers.
+        params: the row's parameters.
     """
     rising = np.sort(weights)
     sums = others + rising.cumsum(dtype=np.float64)
@@ -162,14 +163,14 @@ def _least_by_top_p(weights: Floats, others: float, params: SamplingParams) -> n
 
 
 def _least_by_min_p(weights: Floats, params: SamplingParams) -> np.float32:
-    """Returns the least weight that min-p keeps."""
+    """Return the least weight that min-p keeps."""
     return np.float32(params.min_p) * weights.max() if params.min_p > 0 else np.float32(0)
 
 
 def _of_all(weights: Floats, number: float) -> int | None:
-    """Returns the token that a row draws of all tokens: first the block in which it is."""
+    """Return the token that a row draws among all tokens: first its block, then the token."""
     whole = len(weights) // BLOCK * BLOCK
-    blocks = np.einsum("ij->i", weights[:whole].reshape(-1, BLOCK), dtype=np.float64)  # fastest of all ways to add
+    blocks = np.einsum("ij->i", weights[:whole].reshape(-1, BLOCK), dtype=np.float64)  # the fastest way to sum
     sums = np.append(blocks, weights[whole:].sum(dtype=np.float64)).cumsum()
     wanted, total = number * sums[-1], sums[-1]
     if (block := _place(sums, wanted, total)) is None:
@@ -181,6 +182,6 @@ def _of_all(weights: Floats, number: float) -> int | None:
 
 
 def _place(sums: Sums, wanted: float, total: float) -> int | None:
-    """Returns the index of the first running sum that exceeds what is wanted; None: rounding might decide."""
+    """Return the index of the first running sum that exceeds `wanted`; None: rounding might decide."""
     first, last = sums.searchsorted((wanted - DOUBT * total, wanted + DOUBT * total), side="right")
     return int(first) if first == last < len(sums) else None

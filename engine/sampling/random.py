@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the draw for a token depends on nothing but its request."""
+"""Counter-based random numbers: the draw for a token depends only on its request."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ XTC = 1
 
 
 def uniform(seed: int, choice_index: int, position: int, purpose: int = DRAW) -> float:
-    """Returns the random number in [0, 1) that decides the token at `position` of a choice.
+    """Return the random number in [0, 1) that decides the token at `position` of a choice.
 
-    Each purpose has numbers of its own, so that a coin that is tossed beside the draw says nothing of it. The number is
-    a pure function of its arguments, so a stream that is resumed on another worker draws the same numbers.
+    Each purpose has its own numbers, so other random decisions are independent of the draw. The number is a pure
+    function of its arguments, so a stream that is resumed on another worker draws the same numbers.
     """
     counter = (seed % 2**64).to_bytes(8, "little") + choice_index.to_bytes(4, "little") + position.to_bytes(8, "little")
     if purpose != DRAW:

@@ -1,6 +1,6 @@
-"""The order of a row's values. Of equal ones the lower token id is first.
+"""Order of a row's values. Among equal values the lower token id comes first.
 
-`topk` takes any of equal ones, and others where a neighbour in the batch asks for more.
+`topk` returns any of equal values, and different ones if another row of the batch asks for more.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import torch
 
 
 def falling(values: torch.Tensor, least: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the ids of the values that are at least so large, in falling order, and these values.
+    """Return the ids of the values that are at least `least`, in descending order, and these values.
 
     Args:
-        values: of one row, `[vocab_size]`.
-        least: a number.
+        values: values of one row, `[vocab_size]`.
+        least: lower bound.
     """
     ids = (values >= least).nonzero()[:, 0]
     kept, order = values[ids].sort(descending=True, stable=True)

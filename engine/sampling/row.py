@@ -1,4 +1,4 @@
-"""One row of a step's logits, as the sampling steps see it."""
+"""One row of a step's logits, as the sampling stages use it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from baton.sampling import SamplingParams
 from engine.sampling.random import uniform
 
 MIN_TEMPERATURE = 1e-30
-"""Lower ones draw as this one does: float32 has not much below it."""
+"""Minimum temperature; lower ones are treated as this one, because of float32's range."""
 
 
 class Row(NamedTuple):
-    """What decides the token that is taken from a row of logits, beside the logits."""
+    """Inputs, other than the logits, that decide the token of a row."""
 
     sampling: SamplingParams
     choice_index: int
@@ -20,18 +20,18 @@ class Row(NamedTuple):
     """Position of the token to sample, counted from the first prompt token."""
     num_prompt_tokens: int = 0
     history: tuple[int, ...] = ()
-    """All tokens before it, where the sampling needs them."""
+    """All tokens before it, if the sampling needs them."""
     sequence_key: int = -1
-    """Identifies the sequence within its engine: the history of a key only grows."""
+    """Identifies the sequence within its engine. The history of a key only grows."""
 
     @property
     def draws(self) -> bool:
-        """Whether a random number decides the token; else it is the likeliest."""
+        """True if a random number decides the token; otherwise the likeliest token is taken."""
         return self.sampling.temperature > 0
 
     @property
     def divisor(self) -> float:
-        """What the logits of a row that draws are divided by."""
+        """Number by which the logits of a row that draws are divided."""
         return max(self.sampling.temperature, MIN_TEMPERATURE)
 
     @property

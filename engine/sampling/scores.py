@@ -1,4 +1,4 @@
-"""Log probabilities of drawn tokens, and of the likeliest ones: of the logits as the model gave them."""
+"""Log probabilities of sampled tokens and of the likeliest tokens, from the model's own logits."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from engine.sampling.row import Row
 from engine.sampling.weights import Buffers
 
 LEAST = -9999.0
-"""The log probability of what is impossible: infinity is no JSON."""
+"""Log probability of an impossible token: JSON has no infinity."""
 BLOCK = 64
-"""Tokens whose largest logit is found at once, before the largest of all are looked for."""
+"""Tokens per block whose maximum logit is found first, when the largest logits are searched."""
 
 
 def scores_of(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> TokenScores:
-    """Returns the scores of known tokens.
+    """Return the scores of known tokens.
 
     Args:
-        logits: `[tokens, vocab_size]`, any floating dtype: those in the place of each token.
+        logits: `[tokens, vocab_size]`, any floating dtype: the logits from which each token was sampled.
         token_ids: the tokens.
-        num_top: likeliest tokens with scores of their own.
+        num_top: number of likeliest tokens with scores.
     """
     logits = logits.float()
     log_sums = logits.logsumexp(-1, keepdim=True)
@@ -41,7 +41,7 @@ def scores_of(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> T
 
 
 def _likeliest(logits: torch.Tensor, count: int) -> tuple[list[list[int]], torch.Tensor]:
-    """Returns the likeliest tokens of each row, `[rows, count]`, in falling order, and their logits."""
+    """Return the likeliest tokens of each row, `[rows, count]`, in descending order, and their logits."""
     count = min(count, logits.shape[-1])
     best, found = _largest(logits, min(count + 1, logits.shape[-1]))
     ids = found[:, :count].tolist()
@@ -52,10 +52,10 @@ def _likeliest(logits: torch.Tensor, count: int) -> tuple[list[list[int]], torch
 
 
 def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the largest values of each row, in falling order, and their places, each `[rows, count]`.
+    """Return the largest values of each row, in descending order, and their indices, each `[rows, count]`.
 
-    The largest ones lie in the blocks with the largest maxima, as many as are looked for: a `topk` of these maxima, and
-    another one of what is in these blocks, take half the time of one of the whole row.
+    The `count` largest values lie in the `count` blocks with the largest maxima. A `topk` over the maxima and another
+    over these blocks take half the time of one over the whole row.
     """
     rows, size = logits.shape
     if size % BLOCK or count * BLOCK >= size:
@@ -68,12 +68,12 @@ def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
 
 
 class RawLogits:
-    """The logits of the rows that ask for scores, before anything changes them.
+    """Logits of the rows that request scores, before any adjustment.
 
     Args:
         logits: `[rows, vocab_size]`, any floating dtype.
-        rows: all rows, of which at least one asks.
-        buffers: for two arrays of that shape, of which one must not change before `scores`.
+        rows: all rows, of which at least one requests scores.
+        buffers: memory for two arrays of that shape, one of which must not change before `scores`.
     """
 
     def __init__(self, logits: torch.Tensor, rows: Sequence[Row], buffers: Buffers) -> None:
@@ -84,12 +84,12 @@ class RawLogits:
         self._logits.copy_(asking)
         best = self._logits.amax(-1, keepdim=True)
         shares = torch.sub(self._logits, best, out=buffers.like("products", asking)).exp_()
-        # Sums of few float32 numbers are exact enough, and those of all of them in float64 take as long as the rest.
+        # Float32 is exact enough for sums of few numbers; summing all of them in float64 takes as long as the rest.
         partial = shares.view(len(asking), -1, BLOCK).sum(-1) if shares.shape[-1] % BLOCK == 0 else shares
         self._log_sums = best[:, 0].double() + partial.sum(-1, dtype=torch.float64).log()
 
     def scores(self, token_ids: Sequence[int]) -> list[TokenScores]:
-        """Returns the scores of one token for each of all rows."""
+        """Return the scores of one token for each of all rows."""
         chosen = torch.tensor([token_ids[index] for index in self._asking], device=self._logits.device)
         logprobs = self._finite(self._logits.gather(1, chosen[:, None])[:, 0] - self._log_sums)
         tops = self._tops
@@ -99,7 +99,7 @@ class RawLogits:
         return found
 
     def of_candidates(self, index: int, token_ids: Sequence[int]) -> tuple[TokenScores, ...]:
-        """Returns the scores of each of several tokens for one row, none where it does not ask."""
+        """Return the scores of several tokens for one row; none if it does not request scores."""
         if index not in self._asking:
             return ()
         place = list(self._asking).index(index)
@@ -113,7 +113,7 @@ class RawLogits:
 
     @functools.cached_property
     def _tops(self) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-        """Returns the likeliest tokens of each row that asks, or those that it names, with their log probabilities."""
+        """Return the likeliest tokens of each row with scores, or the tokens that it names, with log probabilities."""
         most = max(0 if params.logprob_token_ids else params.logprobs or 0 for params in self._asking.values())
         top_ids, best = _likeliest(self._logits, most)
         top_logprobs = self._finite(best - self._log_sums[:, None])

@@ -1,6 +1,6 @@
-"""The tokens that may come next in an answer with a structure, and the reasoning that may come before it.
+"""Structured outputs: masks of the tokens that may come next, including a reasoning before the structure.
 
-Where an answer stands is a function of its tokens: grammars are replayed when a sequence comes from another worker.
+The state of a response is a function of its tokens: a grammar is replayed when a sequence migrates to this worker.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_KEPT = 256
-"""Answers whose grammar is kept between steps; of others the tokens are replayed."""
+"""Number of responses whose grammar state is kept between steps; for others the tokens are replayed."""
 MAX_COMPILED = 128
-"""Structures that are kept compiled."""
+"""Number of structures that are kept compiled."""
 _Allowed = npt.NDArray[np.bool_]
-"""An array that says of each token of the vocabulary whether it may come next."""
+"""Array over the vocabulary: whether each token may come next."""
 
 
 def is_asked(row: Row) -> bool:
-    """Returns whether a row has a structure, or a budget for its reasoning."""
+    """Return whether a row has a structure or a reasoning budget."""
     return row.sampling.is_structured
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """What rows may draw."""
+    """Token masks of a step's rows."""
 
     allowed: Mapping[int, _Allowed]
-    """Rows that may not draw everything: for each token of the vocabulary, whether it is allowed."""
+    """Masks of the constrained rows, by row index: for each token of the vocabulary, whether it is allowed."""
     failures: Mapping[int, str]
-    """Rows of which nobody knows what they may draw, and why."""
+    """Errors of rows whose mask cannot be computed, by row index."""
 
 
 class Structures:
-    """The structures of a model's answers. It compiles in any thread, and follows answers in one of its own.
+    """Structures of a model's responses. It compiles in any thread, and tracks responses in a thread of its own.
 
     Args:
-        tokenizer: the model's tokenizer.json; None: the model has no texts, and no answer a structure.
-        vocab_size: ids that logits have.
-        eos_token_ids: tokens that end every answer.
+        tokenizer: the model's tokenizer.json; None: the model has no texts, and so no structured responses.
+        vocab_size: number of logits per row.
+        eos_token_ids: tokens that end every response.
     """
 
     def __init__(self, tokenizer: Path | None, vocab_size: int, eos_token_ids: Collection[int]) -> None:
@@ -74,8 +74,9 @@ class Structures:
         self._begun: Future[Masks] | None = None
 
     def load(self) -> None:
-        """Reads the tokenizer now, which holds the interpreter's lock for a tenth of a second to two, and not when the
-        first structure comes. A tokenizer that cannot be read is a warning: the first structure is refused for it.
+        """Read the tokenizer now instead of at the first structure; this holds the GIL for 0.1 to 2 seconds.
+
+        If it cannot be read, a warning is logged, and the first structure is refused.
         """
         if self._tokenizer is None:
             return
@@ -83,23 +84,23 @@ class Structures:
             with self._lock:
                 self._compiler = self._compiler or self._load()
         except InvalidRequest as error:
-            logger.warning("answers can have no structure here: %s", error)
+            logger.warning("structured outputs are not available: %s", error)
 
     def prepare(self, params: SamplingParams) -> None:
-        """Compiles what answers with these parameters need.
+        """Compile the structure of these parameters.
 
         Raises:
-            InvalidRequest: the structure cannot be served.
+            InvalidRequest: the structure cannot be supported.
         """
         if params.structured_outputs is not None:
             self._matcher(params.structured_outputs)
 
     def begin(self, rows: Mapping[int, Row]) -> None:
-        """Begins to find the masks of a step's rows, while their logits are computed."""
+        """Start to compute the masks of a step's rows while their logits are computed."""
         self._begun = self._thread.submit(self._masks, rows)
 
     def masks(self, rows: Mapping[int, Row]) -> Masks:
-        """Returns the masks of a step's rows, those that `begin` was called with if it was."""
+        """Return the masks of a step's rows; after `begin` they must be the same rows."""
         begun, self._begun = self._begun, None
         return begun.result() if begun is not None else self._masks(rows)
 
@@ -134,7 +135,7 @@ class Structures:
                 return found
             if self._compiler is None:
                 self._compiler = self._load()
-        found = self._compiler.compile(structure)  # unlocked: it takes up to a second, and steps go on
+        found = self._compiler.compile(structure)  # without the lock: it takes up to a second, and steps continue
         with self._lock:
             self._compiled[structure] = found
             if len(self._compiled) > MAX_COMPILED:
@@ -143,33 +144,33 @@ class Structures:
 
     def _load(self) -> GrammarCompiler:
         if self._tokenizer is None:
-            raise InvalidRequest("the worker's model has no tokenizer, so its answers have no structure")
+            raise InvalidRequest("structured outputs are not available: the worker's model has no tokenizer")
         from baton.grammar import GrammarCompiler  # most workers never need it
 
         return GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_token_ids)
 
 
 class _Answer:
-    """How far an answer has come in its structure."""
+    """State of a response in its structure."""
 
     def __init__(self, matcher: GrammarMatcher | None, params: SamplingParams, unended: _Allowed) -> None:
         """Args:
-        unended: the tokens that do not end an answer.
+        unended: mask of the tokens that do not end a response.
         """
         self.num_tokens = 0
         self._matcher = matcher
         self._unended = unended
         self._begin_id = params.reasoning_begin_id
-        """The token with which a reasoning may begin, as long as nothing has come; else None."""
+        """Token that may start a reasoning, while nothing has been generated; then None."""
         self._end_ids = params.reasoning_end_ids
         self._budget = params.thinking_budget
         self._num_reasoning = 0
         self._last: tuple[int, ...] = ()
-        """Last tokens while it reasons, fewer than end the reasoning."""
+        """Last tokens while it reasons, fewer than the sequence that ends the reasoning."""
         self._reasons = bool(self._end_ids) and self._begin_id is None
 
     def take(self, token_ids: tuple[int, ...]) -> None:
-        """Takes the tokens that are new."""
+        """Process the new tokens."""
         self.num_tokens += len(token_ids)
         for place, token_id in enumerate(token_ids):
             if self._begin_id is not None:
@@ -185,11 +186,11 @@ class _Answer:
             self._reasons = self._last != self._end_ids
 
     def mask(self) -> _Allowed | None:
-        """Returns which tokens may come next; None: all. Raises InvalidRequest if the grammar has become too large."""
+        """Return which tokens may come next; None: all. Raise InvalidRequest if the grammar has become too large."""
         if self._reasons:
             if self._budget is not None and self._num_reasoning >= self._budget:
                 return self._forced()
-            return None if self._matcher is None else self._unended  # it has to come to its structure
+            return None if self._matcher is None else self._unended  # it must not end before its structure
         if self._matcher is None:
             return None
         bits = np.frombuffer(self._matcher.allowed(), np.uint8)
@@ -199,7 +200,7 @@ class _Answer:
         return allowed
 
     def _forced(self) -> _Allowed:
-        """Allows the next token of what ends the reasoning, of which the answer may have a part."""
+        """Allow only the next token of the sequence that ends the reasoning; its first tokens may already be there."""
         lengths = range(min(len(self._end_ids) - 1, len(self._last)), 0, -1)
         num_there = next((n for n in lengths if self._last[-n:] == self._end_ids[:n]), 0)
         allowed = np.zeros_like(self._unended)
@@ -208,13 +209,13 @@ class _Answer:
 
 
 def apply(logits: torch.Tensor, masks: Masks) -> None:
-    """Changes float32 logits `[rows, vocab_size]` in place.
+    """Change float32 logits `[rows, vocab_size]` in place.
 
-    Where other steps have excluded all that a structure allows, its tokens are equally likely.
+    If other stages have excluded every token that a structure allows, these tokens become equally likely.
     """
     for index, allowed in masks.allowed.items():
         row = logits[index]
         is_allowed = torch.from_numpy(allowed).to(row.device)
         row.masked_fill_(~is_allowed, EXCLUDED)
-        if not row.amax() > EXCLUDED:  # nor where it is no number
+        if not row.amax() > EXCLUDED:  # also for NaN
             row.masked_fill_(is_allowed, 0.0)

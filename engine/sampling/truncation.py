@@ -1,7 +1,7 @@
-"""Top-k, top-p and min-p: the least weight that stays.
+"""Top-k, top-p and min-p: compute the least weight that remains.
 
-Each takes weights in rising order (`weights.TokenWeights.rising`), in which what steps before have excluded is 0, and
-returns bounds. A row that does not ask for a step loses nothing by it.
+Each takes weights in ascending order (`weights.TokenWeights.rising`), with 0 for tokens that earlier stages have
+excluded, and returns bounds. Rows that do not use a stage are not changed by it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.uploads import uploaded
 
 
 def top_k(rising: torch.Tensor, params: Sequence[SamplingParams]) -> WeightBounds:
-    """Keeps the k likeliest tokens."""
+    """Keep the k likeliest tokens."""
     vocab_size = rising.shape[-1]
     kept = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
     places = uploaded(torch.tensor([vocab_size - k for k in kept]), rising.device)
@@ -25,11 +25,11 @@ def top_k(rising: torch.Tensor, params: Sequence[SamplingParams]) -> WeightBound
 
 
 def top_p(rising: torch.Tensor, params: Sequence[SamplingParams]) -> WeightBounds:
-    """Keeps the likeliest tokens that together have a share p, as few as that takes (Holtzman et al., 2020)."""
+    """Keep the smallest set of likeliest tokens with a total probability of at least p (Holtzman et al., 2020)."""
     rest = uploaded(torch.tensor([1 - p.top_p for p in params], dtype=torch.float64), rising.device)
     return WeightBounds(rising.gather(1, first_beyond(rising, rest)[:, None])[:, 0])
 
 
 def min_p(rising: torch.Tensor, params: Sequence[SamplingParams]) -> WeightBounds:
-    """Keeps the tokens that are at least p times as likely as the best one (Nguyen et al., 2024)."""
+    """Keep the tokens that are at least p times as likely as the best one (Nguyen et al., 2024)."""
     return WeightBounds(uploaded(torch.tensor([p.min_p for p in params]), rising.device) * rising[:, -1])

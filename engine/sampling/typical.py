@@ -1,7 +1,7 @@
-"""Locally typical sampling: the tokens stay whose information is nearest to the expected one (Meister et al., 2023).
+"""Locally typical sampling: keeps the tokens whose surprisal is closest to the entropy (Meister et al., 2023).
 
-Of weights that are probabilities but for a factor, a token's information is that factor's logarithm less the weight's.
-So the nearest to the expected information are those whose log weight is nearest to the mean log weight.
+The weights are probabilities up to a common factor, so a token's surprisal is the logarithm of that factor minus the
+token's log weight. The tokens closest to the entropy are thus those whose log weight is closest to the mean log weight.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from engine.uploads import uploaded
 
 TINY = torch.finfo(torch.float32).tiny
 INFINITE = 0x7F800000
-"""Bits of an infinite float32: those of positive numbers rise as the numbers do."""
+"""Bits of an infinite float32. For positive numbers the order of the bits is the order of the numbers."""
 SHIFTS = (26, 21, 16, 11, 6, 1)
-"""Where five of these bits begin, the first ones first; one bit is left."""
+"""Shifts that select five of these bits at a time, from the highest; one bit is left."""
 
 
 def typical(rising: torch.Tensor, params: Sequence[SamplingParams], buffers: Buffers) -> WeightBounds:
-    """Returns the bounds of what stays.
+    """Return the bounds of the remaining weights.
 
     Args:
-        rising: weights in rising order, `[rows, vocab_size]`.
-        params: the rows'.
-        buffers: for two arrays of that shape.
+        rising: weights in ascending order, `[rows, vocab_size]`.
+        params: the rows' parameters.
+        buffers: memory for two arrays of that shape.
     """
     shares = uploaded(torch.tensor([p.typical_p for p in params], dtype=torch.float64), rising.device)
     sums = PrefixSums(rising)
     wanted = (shares * sums.total)[:, None]
-    logs = torch.clamp(rising, min=TINY, out=buffers.like("logs", rising)).log_()  # that of 0 takes ten times as long
+    logs = torch.clamp(rising, min=TINY, out=buffers.like("logs", rising)).log_()  # log of 0 takes ten times as long
     products = torch.mul(rising, logs, out=buffers.like("products", rising))
     mean = (products.sum(-1, dtype=torch.float64) / sums.total).float()[:, None]
-    # The smallest distance within which the share lies: five bits at a time, as all numbers that begin with them.
+    # Search for the least distance that contains the share: five bits at a time, over all prefixes of a number.
     bits = torch.zeros(len(params), 1, dtype=torch.int64, device=rising.device)
     for shift, width in (*((shift, 32) for shift in SHIFTS), (0, 2)):
         largest = bits + (torch.arange(1, width + 1, device=rising.device) << shift) - 1
@@ -51,6 +51,6 @@ def typical(rising: torch.Tensor, params: Sequence[SamplingParams], buffers: Buf
 
 
 def _window(logs: torch.Tensor, mean: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns begin and end of the logs that are no farther from the mean than distances given by their bits."""
+    """Return start and end of the logs within given distances of the mean; distances are float32 bits."""
     distance = bits.clamp(max=INFINITE).to(torch.int32).view(torch.float32)
     return torch.searchsorted(logs, mean - distance), torch.searchsorted(logs, mean + distance, right=True)

@@ -1,8 +1,9 @@
-"""The weights of a step's tokens: probabilities but for a factor, and the same in rising order.
+"""Weights of a step's tokens: probabilities up to a common factor per row, also in ascending order.
 
-Every truncation keeps the weights between two bounds. So it needs the sorted weights alone, without their tokens, which
-vector instructions sort in a thirtieth of the time, and what it keeps depends on no order of the vocabulary: tokens of
-equal weight stay or go together. The memory of large arrays is kept: new pages cost more than the arithmetic.
+Every truncation keeps the weights between two bounds. So it needs only the sorted weights without their tokens, which
+vector instructions sort in a thirtieth of the time. The result does not depend on the order of the vocabulary: tokens
+of equal weight are kept or excluded together. The memory of large arrays is reused, because new pages cost more than
+the arithmetic.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from engine.uploads import uploaded
 
 
 class WeightBounds(NamedTuple):
-    """The least and the greatest weight that stays in each row, `[rows]`; None: there is no such bound."""
+    """Least and greatest weight that remain in each row, `[rows]`; None: no such bound."""
 
     least: torch.Tensor | None = None
     most: torch.Tensor | None = None
 
     def within(self, other: WeightBounds) -> WeightBounds:
-        """Returns the bounds of what stays within both."""
+        """Return the intersection of both bounds."""
         least = [bound for bound in (self.least, other.least) if bound is not None]
         most = [bound for bound in (self.most, other.most) if bound is not None]
         return WeightBounds(
@@ -36,13 +37,13 @@ EVERYTHING = WeightBounds()
 
 
 class Buffers:
-    """Memory that is kept from step to step."""
+    """Memory that is reused from step to step."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
 
     def like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the memory of a name in a tensor's shape, in float32; its contents are what was left there."""
+        """Return the named memory in a tensor's shape, in float32, with its previous contents."""
         kept = self._kept.get(name)
         if kept is None or kept.numel() < tensor.numel() or kept.device != tensor.device:
             kept = self._kept[name] = torch.empty(tensor.numel(), device=tensor.device)
@@ -50,7 +51,7 @@ class Buffers:
 
 
 class TokenWeights:
-    """The weights of the rows that draw from logits.
+    """Weights of the rows that draw from logits.
 
     Attributes:
         all: `[rows, vocab_size]` in float32.
@@ -61,17 +62,17 @@ class TokenWeights:
         self._scaled = torch.empty(0)
 
     def fill(self, logits: torch.Tensor, temperatures: Sequence[float]) -> None:
-        """Takes the logits `[rows, vocab_size]` of other rows."""
+        """Compute the weights of new rows with logits `[rows, vocab_size]`."""
         divisors = uploaded(torch.tensor(temperatures), logits.device)[:, None]
         self._scaled = self._buffers.like("scaled", logits)
         best = logits.amax(-1, keepdim=True)
-        # In float32 whatever the logits' type is: beside a row whose logits are adjusted they have become that.
-        torch.sub(logits.float(), best.float(), out=self._scaled).div_(divisors)  # so that the best one stays finite
+        # In float32 for any type of logits: together with a row of adjusted logits they are float32 already.
+        torch.sub(logits.float(), best.float(), out=self._scaled).div_(divisors)  # keeps the maximum finite
         self.all = self._buffers.like("all", logits)
         torch.softmax(self._scaled, -1, out=self.all)
 
     def rising(self, rows: Sequence[int]) -> torch.Tensor:
-        """Returns the weights of some rows in rising order, `[rows, vocab_size]`; valid until the next call."""
+        """Return the weights of some rows in ascending order, `[rows, vocab_size]`; valid until the next call."""
         rising = self._scaled[: len(rows)]
         rising.copy_(self._of(rows))
         if rising.device.type == "cpu":
@@ -80,15 +81,15 @@ class TokenWeights:
         return rising.sort(dim=-1).values
 
     def narrow(self, weights: torch.Tensor, bounds: WeightBounds) -> None:
-        """Sets what the bounds exclude to 0."""
-        inside = self._buffers.like("inside", weights)  # 1.0 or 0.0: vector instructions multiply no truth values
+        """Set weights outside the bounds to 0."""
+        inside = self._buffers.like("inside", weights)  # 1.0 or 0.0: vector instructions cannot multiply booleans
         if bounds.least is not None:
             weights.mul_(torch.ge(weights, bounds.least[:, None], out=inside))
         if bounds.most is not None:
             weights.mul_(torch.le(weights, bounds.most[:, None], out=inside))
 
     def truncate(self, rows: Sequence[int], bounds: WeightBounds) -> None:
-        """Sets what the bounds of these rows exclude to 0."""
+        """Set weights of these rows outside their bounds to 0."""
         if len(rows) == len(self.all):
             self.narrow(self.all, bounds)
             return

@@ -1,8 +1,8 @@
-"""XTC ("exclude top choices"): at times, the likeliest tokens are not drawn.
+"""XTC ("exclude top choices"): with some probability, excludes the likeliest tokens.
 
-The definition is the author's (p-e-w, text-generation-webui, pull request 6335). With `xtc_probability`, of the tokens
-that are at least as likely as `xtc_threshold` all but the least likely are excluded; none is where a line break or an
-end would be among them.
+The definition is the author's (p-e-w, text-generation-webui, pull request 6335). With probability `xtc_probability`,
+all tokens that are at least as likely as `xtc_threshold` are excluded, except the least likely of them. If a line break
+or an end token is among them, no token is excluded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.uploads import uploaded
 
 
 def is_asked(row: Row) -> bool:
-    """Returns whether tokens are excluded from this draw: the coin is decided by seed, choice and position."""
+    """Return whether tokens are excluded from this draw, decided by seed, choice and position."""
     params = row.sampling
     if not params.xtc_probability:
         return False
@@ -26,12 +26,12 @@ def is_asked(row: Row) -> bool:
 
 
 def xtc(weights: torch.Tensor, rows: Mapping[int, Row], eos_token_ids: Collection[int]) -> torch.Tensor:
-    """Returns the greatest weight that stays in each of the rows; infinite: all stay.
+    """Return the greatest weight that remains in each of the rows; infinite: all remain.
 
     Args:
         weights: `[all rows, vocab_size]`.
-        rows: those that exclude tokens, by their index.
-        eos_token_ids: tokens that end every answer.
+        rows: rows that exclude tokens, by index.
+        eos_token_ids: tokens that end every response.
     """
     chosen = weights.index_select(0, uploaded(torch.tensor(list(rows)), weights.device))
     thresholds = uploaded(torch.tensor([row.sampling.xtc_threshold for row in rows.values()]), weights.device)
@@ -39,7 +39,7 @@ def xtc(weights: torch.Tensor, rows: Mapping[int, Row], eos_token_ids: Collectio
     most = torch.where(is_top, chosen, torch.inf).amin(-1)
     for place, row in enumerate(rows.values()):
         exempt = [*eos_token_ids, *row.sampling.stop_token_ids, *row.sampling.xtc_exempt_token_ids]
-        if exempt:  # decided where the weights are: the host would have to wait for them
+        if exempt:  # decided on the device of the weights, so that the host need not wait for them
             heaviest = chosen[place].index_select(0, uploaded(torch.tensor(exempt), weights.device)).amax()
             most[place].masked_fill_(heaviest > most[place], torch.inf)
     return most

@@ -41,14 +41,14 @@ class Benched:
 
 
 def run(options: BenchOptions, as_json: bool, log: Console) -> bool:
-    """Prints the result on standard output, and progress on `log`.
+    """Print the result on standard output, and progress on `log`.
 
     Returns:
-        Whether any request was served.
+        True if any request was served.
 
     Raises:
-        ConfigError: an option does not fit, or the trace cannot be read.
-        NoWorker: no router answers. Other errors of the tree: it refuses the first request.
+        ConfigError: an option is invalid, or the trace cannot be read.
+        NoWorker: no router responds. Other errors of the tree: the router refuses the first request.
     """
     trace = options.trace.trace()
     result = uvloop.run(bench(trace, options, log))
@@ -67,7 +67,7 @@ def objective_of(options: BenchOptions) -> Objective:
 
 
 async def bench(trace: Trace, options: BenchOptions, log: Console) -> Benched:
-    """Replays a trace on the cluster of the options. Raises as `run`."""
+    """Replay a trace on the cluster of the options. Raises the errors of `run`."""
     connection = BenchConnection(options.address, options.api_key, options.trust.read())
     try:
         model, workers = await connection.model(), await connection.workers()

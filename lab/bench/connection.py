@@ -1,4 +1,4 @@
-"""The router as a load generator sees it. Messages of a stream stay bytes until their request is over."""
+"""Client connection of the load generator. Messages of a stream stay bytes until their request has ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from router.placement import Objective
 
 CALL_TIMEOUT_S = 10.0
-"""Longest wait for calls that only read, in seconds."""
+"""Timeout of calls that only read, in seconds."""
 GENERATE = "/baton.v1.Inference/Generate"
 NOT_FOR_CLIENTS = (
     grpc.StatusCode.UNAUTHENTICATED,
@@ -41,12 +41,12 @@ class BenchedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingWorker:
-    """A ready worker, from the status."""
+    """A ready worker, from the cluster's status."""
 
     id: str
     role: str
     costs: StepCosts
-    """Cost model of its steps, fitted to those that it has done."""
+    """Cost model of its steps, fitted to the steps so far."""
     num_blocks: int
     block_tokens: int
     chunk_tokens: int
@@ -57,11 +57,11 @@ class BenchConnection:
 
     Args:
         address: host:port of a router.
-        api_key: the key sent with every call, unless it is empty.
-        tls: the authorities that are believed, and what is shown; None: plain text.
+        api_key: API key sent with every call; empty: none.
+        tls: trusted authorities and client credentials; None: plain text.
 
     Raises:
-        InvalidRequest: the key cannot be sent, or the port is none.
+        InvalidRequest: the key cannot be sent, or the port is invalid.
     """
 
     def __init__(self, address: str, api_key: str = "", tls: Tls | None = None) -> None:
@@ -71,7 +71,7 @@ class BenchConnection:
         self._generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(GENERATE)
 
     async def model(self) -> BenchedModel:
-        """NoWorker where no router answers."""
+        """Return the served model. Raise NoWorker if no router responds."""
         stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
         request = inference_pb2.ListModelsRequest()
         try:
@@ -81,7 +81,7 @@ class BenchConnection:
         return BenchedModel(answer.models[0].id, answer.models[0].max_model_len)
 
     async def workers(self) -> list[ServingWorker]:
-        """The ready workers; none where this client may not read the status."""
+        """Return the ready workers; none if this client may not read the status."""
         stub: Any = admin_pb2_grpc.AdminStub(self._channel)
         request = admin_pb2.GetStatusRequest()
         try:
@@ -104,7 +104,7 @@ class BenchConnection:
         ]
 
     def generate(self, message: bytes) -> grpc.aio.UnaryStreamCall[bytes, bytes]:
-        """A call under way, that yields messages for `chunk`."""
+        """Start a call, which yields messages for `chunk`."""
         return self._generate(message, metadata=self._metadata)
 
     def typed(self, error: grpc.aio.AioRpcError) -> BatonError:
@@ -115,7 +115,7 @@ class BenchConnection:
 
 
 def message_of(token_ids: Sequence[int], num_output_tokens: int, objective: Objective) -> bytes:
-    """A request for exactly that many greedy tokens, without their text, with the objective."""
+    """Return a request with the objective for exactly `num_output_tokens` greedy tokens, without their text."""
     sampling = {"max_tokens": num_output_tokens, "ignore_eos": True, "temperature": 0.0}
     request = GenerateRequest(
         prompt=TokenIds(tuple(token_ids)),

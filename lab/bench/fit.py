@@ -1,6 +1,6 @@
-"""The costs of a cluster's work in the simulator's terms, from its workers' own models and the clients' measurements.
+"""Costs of a cluster in the simulator's terms, from its workers' own models and the clients' measurements.
 
-The workers have fitted the costs of steps. The rest follows from the times of the requests:
+The workers have fitted the costs of steps. The other costs follow from the times of the requests:
 
     due ─ request's overhead ─> queue, admission, prefill ─> first token ─ exposed transfer ─> step, gap, step, gap, ...
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lab.bench.replay import ReplayedRequest
 
 RANGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""The last number of sequences in each range of those that are taken together."""
+"""Upper bounds of the ranges of sequence counts that are evaluated together."""
 OFTEN = 20
 """Number of measurements that a range needs to count."""
 JITTER = 0.1
@@ -34,7 +34,7 @@ JITTER = 0.1
 
 
 def cost_model(served: Sequence[ReplayedRequest], workers: Sequence[ServingWorker]) -> CostModel | None:
-    """The cost model of the cluster; None: no worker has reported its costs."""
+    """Return the cost model of the cluster; None: no worker has reported its costs."""
     by_role = {role: median_costs([w.costs for w in workers if w.role == role]) for role in ("prefill", "decode")}
     steps = by_role["decode"]
     if steps is None:
@@ -52,14 +52,17 @@ def cost_model(served: Sequence[ReplayedRequest], workers: Sequence[ServingWorke
 
 
 def median_costs(costs: Sequence[StepCosts]) -> StepCosts | None:
-    """The median of each coefficient; None: there are no models."""
+    """Return the median of each coefficient; None: there are no models."""
     if not costs:
         return None
     return StepCosts(**{name: statistics.median(getattr(of, name) for of in costs) for name in StepCosts.__slots__})
 
 
 def request_overhead_s(served: Sequence[ReplayedRequest]) -> float:
-    """Time of a first token beside waiting and computing: calls, writing and reading tokens. Median over requests."""
+    """Return the time of a first token other than waiting and computing, as a median over requests.
+
+    It includes calls, and writing and reading tokens.
+    """
     overheads = [
         one.token_times[0][0] - one.sent_s - one.timing.queue_s - one.timing.admission_s - one.timing.prefill_s
         for one in served
@@ -69,10 +72,10 @@ def request_overhead_s(served: Sequence[ReplayedRequest]) -> float:
 
 
 def decoding_s(served: Sequence[ReplayedRequest], steps: StepCosts) -> tuple[tuple[int, float], ...]:
-    """Time of decoding beyond `steps`: `(sequences, seconds)`, one point for each of `RANGES` that was measured often.
+    """Return the time of decoding beyond `steps`: `(sequences, seconds)` for each of `RANGES` with enough measurements.
 
-    Medians over the times between two tokens of a sequence in which no prompt was computed on its worker. A matrix
-    product on a CPU may cost less for 16 rows than for 12, which no line shows.
+    The values are medians over the intervals between two tokens of a sequence in which its worker computed no prompt. A
+    matrix product on a CPU may cost less for 16 rows than for 12, which a linear model cannot show.
     """
     beyond: dict[int, list[tuple[int, float]]] = {}
     by_worker: dict[str, list[ReplayedRequest]] = {}
@@ -82,7 +85,7 @@ def decoding_s(served: Sequence[ReplayedRequest], steps: StepCosts) -> tuple[tup
         decoding = _SpanCounter((one.token_times[0][0], one.token_times[-1][0], _context(one)) for one in here)
         computing = _SpanCounter((*_prefill(one), 0.0) for one in here if _computes_where_it_decodes(one))
         for one in here:
-            # The first interval has the KV transfer in it.
+            # The first interval includes the KV transfer.
             for (began_s, _), (ended_s, num_tokens) in itertools.pairwise(one.token_times[1:]):
                 margin_s = JITTER * (ended_s - began_s)
                 if num_tokens > 1 or computing.between(began_s + margin_s, ended_s - margin_s)[0]:
@@ -99,7 +102,7 @@ def decoding_s(served: Sequence[ReplayedRequest], steps: StepCosts) -> tuple[tup
 
 
 class _SpanCounter:
-    """How many of some spans of time `(began_s, ended_s, weight)` overlap another, and their weights."""
+    """Counts how many of some time spans `(began_s, ended_s, weight)` overlap another span, and sums their weights."""
 
     def __init__(self, spans: Iterable[tuple[float, float, float]]) -> None:
         spans = list(spans)
@@ -107,7 +110,7 @@ class _SpanCounter:
         self._ended, self._gone = self._summed((ended_s, weight) for _, ended_s, weight in spans)
 
     def between(self, began_s: float, ended_s: float) -> tuple[int, float]:
-        """The spans that began before `ended_s` and were not over at `began_s`."""
+        """Return number and total weight of the spans that started before `ended_s` and were not over at `began_s`."""
         begun, gone = bisect.bisect_left(self._began, ended_s), bisect.bisect_right(self._ended, began_s)
         return begun - gone, self._begun[begun] - self._gone[gone]
 
@@ -118,14 +121,14 @@ class _SpanCounter:
 
 
 def _context(one: ReplayedRequest) -> float:
-    """Tokens that a sequence has on average while it decodes."""
+    """Return the mean context length of a sequence while it decodes, in tokens."""
     return one.request.num_prompt_tokens + one.request.num_output_tokens / 2
 
 
 def prompt_step_s(served: Sequence[ReplayedRequest], model: CostModel, chunk_tokens: int) -> float:
-    """Additional time of a decode worker's step with a prompt, beyond `model`.
+    """Return the additional time of a decode worker's step with a prompt, beyond `model`.
 
-    Median over prompts of one step (at most half a chunk) that were alone on the worker.
+    It is the median over prompts of one step (at most half a chunk) that were alone on the worker.
     """
     extras = []
     for one in served:
@@ -159,13 +162,13 @@ def _worker(one: ReplayedRequest) -> str:
 
 
 def _prefill(one: ReplayedRequest) -> tuple[float, float]:
-    """The time from its admission until its first token reached the client."""
+    """Return the time from its admission until its first token reached the client."""
     ended_s = one.token_times[0][0]
     return ended_s - (one.timing.prefill_s if one.timing is not None else 0.0), ended_s
 
 
 def _transfer(served: Sequence[ReplayedRequest]) -> tuple[float, float]:
-    """Return the seconds, and the seconds per token, of KV transfers that computing did not hide."""
+    """Return the seconds, and the seconds per token, of KV transfers that were not hidden behind computation."""
     fit = CostFit((DEFAULT_PRICES.exposed_s, DEFAULT_PRICES.pull_s_per_token))
     for one in served:
         if one.timing is not None and one.timing.transfer_s > 0:

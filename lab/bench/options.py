@@ -14,7 +14,8 @@ from lab.traces.shape import TraceOptions
 
 DEFAULT_VOCAB = 32_000
 """Vocabulary of Llama 1 and 2, Mistral and their descendants. SmolLM2 has 49,152 tokens, later families have more than
-100,000. No call reports the number to a client; a model with fewer is found out before the replay begins."""
+100,000. No call reports the number to a client; a model with a smaller vocabulary is detected before the replay
+starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,18 +27,18 @@ class BenchOptions:
     address: Annotated[str, typer.Option(help="The router, host:port.", envvar="BATON_ADDRESS")] = DEFAULT_ADDRESS
     api_key: Annotated[
         str,
-        typer.Option(help="A tenant's key, if the cluster has tenants.", envvar="BATON_API_KEY", show_default=False),
+        typer.Option(help="API key, if the cluster has tenants.", envvar="BATON_API_KEY", show_default=False),
     ] = ""
-    max_output: Annotated[int, typer.Option(help="Longest output, in tokens; 0: as in the trace.")] = 0
+    max_output: Annotated[int, typer.Option(help="Maximum output length in tokens; 0: as in the trace.")] = 0
     concurrency: Annotated[
-        int, typer.Option(help="Most requests in flight, others wait; 0: each is sent at its time.")
+        int, typer.Option(help="Maximum number of requests in flight; 0: no limit, each is sent at its time.")
     ] = 0
     vocab: Annotated[
         int | None,
-        typer.Option(help="Token ids in prompts are below this; the model must know them all.", show_default="32000"),
+        typer.Option(help="Upper bound of token ids in prompts; at most the model's vocabulary.", show_default="32000"),
     ] = None
-    ttft_ms: Annotated[float, typer.Option(help="Objective: time to first token.")] = 5000.0
-    itl_ms: Annotated[float, typer.Option(help="Objective: mean time between the tokens of a request.")] = 100.0
+    ttft_ms: Annotated[float, typer.Option(help="Objective for the time to first token, in ms.")] = 5000.0
+    itl_ms: Annotated[float, typer.Option(help="Objective for a request's mean inter-token latency, in ms.")] = 100.0
 
     def __post_init__(self) -> None:
         for name in ("ttft_ms", "itl_ms"):

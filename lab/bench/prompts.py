@@ -1,4 +1,4 @@
-"""Token ids for prompts of which a trace states only the blocks that they share."""
+"""Token ids for the prompts of a trace, which contains only the ids of shared blocks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Equal ids, of blocks of equal size, give equal tokens, on every machine. Tokens are SHAKE-128 of seed and id,
-    32 bits each, modulo `vocab_size`; whether some mean something special to a model does not matter for its costs.
+    """Generates prompts in which equal block ids give equal tokens, on every machine.
 
-    Another seed gives prompts of which no cache has anything.
+    Tokens are SHAKE-128 of seed and id, 32 bits each, modulo `vocab_size`. Some may be special tokens of a model, which
+    does not affect its costs. Another seed gives prompts that no cache contains.
     """
 
     seed: int
@@ -24,10 +24,10 @@ class Prompts:
     block_tokens: int
 
     def token_ids(self, number: int, request: TraceRequest) -> list[int]:
-        """The blocks' tokens, then those of the rest, which are this request's own.
+        """Return the tokens of the blocks, followed by those of the rest, which are unique to this request.
 
         Args:
-            number: of the request in its trace.
+            number: index of the request in its trace.
         """
         token_ids: list[int] = []
         for block in request.block_ids:

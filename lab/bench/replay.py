@@ -1,7 +1,7 @@
-"""Sends a trace's requests, each at its time, regardless of the requests before.
+"""Sends each request of a trace at its time, regardless of the requests before it.
 
-A request's clock starts when it is due, not when it is sent: a client that falls behind, or that waits because of a
-limit on requests in flight, hides no waiting time of users. How late it sent is reported, too.
+A request's clock starts when it is due, not when it is sent, so a client that falls behind, or that waits because of a
+limit on requests in flight, does not hide waiting time of users. The report also shows how late requests were sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class ReplayedRequest:
-    """The outcome of a request that was sent. Times are seconds since the replay's start."""
+    """Outcome of a request that was sent. Times are seconds since the replay's start."""
 
     request: TraceRequest
     sent_s: float
@@ -39,7 +39,7 @@ class ReplayedRequest:
     error: BatonError | None = None
     """The error of a rejected or failed request."""
     token_times: list[tuple[float, int]] = field(default_factory=list)
-    """When tokens came, and how many at once; this and all below of one that is served."""
+    """Time of each arrival of tokens, and their number; like the fields below only set for a served request."""
     usage: Usage | None = None
     timing: Timing | None = None
 
@@ -53,16 +53,16 @@ class ReplayedRequest:
 
     @property
     def itl_s(self) -> float:
-        """Mean; 0 for a single token."""
+        """Mean inter-token latency; 0 for a single token."""
         num_intervals = self.request.num_output_tokens - 1
         return (self.token_times[-1][0] - self.token_times[0][0]) / num_intervals if num_intervals else 0.0
 
     @property
     def intervals(self) -> Iterator[tuple[float, int]]:
-        """Seconds between two tokens, and how often; as many as the simulator has for the same request.
+        """Yield the seconds between two tokens, and how often; as many as the simulator has for the same request.
 
-        Tokens that come in one message come at the same time: one interval is the time since the message before, and
-        all others are 0. So a stall is as long here as it is for a reader, and not divided by what comes after it.
+        Tokens in one message arrive at the same time: one interval is the time since the message before, and all others
+        are 0. So a stall appears with its full length, as a reader sees it, and is not spread over the tokens after it.
         """
         before_s = None
         for time_s, num_tokens in self.token_times:
@@ -73,14 +73,14 @@ class ReplayedRequest:
             before_s = time_s
 
     def settle(self, chunks: Sequence[tuple[float, GenerateChunk]]) -> None:
-        """Records the whole answer, with the time of each message. An answer that is not what was asked has failed."""
+        """Record the complete response, with the time of each message. An unexpected response counts as failed."""
         token_times = [(time_s, len(chunk.token_ids)) for time_s, chunk in chunks if chunk.token_ids]
         num_tokens = sum(count for _, count in token_times)
         usage, timing = (chunks[-1][1].usage, chunks[-1][1].timing) if chunks else (None, None)
         asked = self.request.num_prompt_tokens, self.request.num_output_tokens
         got = (usage.prompt_tokens if usage else None), num_tokens
         if usage is None or timing is None or got != asked:
-            self.refuse(WorkerFailed(f"prompt and answer have {got} tokens where {asked} were asked for"))
+            self.refuse(WorkerFailed(f"prompt and output have {got} tokens, but {asked} were requested"))
             return
         self.outcome, self.token_times, self.usage, self.timing = "served", token_times, usage, timing
 
@@ -91,15 +91,17 @@ class ReplayedRequest:
 
 @dataclass(slots=True)
 class Replay:
-    """The outcomes of the requests, in order of arrival."""
+    """Outcomes of the requests, in order of arrival."""
 
     observed: list[ReplayedRequest] = field(default_factory=list)
     interrupted: bool = False
 
 
 async def check(connection: BenchConnection, prompts: Prompts, objective: Objective) -> None:
-    """Generates one token from a prompt of one token, the largest id: the first request of a replay then finds an open
-    connection, and an error that every request would get is reported once.
+    """Generate one token from a prompt of one token, the largest id.
+
+    The first request of a replay then finds an open connection, and an error that every request would get is reported
+    once.
 
     Raises:
         InvalidRequest: the model's vocabulary is smaller than that of the prompts.
@@ -118,23 +120,25 @@ async def check(connection: BenchConnection, prompts: Prompts, objective: Object
 
 
 OnEnded = Callable[[ReplayedRequest], None]
-"""Called with each request when it has ended."""
+"""Callback for each request that has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The requests of a replay, and how they are sent."""
+    """Requests of a replay, and how they are sent."""
 
     trace: Trace
     prompts: Prompts
     objective: Objective
-    """The objective that every request carries."""
+    """Objective that every request carries."""
     concurrency: int = 0
-    """The most requests in flight; others wait, and their waiting counts. 0: no limit."""
+    """Maximum number of requests in flight; others wait, and their waiting time counts. 0: no limit."""
 
 
 async def replay(load: Load, connection: BenchConnection, on_ended: OnEnded) -> Replay:
-    """Sends all of a trace, and waits for the answers. Ctrl-C cancels the unfinished ones, and this still returns."""
+    """Send all requests of a trace, and wait for the responses. Ctrl-C cancels the unfinished ones and still
+    returns.
+    """
     result = Replay()
     sending = asyncio.create_task(_send(load, connection, on_ended, result.observed))
     loop = asyncio.get_running_loop()
@@ -172,7 +176,7 @@ async def _send(load: Load, connection: BenchConnection, on_ended: OnEnded, obse
 async def _read(
     connection: BenchConnection, call: grpc.aio.UnaryStreamCall[bytes, bytes], one: ReplayedRequest, start_s: float
 ) -> None:
-    """Takes the time of each message, and looks into them when the last has come."""
+    """Record the time of each message, and parse the messages when the last one has arrived."""
     messages: list[tuple[float, bytes]] = []
     try:
         while isinstance(message := await call.read(), bytes):

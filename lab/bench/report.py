@@ -1,4 +1,4 @@
-"""The clients' measurements, in the figures of the simulator, and counts that only a real cluster has."""
+"""Report of a replay: the simulator's figures as clients measured them, and counts that only a real cluster has."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from router.placement import Objective
 
 LATE_S = 0.01
-"""A request that is sent more than this after it was due is late."""
+"""Delay, in seconds, after which a request counts as sent late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchReport(Figures):
-    """A replay. Requests that were cancelled or not sent are in no figure; `num_requests` counts the others.
+    """Figures of a replay. Cancelled and unsent requests are excluded; `num_requests` counts the others.
 
-    Hits, imbalance and times are of those served. Every other one has missed its objective.
+    Hits, imbalance and times are those of served requests. All others have missed their objective.
     """
 
     ceiling: float
-    """Share of these requests' prompt tokens that a cache without limit would serve, were it empty at first."""
+    """Share of these requests' prompt tokens that an initially empty cache without limit would serve."""
     num_served: int
     num_rejected: int
-    """Requests refused for lack of room (RESOURCE_EXHAUSTED)."""
+    """Requests refused for lack of capacity (RESOURCE_EXHAUSTED)."""
     num_failed: int
     num_cancelled: int
     """Requests cancelled by Ctrl-C."""
@@ -41,21 +41,21 @@ class BenchReport(Figures):
     num_clipped: int
     num_skipped: int
     num_late: int
-    """Sent more than LATE_S after they were due."""
+    """Requests sent more than LATE_S after they were due."""
     latest_s: float
     lasted_s: float
     """Time from the first request's due time to the last token."""
     output_tokens_per_s: float
     tokens_per_message: float
-    """Mean of those that brought any; every further token of one is an interval of 0."""
+    """Mean over messages with tokens; every further token of a message is an interval of 0."""
     modes: dict[str, int]
-    """Requests served disaggregated and aggregated."""
+    """Requests served by mode: disaggregated and aggregated."""
     num_retries: int
-    """Placements after the first."""
+    """Number of placements after the first."""
     computed_tokens: dict[str, int]
     """Prompt tokens that each worker computed."""
     errors: dict[str, dict[str, Any]]
-    """The number of requests that got each kind of error, and one of its messages."""
+    """Number of requests and an example message, by kind of error."""
     interrupted: bool
 
     def as_dict(self) -> dict[str, Any]:
@@ -65,11 +65,11 @@ class BenchReport(Figures):
 def measured(
     replay: Replay, plan: FittedTrace, workers: Mapping[str, Sequence[str]], objective: Objective
 ) -> BenchReport:
-    """The report of a replay.
+    """Return the report of a replay.
 
     Args:
-        workers: worker ids by role, so that idle ones count in the imbalance; empty: only the workers of the requests
-            count.
+        workers: worker ids by role, so that idle workers count in the imbalance; empty: only the workers of the
+            requests count.
     """
     judged = [one for one in replay.observed if one.outcome != "cancelled"]
     served = [one for one in judged if one.outcome == "served"]
@@ -113,7 +113,7 @@ def measured(
 
 
 def _computed(served: Sequence[ReplayedRequest]) -> dict[str, Counter[str]]:
-    """Prompt tokens that were computed, by the role and the id of the worker."""
+    """Return the number of computed prompt tokens, by role and id of the worker."""
     computed: dict[str, Counter[str]] = {"prefill": Counter(), "decode": Counter()}
     for one in served:
         assert one.usage
@@ -125,8 +125,10 @@ def _computed(served: Sequence[ReplayedRequest]) -> dict[str, Counter[str]]:
 
 
 def _imbalance(computed: Mapping[str, Counter[str]], workers: Mapping[str, Sequence[str]]) -> float:
-    """Imbalance of the pool that computes prompts: the prefill workers, or the decode workers where no prompt went to
-    those. Short prompts on decode workers are ignored.
+    """Return the imbalance of the pool that computes prompts.
+
+    That is the prefill workers, or the decode workers if no prompt went to a prefill worker. Short prompts on decode
+    workers are ignored.
     """
     role = "prefill" if computed["prefill"] else "decode"
     shares = Counter(dict.fromkeys(workers.get(role, ()), 0))
@@ -144,21 +146,21 @@ def _errors(judged: Sequence[ReplayedRequest]) -> dict[str, dict[str, Any]]:
 
 
 def table_of(title: str, result: BenchReport) -> Table:
-    """A table of one row, with the simulator's columns."""
+    """Return a table of one row, with the simulator's columns."""
     table = figure_table(title, result.ceiling, "")
     table.add_row("measured", *result.cells())
     return table
 
 
 def notes_of(result: BenchReport) -> list[str]:
-    """A line each for what the table has no column for."""
+    """Return a line for each result that is not in the table."""
     notes = [
         f"{result.num_requests} requests in {result.lasted_s:.1f} s: {result.num_served} served, "
-        f"{result.num_rejected} rejected for want of room, {result.num_failed} failed"
+        f"{result.num_rejected} rejected for lack of capacity, {result.num_failed} failed"
     ]
     if result.interrupted:
         notes.append(
-            f"interrupted: {result.num_cancelled} requests cancelled, {result.num_unsent} not sent; no figure has them"
+            f"interrupted: {result.num_cancelled} requests cancelled, {result.num_unsent} not sent; not in the figures"
         )
     notes += [f"{error['count']} {kind}, such as: {error['example']}" for kind, error in result.errors.items()]
     modes = ", ".join(f"{count} {mode}" for mode, count in result.modes.items()) or "none"

@@ -1,15 +1,15 @@
-"""The policy arena, `baton simulate`: traces replayed in virtual time, through this router's placement and others'.
+"""Policy arena, `baton simulate`: replays traces in virtual time with this router's placement and those of others.
 
     trace          lab.traces                                     requests, and which blocks their prompts share
     cluster        worker: the production engine, scheduler and block pool over `costs`
                    costs: of known GPUs, or what `baton bench` has measured
                    world: arrivals, decisions, steps, transfers and pulls, on one heap
-    who decides    policy (what is seen, what is decided), production (router.placement), textbook and baselines
-    what comes of  run (a process each), report, command
+    policies       policy (inputs and decisions), production (router.placement), textbook and baselines
+    results        run (one process per run), report, command
 
-What it leaves out: that a real router's picture of the workers is a moment old, that the routers of others refuse
-requests too, and that workers on one machine slow each other down, but for as much as they did when their costs were
-measured. Calls between processes are one constant of `costs`. Nothing here is imported by what serves.
+The simulation does not model three effects: a real router's view of the workers is slightly old, other projects'
+routers also reject requests, and workers on one machine slow each other down beyond what the measured costs include.
+Calls between processes have one constant cost in `costs`. No serving code imports this package.
 """
 
 __all__ = [

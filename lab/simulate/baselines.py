@@ -1,10 +1,9 @@
-"""Routing policies to compare with: the textbook's, and those of other serving stacks, rebuilt from their formulas.
+"""Baseline routing policies: textbook policies, and those of other serving stacks, reimplemented from their formulas.
 
-All of the latter see the leading tokens that a worker truly holds, in place of the prefix tree, index or estimate that
-the project keeps, and every view is fresh. Both favour the baselines: a real router estimates from what it sent where,
-and polls. Ties that the source does not break are broken at random. Thresholds are the projects' defaults. A policy
-only chooses a worker: shedding, queueing at the router and the choice to compute a prompt on its decode worker are left
-out.
+The latter see the leading tokens that a worker really holds, instead of their project's prefix tree, index or estimate,
+and every view is fresh. Both favour the baselines: a real router estimates from its own past decisions, and polls. Ties
+that the source does not break are broken at random. Thresholds are the projects' defaults. A policy only chooses a
+worker: shedding, queueing at the router and the choice to compute a prompt on its decode worker are not modelled.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ class Dynamo(Baseline):
     """NVIDIA Dynamo's KV router.
 
     cost = max(0, active_prefill_blocks + prompt_blocks - overlap_blocks) + decode_blocks, ties at random; decode: the
-    same without overlap, which is load alone. Prefill scale 1 and request weight 0 are its defaults.
+    same without overlap, which is the load alone. Prefill scale 1 and request weight 0 are its defaults.
 
     Approximations: blocks are tokens / block size, active_prefill_blocks those of queued_tokens, decode_blocks the
     blocks in use. Of the overlap's tiers (device 1, host 0.75, disk 0.25) only the device exists; an overlap is part of
-    the prompt, so that the maximum never decides.
+    the prompt, so the maximum has no effect.
     """
 
     name = "dynamo"
@@ -64,7 +63,7 @@ class LlmD(Baseline):
     """llm-d's endpoint picker with its default profile, on both legs.
 
     score = 3 * prefix + 2 * queue + 2 * kv, the highest wins, ties at random;
-    prefix = matched blocks / blocks of the prompt; queue = (max_q - q) / (max_q - min_q), 1 where all are equal;
+    prefix = matched blocks / blocks of the prompt; queue = (max_q - q) / (max_q - min_q), 1 if all are equal;
     kv = 1 - KV use.
 
     Approximations: q is num_waiting; only the device tier exists (weight 1). The load-aware scorer, 0.5 * (1 - q/128),
@@ -97,12 +96,12 @@ class Smg(Baseline):
     """SGLang's gateway (smg): the longest prefix while its owner is not overloaded, then the least expected wait.
 
     overloaded = load > 1.5 * mean and load > mean + min(64, max(4, ceil(2 * sqrt(mean)))), load in requests;
-    wait = (queued + running + unaccounted + in-flight tokens) / throughput + 0.15 * k / (1 - k) seconds, k = KV use,
-    at most 0.999. Among equal prefixes the owner with the least load; without any, and for decoding, the wait.
+    wait = (queued + running + unaccounted + in-flight tokens) / throughput + 0.15 * k / (1 - k) seconds, k = KV use, at
+    most 0.999. Among equal prefixes the owner with the least load; without a prefix, and for decoding, the least wait.
 
-    Approximations: the tokens are queued_tokens, which has all prompt tokens sent and not computed; what running
-    requests have yet to generate is not known. Throughput is tokens_per_s. The 64 would bind above a mean of 1024
-    only, where 1.5 * mean is the higher limit.
+    Approximations: the tokens are queued_tokens, which includes all prompt tokens sent and not computed; the remaining
+    output of running requests is not known. Throughput is tokens_per_s. The 64 would only apply above a mean of 1024,
+    where 1.5 * mean is the higher limit.
     """
 
     name = "smg"
@@ -128,11 +127,11 @@ def _expected_wait_s(worker: WorkerView) -> float:
 class SglangRouter(Baseline):
     """The older sglang-router's cache-aware policy.
 
-    Imbalanced (max - min > 64 and max > 1.5 * min, in requests): least load. Else, where the best match is more than
-    0.3 of the prompt: its owner, of equal ones the least loaded. Else the worker with the smallest tree. Decode: least
-    load.
+    Imbalanced (max - min > 64 and max > 1.5 * min, in requests): least load. Otherwise, if the best match is more than
+    0.3 of the prompt: its owner, among equals the least loaded. Otherwise the worker with the smallest tree. Decode:
+    least load.
 
-    Approximation: a worker's tree is the uncached tokens that were sent to it; it is never evicted from.
+    Approximation: a worker's tree is the uncached tokens that were sent to it; nothing is evicted from it.
     """
 
     name = "sglang_router"
@@ -161,8 +160,8 @@ class SglangRouter(Baseline):
 class VllmRouter(Baseline):
     """vllm-router's prefill cost.
 
-    cost = (uncached_prefill_tokens + active_prefill_tokens) * (active_requests + 1); the last prompt token is never
-    credited, so that a request that hits in full still costs. Decode: fewest requests.
+    cost = (uncached_prefill_tokens + active_prefill_tokens) * (active_requests + 1); the last prompt token never counts
+    as cached, so a request that hits in full still has a cost. Decode: fewest requests.
 
     Approximations: active_prefill_tokens are queued_tokens, active_requests num_requests.
     """
@@ -182,9 +181,9 @@ class VllmRouter(Baseline):
 class Aibrix(Baseline):
     """AIBrix's prefix-cache scorer of the prefill leg and load-balancing scorer of the decode leg; the lowest wins.
 
-    prefill = (100 - match%) * 0.1 + requests / max_requests, of the workers with at most mean + 2 * sigma requests;
+    prefill = (100 - match%) * 0.1 + requests / max_requests, over the workers with at most mean + 2 * sigma requests;
     decode = (requests / max_requests + 1 - throughput / max_throughput) / (free / max_free), where free is the unused
-    share of the KV pool, at least 0.001. The maxima of requests are at least 1, match% is a whole number.
+    share of the KV pool, at least 0.001. The maxima of requests are at least 1, match% is an integer.
 
     Approximation: throughput is tokens_per_s, where the project measures generated tokens.
     """
@@ -219,7 +218,7 @@ def _free_share(worker: WorkerView) -> float:
 
 
 class ProductionStack(RoundRobin):
-    """vLLM production-stack with prefill and decode pools: round robin on both legs, each on its own."""
+    """vLLM production-stack with prefill and decode pools: independent round robin on both legs."""
 
     name = "production_stack"
 
@@ -235,11 +234,11 @@ class ProductionStack(RoundRobin):
 class RayPrefixAffinity(Baseline):
     """Ray Serve LLM's PrefixCacheAffinityRouter.
 
-    Where the longest and the shortest queue differ by more than 10 requests: power of two choices. Else, where the
-    best match is at least 0.1 of the prompt: its owner. Else the smallest tenant of the prefix tree. Of several the
+    If the longest and the shortest queue differ by more than 10 requests: power of two choices. Otherwise, if the best
+    match is at least 0.1 of the prompt: its owner. Otherwise the smallest tenant of the prefix tree. Among several the
     shortest queue. Decode: Ray Serve's power of two choices.
 
-    The limit of 10 is the documented default; the code's own, infinity, would never look at the queues.
+    The limit of 10 is the documented default; the code's own, infinity, would never use the queues.
     Approximation: a tenant's size is the uncached tokens that were sent to it, which is the tree without eviction,
     Ray's default.
     """
@@ -268,12 +267,12 @@ class RayPrefixAffinity(Baseline):
 
 
 def best_match(request: TraceRequest, workers: Sequence[WorkerView]) -> float:
-    """The longest prefix that anyone holds, as a share of the prompt."""
+    """Return the longest prefix that any worker holds, as a share of the prompt."""
     return max(w.num_cached_tokens for w in workers) / max(1, request.num_prompt_tokens)
 
 
 def extremes(workers: Sequence[WorkerView]) -> tuple[int, int]:
-    """Fewest and most requests at a worker."""
+    """Return the fewest and the most requests at a worker."""
     loads = [w.num_requests for w in workers]
     return min(loads), max(loads)
 

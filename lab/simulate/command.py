@@ -32,10 +32,10 @@ DEFAULT_BLOCKS = 5000
 
 
 def run(options: SimulateOptions, as_json: bool, log: Console) -> None:
-    """Prints the results on standard output, and progress on `log`.
+    """Print the results on standard output, and progress on `log`.
 
     Raises:
-        ConfigError: an option does not fit, or the trace cannot be read.
+        ConfigError: an option is invalid, or the trace cannot be read.
     """
     if options.profile == "list" or "list" in options.policies:
         say(f"profiles: {' '.join(PROFILES)}")
@@ -69,20 +69,20 @@ def run(options: SimulateOptions, as_json: bool, log: Console) -> None:
 
 
 def _print_changes(cells: list[Cell]) -> None:
-    """Prints what the autoscaler did, and why."""
+    """Print the autoscaler's decisions and their reasons."""
     out = Terminal(soft_wrap=True, highlight=False)
     for cell in cells:
         result = cell.result
         out.print(
-            f"\n{cell.name}, load {cell.setting.load:g}: {result.num_actions} workers started, stopped or of another "
-            f"role, {result.mean_workers:.1f} on average, {result.num_moved} answers moved"
+            f"\n{cell.name}, load {cell.setting.load:g}: {result.num_actions} workers started, stopped or given "
+            f"another role, {result.mean_workers:.1f} workers on average, {result.num_moved} responses migrated"
         )
         for change in result.changes:
             out.print(f"{change.at_s:.0f} s: {change.before} -> {change.sizes}. {' '.join(change.reasons)}")
 
 
 def settings_of(options: SimulateOptions) -> list[Setting]:
-    """Every load on all pools. Raises ConfigError."""
+    """Return every combination of load and pools. Raise ConfigError for invalid options."""
     pools = [pools_of(text) for text in options.pools] or [(options.prefill, options.decode)]
     if not options.error > 0:
         raise ConfigError(f"--error must be more than 0, got {options.error}")
@@ -93,7 +93,7 @@ def settings_of(options: SimulateOptions) -> list[Setting]:
 
 
 def scaling_of(options: SimulateOptions, objective: Objective, mode: str) -> Scaling | None:
-    """The autoscaler of the runs; None: the pools stay as they are. Raises ConfigError."""
+    """Return the autoscaler of the runs; None: the pools stay as they are. Raise ConfigError for invalid options."""
     if (config := options.autoscale) is None:
         return None
     if not options.start_s >= 0:
@@ -104,7 +104,7 @@ def scaling_of(options: SimulateOptions, objective: Objective, mode: str) -> Sca
 
 
 def scenario_of(options: SimulateOptions) -> Scenario:
-    """The scenario of the first pools. Raises ConfigError, as `run` does."""
+    """Return the scenario of the first pools. Raise ConfigError, as `run` does."""
     if options.profile not in PROFILES:
         raise ConfigError(f"no profile is called {options.profile!r}; there are {', '.join(PROFILES)}")
     for name in ("blocks", "ttft_ms", "itl_ms"):
@@ -140,7 +140,9 @@ def measured_scenario(
     num_blocks: int | None = None,
     seed: int = 0,
 ) -> Scenario:
-    """The requests that `baton bench` sends, on workers as it found them. ConfigError where a trace does not fit."""
+    """Return the requests that `baton bench` sends, on workers as measured. Raise ConfigError if a trace does not
+    fit.
+    """
     if trace.block_tokens != bench.block_tokens:
         raise ConfigError(
             f"the trace has blocks of {trace.block_tokens} tokens and the measured workers of {bench.block_tokens}; "

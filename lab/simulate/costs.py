@@ -1,6 +1,6 @@
-"""The costs of simulated workers: steps as in `baton.costs`, moving KV, and the overhead of a request.
+"""Costs of simulated workers: steps as in `baton.costs`, KV transfers, and the overhead of a request.
 
-They are derived on paper for known GPUs, or read from the measurements of `baton bench --json`.
+They are calculated for known GPUs, or read from the measurements of `baton bench --json`.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """The costs of one worker."""
+    """Costs of one worker."""
 
     steps: StepCosts
     transfer_latency_s: float
     transfer_s_per_token: float
     prefill_steps: StepCosts | None = None
-    """Costs of a prefill worker's steps, where they differ."""
+    """Costs of a prefill worker's steps, if they differ."""
     request_overhead_s: float = 0.0
-    """Time of a first token beside waiting and computing: calls, placement, reading and writing tokens."""
+    """Time of a first token other than waiting and computing: calls, placement, reading and writing tokens."""
     prompt_step_s: float = 0.0
     """Additional time of a decode worker's step with a prompt; `steps` has the same overhead for steps with and without
-    one."""
+    a prompt."""
     decoding_s: tuple[tuple[int, float], ...] = ()
     """Additional time of decoding beyond `steps`, which is linear in sequences: `(sequences, seconds)` for ascending
     numbers of sequences, interpolated between them. Seconds may be negative, but a step takes at least a quarter of
     the time in `steps`."""
 
     def transfer_s(self, num_tokens: int) -> float:
-        """Time from the first byte of a prompt's KV to the commit."""
+        """Return the time from the first byte of a prompt's KV to the commit."""
         return self.transfer_latency_s + self.transfer_s_per_token * num_tokens
 
     def of_prefill(self) -> CostModel:
-        """A prefill worker's, all of whose steps have prompts."""
+        """Return the costs of a prefill worker, all of whose steps contain prompts."""
         return replace(self, steps=self.prefill_steps or self.steps, prompt_step_s=0.0, decoding_s=())
 
     def step_s(self, size: StepSize) -> float:
-        """Duration of one step."""
+        """Return the duration of one step."""
         step_s = self.steps.step_s(size.num_new, size.num_pairs, size.num_decoding, size.num_kv_tokens)
         if size.num_decoding and self.decoding_s:
             step_s = max(step_s / 4, step_s + interpolated(self.decoding_s, size.num_decoding))
         return step_s + self.prompt_step_s if size.num_new > size.num_decoding else step_s
 
     def as_dict(self) -> dict[str, Any]:
-        """A part of what `read_bench` reads."""
+        """Return a part of the document that `read_bench` reads."""
         return asdict(self)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of short prompts per second, at full speed. A fit to few prompts may yield infinity."""
+        """Prompt tokens per second of short prompts, at full speed. A fit to few prompts may yield infinity."""
         return 1 / max(self.steps.s_per_token, 1e-9)
 
 
 def interpolated(points: Sequence[tuple[int, float]], x: int) -> float:
-    """The line through `points`, whose first values rise; beyond both ends it is flat."""
+    """Interpolate linearly between `points`, in ascending order; constant beyond both ends."""
     above = bisect.bisect_left(points, x, key=lambda point: point[0])
     if above == 0 or above == len(points):
         return points[min(above, len(points) - 1)][1]
@@ -88,7 +88,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A dense decoder with grouped queries."""
+    """A dense decoder with grouped-query attention."""
 
     num_params: float
     num_layers: int
@@ -116,11 +116,11 @@ MODELS = {
 
 
 def roofline(model: Model, gpu: Gpu, num_gpus: int = 1) -> CostModel:
-    """A worker of `num_gpus` GPUs that share the model's tensors evenly.
+    """Return the costs of a worker of `num_gpus` GPUs that share the model's tensors evenly.
 
-    A token costs 2 operations a parameter, and 4 a head dimension for each token that it attends to (queries with keys,
-    and the weighted sum of values). A step reads all weights once, and the KV of every context that decodes. 0.5 ms of
-    overhead is what a scheduler and a launch cost in engines that overlap both.
+    A token costs 2 operations per parameter, and 4 per head dimension for each token that it attends to (queries with
+    keys, and the weighted sum of values). A step reads all weights once, and the KV of every decoding context. The
+    overhead of 0.5 ms is the cost of scheduling and launching in engines that overlap both.
     """
     flops = gpu.flops * gpu.compute_share * num_gpus
     bytes_per_s = gpu.bytes_per_s * gpu.memory_share * num_gpus
@@ -158,7 +158,7 @@ class Bench:
     max_model_len: int
 
     def as_dict(self) -> dict[str, Any]:
-        """A part of the document; `read_bench` reads it."""
+        """Return a part of the document; `read_bench` reads it."""
         worker = {name: getattr(self, name) for name in WORKER_FIELDS}
         return {"costs": self.costs.as_dict(), "worker": worker}
 
@@ -167,7 +167,7 @@ WORKER_FIELDS = ("num_blocks", "block_tokens", "chunk_tokens", "max_model_len")
 
 
 def read_bench(path: Path) -> Bench:
-    """Reads the file. Raises ConfigError: it was not written by `baton bench --json`, or has no costs."""
+    """Read the file. Raise ConfigError if it was not written by `baton bench --json`, or has no costs."""
     try:
         document = json.loads(path.read_text())
         costs, worker = dict(document["costs"]), document["worker"]
@@ -185,7 +185,7 @@ def read_bench(path: Path) -> Bench:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"{path} has no costs as `baton bench --json` writes them ({type(error).__name__}: {error}); the router "
-            "reports workers' costs to its operators only"
+            "reports workers' costs only to its operators"
         ) from error
 
 
@@ -194,7 +194,7 @@ def _steps(values: dict[str, Any]) -> StepCosts:
 
 
 def _points(values: list[list[float]]) -> tuple[tuple[int, float], ...]:
-    """The points of `decoding_s`. Raises ValueError: they are no ascending numbers of sequences with seconds."""
+    """Return the points of `decoding_s`. Raise ValueError unless they are pairs with ascending numbers of sequences."""
     points = tuple((int(number), float(seconds)) for number, seconds in values)
     rises = all(first < second for (first, _), (second, _) in itertools.pairwise(points))
     if not rises or not all(math.isfinite(seconds) for _, seconds in points):
@@ -203,7 +203,7 @@ def _points(values: list[list[float]]) -> tuple[tuple[int, float], ...]:
 
 
 def _numbers(values: dict[str, Any], cls: type[StepCosts | CostModel]) -> dict[str, float]:
-    """The fields of `cls`. Raises ValueError for an unknown field, or a value that is no cost."""
+    """Return the fields of `cls`. Raise ValueError for an unknown field, or a value that cannot be a cost."""
     names = {field.name for field in fields(cls)}
     for name, value in values.items():
         if name not in names or not isinstance(value, int | float) or not 0 <= value < math.inf:

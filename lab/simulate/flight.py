@@ -1,4 +1,4 @@
-"""A request of the simulator on its way through the workers, and its outcome."""
+"""A simulated request in progress, and its outcome."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Served:
-    """The outcome of a request. Times are seconds since the trace's start; infinite where it never happened."""
+    """Outcome of a request. Times are seconds since the trace's start; infinite if the event never happened."""
 
     request: TraceRequest
     worker: int = -1
@@ -36,14 +36,14 @@ class Served:
 
     @property
     def itl_s(self) -> float:
-        """Mean; 0 for a single token."""
+        """Mean inter-token latency; 0 for a single token."""
         num_intervals = self.request.num_output_tokens - 1
         return (self.finished_s - self.first_token_s) / num_intervals if num_intervals else 0.0
 
 
 @dataclass(slots=True, kw_only=True)
 class Flight:
-    """A request on its way through the workers."""
+    """A request in progress on the workers."""
 
     served: Served
     spec: SequenceSpec
@@ -52,27 +52,27 @@ class Flight:
     computes: SimulatedWorker
     decodes: SimulatedWorker
     began_s: float = 0.0
-    """When the prefill worker got it."""
+    """Time at which the prefill worker received it."""
     last_token_s: float = 0.0
     held: EngineSequence | None = None
-    """The prefill worker's, until its KV has moved."""
+    """The prefill worker's sequence, until its KV has been transferred."""
     receiving: EngineSequence | None = None
-    """The decode worker's, until its KV has come."""
+    """The decode worker's sequence, until its KV has arrived."""
     pulling: EngineSequence | None = None
     computing: EngineSequence | None = None
-    """The prefill worker's, until its prompt is computed."""
+    """The prefill worker's sequence, until its prompt is computed."""
     moving: EngineSequence | None = None
-    """The sequence on the decode worker that takes over from a leaving one, until its KV has arrived."""
+    """The sequence on the decode worker to which it migrates, until its KV has arrived."""
     leaves: SimulatedWorker | None = None
     source: tuple[SimulatedWorker, tuple[bytes, ...]] = field(init=False)
-    """The worker from which a prefix is pulled, and the prefix' keys."""
+    """The worker from which a prefix is pulled, and the keys of the prefix."""
 
     @property
     def has_first_token(self) -> bool:
         return self.served.first_token_s < float("inf")
 
     def book(self, sign: int) -> None:
-        """Records the request on its worker, or on both of them; with -1, takes it off again."""
+        """Record the request on its worker, or on both workers; with sign -1, remove it."""
         for worker in {self.computes.index: self.computes, self.decodes.index: self.decodes}.values():
             self.book_on(worker, sign)
 
@@ -81,27 +81,27 @@ class Flight:
         worker.reserved_tokens += sign * self.served.request.num_prompt_tokens
 
     def host(self, sequence: EngineSequence) -> SimulatedWorker:
-        """The worker whose engine has this one of the request's sequences."""
+        """Return the worker whose engine has this one of the request's sequences."""
         on_computing = sequence in (self.pulling, self.computing, self.held)
         return self.computes if on_computing else self.decodes
 
     def concerns(self, worker: SimulatedWorker, sequence: EngineSequence) -> bool:
-        """Whether the request is on that worker, or waits elsewhere for room before it is computed there."""
+        """Return whether the request is on that worker, or waits elsewhere for room before it is computed there."""
         is_to_come = self.computes is worker and self.computing is None and sequence.status is Status.WAITING
         return self.host(sequence) is worker or (is_to_come and not self.has_first_token)
 
     def may_be_withdrawn(self, sequence: EngineSequence) -> bool:
-        """Whether its room to decode is reserved and no worker computes the prompt yet."""
+        """Return whether its room to decode is reserved and no worker has started to compute its prompt."""
         computing = self.computing
         return sequence is self.receiving and computing is not None and computing.status is Status.WAITING
 
 
 def spec_of(request: TraceRequest, decision: RoutingDecision, number: int, waited_s: float) -> SequenceSpec:
-    """What the workers get of a request.
+    """Return the sequence that the workers receive for a request.
 
     Args:
-        number: of the placement. No two of them have equal last blocks and answers; a token has 32 bits.
-        waited_s: Time since the first placement, by which the deadline of the first token is nearer.
+        number: number of the placement. No two have equal last blocks and outputs; a token has 32 bits.
+        waited_s: time since the first placement, by which the deadline of the first token is nearer.
     """
     first = number % 2**14 << 18
     return SequenceSpec(

@@ -1,4 +1,4 @@
-"""Many runs: every policy at every load, on every split of the same workers into pools."""
+"""Many runs: every policy at every load, with every division of the workers into pools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Setting:
     load: float
-    """Arrivals, times the scenario's."""
+    """Arrival rate, as a multiple of the scenario's."""
     prefill: int
     decode: int
 
@@ -32,7 +32,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The result of one run, with its setting."""
+    """Result of one run, with its setting."""
 
     setting: Setting
     result: Result
@@ -58,10 +58,10 @@ class Cell:
 
 
 def run_grid(policies: Sequence[str], settings: Sequence[Setting], scenario: Scenario, jobs: int) -> Iterator[Cell]:
-    """Every policy in every setting, in that order, each as soon as it is there.
+    """Yield the results of every policy in every setting, in that order, each as soon as it is ready.
 
     Args:
-        scenario: its pools are not looked at.
+        scenario: the base scenario; its pool sizes are ignored.
     """
     runs = [
         (policy, replace(scenario, trace=faster(scenario.trace, s.load), prefill=s.prefill, decode=s.decode))
@@ -75,7 +75,7 @@ def run_grid(policies: Sequence[str], settings: Sequence[Setting], scenario: Sce
 
 
 def pools_of(text: str) -> tuple[int, int]:
-    """Prefill and decode workers of "P:D". Raises ConfigError."""
+    """Return the numbers of prefill and decode workers of "P:D". Raise ConfigError if the text is invalid."""
     prefill, colon, decode = text.partition(":")
     if not (colon and prefill.isdecimal() and decode.isdecimal() and int(decode)):
         raise ConfigError(f"--pools takes PREFILL:DECODE, as in 3:5, got {text!r}")
@@ -83,7 +83,7 @@ def pools_of(text: str) -> tuple[int, int]:
 
 
 def grid_table(title: str, cells: Sequence[Cell]) -> Table:
-    """A row a load, best goodput of it first; 80 columns wide."""
+    """Return a table with one row per policy and load, best goodput of each load first; 80 columns wide."""
     table = Table(title=title, box=None, pad_edge=False, caption="good: within objectives; a worker: good/s for each.")
     table.add_column("load")
     table.add_column("policy")

@@ -1,4 +1,4 @@
-"""Who is in which pool in virtual time: workers come, change their roles and go."""
+"""Membership of the pools in virtual time: workers start, change their roles and leave."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class SimulatedMember:
     role: Role
     state: WorkerState = WorkerState.READY
     then: Role | None = None
-    """The role that it leaves for, while it is draining; None: it stops."""
+    """The role that a draining worker will have; None: it stops."""
     num_awaited: int = 0
-    """Transfers of its KV on their way."""
+    """Number of transfers of its KV in progress."""
     started_s: float = 0.0
     stopped_s: float = float("inf")
 
     @property
     def work(self) -> tuple[int, int, int]:
-        """How much it would leave behind."""
+        """Sort key: the amount of work that it would leave behind."""
         return self.worker.num_requests, self.worker.queued_tokens, self.worker.index
 
 
 class Members:
-    """All workers, in the order of their index."""
+    """All workers, in order of their index."""
 
     def __init__(self, shape: WorkerShape, costs: CostModel, prefill: int, decode: int) -> None:
         self._shape = shape
@@ -46,7 +46,7 @@ class Members:
         return [m.worker for m in self.all if m.role is role and m.state is WorkerState.READY]
 
     def start(self, role: Role, now: float) -> SimulatedMember:
-        """A worker that is going to be ready; see `is_up`."""
+        """Add a worker that is starting; see `is_up`."""
         worker = SimulatedWorker(len(self.all), self._shape, self._costs_of(role))
         self.all.append(SimulatedMember(worker=worker, role=role, state=WorkerState.STARTING, started_s=now))
         return self.all[-1]
@@ -55,14 +55,16 @@ class Members:
         member.state = WorkerState.READY
 
     def least_busy(self, role: Role) -> SimulatedMember | None:
-        """The worker with the least work that may leave its pool; None: none may, or it is the last decode worker."""
+        """Return the worker with the least work that may leave its pool; None: there is none, or only the last decode
+        worker.
+        """
         pool = [m for m in self.all if m.role is role and m.state is WorkerState.READY]
         if len(pool) <= (role is Role.DECODE):
             return None
         return min(pool, key=lambda member: member.work)
 
     def leave(self, member: SimulatedMember, then: Role | None) -> None:
-        """Has the worker get no new work, until `has_left`."""
+        """Stop giving the worker new work, until it has left."""
         member.state, member.then = WorkerState.DRAINING, then
 
     def is_leaving(self, worker: SimulatedWorker) -> bool:
@@ -76,7 +78,7 @@ class Members:
         self.all[worker.index].num_awaited += num
 
     def try_to_leave(self, worker: SimulatedWorker, now: float) -> bool:
-        """Whether all of its work has gone; then it has its new role, or stops."""
+        """Return whether all of its work is gone; it then takes its new role, or stops."""
         member = self.all[worker.index]
         if worker.num_requests or member.num_awaited or not worker.engine.is_idle:
             return False
@@ -91,7 +93,7 @@ class Members:
         return sum(max(0.0, min(m.stopped_s, until_s) - min(m.started_s, until_s)) for m in self.all)
 
     def status(self, now: float, router: RouterInfo) -> ClusterStatus:
-        """The status that a controller would see, with its own orders under way."""
+        """Return the status that a controller would see, including its own orders in progress."""
         living = [member for member in self.all if member.state is not WorkerState.DEAD]
         pools = {}
         for role in Role:

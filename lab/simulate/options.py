@@ -14,7 +14,7 @@ from lab.traces.shape import TraceOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """The runs to simulate. The annotated fields are options of the command; their meaning is in their help."""
+    """The runs to simulate. The annotated fields are options of the command; their help describes them."""
 
     trace: TraceOptions = field(default_factory=TraceOptions)
     prefill: Annotated[int, typer.Option(help="Number of prefill workers; 0: every worker does both.")] = 0
@@ -22,7 +22,7 @@ class SimulateOptions:
     blocks: Annotated[int | None, typer.Option(help="KV blocks per worker.", show_default="5000, or as in --costs")] = (
         None
     )
-    profile: Annotated[str, typer.Option(help="Model and GPUs of a worker; `list` shows the known ones.")] = (
+    profile: Annotated[str, typer.Option(help="Model and GPUs of a worker; `list` shows the available ones.")] = (
         "llama-3-70b@8xa100"
     )
     costs: Annotated[
@@ -35,30 +35,29 @@ class SimulateOptions:
     ] = ()
     policies: Annotated[
         tuple[str, ...],
-        typer.Option("--policy", help="Placement policy; may be repeated. Without it, all; `list` shows them."),
+        typer.Option("--policy", help="Placement policy; may be repeated. Default: all. `list` shows them."),
     ] = ()
     loads: Annotated[
-        tuple[float, ...], typer.Option("--load", help="Rate of arrivals, as a multiple of --speed; may be repeated.")
+        tuple[float, ...], typer.Option("--load", help="Arrival rate, as a multiple of --speed; may be repeated.")
     ] = ()
-    max_output: Annotated[int, typer.Option(help="Longest output, in tokens; 0: as in the trace.")] = 0
-    ttft_ms: Annotated[float, typer.Option(help="Objective: time to first token.")] = 5000.0
-    itl_ms: Annotated[float, typer.Option(help="Objective: mean time between the tokens of a request.")] = 100.0
-    jobs: Annotated[int, typer.Option(help="Number of runs at a time; 0: one per core.")] = 0
-    plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder for pictures (PNG) of the results.")] = (
-        None
-    )
+    max_output: Annotated[int, typer.Option(help="Maximum output length in tokens; 0: as in the trace.")] = 0
+    ttft_ms: Annotated[float, typer.Option(help="Objective for the time to first token, in ms.")] = 5000.0
+    itl_ms: Annotated[float, typer.Option(help="Objective for a request's mean inter-token latency, in ms.")] = 100.0
+    jobs: Annotated[int, typer.Option(help="Number of parallel runs; 0: one per core.")] = 0
+    plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder for plots (PNG) of the results.")] = None
     tells_all: Annotated[
-        bool, typer.Option("--tell-all", help="Workers know the objectives under the other policies, too.")
+        bool, typer.Option("--tell-all", help="Report the objectives to workers under the other policies too.")
     ] = False
-    error: Annotated[
-        float, typer.Option(help="Factor by which this router misjudges the costs of steps; 1: exact.")
-    ] = 1.0
+    error: Annotated[float, typer.Option(help="Factor by which this router's cost estimates are wrong; 1: exact.")] = (
+        1.0
+    )
     autoscale: AutoscaleConfig | None = None
     """Settings of the autoscaler; None: the pools stay as they are."""
     max_workers: Annotated[
         int | None,
         typer.Option(
-            help="Most workers, with --autoscale; 0: as many as there are.", show_default="autoscale.max_workers"
+            help="Maximum number of workers with --autoscale; 0: the initial number.",
+            show_default="autoscale.max_workers",
         ),
     ] = None
     start_s: Annotated[float, typer.Option(help="Seconds from a worker's start until it is ready.")] = 30.0

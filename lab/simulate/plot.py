@@ -1,4 +1,4 @@
-"""The arena's results as pictures. Needs matplotlib, as nothing else here: `pip install 'baton-serving[plot]'`."""
+"""Plots of the arena's results. Needs matplotlib, unlike the rest: `pip install 'baton-serving[plot]'`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ OURS = "baton"
 
 
 def plot(folder: Path, title: str, cells: Sequence[Cell]) -> list[Path]:
-    """Draws goodput and time to first token over the load, or by policy where there is one load, and cache against
-    balance.
+    """Plot goodput and time to first token over the load, or by policy for a single load, and cache against balance.
 
     Args:
-        folder: made if it is not there.
+        folder: output folder; created if it does not exist.
 
     Returns:
         The PNG files.

@@ -1,4 +1,4 @@
-"""The view that a routing policy has of a worker, and its decision."""
+"""Inputs of a routing policy, and its decision."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """A worker at the moment of a decision, as seen by a router that learns everything at once."""
+    """A worker at the time of a decision, as seen by a router with perfect information."""
 
     index: int
     num_cached_tokens: int
-    """Leading prompt tokens of the request in question that it holds: whole blocks."""
+    """Leading tokens of the request's prompt that it holds, in whole blocks."""
     queued_tokens: int
     """Prompt tokens sent there and neither computed yet nor cached."""
     reserved_tokens: int
-    """All prompt tokens of requests sent there: until the prompt is computed on a prefill worker, until the request is
-    done on one that decodes."""
+    """All prompt tokens of requests sent there: on a prefill worker until the prompt is computed, on a decode worker
+    until the request is done."""
     num_requests: int
-    """Sent there and not done."""
+    """Requests sent there and not done."""
     num_waiting: int
     """Requests among them that are not admitted yet."""
     used_blocks: int
@@ -46,38 +46,38 @@ class WorkerView:
 
 
 class Policy(Protocol):
-    """A routing policy. An instance serves one run and may remember its decisions. Workers come in order of index."""
+    """A routing policy. An instance serves one run and may remember its decisions. Workers are in order of index."""
 
     @property
     def name(self) -> str: ...
 
     def choose(self, request: TraceRequest, workers: Sequence[WorkerView]) -> int:
-        """The index of the worker that computes the prompt. In an aggregated pool it decodes as well."""
+        """Return the index of the worker that computes the prompt. In an aggregated pool it decodes as well."""
 
     def choose_decode(self, request: TraceRequest, workers: Sequence[WorkerView]) -> int:
-        """The index of the worker that decodes, where the pools are split."""
+        """Return the index of the worker that decodes, if the pools are disaggregated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingDecision:
-    """Indices of workers."""
+    """Decision for a request, as indices of workers."""
 
     computes: int
     decodes: int
-    """Equal to `computes` in an aggregated pool, and where a decode worker computes the prompt itself."""
+    """Equal to `computes` in an aggregated pool, and if a decode worker computes the prompt itself."""
     source: int | None = None
-    """Pulls come from there before the prompt is computed."""
+    """Worker from which a prefix is pulled before the prompt is computed; None: none is pulled."""
     source_tokens: int = 0
-    """Leading prompt tokens that are pulled, as far as they are not there yet."""
+    """Leading prompt tokens to pull, unless they are already there."""
     ttft_s: float = math.inf
-    """Objectives that the workers get with a request: first token, mean time between tokens, and the answer length for
-    which to reserve room (0: as in their settings). Other routers pass none of them."""
+    """Objectives that the workers receive with a request: first token, mean inter-token latency, and the output length
+    for which to reserve room (0: as in their settings). Other routers pass none of them."""
     itl_s: float = math.inf
     num_expected_tokens: int = 0
 
 
 class Placer(Protocol):
-    """Decides a whole request."""
+    """Makes all decisions for a request."""
 
     @property
     def name(self) -> str: ...
@@ -85,26 +85,26 @@ class Placer(Protocol):
     def place(
         self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float
     ) -> RoutingDecision | None:
-        """`prefill` is empty in an aggregated pool. None: the request is refused."""
+        """Return the decision; None: the request is rejected. `prefill` is empty in an aggregated pool."""
 
     def computed(self, request: TraceRequest, now_s: float) -> None:
-        """Reports a request's first token."""
+        """Report a request's first token."""
 
     def finished(self, request: TraceRequest, now_s: float) -> None:
-        """Reports a request's last token."""
+        """Report a request's last token."""
 
     def withdrawn(self, request: TraceRequest, now_s: float) -> None:
-        """Reports that a request's worker leaves before the first token; the request is placed again at once."""
+        """Report that a request's worker leaves before the first token; the request is placed again at once."""
 
     def moved(self, request: TraceRequest, decodes: int, now_s: float) -> None:
-        """The worker that decoded it leaves; another one goes on."""
+        """Report that the worker that decoded a request leaves, and worker `decodes` continues."""
 
 
 class TwoLegs:
-    """A policy of another stack: it never pulls, and splits every request of a split pool.
+    """A policy of another stack: it never pulls, and disaggregates every request if there are two pools.
 
     Args:
-        objective: sent to workers with every request; other routers send none.
+        objective: objective sent to workers with every request; other routers send none.
     """
 
     def __init__(self, policy: Policy, objective: Objective = NO_OBJECTIVE) -> None:

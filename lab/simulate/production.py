@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 REPORT_S = 1.0
 """Interval at which workers report the costs of their steps, in seconds."""
 UNLIMITED_TOKENS = 10**9
-"""Limit of a request's answer, which a trace does not state."""
+"""Limit of a request's output length, which a trace does not contain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class _Placed:
 
 
 class Production:
-    """`router.placement` behind `router.admission`, with the settings of a router.
+    """`router.placement` behind `router.admission`, with a router's settings.
 
     Args:
-        prices: the costs of moving KV.
-        error: the factor by which predictions of steps differ from the workers' measurements.
-        knows_lengths: whether requests ask for exactly as many tokens as they get.
+        prices: costs of transferring KV.
+        error: factor by which predictions of steps differ from the workers' measurements.
+        knows_lengths: whether requests ask for exactly the number of tokens that they get.
     """
 
     name = "baton"
@@ -66,12 +66,12 @@ class Production:
         self._residence = Residence()
         self._loads: dict[int, LoadTracker] = {}
         self._costs: dict[int, StepCosts] = {}
-        """The costs of each worker, as of its latest report."""
+        """Step costs of each worker, as of its latest report."""
         self._next_report_s: dict[Role, float] = {}
         self._placed: dict[int, _Placed] = {}
-        """The placements of requests, by their identity."""
+        """Placements of requests, by the identity of the request."""
         self._admit: set[int] = set()
-        """Time of admission of the requests that are placed again."""
+        """Identities of requests that were admitted and are placed again."""
 
     def place(
         self, request: TraceRequest, prefill: Sequence[WorkerView], decode: Sequence[WorkerView], now_s: float

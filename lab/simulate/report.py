@@ -1,4 +1,4 @@
-"""The result of a run, in the figures by which routers are judged."""
+"""Result of a run, in the figures by which routers are compared."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """The figures of a run, simulated or real. Quantiles are those of QUANTILES."""
+    """Figures of a run, simulated or real. Quantiles are those of QUANTILES."""
 
     num_requests: int
     hit_rate: float
-    """Prompt tokens that were not computed, because a cache had them or another worker's did."""
+    """Share of prompt tokens that were not computed, because they were cached or pulled from another worker."""
     imbalance: float
-    """Most over mean of the prompt tokens that the workers which compute prompts computed."""
+    """Maximum over mean of the prompt tokens computed per worker, over the workers that compute prompts."""
     ttft_s: tuple[float, ...]
     itl_s: tuple[float, ...]
     """Quantiles of the intervals between two tokens."""
     goodput_per_s: float
-    """Requests that met the objective, by the second of the trace."""
+    """Requests per second of the trace that met the objective."""
     good_share: float
 
     def cells(self) -> tuple[str, ...]:
-        """The cells for the columns of `figure_table`."""
+        """Return the cells for the columns of `figure_table`."""
         return (
             f"{self.hit_rate:.3f}",
             f"{self.imbalance:.2f}",
@@ -50,30 +50,30 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change of the pools' sizes, each written "PREFILL:DECODE"."""
+    """A change of the pool sizes, each written as "PREFILL:DECODE"."""
 
     at_s: float
     before: str
     sizes: str
     num_actions: int
-    """Workers started, stopped, or of another role."""
+    """Workers started, stopped, or given another role."""
     reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result(Figures):
-    """The figures of one policy on one trace."""
+    """Figures of one policy on one trace."""
 
     policy: str
     busy_share: float
     """Share of the workers' time, until the last request ended, in which they were busy."""
     num_preemptions: int
     num_refused: int
-    """Requests refused by admission; other figures than goodput leave them out."""
+    """Requests rejected by admission; figures other than goodput exclude them."""
     mean_workers: float
-    """Ready or starting, until the last request was done."""
+    """Mean number of workers that are ready or starting, until the last request was done."""
     num_moved: int = 0
-    """Answers that another worker took over on their way."""
+    """Responses that migrated to another worker."""
     changes: tuple[Change, ...] = ()
 
     @property
@@ -121,7 +121,7 @@ def result_of(policy: str, world: World, served: Sequence[Served], objective: Ob
 
 
 def quantiles(values: Iterable[tuple[float, int]]) -> tuple[float, ...]:
-    """QUANTILES of values that come with how often each occurred; the least value that covers the share."""
+    """Return the QUANTILES of weighted values: for each, the least value that covers the share."""
     counts: Counter[float] = Counter()
     for value, count in values:
         counts[value] += count
@@ -136,7 +136,7 @@ def quantiles(values: Iterable[tuple[float, int]]) -> tuple[float, ...]:
 
 
 def table_of(title: str, ceiling: float, results: Sequence[Result]) -> Table:
-    """A table with one row per policy, the best goodput first."""
+    """Return a table with one row per policy, best goodput first."""
     table = figure_table(title, ceiling, "policy")
     for result in sorted(results, key=lambda r: -r.goodput_per_s):
         table.add_row(result.policy, *result.cells())
@@ -144,7 +144,7 @@ def table_of(title: str, ceiling: float, results: Sequence[Result]) -> Table:
 
 
 def figure_table(title: str, ceiling: float, first_column: str) -> Table:
-    """An empty table for rows of a name and `Figures.cells`; 80 columns wide."""
+    """Return an empty table for rows of a name and `Figures.cells`; 80 columns wide."""
     table = Table(
         title=title,
         caption=f"A cache without limit hits {ceiling:.3f}. Times: p50/p90/p99. good: objectives met.",

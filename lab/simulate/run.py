@@ -1,4 +1,4 @@
-"""Runs policies on a trace, several at a time, each in a process of its own."""
+"""Runs policies on a trace, several at a time, each in its own process."""
 
 from __future__ import annotations
 
@@ -31,25 +31,26 @@ POLICIES = (Production.name, *BASELINES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Everything but the policy."""
+    """Everything except the policy."""
 
     trace: Trace
     shape: WorkerShape
     costs: CostModel
     prefill: int
-    """Workers; none: an aggregated pool."""
+    """Number of prefill workers; 0: an aggregated pool."""
     decode: int
     objective: Objective
     seed: int = 0
     error: float = 1.0
-    """The factor by which the router misjudges the costs of steps."""
+    """Factor by which the router's cost estimates are wrong."""
     tells_all: bool = False
-    """The workers know the objectives under every policy, not only under this router's."""
+    """True if the workers receive the objectives under every policy, not only under this router's."""
     router: RouterConfig = field(default_factory=RouterConfig)
     scaling: Scaling | None = None
-    """The autoscaler of the pools; None: they stay as they are."""
+    """Autoscaler of the pools; None: they stay as they are."""
     knows_lengths: bool = False
-    """Requests ask for exactly as many tokens as they get, as those of `baton bench` do, and the router knows it."""
+    """True if requests ask for exactly the tokens that they get, as those of `baton bench` do, and the router knows
+    it."""
 
     def __post_init__(self) -> None:
         if self.decode < 1 or self.prefill < 0:
@@ -63,7 +64,7 @@ class Scenario:
 
 
 def run_policy(policy: str, scenario: Scenario) -> Result:
-    """Runs one policy. Raises ConfigError for a policy that is not one of POLICIES."""
+    """Run one policy. Raise ConfigError if it is not one of POLICIES."""
     world = World(
         scenario.trace, _placer(policy, scenario), scenario.shape, scenario.costs,
         prefill=scenario.prefill, decode=scenario.decode, scaling=scenario.scaling,
@@ -72,12 +73,12 @@ def run_policy(policy: str, scenario: Scenario) -> Result:
 
 
 def run_all(runs: Sequence[tuple[str, Scenario]], jobs: int = 0) -> Iterator[Result]:
-    """Results of policies on their scenarios, in the order given, each as soon as it and those before it are there.
+    """Yield the results of policies on their scenarios, in the given order, each as soon as possible.
 
-    Each run has a process of its own.
+    Each run has its own process.
 
     Args:
-        jobs: most processes at a time; 0: one per core.
+        jobs: maximum number of processes; 0: one per core.
 
     Raises:
         ConfigError: a policy is not one of POLICIES.

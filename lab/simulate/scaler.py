@@ -1,4 +1,4 @@
-"""The autoscaler in virtual time: `deploy.scaling.policy` over the status of the simulated workers."""
+"""Autoscaler in virtual time: `deploy.scaling.policy` with the status of the simulated workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """How pools change in a run."""
+    """Settings of the autoscaler in a run."""
 
     config: AutoscaleConfig
     objective: Objective
@@ -27,7 +27,7 @@ class Scaling:
     start_s: float = 30.0
     """Time from the order to start a worker until it is ready."""
     restarts_s: tuple[float, ...] = ()
-    """When the controller is killed and forgets what it knew; ascending."""
+    """Times at which the controller is killed and loses its state; ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class StartOrder:
 
 @dataclass(frozen=True, slots=True)
 class LeaveOrder:
-    """A worker changes its role, or stops."""
+    """Order: a worker changes its role, or stops."""
 
     member: SimulatedMember
     then: Role | None
 
 
 class Scaler:
-    """Decides once a window. Its orders are carried out one after the other, by whom it serves."""
+    """Decides once per window. The caller carries out its orders one after the other."""
 
     def __init__(self, scaling: Scaling, members: Members) -> None:
         self._scaling = scaling
@@ -53,10 +53,10 @@ class Scaler:
         self._restarts_s = deque(scaling.restarts_s)
         self._before: tuple[float, ClusterStatus] | None = None
         self._orders: deque[StartOrder | tuple[Role, Role | None]] = deque()
-        """A worker to start, or one that leaves a role, and for which."""
+        """Pending orders: a start, or a role that a worker leaves and the role that it takes (None: it stops)."""
         self._met = self._missed = self._rejected = 0
         self.decisions: list[tuple[float, ScalingDecision]] = []
-        """The decisions that changed something, and their times."""
+        """Decisions that changed something, with their times."""
 
     @property
     def window_s(self) -> float:
@@ -67,18 +67,18 @@ class Scaler:
         return self._scaling.start_s
 
     def refused(self) -> None:
-        """A request was."""
+        """Count a rejected request."""
         self._rejected += 1
 
     def finished(self, ttft_s: float, itl_s: float) -> None:
-        """A request was served."""
+        """Count a served request."""
         objective = self._scaling.objective
         is_met = ttft_s <= objective.ttft_s and itl_s <= objective.itl_s
         self._met += is_met
         self._missed += not is_met
 
     def observe(self, now: float) -> None:
-        """The end of a window, and the beginning of the next."""
+        """End a window, and start the next."""
         if self._restarts_s and now >= self._restarts_s[0]:
             self._restarts_s.popleft()
             self._state, self._before = PolicyState.fresh(now), None
@@ -106,7 +106,7 @@ class Scaler:
         self._before = now, status
 
     def next_order(self) -> StartOrder | LeaveOrder | None:
-        """None while a worker leaves: one after the other. An order that cannot be carried out is dropped."""
+        """Return the next order; None while a worker leaves. An order that cannot be carried out is dropped."""
         while self._orders and not self._members.somebody_leaves:
             order = self._orders.popleft()
             if isinstance(order, StartOrder):

@@ -1,7 +1,7 @@
-"""Textbook routing policies, and what every baseline is made of.
+"""Textbook routing policies, and the common base of all baselines.
 
-They differ in where the prompt goes; all of them decode where the smallest share of the KV pool is in use. Ties are
-broken at random, so that no policy owes its figures to the order of the workers.
+They differ in where the prompt goes; all of them decode on the worker with the smallest share of its KV pool in use.
+Ties are broken at random, so that no result depends on the order of the workers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ SESSION_BLOCKS = 2
 
 
 class Baseline:
-    """The common part of most baselines: random ties, and the decode worker with the least of its KV pool in use."""
+    """Common part of most baselines: random ties, and the decode worker with the smallest share of its KV pool in
+    use.
+    """
 
     name: str
 
@@ -31,18 +33,18 @@ class Baseline:
         return self._least(workers, lambda w: (w.kv_use,)).index
 
     def _least(self, workers: Sequence[WorkerView], cost: Callable[[WorkerView], tuple[float, ...]]) -> WorkerView:
-        """The worker of least cost, of equal ones any."""
+        """Return the worker of least cost, a random one among equals."""
         costs = [cost(worker) for worker in workers]
         lowest = min(costs)
         return self._rng.choice([w for w, c in zip(workers, costs, strict=True) if c == lowest])
 
     def _lesser_of_two(self, workers: Sequence[WorkerView]) -> WorkerView:
-        """Power of two choices: of two workers at random, the one with fewer requests."""
+        """Power of two choices: of two random workers, return the one with fewer requests."""
         return self._least(self._rng.sample(workers, min(2, len(workers))), lambda w: (w.num_requests,))
 
 
 class RandomWorker(Baseline):
-    """Any worker, uniformly."""
+    """A uniformly random worker."""
 
     name = "random"
 
@@ -51,7 +53,7 @@ class RandomWorker(Baseline):
 
 
 class RoundRobin(Baseline):
-    """The worker whose index follows that of the last one chosen, and after the last worker the first."""
+    """The worker whose index follows that of the last choice, and the first after the last."""
 
     name = "round_robin"
 
@@ -76,8 +78,8 @@ class LeastLoad(Baseline):
 class SessionHash(Baseline):
     """min over workers of hash(first two block ids, worker): rendezvous hashing, Thaler and Ravishankar 1998.
 
-    Where a worker joins n, only 1/(n+1) of the sessions move, all of them to it. A prompt without a full block has no
-    session: its arrival time and lengths are hashed instead.
+    If a worker joins n others, only 1/(n+1) of the sessions move, all of them to it. A prompt without a full block has
+    no session: its arrival time and lengths are hashed instead.
     """
 
     name = "session_hash"

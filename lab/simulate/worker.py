@@ -1,7 +1,7 @@
-"""A worker in virtual time: the production engine, scheduler and block pool over a model that only takes time.
+"""Worker in virtual time: the production engine, scheduler and block pool with a model that only takes time.
 
-Steps in which every sequence decodes and none waits are taken many at once, until a sequence needs another block. Only
-an arrival can come between; it cuts such a leap short at the end of the step that runs.
+Steps in which every sequence decodes and none waits are executed as one leap, until a sequence needs another block.
+Only an arrival can interrupt a leap; it ends the leap after the current step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WorkerShape:
 
 
 class CostlyRunner:
-    """A model without tensors: the answer is the sequence's own next number."""
+    """Model without tensors: the next token is the sequence's own next number."""
 
     runs_ahead = False
     token_s = 0.0
@@ -69,7 +69,7 @@ class CostlyRunner:
         self.eos_token_ids: frozenset[int] = frozenset()
 
     def prepare(self, params: SamplingParams) -> None:
-        """Prepares nothing: nobody reads its answers."""
+        """Do nothing: the outputs are not read."""
 
     def execute(self, step: StepInput, on_layer_done: OnLayerDone = ignore_layer) -> StepOutput:
         """See `Runner.execute`."""
@@ -80,26 +80,26 @@ class CostlyRunner:
         return ComputedStep(self.execute(step, on_layer_done))
 
     def recover(self) -> None:
-        """Frees nothing: there is no device."""
+        """Do nothing: there is no device."""
 
     def close(self) -> None:
-        """Ends nothing: it has started no process."""
+        """Do nothing: no process was started."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """The steps under way: `num_steps` equal ones from `began_s` on."""
+    """Steps in progress: `num_steps` equal ones from `began_s` on."""
 
     input: StepInput
     sequences: dict[int, Sequence]
-    """Sequences of the step by their keys."""
+    """Sequences of the step, by key."""
     began_s: float
     step_s: float
     num_steps: int
 
     @property
     def num_tokens(self) -> int:
-        """Computed in each of them."""
+        """Number of tokens that each step computes."""
         return self.input.num_scheduled_tokens
 
     @property
@@ -109,7 +109,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class BlocksReserved:
-    """A sequence that receives KV has its blocks; the first `num_cached_tokens` tokens are in them already."""
+    """A sequence that receives KV has its blocks; its first `num_cached_tokens` tokens are already in them."""
 
     sequence: Sequence
     num_cached_tokens: int
@@ -124,7 +124,7 @@ class PromptComputed:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A sequence's next tokens."""
+    """The next tokens of a sequence."""
 
     sequence: Sequence
     num_tokens: int
@@ -134,7 +134,9 @@ class Tokens:
 
 
 class SimulatedWorker:
-    """Time is an argument. The owner asks for `ends_s` after every call, and calls `finish` and `begin` then."""
+    """Simulated worker. Time is an argument: the owner reads `ends_s` after every call, and calls `finish` and `begin`
+    then.
+    """
 
     def __init__(self, index: int, shape: WorkerShape, costs: CostModel) -> None:
         self.index = index
@@ -151,30 +153,32 @@ class SimulatedWorker:
         """Uncached prompt tokens of sequences that are here and not computed."""
         self.reserved_tokens = 0
         self.computed_tokens = 0
-        """Prompt tokens computed since the start, including those that a preemption computes again."""
+        """Prompt tokens computed since the start, including those recomputed after a preemption."""
         self.busy_s = 0.0
         self._stepped_tokens = 0
         self._step: _Step | None = None
 
     @property
     def ends_s(self) -> float | None:
-        """When the current step is done; None: the worker is idle."""
+        """Time at which the current step ends; None: the worker is idle."""
         return self._step.ends_s if self._step else None
 
     def add(self, spec: SequenceSpec, purpose: Purpose, keys: SequenceOf[bytes], now: float) -> Sequence:
-        """Queues a sequence whose prompt's full blocks are called `keys`. `begin` when the worker is idle."""
+        """Queue a sequence; `keys` are those of its prompt's full blocks. The owner must call `begin` if the worker is
+        idle.
+        """
         sequence = self.engine.add(spec, purpose, now)
         sequence.block_keys = list(keys)
         self.cut_short(now)
         return sequence
 
     def num_cached_tokens(self, keys: SequenceOf[bytes], num_tokens: int) -> int:
-        """Leading tokens of a prompt that the prefix cache holds; the last token is always computed."""
+        """Return how many leading tokens of a prompt the prefix cache holds; the last token is always computed."""
         usable = keys[: (num_tokens - 1) // self.shape.block_tokens]
         return self.engine.num_cached_tokens(usable)
 
     def insert(self, sequence: Sequence, now: float) -> bool:
-        """The KV of a reserved sequence has arrived. Whether its first token was its last."""
+        """Insert a reserved sequence whose KV has arrived. Return whether its first token was its last."""
         self.cut_short(now)
         return self.engine.insert(sequence, sequence.token_ids[-1] + 1, now) is not None
 
@@ -182,7 +186,7 @@ class SimulatedWorker:
         self.engine.end(sequence)
 
     def finish(self, now: float) -> list[Tokens | PromptComputed]:
-        """Ends the step that is due, if any. What came of it."""
+        """End the step that is due, if any, and return its results."""
         if (step := self._step) is None:
             return []
         assert now >= step.ends_s - 1e-9
@@ -190,7 +194,7 @@ class SimulatedWorker:
         return self._finish(step, now)
 
     def begin(self, now: float) -> list[BlocksReserved]:
-        """Begins the next step, if there is anything to do. Returns the sequences that got blocks to receive KV."""
+        """Start the next step, if there is work. Return the sequences that got blocks to receive KV."""
         assert self._step is None, "one step at a time"
         step, outputs = self.engine.schedule(now)
         self.engine.take_block_events()
@@ -200,7 +204,7 @@ class SimulatedWorker:
         return [BlocksReserved(sequences[o.sequence_key], o.num_cached_tokens) for o in outputs if type(o) is Reserved]
 
     def load(self, now: float, state: WorkerState) -> WorkerLoad:
-        """The load that the worker would report."""
+        """Return the load that the worker would report."""
         load, busy_s, num_tokens = self.engine.load(), self.busy_s, self._stepped_tokens
         if (step := self._step) is not None:
             busy_s += min(now, step.ends_s) - step.began_s
@@ -218,7 +222,7 @@ class SimulatedWorker:
         )
 
     def view(self, keys: SequenceOf[bytes], request: TraceRequest) -> WorkerView:
-        """What a policy sees of it when the request is placed."""
+        """Return a policy's view of the worker when the request is placed."""
         engine, blocks = self.engine, self.engine.blocks
         return WorkerView(
             index=self.index,
@@ -266,7 +270,7 @@ class SimulatedWorker:
         return happened
 
     def _executed(self, step: _Step) -> StepOutput:
-        """What the model answers to all steps of a leap at once: as many tokens for each sequence."""
+        """Return the model's output for all steps of a leap: as many tokens for each sequence."""
         one = self.engine.runner.execute(step.input)
         num_more = step.num_steps - 1
         if not num_more:
@@ -277,12 +281,12 @@ class SimulatedWorker:
         )
 
     def cut_short(self, now: float) -> None:
-        """Ends a leap of many steps after the one that runs."""
+        """End a leap of many steps after the current one."""
         if self._step is not None and self._step.num_steps > 1:
             num_begun = int((now - self._step.began_s) / self._step.step_s) + 1
             self._step.num_steps = min(self._step.num_steps, num_begun)
 
 
 def key_of(block_id: int) -> bytes:
-    """The name of a trace's block."""
+    """Return the key of a trace's block."""
     return block_id.to_bytes(KEY_BYTES, "little", signed=True)

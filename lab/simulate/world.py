@@ -1,17 +1,18 @@
-"""A cluster in virtual time: requests arrive, a policy places them, engines step.
+"""Cluster in virtual time: requests arrive, a policy places them, and engines execute steps.
 
-    pulled       arrival -> the worker that computes reserves -> the prefix moves -> as below
+    pulled       arrival -> the worker that computes reserves -> prefix transferred -> as below
     aggregated   arrival -> worker: queue, prefill, decode -> done
-    split        arrival -> decode worker reserves -> prefill worker: queue, prefill -> first token to the client
-                         -> what the transfer did not hide behind the prefill -> decode worker decodes -> done
+    disagg.      arrival -> decode worker reserves -> prefill worker: queue, prefill -> first token to the client
+                         -> the part of the transfer not hidden behind the prefill -> decode worker decodes -> done
 
-Pools may change (`Members`). A worker that leaves its pool gets no new work. Of what it has
+Pools may change (`Members`). A worker that leaves its pool gets no new work. Its existing work is handled as follows:
 
-    prompts that wait         are placed again
-    prompts that it computes  are computed, and sent or moved on as usual
-    answers under way         are reserved for on another decode worker -> their KV moves -> they go on there
+    waiting prompts           are placed again
+    prompts in computation    are computed, and then transferred or migrated as usual
+    responses in progress     reserve blocks on another decode worker -> KV transferred -> continue there
 
-One heap holds what happens next. Nothing here decides: placement is the policy's, batches and blocks are the engine's.
+One heap holds the future events. This module makes no decisions: the policy places requests, the engine manages batches
+and blocks.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class World:
     """One run of the simulator.
 
     Args:
-        prefill, decode: initial numbers of workers. No prefill workers: the pool is aggregated.
+        prefill, decode: initial numbers of workers. Without prefill workers the pool is aggregated.
         scaling: the autoscaler, if there is one.
     """
 
@@ -76,11 +77,11 @@ class World:
         self._evacuating: set[int] = set()
         self._is_expecting = False
         self.num_moved = 0
-        """Answers that went to another worker on their way."""
+        """Responses that migrated to another worker."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
 
     def run(self) -> list[Served]:
-        """Runs until every request is done, and returns the outcomes in order of arrival."""
+        """Run until every request is done, and return the outcomes in order of arrival."""
         arrivals = iter(self._trace.requests)
         self._expect(next(arrivals, None), arrivals)
         if self._scaler is not None:
@@ -94,18 +95,18 @@ class World:
 
     @property
     def workers(self) -> list[SimulatedWorker]:
-        """All that ever were, by index."""
+        """All workers that ever existed, by index."""
         return [member.worker for member in self.members.all]
 
     @property
     def computing(self) -> list[SimulatedWorker]:
-        """The workers that compute prompts first of all; where roles change, all of them."""
+        """The workers whose main task is to compute prompts; with changing roles, all of them."""
         prefill = self.members.ready(Role.PREFILL)
         return prefill if prefill and self._scaler is None else self.workers
 
     @property
     def decisions(self) -> list[tuple[float, ScalingDecision]]:
-        """The decisions that changed a pool, and their times."""
+        """Decisions that changed a pool, with their times."""
         return self._scaler.decisions if self._scaler else []
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ class World:
         cached = max(computes.num_cached_tokens(keys, request.num_prompt_tokens), decision.source_tokens)
         served.worker = computes.index
         uncached = request.num_prompt_tokens - cached
-        waited_s = round(self.now - request.arrival_s - self._costs.request_overhead_s, 6)  # when it is placed again
+        waited_s = round(self.now - request.arrival_s - self._costs.request_overhead_s, 6)  # for a repeated placement
         flight = Flight(
             served=served,
             spec=spec_of(request, decision, next(self._numbers), waited_s),
@@ -153,13 +154,13 @@ class World:
             self._pull(flight, self.workers[decision.source], decision.source_tokens)
 
     def _begin(self, flight: Flight) -> None:
-        """Begins on the worker that decodes: to generate, or to reserve room."""
+        """Start on the worker that decodes: generate, or reserve room."""
         purpose = Purpose.GENERATE if flight.computes is flight.decodes else Purpose.RECEIVE
         self._flights[flight.decodes.add(flight.spec, purpose, flight.keys, self.now)] = flight
         self._wake(flight.decodes)
 
     def _pull(self, flight: Flight, source: SimulatedWorker, num_tokens: int) -> None:
-        """Reserves room for a prefix; the rest follows when there is."""
+        """Reserve room for a prefix; the rest follows when there is room."""
         spec = flight.spec.prefix(num_tokens)
         keys = flight.keys[: num_tokens // self._trace.block_tokens]
         flight.source = source, keys
@@ -186,7 +187,7 @@ class World:
     # -- workers -----------------------------------------------------------------------------------------------------
 
     def _wake(self, worker: SimulatedWorker) -> None:
-        """Something is new on a worker: an idle one begins a step, a busy one may end earlier than was expected."""
+        """Handle new work on a worker: an idle one starts a step, a busy one may end earlier than expected."""
         if worker.index in self._evacuating:
             return
         if worker.ends_s is None:
@@ -200,7 +201,7 @@ class World:
             self._at(ends_s, lambda: self._step_ends(worker, ends_s))
 
     def _step_ends(self, worker: SimulatedWorker, ends_s: float) -> None:
-        if worker.ends_s == ends_s:  # else it was cut short
+        if worker.ends_s == ends_s:  # otherwise it was cut short
             self._advance(worker)
 
     def _advance(self, worker: SimulatedWorker) -> None:
@@ -208,7 +209,7 @@ class World:
             self._apply(worker, happened)
         if self.members.is_leaving(worker):
             self._evacuate(worker)
-        if worker.ends_s is not None:  # what became of that woke it
+        if worker.ends_s is not None:  # the results of the step gave it new work
             return
         for admitted in worker.begin(self.now):
             self._apply(worker, admitted)
@@ -234,7 +235,7 @@ class World:
             self._computed(self._flights[happened.sequence], happened.sequence)
 
     def _send_prefix(self, flight: Flight, reserved: BlocksReserved) -> None:
-        """The prefix travels, as much of it as the source still has and the target lacks."""
+        """Start the transfer of a prefix: the part that the source still has and the target lacks."""
         sequence, (source, keys) = reserved.sequence, flight.source
         pin = source.engine.pin_cached(keys)
         num_there = min(len(pin.block_ids[0]) * self._trace.block_tokens, sequence.num_tokens)
@@ -243,7 +244,7 @@ class World:
         self._at(self.now + took_s, lambda: self._pulled(flight, sequence, num_tokens, (source, pin)))
 
     def _computed(self, flight: Flight, sequence: EngineSequence) -> None:
-        """A prompt is computed on a prefill worker: its first token is out, its KV follows."""
+        """Handle a prompt computed on a prefill worker: its first token is out, its KV follows."""
         self._first_token(flight, sequence)
         flight.held, flight.computing = sequence, None
         transfer_s = self._costs.transfer_s(flight.served.request.num_prompt_tokens)
@@ -291,14 +292,14 @@ class World:
     # -- pools that change -------------------------------------------------------------------------------------------
 
     def _scale(self, scaler: Scaler) -> None:
-        """Scales window after window until nothing is left to serve."""
+        """Scale window after window until no request is left."""
         scaler.observe(self.now)
         self._carry_out(scaler)
         if self._flights or self._is_expecting:
             self._at(self.now + scaler.window_s, lambda: self._scale(scaler))
 
     def _carry_out(self, scaler: Scaler) -> None:
-        """Orders, one after the other."""
+        """Carry out orders, one after the other."""
         while (order := scaler.next_order()) is not None:
             if isinstance(order, StartOrder):
                 member = self.members.start(order.role, self.now)
@@ -308,7 +309,7 @@ class World:
                 self._vacate_soon(order.member.worker)
 
     def _vacate_soon(self, worker: SimulatedWorker) -> None:
-        """Moves the work of a leaving worker as soon as its step is done."""
+        """Migrate the work of a leaving worker as soon as its step is done."""
         if worker.ends_s is None:
             self._advance(worker)
         else:
@@ -316,7 +317,7 @@ class World:
             self._await(worker)
 
     def _evacuate(self, worker: SimulatedWorker) -> None:
-        """Moves away what a worker holds that leaves; called between two of its steps."""
+        """Migrate everything that a leaving worker holds; called between two of its steps."""
         self._evacuating.add(worker.index)
         for sequence, flight in list(self._flights.items()):
             if sequence not in self._flights or not flight.concerns(worker, sequence):
@@ -332,7 +333,7 @@ class World:
             self._carry_out(self._scaler)
 
     def _withdraw(self, flight: Flight) -> None:
-        """Nothing of its prompt is computed; it is placed as if it had just come."""
+        """Place a request again of whose prompt nothing is computed, as if it had just arrived."""
         for sequence in [sequence for sequence, other in self._flights.items() if other is flight]:
             del self._flights[sequence]
             flight.host(sequence).end(sequence)
@@ -343,7 +344,7 @@ class World:
         self._place(flight.served)
 
     def _move_on(self, flight: Flight, sequence: EngineSequence, worker: SimulatedWorker) -> None:
-        """Moves to the decode worker with the least KV in use, which computes what was not computed or is lost."""
+        """Migrate to the decode worker with the least KV in use, which computes tokens that are missing or lost."""
         pool = [other for other in self.members.ready(Role.DECODE) if other is not worker]
         target = min(pool, key=lambda other: (other.engine.blocks.in_use, other.index))
         token_ids, purpose = sequence.token_ids, Purpose.RECEIVE
@@ -367,7 +368,7 @@ class World:
         self._wake(target)
 
     def _taken_over(self, flight: Flight, sequence: EngineSequence) -> None:
-        """The KV of an answer under way has come."""
+        """Continue a response whose KV has arrived on the new worker."""
         finished = flight.decodes.insert(sequence, self.now)
         assert not finished, "who has had its last token does not move"
         flight.moving = None

@@ -1,10 +1,10 @@
-"""Traces of requests: what arrives when, and which blocks the prompts share.
+"""Traces of requests: their arrival times, and the blocks that their prompts share.
 
 trace          the value types
-files          reads Mooncake's and Azure's files
-generator      generated conversations
-shape          first part, window, speed, scale of a trace
-fit_to_model   the part of a trace that a model of limited length can serve
+files          reads the files of Mooncake and Azure
+generator      generates conversations
+shape          selects a part of a trace, and changes its speed or scale
+fit_to_model   selects the part of a trace that a model of limited length can serve
 """
 
 __all__ = ["files", "fit_to_model", "generator", "shape", "trace"]

@@ -1,4 +1,4 @@
-"""Public request traces, read from their files.
+"""Readers of public request traces.
 
     Mooncake  .jsonl  {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]}, one id per block
     Azure     .csv    timestamp_ms,input_length,output_length or TIMESTAMP,ContextTokens,GeneratedTokens; no prefixes
@@ -42,26 +42,27 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """The content of one line of a file."""
+    """Content of one line of a file."""
 
     time_us: int
     num_prompt_tokens: int
     num_output_tokens: int
     block_ids: tuple[int, ...] | None
-    """Ids of the prompt's blocks; None: the file has no prefixes."""
+    """Ids of the prompt's blocks; None: the file contains no prefixes."""
 
 
 def read_trace(path: Path, *, spread_seed: int | None = 0) -> Trace:
-    """The requests of a file by time, the earliest timestamp being 0 s.
+    """Return the requests of a file in order of time; the earliest timestamp becomes 0 s.
 
-    The name determines the format (`.jsonl` or `.csv`), the header one of the two CSV forms, and the first bytes show
-    whether it is compressed. Blank lines are skipped. An output of no tokens becomes one of one token.
+    The name determines the format (`.jsonl` or `.csv`), the header determines which of the two CSV formats it is, and
+    the first bytes show whether the file is compressed. Blank lines are skipped. An output of 0 tokens becomes one of 1
+    token.
 
     Mooncake: arrivals were recorded on ticks of about 3 s. They are spread by `spread_ticks` with `spread_seed`, or
-    left on their ticks where that is None. Only full blocks keep their ids.
-    Azure: arrivals are exact and never spread. Every prompt's blocks are its own.
+    stay on their ticks if it is None. Only full blocks keep their ids.
+    Azure: arrivals are exact and never spread. No prompts share blocks.
 
-    Raises ConfigError, naming file and line, where the file cannot be read or is no such trace.
+    Raises ConfigError, with file and line, if the file cannot be read or is not such a trace.
     """
     suffix = Path(path.name.removesuffix(".gz")).suffix
     if suffix not in (".jsonl", ".csv"):
@@ -78,9 +79,9 @@ def read_trace(path: Path, *, spread_seed: int | None = 0) -> Trace:
 
 
 def spread_ticks(trace: Trace, seed: int) -> Trace:
-    """Requests that share one timestamp arrive at random moments between it and the next one, in the same order.
+    """Return the trace with requests of the same timestamp spread randomly until the next one, in the same order.
 
-    A tick lasts no longer than the trace's usual one, the median distance of neighbouring timestamps. So does the last.
+    A tick, including the last one, is no longer than the median distance between neighbouring timestamps.
     """
     ticks = sorted({request.arrival_s for request in trace.requests})
     distances = [later - earlier for earlier, later in pairwise(ticks)]
@@ -119,7 +120,7 @@ def _records(path: Path, suffix: str, file: BufferedIOBase) -> list[_Record]:
 
 @contextmanager
 def _blaming(path: Path, number: int) -> Iterator[None]:
-    """Adds file and line to a parser's ValueError, as a ConfigError."""
+    """Context manager: converts a parser's ValueError to a ConfigError with file and line."""
     try:
         yield
     except (ValueError, csv.Error) as error:
@@ -145,7 +146,7 @@ def _parse_mooncake(line: str) -> _Record:
 
 
 def _full_blocks(hash_ids: object, num_prompt_tokens: int) -> tuple[int, ...]:
-    """The last id may stand for a partial block, which no other prompt can share as a whole: it is left out."""
+    """Return the ids of full blocks. The last id may stand for a partial block, which no prompt shares as a whole."""
     if not isinstance(hash_ids, list) or any(type(block) is not int for block in hash_ids):
         raise ValueError("hash_ids must be a list of whole numbers")
     num_full = num_prompt_tokens // BLOCK_TOKENS
@@ -188,7 +189,7 @@ def _whole(name: str, value: object, *, at_least: int) -> int:
 
 
 def _from_milliseconds(name: str, value: object) -> int:
-    """Microseconds from a JSON number or its text."""
+    """Return the microseconds of a number of milliseconds, given as a JSON number or text."""
     try:
         milliseconds = float(value) if isinstance(value, int | float | str) else math.nan
     except (ValueError, OverflowError):
@@ -199,7 +200,7 @@ def _from_milliseconds(name: str, value: object) -> int:
 
 
 def _from_iso(name: str, value: str) -> int:
-    """Microseconds since 1970. A seventh fractional digit is dropped; no zone means UTC."""
+    """Return the microseconds since 1970. A seventh fractional digit is dropped; without a zone the time is UTC."""
     try:
         time = datetime.fromisoformat(value)
     except ValueError as error:

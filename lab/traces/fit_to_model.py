@@ -1,4 +1,4 @@
-"""The part of a trace that a served model accepts."""
+"""Selection of the part of a trace that a served model accepts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class FittedTrace:
     trace: Trace
-    """The requests that are sent."""
+    """The requests to send."""
     num_clipped: int
-    """Requests in it whose prompts were cut at the end."""
+    """Number of these requests whose prompts were truncated at the end."""
     num_skipped: int
-    """Requests that are left out."""
+    """Number of requests that are left out."""
 
 
 def plan_for(trace: Trace, max_model_len: int, max_output: int = 0) -> FittedTrace:
-    """The trace for a model whose prompt and output have at most `max_model_len` tokens together.
+    """Return the trace for a model whose prompt and output have at most `max_model_len` tokens together.
 
-    Outputs are cut to `max_output` tokens; 0: they are not. A prompt that leaves no room for its output is cut at its
-    end, so that it still shares its prefix. A request whose output alone is too long is skipped. Raises ConfigError
-    where nothing is left.
+    Outputs are limited to `max_output` tokens; 0: no limit. A prompt that leaves no room for its output is truncated at
+    the end, so that it still shares its prefix. A request whose output alone is too long is skipped. Raises ConfigError
+    if no request is left.
     """
     requests: list[TraceRequest] = []
     num_clipped = 0

@@ -1,11 +1,11 @@
-"""Synthetic conversations, whose prompts share prefixes as those of Mooncake's conversation trace do.
+"""Synthetic conversations whose prompts share prefixes as in Mooncake's conversation trace.
 
     system prompt │ message 1 │ answer 1 │ message 2 │ answer 2 │ message 3
     ──────────────┴───────────┘ turn 1's prompt
     ─────────────────────────────────────┘ turn 2's prompt
     ───────────────────────────────────────────────────────────┘ turn 3's prompt
 
-All prompts begin with the same system prompt. The rest of a session is shared by its own turns alone.
+All prompts start with the same system prompt. The rest of a session is shared only among its own turns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lab.traces.trace import Trace, TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """A log-normal distribution by its mean and sigma, the standard deviation of the logarithm.
+    """Log-normal distribution by its mean and sigma, the standard deviation of the logarithm.
 
     With sigma 1 the mean is 1.6 times the median.
     """
@@ -40,24 +40,25 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversations:
-    """ConfigError where a value makes no sense."""
+    """Parameters of generated conversations. Raises ConfigError for invalid values."""
 
     duration_s: float = 2400.0
-    """Requests after it are left out, so later sessions lack their last turns. At 0 s no session is under way."""
+    """Length of the trace. Later requests are left out, so late sessions lack their last turns. No session starts
+    before 0 s."""
     sessions_per_s: float = 2.1
-    """Poisson."""
+    """Rate of new sessions (Poisson process)."""
     continue_p: float = 0.39
     """Probability that a turn is followed by another."""
     think_s: LogNormal = LogNormal(mean=190.0, sigma=0.95)
-    """Time from a turn's arrival to the next one's, for the answer and the user."""
+    """Time from a turn's arrival to the next one's, which covers the response and the user."""
     system_tokens: int = 512
     first_message_tokens: LogNormal = LogNormal(mean=11_500.0, sigma=1.3)
-    """A document to talk about, more often than not."""
+    """Length of the first message, usually a document."""
     message_tokens: LogNormal = LogNormal(mean=1300.0, sigma=2.2)
-    """Length of later turns: mostly a sentence, sometimes another document."""
+    """Length of later messages: usually a sentence, sometimes another document."""
     output_tokens: LogNormal = LogNormal(mean=343.0, sigma=0.7)
     max_prompt_tokens: int = 131_072
-    """A longer first prompt is cut to it; a session ends before a turn that would exceed it."""
+    """Maximum prompt length. A longer first prompt is truncated; a session ends before a turn that would exceed it."""
     block_tokens: int = 512
 
     def __post_init__(self) -> None:
@@ -76,11 +77,11 @@ class Conversations:
 
 
 def generate(conversations: Conversations, seed: int = 0) -> Trace:
-    """Generates a trace, the same one for the same arguments. ConfigError where no session starts in time.
+    """Generate a trace, the same for the same arguments. Raises ConfigError if no session starts in time.
 
-    The defaults give, as means over 12 seeds (least to most): 7,850 requests (7,550-8,170), prompts of 12,010 tokens
-    (11,410-12,370), outputs of 343 (341-348) and a ceiling of 0.359 (0.346-0.377). Mooncake's conversation trace:
-    12,035, 343, and 0.36.
+    The defaults give, as means over 12 seeds (minimum to maximum): 7,850 requests (7,550-8,170), prompts of 12,010
+    tokens (11,410-12,370), outputs of 343 (341-348) and a ceiling of 0.359 (0.346-0.377). Mooncake's conversation trace
+    has 12,035, 343, and 0.36.
     """
     rng = random.Random(seed)
     fresh_ids = count(conversations.system_tokens // conversations.block_tokens)
@@ -98,7 +99,7 @@ def generate(conversations: Conversations, seed: int = 0) -> Trace:
 def _session(
     conversations: Conversations, arrival_s: float, rng: random.Random, fresh_ids: Iterator[int]
 ) -> Iterator[TraceRequest]:
-    """The turns that arrive in time. Blocks that a turn adds get fresh ids, after those of the turn before."""
+    """Yield the turns that arrive in time. Each turn's new blocks get fresh ids, following those of the turn before."""
     block_ids = list(range(conversations.system_tokens // conversations.block_tokens))
     num_tokens = conversations.system_tokens + conversations.first_message_tokens.tokens(rng)
     num_tokens = min(num_tokens, conversations.max_prompt_tokens)

@@ -1,4 +1,4 @@
-"""Parts of a trace, and traces made faster or smaller. Each function returns another trace of the same name."""
+"""Selection and scaling of traces. Each function returns a new trace with the same name."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ DEFAULT_BLOCK = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """Which part of which trace, at what scale and speed. With equal ones `bench` and `simulate` have equal requests.
+    """Part, speed and scale of a trace. With equal options `bench` and `simulate` have equal requests.
 
-    The fields are options of both commands; their meaning is in their help.
+    The fields are options of both commands; their help describes them.
     """
 
     path: Annotated[
         Path | None,
         typer.Argument(
-            metavar="TRACE", help="Mooncake .jsonl or Azure .csv, also .gz. Without it, generated conversations."
+            metavar="TRACE", help="Mooncake .jsonl or Azure .csv, optionally .gz. Default: generated conversations."
         ),
     ] = None
-    speed: Annotated[float, typer.Option(help="Rate of arrivals, as a multiple of the trace's own.")] = 1.0
+    speed: Annotated[float, typer.Option(help="Arrival rate, as a multiple of the trace's own.")] = 1.0
     requests: Annotated[int, typer.Option(help="Number of requests, from the first on; 0: all.")] = 0
-    from_s: Annotated[float, typer.Option("--from", help="Second of the trace at which to begin.")] = 0.0
+    from_s: Annotated[float, typer.Option("--from", help="Second of the trace at which to start.")] = 0.0
     seconds: Annotated[float, typer.Option(help="Seconds of the trace to replay, before --speed; 0: to its end.")] = 0.0
-    scale: Annotated[int, typer.Option(help="Divisor of the lengths of prompts and outputs.")] = 1
+    scale: Annotated[int, typer.Option(help="Divisor of prompt and output lengths.")] = 1
     block: Annotated[
         int | None, typer.Option(help="Tokens per block of the trace, after --scale.", show_default="16")
     ] = None
-    seed: Annotated[int, typer.Option(help="Seed of all that is random; a new one makes prompts no cache has yet.")] = 0
+    seed: Annotated[int, typer.Option(help="Random seed; a new one gives prompts that no cache contains yet.")] = 0
 
     def __post_init__(self) -> None:
         if self.scale < 1:
@@ -48,7 +48,7 @@ class TraceOptions:
                 raise ConfigError(f"--{option.removesuffix('_s')} must be at least 0, got {getattr(self, option)}")
 
     def trace(self) -> Trace:
-        """The requests. Raises ConfigError where the trace cannot be read or does not allow the options."""
+        """Return the requests. Raise ConfigError if the trace cannot be read or does not allow the options."""
         trace = read_trace(self.path, spread_seed=self.seed) if self.path else generate(Conversations(), self.seed)
         if self.from_s or self.seconds:
             trace = during(trace, self.from_s, self.from_s + (self.seconds or math.inf))
@@ -63,23 +63,23 @@ class TraceOptions:
 
 
 def faster(trace: Trace, factor: float) -> Trace:
-    """Returns the requests at `factor` times their rate; below 1 it is slower. ConfigError unless it is more than 0."""
+    """Return the requests at `factor` times their rate. Raise ConfigError unless it is more than 0."""
     if not factor > 0:
         raise ConfigError(f"a trace's speed must be more than 0, got {factor}")
     return replace(trace, requests=tuple(replace(r, arrival_s=r.arrival_s / factor) for r in trace.requests))
 
 
 def first(trace: Trace, num_requests: int) -> Trace:
-    """The first `num_requests`, or all where there are fewer. ConfigError where that is less than 1."""
+    """Return the first `num_requests`, or all if there are fewer. Raise ConfigError if that is less than 1."""
     if num_requests < 1:
         raise ConfigError(f"a trace needs at least 1 request, got {num_requests}")
     return replace(trace, requests=trace.requests[:num_requests])
 
 
 def during(trace: Trace, start_s: float, end_s: float) -> Trace:
-    """The requests that arrive from `start_s` on and before `end_s`; `start_s` becomes 0 s.
+    """Return the requests that arrive from `start_s` on and before `end_s`; `start_s` becomes 0 s.
 
-    What earlier requests would have left in a cache is gone. ConfigError where no request arrives in that time.
+    Caches start empty, without the prefixes of earlier requests. Raises ConfigError if no request arrives in that time.
     """
     requests = tuple(
         replace(request, arrival_s=request.arrival_s - start_s)
@@ -92,14 +92,14 @@ def during(trace: Trace, start_s: float, end_s: float) -> Trace:
 
 
 def scaled(trace: Trace, divisor: int, block_tokens: int) -> Trace:
-    """Prompts and outputs of 1/`divisor` of their lengths, at least 1 token, in blocks of `block_tokens`.
+    """Return prompts and outputs of 1/`divisor` of their lengths, at least 1 token, in blocks of `block_tokens`.
 
-    A new block covers one or several old ones and takes the id of the last, which stands for all before it as well:
+    A new block covers one or several old ones and takes the id of the last, which identifies all before it as well:
 
         divisor 32, block_tokens 16 (one of 512)    [ 7 ][ 8 ][ 9 ]      ->  [7][8][9]
         divisor 64, block_tokens 16 (two of 512)    [ 7 ][ 8 ][ 9 ]      ->  [ 8  ]
 
-    Raises ConfigError where new blocks would begin or end inside old ones, for which the trace has no ids.
+    Raises ConfigError if new blocks would start or end inside old ones, for which the trace has no ids.
     """
     covered = divisor * block_tokens
     if covered < 1 or covered % trace.block_tokens:

@@ -1,4 +1,4 @@
-"""A trace: requests by time, whose prompts share blocks."""
+"""Trace: requests in order of arrival, whose prompts share blocks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class TraceRequest:
     num_output_tokens: int
     """Length of the output, at least one token."""
     block_ids: tuple[int, ...]
-    """Ids of the prompt's full blocks, in order. Like a chained hash, an id stands for its block and all before it:
-    two prompts whose nth ids are equal share their first n blocks."""
+    """Ids of the prompt's full blocks, in order. Like a chained hash, an id identifies its block and all before it: two
+    prompts whose nth ids are equal share their first n blocks."""
 
 
 @dataclass(frozen=True, slots=True)

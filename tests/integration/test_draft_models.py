@@ -137,7 +137,7 @@ def test_what_does_not_suit_is_refused_at_start(tmp_path: Path) -> None:
     assert f"{texts} {differs}" in str(refused(target, texts))
     (texts / "tokenizer.json").unlink()
     assert "its token 0 is none, and the model's is 'a'" in str(refused(target, texts))
-    assert "names a folder that is not there: /nowhere" in str(refused(target, "/nowhere"))
+    assert "names a folder that does not exist: /nowhere" in str(refused(target, "/nowhere"))
     assert "engine.draft_model needs engine.tensor_parallel 1" in str(
         refused(target, target, runner="transformers", tensor_parallel=2)
     )

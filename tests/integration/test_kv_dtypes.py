@@ -258,13 +258,13 @@ def test_what_is_packed_serves_pages_of_any_type(uneven: Path, tmp_path: Path, m
 
 def test_pages_that_a_runner_does_not_have_are_refused_by_name(uneven: Path) -> None:
     model, cache = ModelConfig(path=str(uneven), device="cpu"), cache_dir(load().cluster)
-    with pytest.raises(ConfigError, match=r"engine\.kv_dtype int8 is known to the native step alone"):
+    with pytest.raises(ConfigError, match=r"engine\.kv_dtype int8 needs the native step"):
         make_runner(model, with_pages("int8", runner="transformers"), cache)
     with pytest.raises(ConfigError, match=r"engine\.kv_dtype is not supported by engine\.runner=arithmetic; unset it"):
         make_runner(model, with_pages("bfloat16", runner="arithmetic"), cache)
-    with pytest.raises(ConfigError, match=r"engine\.kv_dtype int8 is known to the native step alone"):
+    with pytest.raises(ConfigError, match=r"engine\.kv_dtype int8 needs the native step"):
         make_runner(replace(model, dtype="bfloat16"), with_pages("int8"), cache)
-    with pytest.raises(ConfigError, match=r"engine\.kv_dtype is fp8, which the native step does not know"):
+    with pytest.raises(ConfigError, match=r"engine\.kv_dtype is fp8, which the native step does not support"):
         make_runner(model, with_pages("fp8", runner="native"), cache)
     assert make_runner(model, with_pages("fp8"), cache).name == "transformers"
 
@@ -272,13 +272,13 @@ def test_pages_that_a_runner_does_not_have_are_refused_by_name(uneven: Path) -> 
 def test_flashinfer_is_refused_by_name_where_there_is_no_gpu(uneven: Path) -> None:
     model, cache = ModelConfig(path=str(uneven), device="cpu"), cache_dir(load().cluster)
     for runner, words in (
-        ("native", r"engine\.attention is flashinfer, which the native step does not know"),
+        ("native", r"engine\.attention is flashinfer, which the native step does not support"),
         ("arithmetic", r"engine\.attention is not supported by engine\.runner=arithmetic; unset it"),
     ):
         with pytest.raises(ConfigError, match=words):
             make_runner(model, EngineConfig(runner=runner, attention="flashinfer"), cache)
     with pytest.raises(
-        ModelLoadError, match=r"engine\.attention flashinfer cannot be had: the device is no NVIDIA GPU"
+        ModelLoadError, match=r"engine\.attention flashinfer is not available: the device is no NVIDIA GPU"
     ):
         make_runner(model, EngineConfig(attention="flashinfer"), cache)
 
@@ -288,7 +288,7 @@ def test_weights_of_8_bit_floats_are_refused_by_name_where_no_gpu_multiplies_the
     for runner, words in (
         ("auto", "needs an NVIDIA GPU with compute capability 8.9 or more, and this model is on a CPU"),
         ("transformers", "this model is on a CPU; set it to exact"),
-        ("native", "model.weights is fp8, which the native step does not know"),
+        ("native", "model.weights is fp8, which the native step does not support"),
         ("arithmetic", "model.weights fp8 needs transformers on a GPU: engine.runner is arithmetic"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):

@@ -168,7 +168,7 @@ def test_a_file_that_is_broken_is_made_anew(
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     again = started(model, cache)
     assert same_bits(logits_of(again), expected)
-    assert ("it has " if what == "its end" else "do not compute what they did when they were packed") in caplog.text
+    assert ("it has " if what == "its end" else "do not give the logits recorded when they were packed") in caplog.text
     assert packed_in(cache).read_bytes() == whole
     caplog.clear()
     assert same_bits(logits_of(started(model, cache)), expected)

@@ -438,7 +438,7 @@ def test_a_shape_that_an_engine_or_the_kv_transfer_cannot_do_is_refused_by_name_
     opaque = KVSpec((group(page_order=PageOrder.OPAQUE, tag="vendor/1"),))
     by_token = KVSpec((group(page_order=PageOrder.BY_TOKEN),))
     for spec in (opaque, by_token):
-        with pytest.raises(ValueError, match="does not lie in pages of K and of V"):
+        with pytest.raises(ValueError, match="must have pages of K and of V"):
             KVCache(spec, 4, 1)
     gaps = KVSpec((group(strides=(4096, 128)),))
     with pytest.raises(ValueError, match="without gaps"):

@@ -68,5 +68,5 @@ def test_of_a_long_file_the_end_is_read(tmp_path: Path) -> None:
     file.write_text("x" * 10_000)
     assert written(file, "w") == ["x" * logs.MAX_KEPT_CHARACTERS]
     file.unlink()
-    with pytest.raises(WorkerFailed, match=r"what w has written cannot be read from .*worker\.err"):
+    with pytest.raises(WorkerFailed, match=r"the output of w cannot be read from .*worker\.err"):
         written(file, "w")

@@ -127,7 +127,7 @@ def test_the_latest_lines_of_a_worker_can_be_asked_for(tmp_path: Path) -> None:
             write(here.link(f"decode-{number + 2}"), "one of many")
             wait_until(lambda number=number: written(asked, f"decode-{number + 2}") != [], PATIENT_S)  # type: ignore[misc]
         assert written(asked, "decode-0") == [], "of so many, the one that wrote first is forgotten"
-    with pytest.raises(WorkerFailed, match="what decode-0 has written cannot be read"):
+    with pytest.raises(WorkerFailed, match="the output of decode-0 cannot be read"):
         written(asked, "decode-0")
 
 

@@ -260,7 +260,7 @@ def test_a_group_takes_the_seats_of_all_its_beams() -> None:
         run_step(engine)
         most = max(most, engine.num_running)
     assert most == 4, "the second search waits for the first, and nobody overtakes it"
-    with pytest.raises(InvalidRequest, match="7 beams does not fit; this worker computes 6"):
+    with pytest.raises(InvalidRequest, match="num_beams 7 is too large; this worker computes at most 6"):
         engine.add(spec_of("wide", 5, beam_width=7), Purpose.GENERATE, 0.0)
 
 

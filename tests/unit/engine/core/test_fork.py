@@ -236,7 +236,7 @@ def test_without_room_nothing_is_forked() -> None:
     step(engine)
     assert engine.fork(parent, make_spec(prompt, 4, name="child"), 0.0) is None, "no block is left"
     engine.check()
-    with pytest.raises(ValueError, match="does not begin with the tokens of"):
+    with pytest.raises(ValueError, match="does not start with the tokens of"):
         engine.fork(parent, make_spec([1, *prompt[1:]], 4, name="other"), 0.0)
     assert engine.fork(parent, make_spec(prompt[:33], 4, name="shorter"), 0.0) is not None, "two full blocks, no copy"
     assert engine.fork(parent, make_spec(prompt[:33], 4, name="third"), 0.0) is None, "as many run as may"

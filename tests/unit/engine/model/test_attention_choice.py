@@ -58,7 +58,7 @@ def test_what_fits_is_for_the_kernels(on_gpu: pytest.MonkeyPatch) -> None:
         (spec_of(288), 4, torch.float32, GPU, "288 dimensions"),
         (spec_of(), 17, torch.float32, GPU, "17 query heads"),
         (spec_of(), 4, torch.bfloat16, GPU, "computes in bfloat16, its pages are of float32"),
-        (spec_of(64, "float64"), 4, torch.float64, GPU, "do not know float64"),
+        (spec_of(64, "float64"), 4, torch.float64, GPU, "do not support float64"),
     ],
 )
 def test_what_does_not_fit_is_named(
@@ -152,7 +152,8 @@ def test_what_must_not_depend_on_its_batch_is_not_torchs(
     if kernels_run:
         monkeypatch.setitem(sys.modules, "engine.model.kernel_attention", kernels)
         monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)
-    with pytest.raises(ModelLoadError, match=f"engine.batch_invariant cannot be kept by torch's attention: .*{words}"):
+    sentence = f"engine.batch_invariant is not supported by torch's attention: .*{words}"
+    with pytest.raises(ModelLoadError, match=sentence):
         attention_of(KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM, AttentionWish(is_invariant=True))
 
 
@@ -200,15 +201,15 @@ def test_flashinfer_is_taken_where_it_proves_right_and_else_refused(
         assert isinstance(attention_of(*asked), Scaled)
         assert "attention is by FlashInfer for decodes and the project's own kernels" in caplog.text
     else:
-        with pytest.raises(ModelLoadError, match=r"engine.attention flashinfer cannot be had: .* differs from it by"):
+        with pytest.raises(ModelLoadError, match=r"attention flashinfer is not available: .* differs from it by"):
             attention_of(*asked)
 
 
 def test_flashinfer_is_refused_where_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = KVCache(spec_of(), 4, 1), 2, torch.float32, ROOM, FLASHINFER
-    with pytest.raises(ModelLoadError, match="flashinfer cannot be had: the device is no NVIDIA GPU; set it to auto"):
+    with pytest.raises(ModelLoadError, match="is not available: the device is no NVIDIA GPU; set it to auto"):
         attention_of(*asked)
     monkeypatch.setattr(attention_choice, "why_not_kernels", lambda *args: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModelLoadError, match="flashinfer cannot be had: it is not installed"):
+    with pytest.raises(ModelLoadError, match="flashinfer is not available: it is not installed"):
         attention_of(*asked)

@@ -65,12 +65,12 @@ def test_rows_of_a_graph_that_are_nobodys_change_nothing(interpreter: Executor) 
 
 def test_what_is_not_known_is_refused_by_name(interpreter: Executor) -> None:
     words = interpreter.submit(invariant.refusal_of, "qwen3_moe").result()
-    assert "engine.batch_invariant cannot be kept with Qwen3MoeExperts, Qwen3MoeTopKRouter" in words
+    assert "engine.batch_invariant is not supported with Qwen3MoeExperts, Qwen3MoeTopKRouter" in words
 
 
 @pytest.mark.parametrize(
     ("device", "weights", "words"),
-    [("cpu", "exact", "on a CPU by the native step alone"), ("cuda", "fp8", "with model.weights fp8")],
+    [("cpu", "exact", "on a CPU needs the native step"), ("cuda", "fp8", "with model.weights fp8")],
 )
 def test_devices_and_weights_that_cannot_keep_it_are_refused(device: str, weights: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert why_not_fused(gpu, torch.bfloat16, 1) is None
     assert "several ranks" in (why_not_fused(gpu, torch.bfloat16, 2) or "")
-    assert "do not know" in (why_not_fused(gpu, torch.float64, 1) or "")
+    assert "do not support" in (why_not_fused(gpu, torch.float64, 1) or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "older" in (why_not_fused(gpu, torch.bfloat16, 1) or "")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

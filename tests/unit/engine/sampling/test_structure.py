@@ -278,7 +278,7 @@ def test_a_model_without_texts_or_an_end_has_no_structured_answers(
         structures.load()
         with pytest.raises(InvalidRequest, match=sentence):
             structures.prepare(asked)
-    assert caplog.text.count("answers can have no structure here") == 2, "whether there is an end is looked at later"
+    assert caplog.text.count("structured outputs are not available") == 2, "whether there is an end is looked at later"
 
 
 def test_what_becomes_too_complex_fails_alone(sampler: Sampler, logits: torch.Tensor, tokenizer: Tokenizer) -> None:

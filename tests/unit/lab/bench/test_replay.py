@@ -230,7 +230,7 @@ def test_the_report_has_the_simulators_figures_and_fits_a_terminal() -> None:
     assert json.loads(json.dumps(result.as_dict()))["ttft_s"] == [100.5, 100.5, 100.5]
     notes = "\n".join(notes_of(result))
     for words in (
-        "2 requests in 112.7 s: 1 served, 1 rejected for want of room, 0 failed",
+        "2 requests in 112.7 s: 1 served, 1 rejected for lack of capacity, 0 failed",
         "interrupted: 0 requests cancelled, 9 not sent",
         "1 Overloaded, such as: full",
         "served: 1 disaggregated; 0 retries; 0.0 tokens/s, 1.00 a message",
@@ -399,7 +399,7 @@ async def test_an_answer_that_is_too_short_has_failed() -> None:
     async with serving(router) as connection:
         result = await replay(load_of(trace(request(0, 14, 4))), connection, ignore)
     assert result.observed[0].outcome == "failed"
-    assert "have (14, 3) tokens where (14, 4) were asked for" in str(result.observed[0].error)
+    assert "have (14, 3) tokens, but (14, 4) were requested" in str(result.observed[0].error)
 
 
 async def test_an_interrupt_cancels_what_runs_and_keeps_what_is_done() -> None:
