@@ -1,4 +1,4 @@
-"""Compiles `step.c` once with the machine's C compiler, and caches the library in a folder.
+"""Compiles `step.c` and the parts it includes once with the machine's C compiler, and caches the library in a folder.
 
     python -m engine.native.build      builds the library of every variant into this package, for an image
 
@@ -123,7 +123,8 @@ def _compiler() -> str:
 
 
 def _name(variant: str, compiler: str) -> str:
-    made_of = repr((SOURCE.read_bytes(), variant, ARGUMENTS, compiler))
+    parts = [path.read_bytes() for path in sorted(SOURCE.parent.glob("*.[ch]"))]
+    made_of = repr((parts, variant, ARGUMENTS, compiler))
     return f"step-{variant}-{hashlib.blake2b(made_of.encode(), digest_size=10).hexdigest()}.so"
 
 

@@ -52,10 +52,12 @@ def test_another_variant_source_or_compiler_is_another_library(
     with monkeypatch.context() as edited:
         edited.setattr(build, "SOURCE", source)
         paths.add(build.library(tmp_path, "x86-64-v3"))
+        (tmp_path / "part.h").write_text("int part;")  # as `step.c` includes its parts
+        paths.add(build.library(tmp_path, "x86-64-v3"))
     with (compiler.parent / "bin" / "gcc").open("a") as program:
         program.write("# of another version\n")
     paths.add(build.library(tmp_path, "x86-64-v3"))
-    assert len(paths) == len(build.VARIANTS) + 2
+    assert len(paths) == len(build.VARIANTS) + 3
 
 
 def test_what_an_image_has_is_taken_without_a_compiler(
