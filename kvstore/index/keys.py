@@ -71,19 +71,19 @@ class Keys:
         return f"{self._prefix}router:{router_id}"
 
     def record(self, tenant_id: str, request_id: str, digest: bytes) -> str:
-        """Returns the key of a request; the length keeps tenant `a:b` and id `c` apart from `a` and `b:c`."""
+        """Return the key of a request's record; the length keeps tenant `a:b` and id `c` apart from `a` and `b:c`."""
         return f"{self._prefix}req:{len(tenant_id)}:{tenant_id}:{digest.hex()}:{request_id}"
 
     def account(self, tenant_id: str) -> str:
-        """Returns the key of what a tenant has used of its limits."""
+        """Return the key of a tenant's account: its usage against its limits."""
         return f"{self._prefix}acct:{tenant_id}"
 
     def usage(self, tenant_id: str, request_id: str) -> str:
-        """Returns the key of who writes the usage record of a request; see `record` for the length."""
+        """Return the key that names the writer of a request's usage record; see `record` for the length."""
         return f"{self._prefix}use:{len(tenant_id)}:{tenant_id}:{request_id}"
 
     def history(self, slot: int) -> str:
-        """Returns the key of what routers counted in a stretch of time (`router.cluster.history`)."""
+        """Return the key of a router's counters for a time slot (`router.cluster.history`)."""
         return f"{self._prefix}hist:{slot}"
 
     def blocks(self, worker_id: str, epoch: int) -> str:
@@ -95,7 +95,7 @@ class Keys:
         return f"{self._prefix}seq:{worker_id}:{epoch}"
 
     def seal(self, worker_id: str, epoch: int) -> str:
-        """Returns the key of what a worker has signed of its set of entries."""
+        """Return the key of a worker's signature of its set of entries."""
         return f"{self._prefix}seal:{worker_id}:{epoch}"
 
     def parts(self, worker_id: str, epoch: int) -> str:
