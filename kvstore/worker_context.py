@@ -23,6 +23,6 @@ class WorkerContext:
     """True while the worker leaves its role; it takes no new work then."""
 
     def require_staying(self) -> None:
-        """Raises WorkerDraining while the worker leaves its role."""
+        """Raise WorkerDraining while the worker leaves its role."""
         if self.is_draining:
             raise WorkerDraining(f"{self.worker_id} takes no new work")

@@ -136,11 +136,11 @@ class RedisConnection:
         return str(token, "ascii")
 
     def note(self, key: str, reason: object) -> None:
-        """Notes that the value at `key` cannot be read and is skipped."""
+        """Note that the value at `key` cannot be read and is skipped."""
         self.garbage.note(key_kind(key), key, reason)
 
     async def close(self) -> None:
-        """Closes the pool."""
+        """Close the pool."""
         await self._redis.aclose()
 
 

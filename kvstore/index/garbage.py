@@ -51,6 +51,6 @@ class GarbageBook:
 
 
 def _shown(text: str) -> str:
-    """Returns the text on one line, cut to MAX_CHARACTERS."""
+    """Return the text on one line, cut to MAX_CHARACTERS."""
     printable = text.encode("unicode_escape").decode()
     return printable if len(printable) <= MAX_CHARACTERS else printable[:MAX_CHARACTERS] + "..."

@@ -36,7 +36,7 @@ KINDS = {
 
 
 def key_kind(key: str) -> str:
-    """Returns the readable name of the value under a key."""
+    """Return the readable name of the value under a key."""
     name = key.partition("}:")[2].partition(":")[0]
     return KINDS.get(name, name)
 
@@ -55,19 +55,19 @@ class Keys:
         self.held = self._prefix + "held"
 
     def lease(self, worker_id: str) -> str:
-        """Returns the key of a worker's lease."""
+        """Return the key of a worker's lease."""
         return f"{self._prefix}lease:{worker_id}"
 
     def epoch(self, worker_id: str) -> str:
-        """Returns the key of the highest epoch of a worker."""
+        """Return the key of the highest epoch of a worker."""
         return f"{self._prefix}epoch:{worker_id}"
 
     def claim(self, worker_id: str) -> str:
-        """Returns the key of the highest epoch of a worker, signed."""
+        """Return the key of the highest epoch of a worker, signed."""
         return f"{self._prefix}claim:{worker_id}"
 
     def router(self, router_id: str) -> str:
-        """Returns the key of a router's announcement."""
+        """Return the key of a router's announcement."""
         return f"{self._prefix}router:{router_id}"
 
     def record(self, tenant_id: str, request_id: str, digest: bytes) -> str:
@@ -87,11 +87,11 @@ class Keys:
         return f"{self._prefix}hist:{slot}"
 
     def blocks(self, worker_id: str, epoch: int) -> str:
-        """Returns the key of a worker's set of entries."""
+        """Return the key of a worker's set of entries."""
         return f"{self._prefix}blk:{worker_id}:{epoch}"
 
     def seq(self, worker_id: str, epoch: int) -> str:
-        """Returns the key of a worker's last event."""
+        """Return the key of a worker's last event."""
         return f"{self._prefix}seq:{worker_id}:{epoch}"
 
     def seal(self, worker_id: str, epoch: int) -> str:
@@ -99,5 +99,5 @@ class Keys:
         return f"{self._prefix}seal:{worker_id}:{epoch}"
 
     def parts(self, worker_id: str, epoch: int) -> str:
-        """Returns the key of the parts of a worker's unfinished snapshot."""
+        """Return the key of the parts of a worker's unfinished snapshot."""
         return f"{self._prefix}snap:{worker_id}:{epoch}"

@@ -54,12 +54,12 @@ class MemoryStore:
         """Records of requests in flight, by tenant, request id and digest: expiry and fields."""
 
     def lease(self, worker_id: str) -> MemoryLease | None:
-        """Returns a worker's lease if it is alive."""
+        """Return a worker's lease if it is alive."""
         lease = self.leases.get(worker_id)
         return lease if lease and lease.expires_at > self.clock() else None
 
     def owned(self, worker_id: str, epoch: int) -> Blocks | None:
-        """Returns the blocks of an epoch unless they have expired."""
+        """Return the blocks of an epoch unless they have expired."""
         blocks = self.blocks.get((worker_id, epoch))
         if blocks and blocks.expires_at <= self.clock():
             del self.blocks[worker_id, epoch]

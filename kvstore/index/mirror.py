@@ -86,7 +86,7 @@ class Mirror:
         return found
 
     def apply(self, event: BlockEvent) -> Applied:
-        """Applies an event. Idempotent; a newer epoch starts with no blocks, an older one is fenced."""
+        """Apply an event. Idempotent; a newer epoch starts with no blocks, an older one is fenced."""
         owner = self._owners.get(event.worker_id)
         if owner is None or event.epoch > owner.epoch:
             owner = self._adopt(event.worker_id, event.epoch)
@@ -149,7 +149,7 @@ class Mirror:
             self._retire(owner.bit)
 
     def position(self, worker_id: str) -> Position | None:
-        """Returns a worker's last applied event; None for an unknown worker."""
+        """Return a worker's last applied event; None for an unknown worker."""
         owner = self._owners.get(worker_id)
         return Position(owner.epoch, owner.seq) if owner else None
 
@@ -171,7 +171,7 @@ class Mirror:
         return len(self._masks)
 
     def sweep(self, max_keys: int = 4096) -> bool:
-        """Clears retired bits from up to `max_keys` keys, and returns whether there is more to do."""
+        """Clear retired bits from up to `max_keys` keys, and return whether there is more to do."""
         if not self._sweeping:
             if not self._retired:
                 return False
@@ -247,7 +247,7 @@ class Mirror:
         return bit
 
     def _kv_transfer(self, owner: _Owner, bit: int) -> None:
-        """Makes `bit` the bit of the worker's blocks."""
+        """Make `bit` the bit of the worker's blocks."""
         self._retire(owner.bit)
         del owner.num_keys[owner.bit]
         owner.bit = bit

@@ -121,7 +121,7 @@ class IndexPublisher:
         self._work.set()
 
     async def _publish(self) -> bool:
-        """Publishes everything that is pending; returns False if the index wants a snapshot."""
+        """Publish everything that is pending; returns False if the index wants a snapshot."""
         while self._needs_snapshot or self._is_cleared or self._pending:
             published = await (self._publish_snapshot() if self._needs_snapshot else self._publish_changes())
             if not published:

@@ -282,7 +282,7 @@ def _is_entry(member: bytes) -> bool:
 
 
 def _event(fields: dict[bytes, bytes]) -> BlockEvent:
-    """Decodes an event; raises KeyError or ValueError."""
+    """Decode an event; raises KeyError or ValueError."""
     packed, num_keys = fields[b"k"], natural(fields[b"n"], MAX_SEQ)
     entry_bytes = KEY_BYTES
     if packed:

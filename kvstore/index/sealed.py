@@ -36,7 +36,7 @@ class Seal:
         self._master = derived
 
     def close(self, name: str, field: bytes, value: bytes) -> bytes:
-        """Returns the value, sealed.
+        """Return the value, sealed.
 
         Args:
             name: the key in Redis.
@@ -46,7 +46,7 @@ class Seal:
         return _FORM + nonce + self._cipher(name).encrypt(nonce, value, _FORM + field)
 
     def open(self, name: str, field: bytes, sealed: bytes) -> bytes:
-        """Returns the value that was sealed for this name and field.
+        """Return the value that was sealed for this name and field.
 
         Raises:
             ValueError: it was not, or not by a router of this cluster.

@@ -21,14 +21,14 @@ _NATURAL = re.compile(rf"[0-9]{{1,{MAX_NUMBER_BYTES}}}".encode())
 
 
 def natural(found: object, most: int) -> int:
-    """Decodes a number; raises ValueError unless the bytes are digits of a number from 0 to `most`."""
+    """Decode a number; raises ValueError unless the bytes are digits of a number from 0 to `most`."""
     if not isinstance(found, bytes) or not _NATURAL.fullmatch(found) or int(found) > most:
         raise ValueError(f"{found!r:.100} is no number from 0 to {most}")
     return int(found)
 
 
 def text(found: bytes) -> str:
-    """Decodes a name; raises ValueError unless the bytes are one."""
+    """Decode a name; raises ValueError unless the bytes are one."""
     if not 0 < len(found) <= MAX_NAME_BYTES:
         raise ValueError(f"a name has 1 to {MAX_NAME_BYTES} bytes, this one {len(found)}")
     return found.decode()

@@ -78,7 +78,7 @@ def decode_controller(info: bytes) -> ControllerInfo:
 
 
 def decode_sizes(found: bytes) -> dict[str, int]:
-    """Decodes the desired sizes of all pools; raises ValueError."""
+    """Decode the desired sizes of all pools; raises ValueError."""
     try:
         sizes = json.loads(found)
     except RecursionError:
@@ -114,7 +114,7 @@ def _readers(cls: type[DataclassInstance]) -> tuple[tuple[str, Reader], ...]:
 
 
 def _reader(kind: Any, name: str) -> Reader:
-    """Returns the reader of a field of that type; the reader raises ValueError."""
+    """Return the reader of a field of that type; the reader raises ValueError."""
     if dataclasses.is_dataclass(kind):
         return partial(_object, typing.cast("type[DataclassInstance]", kind))
     if typing.get_origin(kind) is tuple:

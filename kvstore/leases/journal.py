@@ -102,16 +102,16 @@ class RecordStore(Protocol):
         """
 
     async def close(self) -> None:
-        """Closes the store."""
+        """Close the store."""
 
 
 def field_of(entry: RecordEntry, part: RecordPart) -> bytes:
-    """Returns the name of the field that stores a part."""
+    """Return the name of the field that stores a part."""
     return _FIELD.pack(entry.writer, part.choice_index, part.start)
 
 
 def fields_of(entry: RecordEntry) -> dict[bytes, bytes]:
-    """Returns the fields that store an entry."""
+    """Return the fields that store an entry."""
     return {
         field_of(entry, part): _head(part).encode() + b"\0" + array("I", part.token_ids).tobytes()
         for part in entry.parts

@@ -48,7 +48,7 @@ class LeaseStore(Protocol):
         """End the lease and remove the blocks of this epoch. A newer incarnation is not affected."""
 
     async def list_workers(self) -> list[Worker]:
-        """Returns the live workers, sorted by id."""
+        """Return the live workers, sorted by id."""
 
     async def list_leases(self) -> dict[str, Worker | None]:
         """Return the live workers by id; None for a lease that cannot be read, for example one of another release."""
@@ -57,22 +57,22 @@ class LeaseStore(Protocol):
         """List the router for the duration of a lease."""
 
     async def list_routers(self) -> list[RouterInfo]:
-        """Returns the live routers, sorted by id."""
+        """Return the live routers, sorted by id."""
 
     async def announce_controller(self, info: ControllerInfo) -> None:
         """Register the controller for the duration of a lease."""
 
     async def get_controller(self) -> ControllerInfo | None:
-        """Returns the controller; None if none is alive."""
+        """Return the controller; None if none is alive."""
 
     async def set_desired(self, sizes: Mapping[str, int]) -> None:
         """Store a copy of the desired pool sizes. Their owner writes them again when `boot` has changed."""
 
     async def get_desired(self) -> dict[str, int]:
-        """Returns the desired pool sizes; empty if there are none."""
+        """Return the desired pool sizes; empty if there are none."""
 
     async def boot(self) -> str:
-        """Returns a token that changes whenever the store starts without its state."""
+        """Return a token that changes whenever the store starts without its state."""
 
     async def close(self) -> None:
-        """Closes the store."""
+        """Close the store."""

@@ -363,6 +363,6 @@ def _announced(router_id: str, found: bytes) -> RouterInfo:
 
 
 def _size(found: tuple[bytes, bytes]) -> tuple[str, int]:
-    """Decodes the desired size of a pool; raises ValueError."""
+    """Decode the desired size of a pool; raises ValueError."""
     pool, size = found
     return text(pool), natural(size, MAX_WORKERS)

@@ -121,7 +121,7 @@ class GpuDevice(Protocol):
         """Create an event."""
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Allocates zeros on the GPU, `uint8[num_bytes]`."""
+        """Allocate zeros on the GPU, `uint8[num_bytes]`."""
 
     def pinned_buffer(self, num_bytes: int) -> torch.Tensor:
         """Allocate zeros in pinned main memory, which the GPU accesses directly, `uint8[num_bytes]`."""
@@ -300,7 +300,7 @@ _LOCK = threading.Lock()
 
 
 def gpu_of(device: torch.device) -> GpuDevice | None:
-    """Returns the GPU behind a device of torch; None for a CPU."""
+    """Return the GPU behind a device of torch; None for a CPU."""
     if device.type == "cpu":
         return None
     known = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())

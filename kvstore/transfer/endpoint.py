@@ -119,7 +119,7 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
                 return LOSSES.found
 
     async def close(self) -> None:
-        """Ends all transfers and connections."""
+        """End all transfers and connections."""
         await asyncio.gather(self.sender.close(), self.receiver.close())
 
     # -- what other workers call ---------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class KvReceiver:
 
     @property
     def stats(self) -> TransferStats:
-        """Counts of received transfers."""
+        """Count of received transfers."""
         stats = self._reservations.stats
         fenced = stats.fenced + self._fenced + sum(c.num_fenced for c in self._connections.values())
         return dataclasses.replace(stats, fenced=fenced)
@@ -207,7 +207,7 @@ class KvReceiver:
             await thread.join(self._config.op_timeout_s + 1)
 
     def check(self) -> None:
-        """Raises AssertionError if the reservations contradict each other."""
+        """Raise AssertionError if the reservations contradict each other."""
         self._reservations.check()
 
     # -- what senders call -------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class KvSender:
 
     @property
     def stats(self) -> TransferStats:
-        """Counts of sent transfers."""
+        """Count of sent transfers."""
         pool = self._connections
         return dataclasses.replace(self._stats, fenced=pool.num_fenced, resent=pool.num_resent)
 
@@ -188,7 +188,7 @@ class KvSender:
                 self._connections.make_room()
 
     async def close(self) -> None:
-        """Ends all connections and their threads."""
+        """End all connections and their threads."""
         await self._connections.close()
 
     def copier(self, rank: int, part: TransferPart, block_ids: BlockTables) -> BlockCopier:
@@ -201,7 +201,7 @@ class KvSender:
         return self._config.checksum == "full"
 
     def count(self, transferred: Transferred) -> None:
-        """Counts a committed transfer."""
+        """Count a committed transfer."""
         self._stats.committed += 1
         self._stats.num_bytes += transferred.num_bytes
         self._stats.num_chunks += transferred.num_chunks
@@ -209,7 +209,7 @@ class KvSender:
         self._stats.exposed_s += transferred.exposed_s
 
     def count_failure(self, error: BatonError) -> None:
-        """Counts a failed transfer."""
+        """Count a failed transfer."""
         self._stats.count_failure(error)
 
     def _parts(self, ticket: Ticket, num_tokens: int) -> dict[tuple[int, int], TransferPart]:

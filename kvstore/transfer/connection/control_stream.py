@@ -108,7 +108,7 @@ class ControlStream(Generic[Out]):
         return self._ping_s
 
     def send(self, message: Out) -> None:
-        """Queues a message; no effect after `close`."""
+        """Queue a message; no effect after `close`."""
         self._out.put_nowait(message)
 
     def heard(self, now: float) -> None:

@@ -303,7 +303,7 @@ class OutgoingConnection:
             yield wire.session_request(message)
 
     async def _read(self) -> FromReceiver | None:
-        """Returns the next message of a known kind; None at the end."""
+        """Return the next message of a known kind; None at the end."""
         while (message := await self._call.read()) is not grpc.aio.EOF:
             self._stream.heard(time.monotonic())
             if (known := wire.session_response_from_pb(message)) is not None:

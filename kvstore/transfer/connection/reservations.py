@@ -100,7 +100,7 @@ class Reservations:
 
     @property
     def stats(self) -> TransferStats:
-        """Counts of received transfers, without the messages that connections dropped."""
+        """Count of received transfers, without the messages that connections dropped."""
         return dataclasses.replace(self._stats, fenced=self._state.num_fenced)
 
     # -- the requests' side ------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class Reservations:
             self._sweep.cancel()
 
     def check(self) -> None:
-        """Raises AssertionError if the reservations contradict each other."""
+        """Raise AssertionError if the reservations contradict each other."""
         self._machine.apply(lambda state: [])
         self._machine.ask(lambda state: state.check())
         assert len(self._state) == len(self._reserved)

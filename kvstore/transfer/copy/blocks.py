@@ -342,7 +342,7 @@ class BlockCopier:
         return layers.view(len(layers), -1, self._runs[chunk.part].numel)
 
     def _state(self, chunk: Chunk) -> torch.Tensor:
-        """Returns the bytes of the sequence's state; shares memory."""
+        """Return the bytes of the sequence's state; shares memory."""
         name = self._cache.spec.states[chunk.part - len(self._runs)].name
         return self._cache.states[name][int(self._tables[-1][0])].view(-1).view(torch.uint8)
 

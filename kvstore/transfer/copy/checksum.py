@@ -27,7 +27,7 @@ class Checksum(Protocol):
         """Add the next part; the division into parts makes no difference."""
 
     def digest(self) -> int:
-        """Returns the checksum of all parts so far."""
+        """Return the checksum of all parts so far."""
 
 
 class Xxh3:

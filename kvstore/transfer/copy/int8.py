@@ -37,7 +37,7 @@ def quantized(plan: TransferPlan, chunk: Chunk, values: torch.Tensor) -> torch.T
 
 
 def dequantized(plan: TransferPlan, chunk: Chunk, payload: torch.Tensor) -> torch.Tensor:
-    """Returns the units of all layers of an int8 payload, in wire order, as `float32`."""
+    """Return the units of all layers of an int8 payload, in wire order, as `float32`."""
     scales, pages = _parts(plan, chunk, payload.view(-1, plan.groups[chunk.part].unit_bytes))
     values = pages.float()
     for number, page in enumerate(torch.split(values, _page_widths(plan, chunk), 2)):
@@ -59,6 +59,6 @@ def _parts(plan: TransferPlan, chunk: Chunk, units: torch.Tensor) -> tuple[torch
 
 
 def _page_widths(plan: TransferPlan, chunk: Chunk) -> list[int]:
-    """Returns the number of elements of each page of a head of a unit."""
+    """Return the number of elements of each page of a head of a unit."""
     unit_tokens = plan.groups[chunk.part].unit_tokens
     return [unit_tokens * dim for dim in page_dims(plan.src.groups[chunk.part])]

@@ -88,7 +88,7 @@ _LOCK = threading.Lock()
 
 
 def sum_buffers_of(gpu: GpuDevice) -> SumBuffers:
-    """Returns the buffers of a GPU."""
+    """Return the buffers of a GPU."""
     with _LOCK:
         if gpu not in _BUFFERS:
             _BUFFERS[gpu] = SumBuffers(gpu)

@@ -67,7 +67,7 @@ def runs_of(group: LayerGroup, unit_tokens: int, head_lo: int, head_hi: int) -> 
 
 
 def _joined(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Joins pieces `(start, size)` that follow each other without a gap."""
+    """Join pieces `(start, size)` that follow each other without a gap."""
     joined: list[tuple[int, int]] = []
     for start, size in pieces:
         if joined and sum(joined[-1]) == start:

@@ -111,7 +111,7 @@ class ChunkQueue:
         self._copier.extend(block_ids)
 
     def take_ready(self) -> ReadyChunk | None:
-        """Returns the next chunk that can be gathered; None if there is none yet."""
+        """Return the next chunk that can be gathered; None if there is none yet."""
         with self._lock:
             if not self._ready:
                 return None
@@ -131,7 +131,7 @@ class ChunkQueue:
         return DoneMove(checksum.digest() if checksum else 0)
 
     def header(self, seq: int, chunk: Chunk, checksum: int, at: Place) -> h.Header:
-        """Returns the header of a gathered chunk."""
+        """Return the header of a gathered chunk."""
         return h.Header(
             epoch=at.epoch,
             place=at.place,
@@ -189,7 +189,7 @@ class _Span:
 
 
 def _spans(plan: TransferPlan) -> deque[_Span]:
-    """Returns the spans of a plan in rising order of their tokens."""
+    """Return the spans of a plan in rising order of their tokens."""
     spans: dict[int, _Span] = {}
     for seq, chunk in enumerate(plan.chunks):
         num_tokens, num_layers = plan.ready_at(chunk)

@@ -65,7 +65,7 @@ class Header:
     checksum: int = 0
 
     def pack(self) -> bytes:
-        """Encodes the header as HEADER_BYTES."""
+        """Encode the header as HEADER_BYTES."""
         body = _FORMAT.pack(MAGIC, PROTOCOL_VERSION, *_fields(self))
         return body + _SUM.pack(xxhash.xxh32_intdigest(body))
 
@@ -74,7 +74,7 @@ _fields = attrgetter(*Header.__slots__)
 
 
 def transfer_hash(transfer_id: str) -> bytes:
-    """Returns the 4 bytes that identify a transfer in headers."""
+    """Return the 4 bytes that identify a transfer in headers."""
     return hashlib.blake2b(transfer_id.encode(), digest_size=4).digest()
 
 

@@ -76,7 +76,7 @@ def block_size_of(layout: KvLayout, group: int) -> int:
 
 
 def rank_spec(layout: KvLayout, rank: int) -> KVSpec:
-    """Returns the cache specification of one rank."""
+    """Return the cache specification of one rank."""
     return KVSpec(
         tuple(
             LayerGroup(
@@ -119,7 +119,7 @@ def source_ranks(src: KvLayout, dst: KvLayout, dst_rank: int) -> tuple[int, ...]
 
 
 def destination_ranks(src: KvLayout, dst: KvLayout, src_rank: int) -> tuple[int, ...]:
-    """Returns the ranks to which `src_rank` sends, in order; none for a surplus replica."""
+    """Return the ranks to which `src_rank` sends, in order; none for a surplus replica."""
     return tuple(rank for rank in range(dst.tp_size) if _is_pair(src, src_rank, dst, rank))
 
 

@@ -40,6 +40,6 @@ class TransferFailed:
 
 
 def checked_move(legal: Mapping[Phase, frozenset[Phase]], old: Phase, new: Phase) -> Phase:
-    """Returns `new`; raises AssertionError if the machine has no transition from `old` to it."""
+    """Return `new`; raises AssertionError if the machine has no transition from `old` to it."""
     assert new in legal[old], f"{old} -> {new}"
     return new

@@ -114,7 +114,7 @@ class TransferPlan:
         return hashlib.blake2b(f"{text}|{checksum}".encode(), digest_size=16).digest()
 
     def ready_at(self, chunk: Chunk) -> tuple[int, int]:
-        """Returns `(num_tokens, num_layers)`, the progress at which a chunk may be gathered.
+        """Return `(num_tokens, num_layers)`, the progress at which a chunk may be gathered.
 
         The sequence's first `num_tokens` tokens must be computed in the model's first `num_layers` layers. A state
         needs the whole step that computes the last token: its number of layers, EVERY_LAYER, is never reached within a
@@ -211,7 +211,7 @@ def require_fitting_slots(layout: KvLayout, slot_bytes: int, wanted: str = AUTO)
 
 
 def least_chunk_bytes(layout: KvLayout, wanted: str) -> int:
-    """Returns the smallest `chunk_bytes` that suffices for a rank's cache, whatever the peer's layout."""
+    """Return the smallest `chunk_bytes` that suffices for a rank's cache, whatever the peer's layout."""
     return max(_largest_unit(layout, index, wanted) for index in range(len(layout.groups)))
 
 

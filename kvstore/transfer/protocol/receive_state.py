@@ -139,7 +139,7 @@ class ReceiveState:
         return generation
 
     def state(self, generation: int) -> ReceivePhase | None:
-        """Returns the phase of a reservation, or None for one that is unknown or gone."""
+        """Return the phase of a reservation, or None for one that is unknown or gone."""
         entry = self._by_generation.get(generation)
         return entry.state if entry else None
 
@@ -256,7 +256,7 @@ class ReceiveState:
         return instructions
 
     def check(self) -> None:
-        """Raises AssertionError if the machine contradicts itself."""
+        """Raise AssertionError if the machine contradicts itself."""
         for generation, entry in self._by_generation.items():
             assert entry.generation == generation <= self._last_generation
             assert not (entry.released and entry.state in TERMINAL), f"{generation} is over and not forgotten"

@@ -117,7 +117,7 @@ class SendState:
         return len(self._by_generation)
 
     def state(self, generation: int) -> SendPhase | None:
-        """Returns the phase of a transfer, or None for one that is unknown or forgotten."""
+        """Return the phase of a transfer, or None for one that is unknown or forgotten."""
         transfer = self._by_generation.get(generation)
         return transfer.state if transfer else None
 
@@ -228,7 +228,7 @@ class SendState:
         return self._try_unpin(transfer)
 
     def check(self) -> None:
-        """Raises AssertionError if the machine contradicts itself."""
+        """Raise AssertionError if the machine contradicts itself."""
         for generation, transfer in self._by_generation.items():
             assert transfer.generation == generation
             assert transfer.num_sent <= transfer.offer.num_chunks

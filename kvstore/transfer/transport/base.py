@@ -85,7 +85,7 @@ class ReceivingTransport(Transport, Protocol):
     """Receiving side."""
 
     def recv_signal(self) -> SignalOperation:
-        """Starts to receive a header alone."""
+        """Start to receive a header alone."""
 
     def recv_chunk(self, slot: Slot, num_bytes: int) -> Operation:
         """Start to receive a header and `num_bytes` of payload.

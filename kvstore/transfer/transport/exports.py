@@ -118,7 +118,7 @@ _LOCK = threading.Lock()
 
 
 def rings_of(device: torch.device) -> GpuRings:
-    """Returns the rings of a GPU."""
+    """Return the rings of a GPU."""
     gpu = gpu_of(device)
     assert gpu is not None
     with _LOCK:

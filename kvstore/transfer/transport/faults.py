@@ -74,7 +74,7 @@ _PROBABILITY = re.compile(r"0?\.\d*[1-9]\d*")
 
 
 def parse_faults(spec: str) -> Faults:
-    """Parses `FaultsConfig.spec`, such as `corrupt_chunk=3,link_drop=0.01,link_delay_ms=5`.
+    """Parse `FaultsConfig.spec`, such as `corrupt_chunk=3,link_drop=0.01,link_delay_ms=5`.
 
     Raises:
         ConfigError: an unknown fault, or a count that is not a positive number.

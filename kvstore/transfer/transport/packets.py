@@ -130,7 +130,7 @@ class RingReceiver(PacketEnd):
         """Return at once; a transport that copies messages waits for the copies."""
 
     def give_back(self, number: int) -> None:
-        """Returns a slot to the sender. If the sender is gone, the next receive raises the error."""
+        """Return a slot to the sender. If the sender is gone, the next receive raises the error."""
         with contextlib.suppress(TransferError):
             self.send(_ACK.pack(number))
 
@@ -197,7 +197,7 @@ class _RingSlots:
         return self._slots[number]
 
     def lend(self, slot: Slot) -> int:
-        """Passes a slot to the receiver, and returns its number."""
+        """Pass a slot to the receiver, and return its number."""
         number = self._numbers[id(slot)]
         self._lent.append((number, time.monotonic()))
         return number

@@ -113,13 +113,13 @@ def like_all(kinds: Sequence[str]) -> str:
 
 
 def gpu_names(device: torch.device) -> tuple[str, str]:
-    """Returns the `GpuDevice.id` and the `GpuDevice.uuid` of a cache's device; empty for a CPU."""
+    """Return the `GpuDevice.id` and the `GpuDevice.uuid` of a cache's device; empty for a CPU."""
     gpu = gpu_of(device)
     return (gpu.id, gpu.uuid) if gpu is not None else ("", "")
 
 
 def staging_device(kind: str, cache_device: torch.device) -> torch.device:
-    """Returns the device on which a transport of this kind has its slots."""
+    """Return the device on which a transport of this kind has its slots."""
     return cache_device if KINDS[kind].stages_on_gpu else torch.device("cpu")
 
 

@@ -41,7 +41,7 @@ class SocketEnd:
         self._closing = threading.Lock()
 
     def close(self) -> None:
-        """Closes the socket. Idempotent."""
+        """Close the socket. Idempotent."""
         with self._closing:
             self._socket.close()
 

@@ -44,15 +44,15 @@ class Slot:
         self._header[:] = header
 
     def read_header(self) -> bytes:
-        """Returns the payload's header."""
+        """Return the payload's header."""
         return bytes(self._header)
 
     def payload(self, num_bytes: int) -> torch.Tensor:
-        """Returns the first `num_bytes` of payload, `uint8`; shares memory."""
+        """Return the first `num_bytes` of payload, `uint8`; shares memory."""
         return self.buffer[self._start : self._start + num_bytes]
 
     def message(self, num_bytes: int) -> torch.Tensor:
-        """Returns the header and `num_bytes` of payload, `uint8`, of a slot in main memory; shares memory."""
+        """Return the header and `num_bytes` of payload, `uint8`, of a slot in main memory; shares memory."""
         return self.buffer[: self._start + num_bytes]
 
     def flip(self, bit: int) -> None:
@@ -143,7 +143,7 @@ class StagingPool:
             return waiter.slot
 
     def give(self, slot: Slot) -> None:
-        """Takes a slot back."""
+        """Take a slot back."""
         with self._lock:
             self._free.append(slot)
             self._serve()

@@ -205,7 +205,7 @@ def test_messages_of_openai_clients_become_what_templates_expect() -> None:
 @pytest.mark.parametrize(
     ("messages", "sentence"),
     [
-        ([], "messages must hold 1 to 1024 messages; it holds 0"),
+        ([], "messages must have 1 to 1024 elements, got 0"),
         ([{"role": "wizard", "content": "x"}], r"messages\[0\].role must be one of system, .*; got 'wizard'"),
         ([{"content": "x"}], r"messages\[0\].role must be a string"),
         (["x"], r"messages\[0\] must be an object"),
