@@ -167,7 +167,7 @@ def test_templates_render_as_in_transformers(name: str, tools: list[dict[str, An
         ({"template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot set 'messages'"),
         ({"documents": ({"text": "x"},)}, "documents", "does not read 'documents'"),
         ({"continue_final_message": True}, "messages", "leaves the end of the last message out"),
-        ({"messages": (ChatMessage(role="user", content="x"),) * 1025}, "messages", "1 to 1024 messages"),
+        ({"messages": (ChatMessage(role="user", content="x"),) * 1025}, "messages", "1 to 1024 elements"),
         ({"documents": (DEEP,)}, "documents", "deeper than 64 levels"),
         ({"template_kwargs": DEEP}, "chat_template_kwargs", "deeper than 64 levels"),
         ({"tools": (Tool(name="f", parameters=DEEP),)}, "tools", "deeper than 64 levels"),
