@@ -188,7 +188,7 @@ class WorkerInfo:
     known_fields: str = ""
     """Fields of a router's messages that this worker knows, in the encoding of `baton.wire`.
 
-    A router sends optional fields only to a worker that lists them.
+    A router sends no request to a worker that lists none.
     """
     engine: str = ""
     """Engine of the worker; empty: a release that did not announce it."""
@@ -196,7 +196,7 @@ class WorkerInfo:
     """Contract of its random numbers.
 
     Samplers of one name draw the same token from the same logits, seed, choice and position. Empty: a release that did
-    not announce it, which matches no other sampler.
+    not announce it, which counts as a separate sampler.
     """
     incarnation: str = ""
     """Identity of its process, to which KV transfers and the proofs of calls are bound.

@@ -37,7 +37,7 @@ class SequenceSpec:
     """The router's parameters: `seed` is set, and so is `max_tokens`, except for a prefix that is only received."""
     cache_seed: bytes
     attempt: int = 0
-    """Number of earlier placements of the choice."""
+    """Counter that rises each time the choice is placed again."""
     priority: int = 0
     """Higher runs earlier."""
     ttft_s: float = math.inf

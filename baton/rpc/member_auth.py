@@ -100,7 +100,7 @@ def require_keys(key_file: KeyFile | None, host: str, setting: str) -> None:
     if key_file is None and not is_loopback(host):
         raise ConfigError(
             "without cluster.secret (BATON_CLUSTER_SECRET) a process listens on loopback addresses only, and "
-            f"{setting} is {host}; set it to a file with the secret on each machine, or listen on 127.0.0.1"
+            f"{setting} is {host}; set cluster.secret to a file with the secret on each machine, or listen on 127.0.0.1"
         )
 
 

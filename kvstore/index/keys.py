@@ -5,9 +5,9 @@ kv:{ns}:ev                 STREAM of block events, MAXLEN ~
 kv:{ns}:blk:<wid>:<epoch>  SET of entries               one lifetime for these four, renewed with the lease,
 kv:{ns}:seq:<wid>:<epoch>  seq of the last event        so they are lost together or not at all
 kv:{ns}:snap:<wid>:<epoch> SET, parts of an unfinished snapshot
-kv:{ns}:seal:<wid>:<epoch> what the worker has signed of the set (`kvstore/index/signed_events.py`)
-kv:{ns}:lease:<wid>        HASH epoch, info, load, and what signs them (`kvstore/leases/signed.py`)  PX lease
-kv:{ns}:epoch:<wid>        the highest epoch ever given out (kept for a day)
+kv:{ns}:seal:<wid>:<epoch> the worker's signature of the set (`kvstore/index/signed_events.py`)
+kv:{ns}:lease:<wid>        HASH epoch, info, load, and their signature (`kvstore/leases/signed.py`)  PX lease
+kv:{ns}:epoch:<wid>        the highest epoch ever issued (kept for a day)
 kv:{ns}:claim:<wid>        the same, signed by a worker (kept as long)
 kv:{ns}:workers            SET of worker ids, so that no client scans the keyspace
 kv:{ns}:router:<id>        JSON                         PX lease
@@ -15,10 +15,10 @@ kv:{ns}:routers            SET of router ids
 kv:{ns}:controller         JSON                         PX lease
 kv:{ns}:desired            HASH pool -> size
 kv:{ns}:req:<n>:<t>:<d>:<id> HASH, a request in flight  PX a minute; tenant t of n characters, digest, request id
-kv:{ns}:acct:<t>           the limits' account of tenant t: what it used, answers in flight    PX till nothing counts
-kv:{ns}:use:<n>:<t>:<id>   JSON, who writes the usage record of a request                      PX; names as in req
-kv:{ns}:hist:<slot>        HASH router's process -> JSON, what it counted in ten seconds                PX an hour
-kv:{ns}:held               ZSET of usage records that wait whether their request goes on       score: when they are due
+kv:{ns}:acct:<t>           account of tenant t: its usage against its limits, answers in flight PX until nothing counts
+kv:{ns}:use:<n>:<t>:<id>   JSON, the writer of a request's usage record                        PX; names as in req
+kv:{ns}:hist:<slot>        HASH router's process -> JSON, its counters of ten seconds                   PX an hour
+kv:{ns}:held               ZSET of usage records that wait until their request ends or resumes  score: due time
 """
 
 from __future__ import annotations

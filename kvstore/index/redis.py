@@ -1,4 +1,4 @@
-"""Index in Redis; `apply.lua` is the one writing script, `keys.py` lists the keys.
+"""Index in Redis; `apply.lua` applies the events, `keys.py` lists the keys.
 
 A reader never asks Redis about a prefix: it mirrors the sets from one scan and then the stream (measured: 30 us per
 lookup against 445 us with the best script). Its reads are bounded (`reads.py`), since any process may have written to

@@ -145,7 +145,7 @@ class KvSender:
     async def open_ahead(self, peers: Sequence[Peer]) -> bool:
         """Open the first connection, or better one, that is missing and due; wait until it is open or has failed.
 
-        No connection is closed to make room for it, and no transfer fails because of it.
+        No connection is closed in its favor, and no transfer fails because of it.
 
         Args:
             peers: the receivers to which transfers may go.

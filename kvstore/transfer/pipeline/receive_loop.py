@@ -164,7 +164,7 @@ class ReceiveLoop:
                 for message in posted:
                     if message.slot is not None:
                         stack.callback(transport.slots.discard, message.slot)
-                while writing:  # the last that began is put on the stack first, and ended last
+                while writing:  # the last started one is pushed first, so it ends last
                     stack.callback(_end, transport, writing.pop())
 
     def _run(self, transport: ReceivingTransport, posted: deque[_Posted], writing: deque[_Writing]) -> None:

@@ -335,7 +335,7 @@ class _NcclOperation:
 
 
 def _is_usable(devices: Sequence[torch.device]) -> bool:
-    """Return whether NCCL can be used: its transfers must have an agreed order with collectives of several ranks."""
+    """Return whether NCCL can be used: not by several ranks, whose collectives need an agreed order with transfers."""
     return devices[0].type == "cuda" and len(devices) == 1 and dist.is_nccl_available()
 
 

@@ -8,12 +8,12 @@ The kernel's buffer lies between the sides: a send is complete when the kernel h
 sender, and a receiver that stops is noticed once the buffer is full, or by the control stream.
 
 To open, the sender listens on a free port of its host, publishes it, and takes the first connection that sends the
-random token published with it. The receiver connects to nothing but an IP address of the sender's host, which it knows
-from elsewhere. Any process may find the port: its connections are held until they have said something else, or until
-there are too many, and none of them keeps the receiver waiting.
+random token published with it. The receiver connects only to an IP address of the sender's host, which it knows
+independently. Any process may find the port: its connections are kept until they have sent something else, or until
+there are too many, and none of them delays the receiver.
 
-Where the control stream is encrypted, the messages are, too (`seal`): the sender draws a secret for the connection and
-publishes it there, so the process at the other end of that stream, and no other, can read and write them.
+If the control stream is encrypted, the messages are encrypted, too (`seal`): the sender draws a secret for the
+connection and publishes it there, so only the process at the other end of that stream can read and write them.
 """
 
 from __future__ import annotations
