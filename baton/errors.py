@@ -3,39 +3,39 @@
     BatonError                     INTERNAL             500
     ├── InvalidRequest             INVALID_ARGUMENT     400   the client can fix it; the message says how
     │   ├── ModelNotFound          NOT_FOUND            404
-    │   ├── ContextLengthExceeded  INVALID_ARGUMENT     400   prompt and answer do not fit into the context window
-    │   ├── UnknownField           INVALID_ARGUMENT     400   a field that is not known, and may change the answer
-    │   └── TooLarge               RESOURCE_EXHAUSTED   413   alone it needs more memory than a worker's device has
-    ├── Unauthenticated            UNAUTHENTICATED      401   no API key, or one that is no tenant's
-    ├── Forbidden                  PERMISSION_DENIED    403   a known tenant's key, for what only operators may do
-    ├── NotRead                    RESOURCE_EXHAUSTED   408   the client has not read its answer
+    │   ├── ContextLengthExceeded  INVALID_ARGUMENT     400   prompt and output exceed the context window
+    │   ├── UnknownField           INVALID_ARGUMENT     400   an unknown field that may change the output
+    │   └── TooLarge               RESOURCE_EXHAUSTED   413   the request alone exceeds the memory of a worker's device
+    ├── Unauthenticated            UNAUTHENTICATED      401   no API key, or an unknown one
+    ├── Forbidden                  PERMISSION_DENIED    403   a tenant's key for a call that only operators may make
+    ├── NotRead                    RESOURCE_EXHAUSTED   408   the client has not read its response
     ├── NotWhole                   DEADLINE_EXCEEDED    408   the client has not sent its whole message
-    ├── Unsupported                UNIMPLEMENTED        400   a field or method not built yet, or that no worker knows
+    ├── Unsupported                UNIMPLEMENTED        400   a field or method not supported yet, or known by no worker
     ├── Overloaded                 RESOURCE_EXHAUSTED   429   try again after `retry_after_s`
-    │   └── QuotaExceeded          RESOURCE_EXHAUSTED   429   the tenant has used up a limit of its own
+    │   └── QuotaExceeded          RESOURCE_EXHAUSTED   429   the tenant has exhausted one of its limits
     ├── NoWorker                   UNAVAILABLE          503   no worker of the needed pool is ready
     ├── WorkerFailed               UNAVAILABLE          503   a worker died or broke its stream; another may serve
-    │   ├── NotAMember             UNAUTHENTICATED      503   a call between parts without the cluster's proof
-    │   └── DeviceLost             UNAVAILABLE          503   its device computes nothing more: the process has to end
-    │       └── LostInStep         UNAVAILABLE          503   so it is since a step in which this request was
+    │   ├── NotAMember             UNAUTHENTICATED      503   a call between members without a valid proof
+    │   └── DeviceLost             UNAVAILABLE          503   its device no longer computes: the process must end
+    │       └── LostInStep         UNAVAILABLE          503   the device was lost in a step that computed this request
     ├── WorkerDraining             UNAVAILABLE          503   a worker takes no new work; another may serve
-    ├── NoController               UNAVAILABLE          503   nobody is there who could change the pools
-    ├── Conflict                   FAILED_PRECONDITION  503   an order does not fit what runs; the message says why
+    ├── NoController               UNAVAILABLE          503   no controller is alive to change the pools
+    ├── Conflict                   FAILED_PRECONDITION  503   an order conflicts with the cluster's state
     ├── TransferError              ABORTED              503   KV did not arrive; the prompt is recomputed elsewhere
     │   ├── TransferCancelled      ABORTED              503   nothing failed: the KV is no longer wanted
-    │   ├── TransferRefused        FAILED_PRECONDITION  503   the two sides do not fit, and the message says why
+    │   ├── TransferRefused        FAILED_PRECONDITION  503   the two sides are incompatible; the message says why
     │   ├── TransferCorrupted      DATA_LOSS            503   a chunk failed its header or checksum test
     │   └── TransferTimeout        DEADLINE_EXCEEDED    503   one operation took too long
     │       └── TransferExpired    DEADLINE_EXCEEDED    503   the lease ended before the KV arrived
-    ├── StoreUnavailable           UNAVAILABLE          503   Redis does not answer; what is known is used meanwhile
+    ├── StoreUnavailable           UNAVAILABLE          503   Redis does not answer; known state is used in the meantime
     ├── Fenced                     FAILED_PRECONDITION  503   a newer incarnation of this worker holds its lease
-    ├── ModelLoadError             FAILED_PRECONDITION  500   the model cannot run here, and the message says why
+    ├── ModelLoadError             FAILED_PRECONDITION  500   the model cannot run here; the message says why
     └── ConfigError                FAILED_PRECONDITION  500
-        └── NotNative              FAILED_PRECONDITION  500   the native step does not compute this; transformers may
+        └── NotNative              FAILED_PRECONDITION  500   the native step does not support this; transformers may
 
 `status` is the name of a gRPC status code and `http` an HTTP code; `baton.rpc.errors` and `router.api.http` read them.
 
-Between two of our processes an error travels as its `kind` (the class's name) and its `message`; `kind_of` and
+Between two of Baton's processes an error is sent as its `kind` (the class's name) and its `message`; `kind_of` and
 `error_of` are the codec. gRPC trailers and the workers' streams have a field for each, the control streams of the
 KV transfer have one text for both (`text_of`, `transfer_error_of`).
 """

@@ -70,7 +70,7 @@ class _Described:
             )
         if said.get("split_special_tokens"):
             raise ModelLoadError(
-                f"{folder / CONFIG_FILE} has split_special_tokens, by which the special tokens of chats would be text; "
+                f"{folder / CONFIG_FILE} has split_special_tokens, which would make the special tokens of chats text; "
                 "remove it"
             )
         model = read_json(folder / "config.json")
