@@ -1,18 +1,18 @@
-"""What every process shares: the vocabulary of requests, workers and blocks, and the ways in which processes speak.
+"""Code that every process shares: the types for requests, workers and blocks, and inter-process communication.
 
-The vocabulary is in plain modules (`api`, `messages`, `cluster`, `blocks`, `sampling`, `structure`, `scores`,
-`hypotheses`, `chat`, `call_arguments`, `tools`, `quota`, `addresses`, `timelines`, `errors`), settings are in `config`;
-`grammar` compiles structures for router and engine, `json_schema` and `dead_ends` find what of a schema cannot be,
-`template` renders chats, `sandbox` bounds what both do; protobuf stops at `wire`, `rpc` is gRPC, `trust` is who the
-members of a cluster are, `tls` has the certificates, `plain_files`, `weights_files`, `tokenizer_file` and `own_files`
-read what strangers may have written, `tokenizer_classes` is what transformers has in place of a tokenizer's file,
-`visible` shows what strangers wrote, `telemetry` declares every metric, and `v1` is generated from `proto/`. No other
-package of the product is imported here.
+The types are in plain modules (`api`, `messages`, `cluster`, `blocks`, `sampling`, `structure`, `scores`, `hypotheses`,
+`chat`, `call_arguments`, `tools`, `quota`, `addresses`, `timelines`, `errors`); settings are in `config`. `grammar`
+compiles structures for router and engine, `json_schema` and `dead_ends` find the parts of a schema that cannot be
+enforced, `template` renders chats, and `sandbox` limits the resources of both. Protobuf stops at `wire`; `rpc` is gRPC;
+`trust` authenticates the members of a cluster; `tls` has the certificates. `plain_files`, `weights_files`,
+`tokenizer_file` and `own_files` read untrusted files, `tokenizer_classes` lists transformers' replacements for a
+tokenizer's file, and `visible` escapes untrusted text. `telemetry` declares every metric, and `v1` is generated from
+`proto/`. This package imports no other package of the product.
 """
 
 import os
 
-# grpc's core writes notes on every closed connection; they must be silenced before it is loaded, by whatever room.
+# grpc's core logs every closed connection. Silence it here, before any package loads it.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 __all__ = [

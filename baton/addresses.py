@@ -1,6 +1,6 @@
-"""Addresses of members: `host:port`, as leases, tickets and permits have them, and nothing else.
+"""Addresses of members: only `host:port`, as in leases, tickets and permits.
 
-gRPC connects to `unix:/run/x`, `ipv4:10.0.0.1:1` or `dns://server/name`, too; a value of another process must not
+gRPC also connects to `unix:/run/x`, `ipv4:10.0.0.1:1` or `dns://server/name`; a value of another process must not
 choose among those.
 """
 
@@ -14,35 +14,35 @@ from typing import TypeAlias
 IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 MAX_PORT = 65_535
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-"""Router that client commands call when no address is given."""
+"""Router that client commands call if no address is given."""
 _FORM = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,15})?\]|\w[\w.-]{0,252}):([1-9][0-9]{0,4})", re.ASCII)
 _LOOPBACK = {ipaddress.ip_address("::1"): ipaddress.ip_address("127.0.0.1")}
 
 
 def is_address(text: str) -> bool:
-    """Whether this is `host:port`: a name, an IPv4 address or an IPv6 one in brackets, and a port from 1 to 65535."""
+    """Return whether this is `host:port`: a name, IPv4 address or IPv6 one in brackets, and a port up to 65535."""
     found = _FORM.fullmatch(text)
     return found is not None and int(found[2]) <= MAX_PORT
 
 
 def has_no_port(address: str) -> bool:
-    """Whether the address ends with a number that is no port. The system would count it modulo 65536 and connect."""
+    """Return whether the address ends with a number that is not a port; the system would take it modulo 65536."""
     number = re.search(r":(-?\d+)(/\d*)?$", address)
     return number is not None and not 0 <= int(number[1]) <= MAX_PORT
 
 
 def host_of(address: str) -> str:
-    """Returns the host of `host:port`, without brackets."""
+    """Return the host of `host:port`, without brackets."""
     return address.rpartition(":")[0].strip("[]")
 
 
 def grpc_target(address: str) -> str:
-    """Returns `host:port` as gRPC's target: whatever it is, gRPC looks it up as a name and a port."""
+    """Return `host:port` as gRPC's target, which gRPC always resolves as a name and a port."""
     return "dns:///" + address.replace("%", "%25")
 
 
 def addresses_of(host: str) -> frozenset[IpAddress]:
-    """Looks up a host; none are found for "". Blocks where it is a name.
+    """Look up a host; returns no addresses for "". Blocks if it is a name.
 
     Raises:
         OSError: there is no such host.
@@ -54,10 +54,10 @@ def addresses_of(host: str) -> frozenset[IpAddress]:
 
 
 def ip_address(text: str) -> IpAddress:
-    """Returns an address as all its spellings have it: without a scope, not mapped, and 127.0.0.1 for ::1.
+    """Return the canonical form of an address: without a scope, not mapped, and 127.0.0.1 for ::1.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not an IP address.
     """
     found = ipaddress.ip_address(text.partition("%")[0])
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None

@@ -1,6 +1,6 @@
-"""The public API as plain values: what a client asks, and the pieces of the answer.
+"""Public API as plain values: a client's request, and the chunks of the response.
 
-gRPC (`baton.wire`) and HTTP (`router.api.http`) both turn their bytes into these.
+gRPC (`baton.wire`) and HTTP (`router.api.http`) both convert their messages to these.
 """
 
 from __future__ import annotations
@@ -24,48 +24,51 @@ class Text:
 
     text: str
     parse_special: bool = False
-    """Whether what is spelled as a special token is that token, as only some tenants may ask; else it is text."""
+    """True if text that spells a special token becomes that token.
+
+    Only some tenants may request this; the default is text.
+    """
     add_special_tokens: bool = True
-    """Whether the model's tokens around a text are added (BOS for some)."""
+    """True if the model's tokens around a text are added (BOS for some models)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """A prompt of messages, which the model's chat template writes out."""
+    """A prompt of messages, which the model's chat template renders."""
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...] = ()
-    """What the model may call."""
+    """Tools that the model may call."""
     tool_choice: ToolChoice = ANY_TOOL
     documents: tuple[Mapping[str, Any], ...] = ()
-    """What the answer may draw on, for templates that read `documents`: JSON values."""
+    """Sources for the response, for templates that read `documents`: JSON values."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """More variables of the template: JSON values."""
+    """Additional variables of the template: JSON values."""
     add_generation_prompt: bool = True
-    """Whether the prompt ends with the begin of the assistant's next message."""
+    """True if the prompt ends with the start of the assistant's next message."""
     continue_final_message: bool = False
-    """Whether the answer continues the last message, after which the template writes nothing then."""
+    """True if the response continues the last message; the template then writes nothing after it."""
     parse_special: bool = False
     """See `Text`."""
 
 
 class TruncationSide(StrEnum):
     LEFT = "left"
-    """The prompt loses its begin."""
+    """Drop the start of the prompt."""
     RIGHT = "right"
-    """The prompt loses its end."""
+    """Drop the end of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """What happens to a prompt that is too long."""
+    """Truncation of a prompt that is too long."""
 
     num_tokens: int
-    """The most of it that are kept; -1: as many as leave room for `max_tokens`."""
+    """Maximum number of tokens to keep; -1: as many as leave space for `max_tokens`."""
     side: TruncationSide = TruncationSide.LEFT
 
     def of(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Returns what is kept of a prompt, at most `num_tokens`, which is positive."""
+        """Return the tokens of a prompt that are kept, at most `num_tokens`, which is positive."""
         is_left = self.side is TruncationSide.LEFT
         return tuple(token_ids[-self.num_tokens :] if is_left else token_ids[: self.num_tokens])
 
@@ -78,14 +81,14 @@ class TokenIds:
 
     @staticmethod
     def of(token_ids: Sequence[int], most: int, truncation: Truncation | None) -> TokenIds:
-        """Copies what a client sent, but no more of it than a model could take.
+        """Copy a client's tokens, but at most as many as a model could take.
 
         Args:
             most: the longest prompt.
-            truncation: what the client wants a prompt to be cut to.
+            truncation: how the client wants a prompt to be truncated.
 
         Raises:
-            InvalidRequest: they are too many, and are not to be cut.
+            InvalidRequest: there are too many tokens and no truncation.
         """
         if truncation is None:
             check_num_tokens(len(token_ids), most)
@@ -94,7 +97,7 @@ class TokenIds:
 
 
 def check_num_tokens(num_tokens: int, most: int, model: str = "this model") -> None:
-    """Raises ContextLengthExceeded for a prompt of more tokens than the model takes."""
+    """Raise ContextLengthExceeded for a prompt of more tokens than the model takes."""
     if num_tokens > most:
         raise ContextLengthExceeded(
             f"the prompt has {num_tokens} tokens, but {model} takes at most {most} (its context window less one "
@@ -110,8 +113,8 @@ PromptInput = Text | Chat | TokenIds
 class GenerateRequest:
     """One request, not validated yet.
 
-    `sampling` holds what the client set, by the names of `baton.sampling.SamplingParams`; the model's defaults fill in
-    the rest.
+    `sampling` holds the values that the client set, by the names of `baton.sampling.SamplingParams`; the model's
+    defaults fill in the rest.
     """
 
     prompt: PromptInput
@@ -123,30 +126,30 @@ class GenerateRequest:
     priority: int = 0
     """Higher runs earlier."""
     ttft_ms: float | None = None
-    """The client's own objectives; None: those of its SLO class."""
+    """The client's objectives; None: the objectives of its SLO class."""
     itl_ms: float | None = None
     e2e_ms: float | None = None
     resume_from: Mapping[int, int] = field(default_factory=dict)
-    """Choice index -> tokens of it that the client has already, of a stream that broke; empty: a new request."""
+    """Choice index -> number of its tokens that the client already has, of a broken stream; empty: a new request."""
     continuous_usage: bool = False
-    """Whether every chunk carries the usage so far."""
+    """True if every chunk carries the usage so far."""
     truncation: Truncation | None = None
-    """None: a prompt that is too long is refused."""
+    """None: a prompt that is too long is rejected."""
     shortens_answer: bool = False
-    """Whether the router lowers a `max_tokens` that exceeds the room in the context window, instead of refusing it."""
+    """True if the router lowers a `max_tokens` that exceeds the rest of the context window, instead of rejecting it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request used, in tokens."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
-    """Tokens of the answer. All of `best_of` answers count, and the beams of a search."""
+    """Generated tokens, including all `best_of` choices and the beams of a search."""
     cached_tokens: int
-    """Prompt tokens whose KV was found in a cache, pulled from another worker's if need be, instead of computed."""
+    """Prompt tokens whose KV was found in a cache, or pulled from another worker's, instead of computed."""
     reasoning_tokens: int = 0
-    """Completion tokens that are of a reasoning, its marks included."""
+    """Completion tokens that belong to reasoning, including its markers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,18 +158,18 @@ class Timing:
 
     ttft_s: float = 0.0
     total_s: float = 0.0
-    """Time from the request's arrival to its last token: the sum of the six stages that follow."""
+    """Time from the request's arrival to its last token: the sum of the following six stages."""
     queue_s: float = 0.0
-    """Time before the first token that is none of the other stages; a prefix that is pulled arrives in this time."""
+    """Time before the first token that belongs to no other stage; prefix pulls happen in this time."""
     admission_s: float = 0.0
-    """Waiting for room on the decode worker, before the prompt was computed."""
+    """Time of waiting for capacity on the decode worker, before the prompt was computed."""
     prefill_s: float = 0.0
     transfer_s: float = 0.0
-    """The part of the KV transfer that came after the first token. The rest went on during the prefill."""
+    """The part of the KV transfer that came after the first token. The rest overlapped with the prefill."""
     decode_s: float = 0.0
-    """Time after the first token that is none of the other stages."""
+    """Time after the first token that belongs to no other stage."""
     recovery_s: float = 0.0
-    """Lost to workers that failed."""
+    """Time lost to workers that failed."""
     prefill_worker: str = ""
     decode_worker: str = ""
     mode: str = ""
@@ -180,13 +183,14 @@ class PromptScores:
     token_ids: tuple[int, ...]
     """The whole prompt."""
     scores: TokenScores
-    """Scores of all tokens but the first, which follows nothing."""
+    """Scores of all tokens but the first, which has no predecessor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateChunk:
-    """What is new of one choice. The last chunk of the whole stream carries `usage` and `timing`; all carry `usage`
-    where the request asks for that.
+    """New output of one choice.
+
+    The last chunk of the whole stream carries `usage` and `timing`; all carry `usage` if the request asks for that.
     """
 
     request_id: str
@@ -195,21 +199,21 @@ class GenerateChunk:
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     reasoning: str = ""
-    """What is new of the reasoning with which an answer to a chat begins."""
+    """New text of the reasoning at the start of a chat response."""
     tool_calls: tuple[ToolCallDelta, ...] = ()
-    """What is new of the tool calls in an answer to a chat."""
+    """New parts of the tool calls in a chat response."""
     num_reasoning_tokens: int = 0
-    """Tokens of the choice's reasoning so far, its marks included."""
+    """Tokens of the choice's reasoning so far, including its markers."""
     stop_reason: str | int | None = None
-    """The stop string, or the id of the stop token, that ended the choice; None: neither did."""
+    """Stop string, or id of the stop token, that finished the choice; None: neither did."""
     usage: Usage | None = None
     timing: Timing | None = None
     scores: TokenScores = NO_SCORES
-    """Log probabilities of the tokens, where the request asks for them."""
+    """Log probabilities of the tokens, if the request asks for them."""
     prompt_scores: PromptScores | None = None
-    """The prompt's log probabilities, where the request asks for them: once, in the first chunk of its first choice."""
+    """The prompt's log probabilities, if the request asks for them: once, in the first chunk of its first choice."""
     quota: Quota | None = None
-    """What the tenant has left of its limits: in the first chunk, where there are limits. HTTP has it in headers."""
+    """Remaining quota of the tenant: in the first chunk, if there are limits. HTTP has it in headers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,14 +225,14 @@ class ModelCard:
     max_model_len: int
     created: int
     weights: str
-    """What they were made to, as `model.weights` names it."""
+    """Weight format, as `model.weights` names it."""
     kv_dtype: str
-    """Type of its KV pages, as `engine.kv_dtype` names it."""
+    """Data type of its KV pages, as `engine.kv_dtype` names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A worker that could have been chosen, with what it would have cost, in seconds. See `router.placement.Terms`."""
+    """A worker that could have been chosen, with its estimated cost, in seconds. See `router.placement.Terms`."""
 
     worker_id: str
     role: str
@@ -244,7 +248,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementSeconds:
-    """What a placement expects, or what came of it, in seconds; None: not known. See `router.placement.Prediction`."""
+    """Prediction or result of a placement, in seconds; None: unknown. See `router.placement.Prediction`."""
 
     wait_s: float | None = None
     room_s: float | None = None
@@ -256,7 +260,7 @@ class PlacementSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """How one choice was placed; field names are those of `baton status --explain --json`."""
+    """Placement of one choice; field names are those of `baton status --explain --json`."""
 
     request_id: str
     choice_index: int
@@ -275,8 +279,8 @@ class Explanation:
     outcome: str
     predicted_ttft_s: float
     measured_ttft_s: float
-    """Time from the placement to the first token; 0: there was none yet."""
+    """Time from the placement to the first token; 0: no token was drawn yet."""
     options: tuple[Option, ...]
-    """The candidates; empty where the router has dropped them."""
+    """The candidates; empty if the router has dropped them."""
     predicted: PlacementSeconds
     measured: PlacementSeconds

@@ -1,13 +1,13 @@
-"""Block keys: the names of cached KV blocks, the same bytes in the router and in every worker.
+"""Block keys: names of cached KV blocks, identical in the router and in every worker.
 
 A key names everything a block's content depends on: the tokens up to its end, the model and the tenant's cache scope.
 
     key_0 = H(seed,    tokens[ 0:16])
     key_i = H(key_i-1, tokens[16i:16(i+1)])       seed = H(content id, HMAC(secret, tenant))
 
-Keys are chained over hash blocks of 16 tokens whatever the block size, so pools with other block sizes share keys: a
-block of 32 tokens is named by the key of its second hash block. `H` is BLAKE2b with a 16-byte digest: a tenant who
-could find a collision could read another's cache, so a fast non-cryptographic hash will not do.
+Keys are chained over hash blocks of 16 tokens whatever the block size, so pools with different block sizes share keys:
+the key of a block of 32 tokens is the key of its second hash block. `H` is BLAKE2b with a 16-byte digest. A fast
+non-cryptographic hash is not sufficient, because a tenant that finds a collision could read another tenant's cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 HASH_BLOCK = 16
-"""Tokens per link of the key chain. Block sizes are multiples of it."""
+"""Tokens per element of the key chain. Block sizes are multiples of it."""
 KEY_BYTES = 16
 
 HASH_BLOCK_BYTES = HASH_BLOCK * 4
@@ -30,21 +30,21 @@ assert array("I").itemsize == 4
 
 
 def content_id(model_identity: str, adapter: str = "") -> str:
-    """Identity of what the cache content is computed with; 32 hexadecimal digits."""
+    """Return an id of everything that determines the cache content; 32 hexadecimal digits."""
     return hashlib.blake2b(f"{model_identity}\0{adapter}".encode(), digest_size=KEY_BYTES).hexdigest()
 
 
 def cache_seed(content: str, secret: bytes, cache_scope: str) -> bytes:
-    """The seed of every key chain of one tenant. Only the router knows `secret`, so no client can aim at another's."""
+    """Return the seed of a tenant's key chains. Clients cannot forge another tenant's: only routers know `secret`."""
     scope = hmac.digest(secret, cache_scope.encode(), "sha256")
     return hashlib.blake2b(content.encode() + scope, digest_size=KEY_BYTES).digest()
 
 
 def block_keys(seed: bytes, token_ids: Sequence[int], block_size: int = HASH_BLOCK) -> list[bytes]:
-    """Keys of the full blocks of `token_ids`, in order. A trailing partial block has none.
+    """Return the keys of the full blocks of `token_ids`, in order. A trailing partial block has none.
 
     Args:
-        seed: the chain's; for tokens that follow full blocks, the key of the last one.
+        seed: the seed of the chain; for tokens that follow full blocks, the key of the last one.
     """
     if block_size % HASH_BLOCK:
         raise ValueError(f"block_size must be a multiple of {HASH_BLOCK}, got {block_size}")
@@ -59,9 +59,9 @@ def block_keys(seed: bytes, token_ids: Sequence[int], block_size: int = HASH_BLO
 
 
 def num_pullable(num_tokens: int, num_cached: int) -> int:
-    """Leading tokens of a sequence of `num_tokens` that can be pulled from where `num_cached` of them are cached.
+    """Return how many leading tokens can be pulled from a worker that has `num_cached` of the sequence's `num_tokens`.
 
-    The last one never comes from elsewhere: computing it gives the next one.
+    The last token is never pulled: its computation yields the next token.
     """
     return max(0, min(num_cached, num_tokens - 1))
 
@@ -72,5 +72,5 @@ def prefix_keys(seed: bytes, token_ids: Sequence[int], num_cached: int) -> list[
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold `num_tokens` tokens."""
+    """Return the number of blocks that hold `num_tokens` tokens."""
     return -(-num_tokens // block_size)

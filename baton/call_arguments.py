@@ -1,4 +1,4 @@
-"""The arguments of a call of a tool: JSON, or its beginning if max_tokens has cut the call off."""
+"""Arguments of a tool call: JSON, or the start of a JSON text if max_tokens has truncated the call."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections import deque
 from typing import Any
 
 MAX_OPEN = 128
-"""Objects and lists that may be open at once in arguments that were cut off."""
+"""Maximum number of open objects and lists in truncated arguments."""
 
 MAX_TRIES = 4
-"""Places of a text, from its end, at which it is closed."""
+"""Number of positions, from the end of a text, at which closing it is tried."""
 
 
 def parsed_arguments(text: str) -> dict[str, Any]:
-    """Returns the arguments as an object.
+    """Return the arguments as an object.
 
-    Of arguments that were cut off it has what came of them. Those that are no object are in its member `arguments`,
-    and there are none in an empty text or null.
+    Truncated arguments are completed as far as possible. Arguments that are not an object become its member
+    `arguments`; an empty text and null become an empty object.
     """
     found = _read(text) if text.strip() else None
     if found is None:
@@ -33,7 +33,7 @@ def _read(text: str) -> Any:
 
 
 def _begun(text: str) -> Any:
-    """Returns what a text begins of JSON, closed where it ends; the text itself if it begins none."""
+    """Return the truncated JSON value at the start of a text, closed at its end; the text itself if it is not JSON."""
     closing, in_string, is_escaped = list[str](), False, False
     closes_at = deque[tuple[int, str]](maxlen=MAX_TRIES)
     for place, letter in enumerate(text):

@@ -1,4 +1,4 @@
-"""One message of a chat, whatever API it came by, and all rules for what may be in it."""
+"""One message of a chat, independent of its API, and all rules for its contents."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 FIELDS = ("role", "content", "name", "reasoning", "reasoning_content", "tool_calls", "tool_call_id")
 _KNOWN = frozenset(FIELDS)
 NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {"annotations": ([],), "audio": (), "function_call": (), "refusal": ()}
-"""Fields of OpenAI's messages that are not built yet -> the values that ask for nothing, as null always does: a client
-sends an answer back with all its fields."""
+"""Fields of OpenAI's messages that are not supported -> their neutral values.
+
+Null is always neutral. A client sends a response back with all its fields.
+"""
 MAX_MESSAGES = 1024
 MAX_NAME = 256
-"""Characters of a name or an id in a message."""
+"""Maximum length in characters of a name or an id in a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,27 +31,27 @@ class ChatMessage:
 
     role: str
     content: str
-    """The text; several parts of text are joined by newlines, as vLLM joins them."""
+    """Text of the message; several text parts are joined by newlines, as in vLLM."""
     name: str = ""
     """The author's name, for templates that distinguish several users."""
     reasoning: str | None = None
-    """What an assistant thought before it answered; None: it is not known."""
+    """Reasoning of an assistant before its response; None: unknown."""
     tool_calls: tuple[Mapping[str, Any], ...] = ()
-    """The calls that an assistant asked for, in OpenAI's form."""
+    """Tool calls of an assistant, in OpenAI's form."""
     tool_call_id: str = ""
-    """The call that a tool's message answers."""
+    """Id of the call that a tool's message answers."""
 
     @staticmethod
     def parse(value: object, index: int) -> ChatMessage:
-        """Reads a message in OpenAI's form.
+        """Parse a message in OpenAI's form.
 
         Args:
             value: a JSON value.
-            index: the message's place in the chat, for the errors.
+            index: the message's position in the chat, for the errors.
 
         Raises:
-            InvalidRequest: a field has another type than it should, or is not one of the role's; `param` names it.
-            Unsupported: a field or a part of the content is unknown or not built yet.
+            InvalidRequest: a field has a wrong type, or its role does not have this field; `param` names it.
+            Unsupported: a field or a part of the content is unknown or not supported.
         """
         where = f"messages[{index}]"
         if not isinstance(value, Mapping):
@@ -76,10 +78,10 @@ class ChatMessage:
         return message
 
     def check(self, index: int) -> None:
-        """Raises InvalidRequest for a role that no chat has, or what a message of its role cannot have.
+        """Raise InvalidRequest for an unknown role, or for a field that a message of this role cannot have.
 
         Args:
-            index: the message's place in the chat.
+            index: the message's position in the chat.
         """
         where = f"messages[{index}]"
         if self.role not in ROLES:
@@ -95,15 +97,15 @@ class ChatMessage:
 
     @property
     def num_characters(self) -> int:
-        """The length of all its texts."""
+        """Total length of all its texts."""
         calls = sum(len(call["function"]["arguments"]) + len(call["function"]["name"]) for call in self.tool_calls)
         return len(self.content) + len(self.reasoning or "") + calls
 
     def parsed_tool_calls(self) -> list[dict[str, Any]]:
-        """The tool calls with their arguments as objects: OpenAI sends them as JSON text, templates expect the object.
+        """Return the tool calls with their arguments as objects: OpenAI sends JSON text, templates expect objects.
 
-        Arguments that max_tokens has cut off are what came of them. Others that are no object are one named
-        `arguments`.
+        Arguments that max_tokens has truncated are completed as far as possible. Arguments that are not an object
+        become one argument named `arguments`.
 
         Raises:
             InvalidRequest: the arguments of a call are nested too deeply.
@@ -112,7 +114,7 @@ class ChatMessage:
 
 
 def tool_call(*, call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call of a function in OpenAI's form.
+    """Return a function call in OpenAI's form.
 
     Args:
         arguments: a JSON text.
@@ -121,34 +123,34 @@ def tool_call(*, call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def check_num_messages(num_messages: int) -> None:
-    """Raises InvalidRequest for a chat of no messages, or of too many; before they are looked at."""
+    """Raise InvalidRequest for a chat with no or too many messages; call it before the messages are parsed."""
     if not 1 <= num_messages <= MAX_MESSAGES:
-        raise InvalidRequest(f"messages must hold 1 to {MAX_MESSAGES} messages; it holds {num_messages}.", "messages")
+        raise InvalidRequest(f"messages must have 1 to {MAX_MESSAGES} elements, got {num_messages}", "messages")
 
 
 def check_one_end(*, begins: bool, continues: bool) -> None:
-    """Raises InvalidRequest for a chat that begins another message and continues the last one."""
+    """Raise InvalidRequest for a chat that both starts a new message and continues the last one."""
     if begins and continues:
         raise InvalidRequest(
-            "add_generation_prompt begins another message, but continue_final_message continues the last one; "
-            "set one of them",
+            "add_generation_prompt starts a new message, but continue_final_message continues the last one; "
+            "set only one of them",
             "continue_final_message",
         )
 
 
 def check_asks_for_nothing(where: str, value: Any, neutral: tuple[Any, ...]) -> None:
-    """Raises Unsupported unless the value of a field that is not built yet asks for what happens anyway."""
+    """Raise Unsupported unless the value of an unsupported field requests the default behaviour."""
     if not asks_for_nothing(value, neutral):
         raise unsupported_field(where)
 
 
 def asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Returns whether a field that is not served asks for what happens anyway, as null and the neutral values do."""
+    """Return whether the value of an unsupported field requests the default behaviour, like null and `neutral`."""
     return value is None or any(_is_same(value, each) for each in neutral)
 
 
 def unsupported_field(where: str) -> Unsupported:
-    """The refusal of a field that is not built yet, by its path."""
+    """Return the error for a field that is not supported, by its path."""
     return Unsupported(
         f"{where.encode('ascii', 'backslashreplace').decode()} is not supported yet; leave it out", where
     )
@@ -194,7 +196,7 @@ def _object_of(value: Any, names: tuple[str, ...], where: str) -> Mapping[str, A
 
 
 def _arguments_text(value: Any, where: str) -> Any:
-    """Returns the arguments of a call as JSON text: some clients send the value, or null for none."""
+    """Return the arguments of a call as JSON text: some clients send the value, or null for no arguments."""
     if not isinstance(value, (Mapping, list, NoneType)):
         return value
     check_levels(value, where)
@@ -209,5 +211,5 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_same(value: Any, neutral: Any) -> bool:
-    """Equality that distinguishes False from 0: `logprobs: 0` asks for the chosen token's."""
+    """Compare values, and distinguish False from 0: `logprobs: 0` requests the chosen token's log probability."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

@@ -1,4 +1,4 @@
-"""The vocabulary of a running cluster: who is there, in what state, with how much to do."""
+"""Types that describe a running cluster: its members, their states and their load."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from baton.costs import PRIOR, StepCosts
 
 try:
     VERSION = _version_of("baton-serving")
-except PackageNotFoundError:  # the sources alone, as on a bare GPU machine
+except PackageNotFoundError:  # only the sources are there, as on a bare GPU machine
     VERSION = ""
 """Baton's version in this process."""
 MAX_WORKERS = 256
-"""The most workers that a cluster may have, both pools together."""
+"""Maximum number of workers of a cluster, in both pools together."""
 
 
 class Role(StrEnum):
@@ -24,7 +24,7 @@ class Role(StrEnum):
 
 
 def with_role(worker_id: str, role: str) -> str:
-    """Returns what people are shown of a worker: its id names no role, since it stays when the role changes."""
+    """Return a worker's display name: its id contains no role, since the id stays when the role changes."""
     return f"{worker_id} ({role})" if role else worker_id
 
 
@@ -37,7 +37,7 @@ class WorkerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """`free + cached + in_use == total` on a worker that is well."""
+    """`free + cached + in_use == total` on a worker in good order."""
 
     total: int = 0
     free: int = 0
@@ -47,7 +47,7 @@ class BlockCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferCounts:
-    """A worker's KV transfers since it started, sent and received; the last three are as of now."""
+    """KV transfers of a worker since it started, sent and received; the last three fields are current values."""
 
     sent_committed: int = 0
     received_committed: int = 0
@@ -61,21 +61,21 @@ class TransferCounts:
     timed_out: int = 0
     """Failed: one operation took too long."""
     refused: int = 0
-    """Failed: the two sides do not fit."""
+    """Failed: the two sides are incompatible."""
     lost: int = 0
     """Failed: the connection, its transport or the other worker was lost."""
     fenced: int = 0
-    """Messages and chunks of an unknown transfer or a past generation, dropped."""
+    """Dropped messages and chunks of an unknown transfer or a past generation."""
     resent: int = 0
     """Control messages that were sent again because no answer came."""
     nccl_stalls: int = 0
-    """NCCL operations that did not end in time; their connection was given up."""
+    """NCCL operations that did not end in time; their connection was closed."""
     nccl_stuck_aborts: int = 0
-    """NCCL communicators that could not be ended in time; each may keep memory of the GPU. At two the worker leaves."""
+    """NCCL communicators that could not be ended in time; each may keep GPU memory. At two, the worker shuts down."""
     nccl_shared_streams: int = 0
-    """NCCL communicators that may have a stream of the GPU in common with another one, and so wait for it."""
+    """NCCL communicators that may share a GPU stream with another one, and so wait for it."""
     failed_openings: int = 0
-    """Transports that could not be opened, by senders; another kind carries the KV, and they are tried again."""
+    """Transports that senders could not open; another kind carries the KV, and they are retried."""
     failed_pulls: int = 0
     """Prefixes that could not be pulled and were computed instead."""
     pulled_tokens: int = 0
@@ -92,7 +92,7 @@ class TransferCounts:
     slots_in_use: int = 0
     """Slots of the staging pools that hold a chunk."""
     unsent_bytes: int = 0
-    """Bytes of KV that is computed, pinned and not sent yet."""
+    """Bytes of KV that is computed and pinned but not sent yet."""
 
     @property
     def committed(self) -> int:
@@ -108,44 +108,44 @@ class OpenLinks:
     """Open connections of one kind to other workers."""
 
     link: str
-    """The transport: ipc, nccl, shm or tcp."""
+    """Kind of transport: ipc, nccl, shm or tcp."""
     transport: str
-    """What NCCL moves the bytes by: P2P, SHM, NET/IB, NET/Socket or unknown; empty for other kinds."""
+    """Path by which NCCL carries the bytes: P2P, SHM, NET/IB, NET/Socket or unknown; empty for other kinds."""
     open_pairs: int
 
 
 MAX_REASON = 300
-"""Most characters of a reason that other processes show."""
+"""Maximum length in characters of a reason that other processes show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computes:
-    """What a worker computes with. Texts are empty where that is not known, or nothing to choose."""
+    """Hardware and implementations that a worker computes with. A text is empty if unknown or not applicable."""
 
     gpu: str = ""
     """Name of its GPU; empty: it computes on CPUs."""
     num_ranks: int = 1
     dtype: str = ""
-    """The type of its arithmetic."""
+    """Data type of its arithmetic."""
     weights: str = ""
-    """What the weights were made to (`model.weights`)."""
+    """Weight format (`model.weights`)."""
     kv_dtype: str = ""
-    """The type of the KV pages."""
+    """Data type of the KV pages."""
     attention: str = ""
     """kernels, flashinfer (with kernels for prompts), torch or native."""
     num_graphs: int = 0
-    """CUDA graphs of decode steps."""
+    """Number of CUDA graphs of decode steps."""
     num_fused: int = 0
-    """Parts of the model that are computed by fused kernels."""
+    """Number of model parts that fused kernels compute."""
     plans_ahead: bool = False
-    """Whether a step is planned while the one before it runs."""
+    """True if a step is planned while the previous one runs."""
     kv_copies: str = ""
-    """Whether kernels or torch copy chunks of KV: "kernels" or "torch". The worker chooses when it starts."""
+    """Implementation that copies chunks of KV: "kernels" or "torch". The worker chooses when it starts."""
     fallbacks: tuple[str, ...] = ()
-    """What is slower than it could be on such a device, each with its reason."""
+    """Parts that are slower than they could be on such a device, each with its reason."""
 
     def in_words(self) -> str:
-        """Returns all but the fallbacks, for people."""
+        """Return everything but the fallbacks, as text for people."""
         if not self.dtype:
             return "unknown"
         types = [self.dtype, f"weights {self.weights}" if self.weights not in ("", "exact") else ""]
@@ -160,14 +160,14 @@ class Computes:
 
 
 def fallback(what: str, reason: str) -> str:
-    """Returns an entry of `Computes.fallbacks`: the reason may be a library's, and is shown in terminals."""
+    """Return an entry of `Computes.fallbacks`. The reason may come from a library, and is shown in terminals."""
     shown = "".join(each if each.isprintable() else " " for each in reason)
     return f"{what}: {shown[:MAX_REASON]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """The constant properties of a worker's incarnation."""
+    """Constant properties of a worker's incarnation."""
 
     id: str
     role: Role
@@ -184,30 +184,36 @@ class WorkerInfo:
     chunk_tokens: int = 512
     """Prompt tokens in one step."""
     version: str = ""
-    """Baton's version there; empty: a release that did not announce it."""
+    """The worker's version of Baton; empty: a release that did not announce it."""
     known_fields: str = ""
-    """The fields of a router's messages that this worker knows, as `baton.wire` writes and reads them. A worker that
-    lists none is asked for nothing."""
+    """Fields of a router's messages that this worker knows, in the encoding of `baton.wire`.
+
+    A router sends no request to a worker that lists none.
+    """
     engine: str = ""
-    """The engine that computes there; empty: a release that did not announce it."""
+    """Engine of the worker; empty: a release that did not announce it."""
     sampler: str = ""
-    """The contract of its random numbers: samplers of one name draw the same token from the same logits, seed, choice
-    and position. Empty: a release that did not announce it, which counts as a sampler of a name of its own."""
+    """Contract of its random numbers.
+
+    Samplers of one name draw the same token from the same logits, seed, choice and position. Empty: a release that did
+    not announce it, which counts as a separate sampler.
+    """
     incarnation: str = ""
-    """The identity of its process, to which KV transfers and the proofs of calls are bound. Empty: a release that did
-    not
-    announce it, to which no connection is opened ahead."""
+    """Identity of its process, to which KV transfers and the proofs of calls are bound.
+
+    Empty: a release that did not announce it, to which no connection is opened ahead.
+    """
     computes: Computes = Computes()
 
     @property
     def label(self) -> str:
-        """The worker as people are shown it."""
+        """Display name of the worker."""
         return with_role(self.id, self.role)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """The state of a worker, as of the latest renewal of its lease."""
+    """State of a worker, as of the latest renewal of its lease."""
 
     state: WorkerState = WorkerState.STARTING
     running: int = 0
@@ -215,29 +221,29 @@ class WorkerLoad:
     waiting: int = 0
     """Sequences that wait for blocks or for incoming KV."""
     queued_tokens: int = 0
-    """Tokens still to compute: known, and neither computed nor cached."""
+    """Known tokens that are neither computed nor cached yet."""
     blocks: BlockCounts = field(default_factory=BlockCounts)
     self_check: str = "ok"
     transfers: TransferCounts = field(default_factory=TransferCounts)
     links: tuple[OpenLinks, ...] = ()
     preemptions: int = 0
-    """Preemptions since the worker started: sequences that gave their blocks back and were computed again."""
+    """Preemptions since the worker started: sequences whose blocks were freed and that were computed again."""
     costs: StepCosts = PRIOR
-    """Cost model of the engine's steps, fitted to those that it has done."""
+    """Cost model of the engine's steps, fitted to its past steps."""
     busy_s: float = 0.0
     """Time spent in steps since the worker started."""
     computed_tokens: int = 0
-    """Tokens computed in those steps, without drafts that proved wrong."""
+    """Tokens computed in those steps, without rejected drafts."""
     drafted_tokens: int = 0
-    """Tokens that were guessed and checked, since the worker started."""
+    """Speculative tokens that were verified, since the worker started."""
     accepted_tokens: int = 0
-    """Guessed tokens that proved right, since the worker started."""
+    """Speculative tokens that were accepted, since the worker started."""
     model_drafted_tokens: int = 0
-    """Guessed tokens that a draft model proposed."""
+    """Speculative tokens that a draft model proposed."""
     model_accepted_tokens: int = 0
-    """Guessed tokens that a draft model proposed and that proved right."""
+    """Speculative tokens that a draft model proposed and that were accepted."""
     malformed: int = 0
-    """Messages that the worker was sent and that are not in protobuf's form."""
+    """Received messages that were not valid protobuf."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,20 +277,20 @@ class PoolScaling:
 
     pool: str
     utilisation: float
-    """Workers' worth of load, over the number of desired workers."""
+    """Load in units of one worker's capacity, divided by the number of desired workers."""
     wanted: int
     """Number of workers that the autoscaler wants."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolTrouble:
-    """What keeps a pool from its size."""
+    """Reasons why a pool does not have its desired size."""
 
     pool: str
     num_unplaced: int
-    """Workers that wait for a node with room for them."""
+    """Workers that wait for a node with capacity for them."""
     num_failures: int
-    """Times that a worker died or could not start, since the controller's own start."""
+    """Number of times that a worker died or could not start, since the controller started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,11 +304,11 @@ class ControllerInfo:
     """Empty: the autoscaler is off, or has not decided yet."""
     version: str = ""
     incarnation: str = ""
-    """The random identity of its process, to which the proof of a call is bound."""
+    """Random identity of its process, to which the proof of a call is bound."""
     malformed: int = 0
-    """Messages that it was sent and that are not in protobuf's form."""
+    """Received messages that were not valid protobuf."""
     trouble: tuple[PoolTrouble, ...] = ()
-    """One for each pool; empty: it has not looked yet."""
+    """One entry per pool; empty: it has not checked yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,35 +329,35 @@ class StoreGarbage:
 
     what: str
     times: int
-    """How often such a value was read."""
+    """Number of times that such a value was read."""
     latest: str
-    """The key of the latest one, and what is wrong with it."""
+    """Key of the latest one, and the reason why it is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreMemory:
-    """The memory of the Redis that holds leases and index."""
+    """Memory of the Redis that holds leases and index."""
 
     used_bytes: int
     limit_bytes: int
-    """0: it has no limit of its own."""
+    """0: Redis has no limit."""
     num_evicted: int
-    """Keys that it removed to make room, since it started."""
+    """Keys that it has evicted since it started."""
 
 
 @dataclass(frozen=True, slots=True)
 class CertificateTerm:
-    """The time for which a certificate is valid, as Unix times."""
+    """Validity period of a certificate, as Unix times."""
 
     name: str
-    """Who shows it: members or routers."""
+    """Owner of the certificate: members or routers."""
     begin_s: float
     end_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
-    """`baton status`: field names are public."""
+    """Output of `baton status`: field names are public."""
 
     pools: dict[str, PoolStatus]
     workers: tuple[Worker, ...]
@@ -360,14 +366,14 @@ class ClusterStatus:
     redis_ok: bool
     models: tuple[ServedModel, ...]
     controller: ControllerInfo | None = None
-    """None: none is known."""
+    """None: no controller is known."""
     mirrored_blocks: dict[str, int] = field(default_factory=dict)
-    """Blocks that each worker holds according to the answering router's copy of the index."""
+    """Number of blocks of each worker in the answering router's mirror of the index."""
     store_garbage: tuple[StoreGarbage, ...] = ()
     """Unreadable values that the answering router has met."""
     malformed: int = 0
-    """Messages that the answering router was sent and that are not in protobuf's form."""
+    """Messages received by the answering router that were not valid protobuf."""
     store_memory: StoreMemory | None = None
-    """None: the answering router has not read it, or may not."""
+    """None: the answering router has not read it, or has no permission."""
     certificates: tuple[CertificateTerm, ...] = ()
-    """The terms of those that the answering router uses; empty: it speaks in plain text."""
+    """Validity periods of the answering router's certificates; empty: it uses plain text."""

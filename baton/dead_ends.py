@@ -1,6 +1,6 @@
-"""Dead ends of JSON schemas: keywords that a grammar compiler accepts, but that block the answer or allow wrong values.
+"""Dead ends of JSON schemas: keywords that a grammar compiler accepts but that block the output or allow wrong values.
 
-The router finds them before it serves a request. It refuses the keyword by name, or leaves it out of the schema.
+The router finds them before it serves a request. It rejects the keyword by name, or leaves it out of the schema.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 from baton.json_schema import Path, SchemaFault, part_alone, reached_parts, referred
 
 MANY = 64
-"""Number of optional members (of an object, or of all objects of a union) above which the compiler is asked whether an
-object can start: the length of a parser row is bounded."""
+"""Number of optional members above which the compiler is asked whether an object can start.
+
+It counts the members of an object, or of all objects of a union. The length of a parser row is limited.
+"""
 EXACT = 2**53
 """Compilers read numbers as 64-bit floats, which cannot represent every integer beyond this one."""
 
@@ -23,16 +25,16 @@ Refer = Callable[[str], Any]
 
 
 class Compiler(NamedTuple):
-    """Questions to the grammar compiler."""
+    """Queries to the grammar compiler."""
 
     has_key: Callable[[Mapping[str, Any]], bool]
-    """Whether an object may have a member, by a schema without references."""
+    """Returns whether an object may have a member, by a schema without references."""
     begins: Callable[[Mapping[str, Any]], bool]
-    """Whether the parser can begin an object of a schema: its row of what may follow has a limit."""
+    """Returns whether the parser can start an object of a schema: its row of possible continuations is limited."""
 
 
 def dead_end_of(schema: Mapping[str, Any], compiler: Compiler) -> SchemaFault | None:
-    """Return a keyword that the compiler accepts but that makes an answer stop or be wrong; None: there is none.
+    """Return a keyword that the compiler accepts but that blocks or falsifies an output; None: there is none.
 
     It is one of: a `$ref` to itself; `patternProperties` that match only names in `properties`, with no others allowed
     (the compiler then allows a comma that nothing can follow); an object with more optional members than fit into a
@@ -41,7 +43,7 @@ def dead_end_of(schema: Mapping[str, Any], compiler: Compiler) -> SchemaFault | 
     reached = dict(reached_parts(schema))
     refer = functools.cache(functools.partial(referred, schema))
     finite = _finite(reached, refer)
-    for path, part in reversed(list(reached.items())):  # what is referred to is to blame before what refers to it
+    for path, part in reversed(list(reached.items())):  # a referenced part is checked before the parts that refer to it
         if not isinstance(part, Mapping):
             continue
         if "$ref" in part and id(part) not in finite:
@@ -96,7 +98,7 @@ def _is_inexact(value: Any) -> bool:
 
 
 def _num_optional(part: Mapping[str, Any], refer: Refer) -> int:
-    """The optional members of an object, or of all objects of a union; none of a part that only refers to another."""
+    """Return the number of optional members of an object, or of all objects of a union; 0 for a mere reference."""
     if not part.keys() & {"properties", "allOf", "anyOf", "oneOf"}:
         return 0
     found, waiting, seen = 0, [part], set[int]()
@@ -112,7 +114,7 @@ def _num_optional(part: Mapping[str, Any], refer: Refer) -> int:
 
 
 def _merged(part: Any, refer: Refer, seen: set[str]) -> Iterator[Mapping[str, Any]]:
-    """The schemas that all hold for what one of them is about."""
+    """Yield the schemas that all apply to the same value: the part, its reference and its `allOf` branches."""
     if not isinstance(part, Mapping):
         return
     yield part
@@ -126,7 +128,7 @@ def _merged(part: Any, refer: Refer, seen: set[str]) -> Iterator[Mapping[str, An
 
 
 def _keys_of(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema that allows the keys that this one allows, with any values."""
+    """Return a schema that allows the same keys, with any values."""
     keys: dict[str, Any] = {"type": "object"}
     for name in ("properties", "patternProperties"):
         if isinstance(value := part.get(name), Mapping):
@@ -137,7 +139,7 @@ def _keys_of(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named_by(merged: Collection[Mapping[str, Any]]) -> dict[str, bool]:
-    """A schema of members that forbids those that are named: in `properties`, or in `required` alone."""
+    """Return a schema of members that forbids the named ones: in `properties`, or in `required` alone."""
     names = [name for part in merged for key in ("properties", "required") for name in _names(part.get(key))]
     return dict.fromkeys(names, False)
 

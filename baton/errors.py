@@ -3,39 +3,39 @@
     BatonError                     INTERNAL             500
     ├── InvalidRequest             INVALID_ARGUMENT     400   the client can fix it; the message says how
     │   ├── ModelNotFound          NOT_FOUND            404
-    │   ├── ContextLengthExceeded  INVALID_ARGUMENT     400   prompt and answer do not fit into the context window
-    │   ├── UnknownField           INVALID_ARGUMENT     400   a field that is not known, and may change the answer
-    │   └── TooLarge               RESOURCE_EXHAUSTED   413   alone it needs more memory than a worker's device has
-    ├── Unauthenticated            UNAUTHENTICATED      401   no API key, or one that is no tenant's
-    ├── Forbidden                  PERMISSION_DENIED    403   a known tenant's key, for what only operators may do
-    ├── NotRead                    RESOURCE_EXHAUSTED   408   the client has not read its answer
+    │   ├── ContextLengthExceeded  INVALID_ARGUMENT     400   prompt and output exceed the context window
+    │   ├── UnknownField           INVALID_ARGUMENT     400   an unknown field that may change the output
+    │   └── TooLarge               RESOURCE_EXHAUSTED   413   the request alone exceeds the memory of a worker's device
+    ├── Unauthenticated            UNAUTHENTICATED      401   no API key, or an unknown one
+    ├── Forbidden                  PERMISSION_DENIED    403   a tenant's key for a call that only operators may make
+    ├── NotRead                    RESOURCE_EXHAUSTED   408   the client has not read its response
     ├── NotWhole                   DEADLINE_EXCEEDED    408   the client has not sent its whole message
-    ├── Unsupported                UNIMPLEMENTED        400   a field or method not built yet, or that no worker knows
+    ├── Unsupported                UNIMPLEMENTED        400   a field or method not supported yet, or known by no worker
     ├── Overloaded                 RESOURCE_EXHAUSTED   429   try again after `retry_after_s`
-    │   └── QuotaExceeded          RESOURCE_EXHAUSTED   429   the tenant has used up a limit of its own
+    │   └── QuotaExceeded          RESOURCE_EXHAUSTED   429   the tenant has exhausted one of its limits
     ├── NoWorker                   UNAVAILABLE          503   no worker of the needed pool is ready
     ├── WorkerFailed               UNAVAILABLE          503   a worker died or broke its stream; another may serve
-    │   ├── NotAMember             UNAUTHENTICATED      503   a call between parts without the cluster's proof
-    │   └── DeviceLost             UNAVAILABLE          503   its device computes nothing more: the process has to end
-    │       └── LostInStep         UNAVAILABLE          503   so it is since a step in which this request was
+    │   ├── NotAMember             UNAUTHENTICATED      503   a call between members without a valid proof
+    │   └── DeviceLost             UNAVAILABLE          503   its device no longer computes: the process must end
+    │       └── LostInStep         UNAVAILABLE          503   the device was lost in a step that computed this request
     ├── WorkerDraining             UNAVAILABLE          503   a worker takes no new work; another may serve
-    ├── NoController               UNAVAILABLE          503   nobody is there who could change the pools
-    ├── Conflict                   FAILED_PRECONDITION  503   an order does not fit what runs; the message says why
+    ├── NoController               UNAVAILABLE          503   no controller is alive to change the pools
+    ├── Conflict                   FAILED_PRECONDITION  503   an order conflicts with the cluster's state
     ├── TransferError              ABORTED              503   KV did not arrive; the prompt is recomputed elsewhere
     │   ├── TransferCancelled      ABORTED              503   nothing failed: the KV is no longer wanted
-    │   ├── TransferRefused        FAILED_PRECONDITION  503   the two sides do not fit, and the message says why
+    │   ├── TransferRefused        FAILED_PRECONDITION  503   the two sides are incompatible; the message says why
     │   ├── TransferCorrupted      DATA_LOSS            503   a chunk failed its header or checksum test
     │   └── TransferTimeout        DEADLINE_EXCEEDED    503   one operation took too long
     │       └── TransferExpired    DEADLINE_EXCEEDED    503   the lease ended before the KV arrived
-    ├── StoreUnavailable           UNAVAILABLE          503   Redis does not answer; what is known is used meanwhile
+    ├── StoreUnavailable           UNAVAILABLE          503   Redis does not answer; known state is used in the meantime
     ├── Fenced                     FAILED_PRECONDITION  503   a newer incarnation of this worker holds its lease
-    ├── ModelLoadError             FAILED_PRECONDITION  500   the model cannot run here, and the message says why
+    ├── ModelLoadError             FAILED_PRECONDITION  500   the model cannot run here; the message says why
     └── ConfigError                FAILED_PRECONDITION  500
-        └── NotNative              FAILED_PRECONDITION  500   the native step does not compute this; transformers may
+        └── NotNative              FAILED_PRECONDITION  500   the native step does not support this; transformers may
 
 `status` is the name of a gRPC status code and `http` an HTTP code; `baton.rpc.errors` and `router.api.http` read them.
 
-Between two of our processes an error travels as its `kind` (the class's name) and its `message`; `kind_of` and
+Between two of Baton's processes an error is sent as its `kind` (the class's name) and its `message`; `kind_of` and
 `error_of` are the codec. gRPC trailers and the workers' streams have a field for each, the control streams of the
 KV transfer have one text for both (`text_of`, `transfer_error_of`).
 """
@@ -48,14 +48,14 @@ from baton.quota import UNLIMITED, Quota
 
 
 class BatonError(Exception):
-    """Base of the tree. The message is written for the person who has to act on it."""
+    """Base of the tree. The message is written for the person who must act on it."""
 
     status: ClassVar[str] = "INTERNAL"
     http: ClassVar[int] = 500
 
 
 class InvalidRequest(BatonError):
-    """The request cannot be served as it is. `param` names the offending field."""
+    """The request cannot be served as it is. `param` names the invalid field."""
 
     status = "INVALID_ARGUMENT"
     http = 400
@@ -71,15 +71,15 @@ class ModelNotFound(InvalidRequest):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt, or the prompt and the answer that is asked for, do not fit into the model's context window."""
+    """The prompt, or the prompt and the requested number of tokens, exceed the model's context window."""
 
 
 class UnknownField(InvalidRequest):
-    """A body has a field that its API does not know, and that may change the answer. `param` is the client's name."""
+    """A body has a field that its API does not know and that may change the result. `param` is the client's name."""
 
 
 class TooLarge(InvalidRequest):
-    """A step of this sequence alone does not fit into a device's memory; neither would it elsewhere."""
+    """A step of this sequence alone exceeds a device's memory; other workers could not compute it either."""
 
     status = "RESOURCE_EXHAUSTED"
     http = 413
@@ -94,7 +94,7 @@ class TooLarge(InvalidRequest):
 
 
 class Unauthenticated(BatonError):
-    """The caller holds no tenant's API key."""
+    """The caller has no tenant's API key."""
 
     status = "UNAUTHENTICATED"
     http = 401
@@ -116,10 +116,10 @@ class NotWhole(BatonError):
 
 
 class Unsupported(BatonError):
-    """A field or method that is part of the contract and not built yet. `param` names it."""
+    """A field or method that is part of the contract and not supported yet. `param` names it."""
 
     status = "UNIMPLEMENTED"
-    http = 400  # clients take a 5xx for a failure that may pass, and ask again
+    http = 400  # clients treat a 5xx as a temporary failure, and retry
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -136,7 +136,7 @@ class Overloaded(BatonError):
 
 
 class QuotaExceeded(Overloaded):
-    """`quota` is what the tenant has left; between processes it does not travel."""
+    """The tenant has exhausted a limit. `quota` is its remaining quota; it is not sent between processes."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0, quota: Quota = UNLIMITED) -> None:
         super().__init__(message, retry_after_s)
@@ -154,17 +154,17 @@ class WorkerFailed(BatonError):
 
 
 class NotAMember(WorkerFailed):
-    """A call from one part of a cluster to another came without a proof that it is one, or with a wrong one."""
+    """A call between two members of a cluster had no proof of membership, or a wrong one."""
 
     status = "UNAUTHENTICATED"
 
 
 class DeviceLost(WorkerFailed):
-    """A worker's device is beyond help for its process. What a request asked for may be done elsewhere."""
+    """A worker's device cannot recover in its process. Another worker may serve the request."""
 
 
 class LostInStep(DeviceLost):
-    """A worker's device was lost in a step that computed this request, which may be what broke it."""
+    """A worker's device was lost in a step that computed this request, which may have caused it."""
 
 
 class WorkerDraining(BatonError):
@@ -208,7 +208,7 @@ class TransferExpired(TransferTimeout):
 
 
 class StoreUnavailable(BatonError):
-    """The shared store did not answer, or refused. Ownership is a hint, so callers go on and try again later."""
+    """The shared store did not answer, or refused. Ownership is a hint, so callers continue and retry later."""
 
     status = "UNAVAILABLE"
     http = 503
@@ -228,11 +228,11 @@ class ConfigError(BatonError):
 
 
 class NotNative(ConfigError):
-    """The native step does not compute this model, on this machine or with these settings."""
+    """The native step does not support this model, machine or combination of settings."""
 
 
 def in_one_line(error: Exception) -> str:
-    """Returns a library's error with its class: the text of some, such as KeyError, means nothing alone."""
+    """Return a library's error with its class: the text of some, such as KeyError, means nothing alone."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -247,15 +247,15 @@ _CLASSES = _tree(BatonError)
 
 
 def kind_of(error: BatonError) -> str:
-    """Returns the name under which the error's class travels; its message is `str(error)`."""
+    """Return the wire name of the error's class; its message is `str(error)`."""
     return type(error).__name__
 
 
 def error_of(kind: str, message: str, retry_after_s: float = 1.0) -> BatonError | None:
-    """Decodes an error.
+    """Decode an error.
 
     Returns:
-        None for a kind that is unknown here, and for a defect, which travels as a plain `BatonError`.
+        None for an unknown kind, and for a defect, which is sent as a plain `BatonError`.
     """
     cls = _CLASSES.get(kind, BatonError)
     if cls is BatonError:
@@ -264,12 +264,12 @@ def error_of(kind: str, message: str, retry_after_s: float = 1.0) -> BatonError 
 
 
 def text_of(error: BatonError) -> str:
-    """Encodes an error as one text, `kind: message`."""
+    """Encode an error as one text, `kind: message`."""
     return f"{kind_of(error)}: {error}"
 
 
 def transfer_error_of(text: str) -> TransferError:
-    """Decodes a text of `text_of`; a text of another form, or of another kind of error, becomes the message."""
+    """Decode a text of `text_of`; a text of another form, or of another kind of error, becomes the message."""
     kind, _, message = text.partition(": ")
     error = error_of(kind, message)
     return error if isinstance(error, TransferError) else TransferError(text)

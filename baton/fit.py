@@ -1,10 +1,10 @@
-"""Online least squares: what something costs, learned from what it has cost.
+"""Online least squares that learns a cost from its measurements.
 
-Coefficients are fitted by exponentially weighted least squares of *relative* errors (each observation is divided by
-what was measured), so that a step of 10 ms counts as much as one of 1 s. A prior says how the coefficients compare to
-each other; the first measurement says how large they are. Coefficients are costs, so none is below 0 (an active set
-that drops the most negative one: Lawson and Hanson, 1974). Three coefficients at most are fitted here, so there is no
-linear algebra to import.
+Coefficients are fitted by exponentially weighted least squares of *relative* errors (each observation is divided by the
+measured value), so that a step of 10 ms counts as much as one of 1 s. A prior gives the ratios of the coefficients; the
+first measurement gives their scale. Coefficients are costs, so none is below 0 (an active set that drops the most
+negative one: Lawson and Hanson, 1974). At most three coefficients are fitted here, so no linear algebra library is
+needed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 FORGETTING = 0.995
 """Weight of an observation after the next one: about 200 of them are remembered."""
 PRIOR_WEIGHT = 0.1
-"""Weight of each of the prior's coefficients, in observations that it makes up wholly; it fades as they come in."""
+"""Weight of each of the prior's coefficients, in observations that it alone explains; it fades with new ones."""
 
 SMALLEST_PIVOT = 1e-14
-"""Share of its diagonal element that a pivot must keep to be more than the rest of rounding."""
+"""Minimum pivot as a share of its diagonal element; a smaller one is rounding error."""
 
 
 class CostFit:
-    """`y = sum(c_i * x_i)` for costs `c`, as far as has been seen."""
+    """Fit of `y = sum(c_i * x_i)` for costs `c` to the observations so far."""
 
     def __init__(self, prior: Sequence[float]) -> None:
         self._prior = tuple(prior)
@@ -32,7 +32,7 @@ class CostFit:
         self.num_observations = 0
 
     def observe(self, features: Sequence[float], seconds: float) -> None:
-        """One measurement; nothing is learned from one that took no time."""
+        """Record one measurement; a duration of 0 is ignored."""
         if seconds <= 0:
             return
         if not self.num_observations:
@@ -69,8 +69,10 @@ class CostFit:
             del active[worst]
 
     def _solve_for(self, active: Sequence[int]) -> list[float]:
-        """Gaussian elimination; the prior keeps the matrix positive definite, as far as 53 bits can tell: a cost that
-        they cannot tell from those before it is nothing.
+        """Solve by Gaussian elimination.
+
+        The prior keeps the matrix positive definite within 53 bits. A cost that cannot be distinguished from those
+        before it becomes 0.
         """
         matrix = []
         weight = PRIOR_WEIGHT / self.num_observations

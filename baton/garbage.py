@@ -1,5 +1,7 @@
-"""Memory in processes that serve: a full garbage collection would stop every stream for a tenth of a second, and what a
-start has needed and freed would stay with the C library.
+"""Memory management of serving processes.
+
+A full garbage collection would stop every stream for a tenth of a second, and memory that a start has used and freed
+would stay with the C library.
 """
 
 from __future__ import annotations
@@ -12,40 +14,47 @@ import resource
 from pathlib import Path
 
 THRESHOLDS = (20_000, 20, 20)
-"""Python's own, 700 new objects, has the collector run several times a request. What a request leaves behind is freed
-by its reference counts; cycles, of exceptions mostly, may wait."""
+"""Python's default of 700 new objects makes the collector run several times per request.
+
+Reference counts free what a request leaves behind; cycles, mostly of exceptions, may wait.
+"""
 LOOK_S, LONGEST_LOOK_S = 1.0, 16.0
-"""Pauses between two looks at the memory; each is twice the one before while there is nothing to give back."""
+"""Pauses between two checks of the memory; each doubles while there is nothing to return."""
 GROWTH_BYTES = 8 * 2**20
 _M_ARENA_MAX = -8
-"""The C library's number for the number of heaps."""
+"""The C library's parameter for the number of heaps."""
 
 
 def share_heap() -> None:
-    """Has all threads take memory from one heap, where the C library can do that: of several, each keeps from the
-    others what has been freed in it. To be called while there is one thread.
+    """Make all threads allocate from one heap, if the C library supports that. Call this while there is one thread.
+
+    With several heaps, memory that is freed in one is not available to the others.
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def collect_seldom() -> None:
-    """Has the collector run seldom from now on. Called before the imports of a process, it saves a tenth of their time,
-    in which nearly everything that is made stays.
+    """Make the collector run rarely from now on.
+
+    Called before the imports of a process, this saves a tenth of their time, since nearly all objects created then
+    stay.
     """
     gc.set_threshold(*THRESHOLDS)
 
 
 def keep_modules() -> None:
-    """Has the collector never look again at what has been imported, which would take it a tenth of a second of a start.
-    To be called after the imports of a process, which leave next to nothing to collect.
+    """Exclude the imported modules from garbage collection, whose scan would take a tenth of a second of a start.
+
+    Call this after the imports of a process, which leave almost nothing to collect.
     """
     gc.freeze()
 
 
 def keep_what_is_loaded() -> None:
-    """Has the collector never look again at what there is now: modules and models stay for good. To be called before
-    anything is served. What has been freed goes back to the system, where the C library can do that.
+    """Exclude all present objects from garbage collection: modules and models stay permanently.
+
+    Call this before serving starts. Freed memory is returned to the system, if the C library supports that.
     """
     gc.collect()
     give_back()
@@ -54,16 +63,19 @@ def keep_what_is_loaded() -> None:
 
 
 def give_back() -> None:
-    """Gives what has been freed back to the system, where the C library can do that. Takes some milliseconds, in which
-    other threads run unless they need memory.
+    """Return freed memory to the system, if the C library supports that.
+
+    Takes some milliseconds, in which other threads run unless they need memory.
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 async def keep_small() -> None:
-    """Gives memory back while the process is larger than it has been, until cancelled: what a long request has needed
-    for a moment stays with the C library otherwise. What is in use cannot be given back yet, so it looks again.
+    """Return memory to the system while the process is larger than it has been, until cancelled.
+
+    Otherwise, memory that a long request has used for a moment stays with the C library. Memory in use cannot be
+    returned yet, so this checks repeatedly.
     """
     least, pause_s = _resident_bytes(), LOOK_S
     while True:
@@ -78,7 +90,7 @@ async def keep_small() -> None:
 
 
 def _resident_bytes() -> int:
-    """Bytes of the process in main memory; 0: the system does not say."""
+    """Return the bytes of the process in main memory; 0 if the system does not report them."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""What a machine shows of NVIDIA GPUs to a process that has no torch, or whose torch cannot use them.
+"""Detection of NVIDIA GPUs without torch, or with a torch that cannot use them.
 
-The kernel's driver is no sign of a GPU: `/proc/driver/nvidia` is seen in every container of a machine, also in those
-that were given none of its GPUs. Device files and the driver's tool are only in those that were.
+The kernel's driver does not indicate a GPU: `/proc/driver/nvidia` is visible in every container of a machine, also in
+containers without a GPU. Device files and the driver's tool are only in containers with GPUs.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from baton.errors import ModelLoadError
 
 
 def sign_of_gpu(environ: Mapping[str, str], devices: Path = Path("/dev")) -> str:
-    """What shows that this process was given GPUs, a device file or nvidia-smi; empty: nothing does.
+    """Return the evidence that this process was given GPUs, a device file or nvidia-smi; empty: there is none.
 
-    It is empty, too, where CUDA_VISIBLE_DEVICES hides them all: then a CPU is what is wanted.
+    It is also empty if CUDA_VISIBLE_DEVICES hides all GPUs: then the user wants a CPU.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
@@ -27,7 +27,7 @@ def sign_of_gpu(environ: Mapping[str, str], devices: Path = Path("/dev")) -> str
 
 
 def refuse_silent_cpu(device: str, is_cuda_available: bool, sign: str) -> None:
-    """Refuses to compute on a CPU beside a GPU that cannot be used: it would be far slower, and say nothing.
+    """Refuse to compute on a CPU if there is a GPU that cannot be used: it would be far slower without any message.
 
     Args:
         device: `model.device`.
@@ -35,10 +35,10 @@ def refuse_silent_cpu(device: str, is_cuda_available: bool, sign: str) -> None:
         sign: as from `sign_of_gpu`.
 
     Raises:
-        ModelLoadError: `device` is auto, and there is such a GPU; the message says what to change.
+        ModelLoadError: `device` is auto, and there is such a GPU; the message says how to fix it.
     """
     if device == "auto" and sign and not is_cuda_available:
         raise ModelLoadError(
-            f"there is a GPU here ({sign}), and torch cannot use it: `baton doctor` says why (a driver that is too "
-            "old, a CPU build of torch); set model.device to cpu to compute on the CPU"
+            f"torch cannot use the GPU of this machine ({sign}); run `baton doctor` to find the reason (such as an "
+            "old driver or a CPU build of torch), or set model.device to cpu to compute on the CPU"
         )

@@ -1,7 +1,7 @@
-"""Compiles the structure of an answer into a grammar over a model's tokens, by llguidance.
+"""Compiler of structured outputs into grammars over a model's tokens, based on llguidance.
 
-The router compiles first and refuses what cannot be served; engines compile the same text again, for the tokens that
-may come next. The library knows a schema's keywords or names the one that it does not know.
+The router compiles first and rejects structures that cannot be served; engines compile the same text again to find the
+allowed next tokens. The library either supports a schema's keywords or names the one that it does not support.
 
 As a program, `python -m baton.grammar PARENT TOKENIZER VOCAB_SIZE EOS...`, it is a sandbox (`baton.sandbox`) that
 compiles one structure after the other: each is a question, in JSON.
@@ -45,25 +45,28 @@ from baton.structure import (
 _LIMITS = LLParserLimits(
     max_grammar_size=100_000, max_items_in_row=1000, precompute_large_lexemes=False, verbose_errors=False
 )
-"""The library's own limit of a row is twice as high: there a token held up its step for a tenth of a second."""
+"""Limit of a parser row.
+
+The library's default is twice as high: there a token delayed its step for a tenth of a second.
+"""
 _TOO_LONG_ROW = "Current row has"
-"""Stands in what the library says where a row is longer."""
+"""Part of the library's message if a row is too long."""
 MAX_LEFT_OUT = 4096
-"""Characters of what is left out of a structure's schemas, as JSON."""
+"""Maximum characters of the parts left out of a structure's schemas, as JSON."""
 LOAD_S = 30.0
-"""Seconds of the processor's time in which a process that compiles has read the tokenizer."""
+"""Processor seconds in which a compiler process must have read the tokenizer."""
 MAX_BYTES = 2 * 2**30
-"""Memory of a process that compiles."""
+"""Memory limit of a compiler process."""
 _BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])*/|(?P<open>[(\[{])|(?P<close>[)\]}])')
 
 
 class GrammarCompiler:
-    """Grammars over one model's vocabulary. It can be used in several threads. Making one takes up to two seconds.
+    """Compiler of grammars over one model's vocabulary. Thread-safe. Construction takes up to two seconds.
 
     Args:
         tokenizer: the model's tokenizer.json.
-        vocab_size: tokens that a mask covers.
-        eos_token_ids: tokens that may follow where the structure is complete, and nowhere else.
+        vocab_size: number of tokens that a mask covers.
+        eos_token_ids: tokens that are allowed only when the structure is complete.
 
     Raises:
         InvalidRequest: the library cannot read the tokenizer.
@@ -75,13 +78,13 @@ class GrammarCompiler:
             self._tokenizer = LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=self._eos_token_ids or None)
 
     def compile(self, structure: StructuredOutputs) -> GrammarMatcher:
-        """Returns a matcher at the beginning of an answer, where it has found already what may come.
+        """Return a matcher at the start of an output, which has already computed the allowed tokens.
 
-        That takes milliseconds, up to seconds for what is made to be costly, or has no end at all.
+        This takes milliseconds, up to seconds for a structure that is made to be costly, or for one without an end.
 
         Raises:
-            InvalidRequest: it is not valid, uses what is not known, is too large, or no answer can begin so; or the
-                model has no token that ends an answer.
+            InvalidRequest: the structure is invalid, uses unknown features, is too large or allows no output; or the
+                model has no end-of-sequence token.
         """
         if not self._eos_token_ids:
             raise invalid_structure("the model has no token that ends an answer")
@@ -91,13 +94,13 @@ class GrammarCompiler:
         return matcher
 
     def check(self, structure: StructuredOutputs) -> list[tuple[int, SchemaPath]]:
-        """Compiles a structure, and returns what has to be left out of its schemas (`loosened`) for that.
+        """Compile a structure, and return the parts that must be left out of its schemas (`loosened`) for that.
 
-        Only of a schema that is kept as far as it can be something is left out.
+        Parts are left out only of a schema that is enforced as far as possible.
 
         Raises:
-            InvalidRequest: it cannot be served, as in `compile`, or an answer could come to where nothing may follow;
-                names the keyword of a schema to blame.
+            InvalidRequest: the structure cannot be served, as in `compile`, or an output could reach a state without
+                continuation; names the responsible keyword of a schema.
         """
         placed = schemas_of(structure)
         left_out = [(i, path) for i, each in enumerate(placed) for path in self._dead_ends(each)]
@@ -118,10 +121,10 @@ class GrammarCompiler:
             schema = without(schema, path)
 
     def _faults(self, placed: PlacedSchema) -> Iterator[SchemaPath]:
-        """Yields the path of each keyword with which a schema cannot be compiled.
+        """Yield the path of each keyword with which a schema cannot be compiled.
 
         Raises:
-            InvalidRequest: none may be left out.
+            InvalidRequest: no keyword may be left out.
         """
         schema = plain(placed.schema)
         options = LOOSE_OPTIONS if placed.is_loose else JSON_OPTIONS
@@ -142,7 +145,7 @@ class GrammarCompiler:
         yield ()
 
     def _problem_of(self, schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-        """Returns what is wrong with a schema, in the library's words; empty: nothing."""
+        """Return the library's complaint about a schema; empty: none."""
         try:
             with _complaints_told():
                 source = LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": options}))
@@ -152,7 +155,7 @@ class GrammarCompiler:
         return ""
 
     def _has_key(self, schema: Mapping[str, Any]) -> bool:
-        """Returns whether an object of a schema may have a member; also if the schema cannot be compiled."""
+        """Return whether an object of a schema may have a member; also True if the schema cannot be compiled."""
         options = {"whitespace_flexible": False}
         with contextlib.suppress(InvalidRequest), _complaints_told():
             source = LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": options}))
@@ -161,7 +164,7 @@ class GrammarCompiler:
         return True
 
     def _begins(self, schema: Mapping[str, Any]) -> bool:
-        """Returns whether an object of a schema can be begun; also if it allows none, or cannot be compiled."""
+        """Return whether an object of a schema can start; also True if it allows none, or cannot be compiled."""
         with contextlib.suppress(InvalidRequest), _complaints_told():
             source = LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": LOOSE_OPTIONS}))
             matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=_LIMITS)
@@ -171,10 +174,10 @@ class GrammarCompiler:
 
 
 class GrammarMatcher:
-    """An answer on its way through a grammar.
+    """Progress of an output through a grammar.
 
     Raises:
-        InvalidRequest: the library has refused the grammar. Its methods raise it as well.
+        InvalidRequest: the library has rejected the grammar. Its methods raise it as well.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -182,12 +185,12 @@ class GrammarMatcher:
         self._check()
 
     def copy(self) -> GrammarMatcher:
-        """Returns another matcher at the same place."""
+        """Return another matcher in the same state."""
         with _complaints_told():
             return GrammarMatcher(self._matcher.deep_copy())
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """Goes on with the answer's next tokens.
+        """Advance by the output's next tokens.
 
         Raises:
             InvalidRequest: the grammar does not allow them, or has become too large.
@@ -197,7 +200,7 @@ class GrammarMatcher:
         self._check()
 
     def allowed(self) -> bytes:
-        """Returns which tokens may come next: a bit each, the lowest bit of the first byte is token 0.
+        """Return the allowed next tokens as a bit mask; the lowest bit of the first byte is token 0.
 
         Raises:
             InvalidRequest: the grammar allows none, or has become too large.
@@ -213,14 +216,17 @@ class GrammarMatcher:
 
 
 def _left_out_of(placed: PlacedSchema, fault: SchemaFault) -> SchemaPath:
-    """Returns what of a schema is left out for a fault. Raises InvalidRequest: nothing may be."""
+    """Return the part of a schema that is left out because of a fault.
+
+    Raises InvalidRequest if none may be left out.
+    """
     if not placed.is_loose:
         raise refused_structure(fault.sentence(placed.place))
     return (*fault.path, fault.keyword) if fault.keyword else fault.path
 
 
 def _bounded(left_out: list[tuple[int, SchemaPath]]) -> list[tuple[int, SchemaPath]]:
-    """Returns what is left out, or whole schemas in place of many keywords: routers keep it."""
+    """Return the parts to leave out; whole schemas replace long lists of keywords, because routers store the list."""
     if len(json.dumps(left_out)) <= MAX_LEFT_OUT:
         return left_out
     return [(index, ()) for index in sorted({index for index, _ in left_out})]
@@ -228,7 +234,7 @@ def _bounded(left_out: list[tuple[int, SchemaPath]]) -> list[tuple[int, SchemaPa
 
 @contextlib.contextmanager
 def _complaints_told() -> Iterator[None]:
-    """Raises InvalidRequest for whatever the library raises. What it asserts of itself is no `Exception`."""
+    """Context manager: convert any error of the library to InvalidRequest. Its assertions are not `Exception`s."""
     try:
         yield
     except InvalidRequest:
@@ -238,7 +244,7 @@ def _complaints_told() -> Iterator[None]:
 
 
 def _source(structure: StructuredOutputs) -> str:
-    """Returns the structure in the library's own form."""
+    """Return the structure in the library's own form."""
     if structure.json or structure.json_object:
         return LLMatcher.grammar_from_json_schema(_schema(structure.json))
     if structure.regex:
@@ -265,7 +271,7 @@ def _schema(text: str) -> str:
 
 
 def _check_brackets(grammar: str) -> None:
-    """The library's own parser goes down with each bracket."""
+    """Raise InvalidRequest for a grammar with too deep brackets, on which the library's parser recurses."""
     level = 0
     for found in _BRACKETS.finditer(grammar):
         level += 1 if found["open"] else -1 if found["close"] else 0
@@ -282,7 +288,7 @@ def _serve(parent: str, tokenizer: str, vocab_size: str, *eos_token_ids: str) ->
         return compiler
 
     def set_up(_: bytes) -> None:
-        with contextlib.suppress(InvalidRequest):  # then every structure is refused for it
+        with contextlib.suppress(InvalidRequest):  # if this fails, every structure is rejected for it
             load()
 
     def check(question: bytes) -> bytes:

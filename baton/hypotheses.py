@@ -1,4 +1,4 @@
-"""The answers among which a beam search looks: a worker reports them, and another one goes on from them."""
+"""State of a beam search: a worker reports it, and another worker continues from it."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from baton.scores import NO_SCORES, TokenScores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beam:
-    """An answer of a beam search, or the begin of one."""
+    """A sequence of a beam search, complete or not."""
 
     token_ids: tuple[int, ...] = ()
     logprob: float = 0.0
-    """The sum of its tokens' log probabilities."""
+    """Sum of its tokens' log probabilities."""
     finish_reason: FinishReason | None = None
-    """None: it has not ended."""
+    """None: it has not finished."""
     scores: TokenScores = NO_SCORES
-    """Log probabilities of the tokens, where the request asks for them."""
+    """Log probabilities of the tokens, if the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypotheses:
-    """A beam search between two steps: all that it goes on from."""
+    """Beam search between two steps: all state that is needed to continue it."""
 
     running: tuple[Beam, ...] = ()
-    """The beams, the likeliest first; all are equally long. Empty: there is no search, or it is at its begin."""
+    """Beams, the likeliest first, all of the same length. Empty: there is no search, or it has not started."""
     finished: tuple[Beam, ...] = ()
-    """The answers so far, the best first."""
+    """Finished sequences so far, the best first."""
 
     @property
     def num_computed(self) -> int:
-        """Tokens of the running beams."""
+        """Number of tokens of the running beams."""
         return sum(len(beam.token_ids) for beam in self.running)
 
     def shared_token_ids(self) -> tuple[int, ...]:
-        """Returns the tokens with which every beam begins."""
+        """Return the common prefix of all beams."""
         num_shared = 0
         for in_place in zip(*(beam.token_ids for beam in self.running), strict=True):
             if len(set(in_place)) > 1:

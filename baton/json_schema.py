@@ -1,7 +1,6 @@
-"""JSON schemas of a structure: keywords that ask for nothing are left out, and one that cannot be enforced is found.
+"""JSON schemas of a structure: neutral keywords are left out, and a keyword that cannot be enforced is found.
 
-What the compiler of grammars refuses is asked of the compiler, for ever smaller parts of a schema: nothing here has a
-list of what it knows.
+The compiler of grammars is asked about ever smaller parts of a schema, so this module has no list of its features.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from urllib.parse import quote, unquote
 Path = tuple[str | int, ...]
 """Keys and indices from a schema to a part of it."""
 ProblemOf = Callable[[Mapping[str, Any]], str]
-"""Compiles a schema, and returns what is wrong with it; empty: nothing."""
+"""Compiles a schema, and returns its problem; empty: none."""
 
 OF_GRAMMAR = ("x-place", "x-loose", "x-guidance")
-"""Keywords with which a grammar says how a schema within it is served; a client's own have no effect."""
+"""Keywords by which a grammar says how an embedded schema is served; a client's own have no effect."""
 KNOWN_FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
 )
-"""Values of `format` that are enforced. JSON Schema has `format` as an annotation: others say nothing."""
+"""Enforced values of `format`. In JSON Schema `format` is an annotation, so other values have no effect."""
 KNOWN_DIALECTS = re.compile(r"https?://json-schema\.org/draft(-0[467]|/20(19-09|20-12))/schema#?")
 MAX_EDITS = 32
-"""Keywords of a schema that are left out one by one; a schema with more to leave out is left out whole."""
+"""Maximum number of keywords of a schema that are left out one by one; beyond it, the whole schema is left out."""
 SEARCH_S = 0.5
-"""Seconds of the processor's time in which a keyword that cannot be enforced is looked for."""
+"""Processor seconds for the search for a keyword that cannot be enforced."""
 _ONE = frozenset(
     ("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not",
      "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties")
@@ -48,16 +47,16 @@ KEYWORDS = (
         "exclusiveMinimum", "format", "maximum", "minimum", "multipleOf", "pattern", "required", "type", "uniqueItems",
     }
 )  # fmt: skip
-"""Keywords that may forbid something."""
+"""Keywords that may restrict values."""
 _ALLOWS_ALL: tuple[Any, ...] = (True, {})
 NEVER_ENFORCED = frozenset(
     ("$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "contains", "dependencies",
      "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains", "not", "propertyNames",
      "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems")
 )  # fmt: skip
-"""Keywords that no compiler here knows: they are left out of a schema that is kept as far as it can be."""
+"""Keywords that no compiler supports: they are left out of a schema that is enforced as far as possible."""
 _LAST = ("type", "properties", "items")
-"""Keywords without which a part allows much more: others are to blame first."""
+"""Keywords without which a part allows much more: others are blamed first."""
 _OVERLAP = "a value may be of two of its schemas"
 _UNSATISFIABLE = "Unsatisfiable schema"
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -70,7 +69,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "unevaluatedProperties": _ALLOWS_ALL,
     "uniqueItems": (False,),
 }
-"""Keywords that compilers refuse -> values with which they ask for nothing."""
+"""Keywords that compilers reject -> values with which they have no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +77,17 @@ class SchemaFault:
     """A keyword that cannot be enforced."""
 
     path: Path
-    """The part of the schema that has it."""
+    """Path of the part that has it."""
     keyword: str
-    """Empty: the part allows nothing at all."""
+    """The keyword; empty: the part allows no value at all."""
     why: str = ""
-    """The compiler's own words, where they say more than that it does not know the keyword."""
+    """The compiler's message, if it says more than that the keyword is unknown."""
 
     def sentence(self, where: str) -> str:
-        """Says what is wrong.
+        """Return the error message.
 
         Args:
-            where: the schema's place in the request.
+            where: the schema's position in the request.
         """
         why = _OVERLAP if self.why.startswith("oneOf ") else " ".join(self.why.split())[:300]
         told = f"{self.keyword[:64] or 'this schema'} cannot be enforced"
@@ -96,7 +95,7 @@ class SchemaFault:
 
 
 def shown(path: Path) -> str:
-    """Returns a path as a text that is appended to what it begins at."""
+    """Return a path as a text that can be appended to its start."""
     steps = (f"[{step}]" if isinstance(step, int) else _named(step) for step in path)
     return "".join(steps)[:400]
 
@@ -106,12 +105,14 @@ def _named(step: str) -> str:
 
 
 def plain(schema: Any, left_out: Collection[str] = ()) -> Any:
-    """Returns a schema without keywords that ask for nothing: null in place of a value, a `format` that is not known,
-    `uniqueItems: false`, definitions to which nothing refers, and its own name. Numbers of items or characters become
-    integers, and `additionalItems` beside `prefixItems` becomes `items`, as it was meant.
+    """Return a schema without keywords that have no effect.
+
+    Left out are a null value, an unknown `format`, `uniqueItems: false`, definitions without a reference, and the
+    schema's own name. Numbers of items or characters become integers, and `additionalItems` next to `prefixItems`
+    becomes `items`, which is its intended meaning.
 
     Args:
-        left_out: keywords that are left out as well.
+        left_out: further keywords to leave out.
     """
     if not isinstance(schema, Mapping):
         return schema
@@ -163,7 +164,7 @@ def _asks_for_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def children(schema: Any) -> Iterator[tuple[Path, Any]]:
-    """The schemas that are parts of a schema, and where in it each is."""
+    """Yield the schemas that are parts of a schema, with their paths in it."""
     if not isinstance(schema, Mapping):
         return
     for key, value in schema.items():
@@ -176,24 +177,24 @@ def children(schema: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def at(schema: Any, path: Path) -> Any:
-    """Returns a part of a schema."""
+    """Return a part of a schema."""
     for step in path:
         schema = schema[step]
     return schema
 
 
 def without(schema: Any, path: Path) -> Any:
-    """Returns a schema without a keyword.
+    """Return a schema without a keyword.
 
     Args:
-        path: of the keyword; empty: nothing is left of the schema but that it describes an object.
+        path: of the keyword; empty: the schema is reduced to one that describes any object.
     """
     if not path:
         return {name: value for name, value in schema.items() if name.startswith("x-")} | {"type": "object"}
     step, *others = path
     copied = list(schema) if isinstance(schema, list) else dict(schema)
     if isinstance(copied, dict) and step not in copied:
-        return copied  # it has gone with another one
+        return copied  # it was removed together with another one
     if others:
         copied[step] = without(copied[step], tuple(others))  # type: ignore[index]
     elif isinstance(copied, list):
@@ -204,10 +205,10 @@ def without(schema: Any, path: Path) -> Any:
 
 
 def fault_of(schema: Mapping[str, Any], problem_of: ProblemOf) -> SchemaFault | None:
-    """Returns the keyword for which a schema cannot be compiled; None: it can.
+    """Return the keyword because of which a schema cannot be compiled; None: it can be compiled.
 
-    It descends to the smallest part with which the compiler finds the same problem, and leaves out there one keyword
-    after the other. After SEARCH_S it returns what it has found by then.
+    The search descends to the smallest part with which the compiler finds the same problem, and there leaves out one
+    keyword after the other. After SEARCH_S it returns the result so far.
     """
     said = problem_of(schema)
     if not said:
@@ -240,7 +241,7 @@ def fault_of(schema: Mapping[str, Any], problem_of: ProblemOf) -> SchemaFault | 
 
 
 def _lost_reference(schema: Mapping[str, Any], said: str) -> Path | None:
-    """Returns which part refers to what there is not, if that is the problem."""
+    """Return the part with a reference to a missing target, if that is the problem."""
     if not said.startswith(("Anchor ", "Pointer ", "Resource ")):
         return None
     parts = ((path, part.get("$ref")) for path, part in all_parts(schema) if isinstance(part, Mapping))
@@ -253,7 +254,7 @@ def _unknown_keys(said: str) -> list[str]:
 
 
 def _apart(node: Any) -> Any:
-    """Returns a schema whose references fit the place `#/$defs/root`."""
+    """Return a schema whose references are valid at the position `#/$defs/root`."""
     if isinstance(node, Mapping):
         return {
             key: f"#/$defs/root{value[1:]}"
@@ -266,12 +267,12 @@ def _apart(node: Any) -> Any:
 
 
 def part_alone(schema: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Returns a schema that is a part of another one, with all to which it refers."""
+    """Return a part of a schema as a schema, including everything that it refers to."""
     return _part_of(_apart(schema), path)
 
 
 def _part_of(document: Any, path: Path) -> dict[str, Any]:
-    """A part of a schema whose references fit the place `#/$defs/root`."""
+    """Return a part of a schema whose references are valid at the position `#/$defs/root`."""
     return {"$defs": {"root": document}, "$ref": _reference(("$defs", "root", *path))}
 
 
@@ -288,7 +289,7 @@ def all_parts(schema: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def reached_parts(schema: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """The parts of a schema that say something of its values, each once: not definitions to which nothing refers."""
+    """Yield the parts of a schema that apply to its values, each once; unreferenced definitions are not among them."""
     places: dict[int, Path] = {}
     anchors: dict[str, Any] = {}
     for path, part in all_parts(schema):

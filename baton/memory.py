@@ -1,9 +1,9 @@
-"""How much memory is free, and how much of it KV pools may take.
+"""Free memory, and the share of it that KV pools may use.
 
     free ── other processes that are about to start ──┐
-         ── for each pool: weights and its process ──── the rest: `auto` takes a share of it, a larger pool is refused
+         ── for each pool: weights and its process ──── the rest: `auto` uses a share of it, a larger pool is rejected
 
-Nothing here imports torch: `baton up` asks before it starts anything.
+Nothing here imports torch: `baton up` calls this before it starts anything.
 """
 
 from __future__ import annotations
@@ -21,53 +21,55 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 GPU_SHARE = 0.85
-"""Share of a GPU's memory beside the weights and what transfers may take; the rest is for activations."""
+"""KV pool's share of a GPU's memory after the weights and the limit of transfers; the rest is for activations."""
 MEASURED_SHARE = 0.9
-"""Largest share of what weights and the largest step leave of a GPU's memory. Transfers have what they may take."""
+"""Largest share of a GPU's memory after weights and the largest step. The limit of transfers stays reserved."""
 CONTEXT_BYTES = 3 * GIB // 4
-"""Memory of a process on a GPU beside what torch allocates: the context, its modules and libraries' workspaces."""
+"""GPU memory of a process outside torch's allocator: the context, its modules and libraries' workspaces."""
 CPU_SHARE = 0.5
-"""Share of a machine's memory beside the weights. It leaves room for other programs, or as many workers again."""
+"""KV pools' share of a machine's memory after the weights. The rest is for other programs, or as many more workers."""
 CPU_MOST_GIB = 2.0
-"""Limit on an automatic pool on a CPU, unless weights and process are larger: a CPU takes minutes to fill more, and the
-memory is taken at once."""
+"""Limit of an automatic pool on a CPU, unless weights and process are larger.
+
+A CPU takes minutes to fill more, and the memory is allocated at once.
+"""
 FITS = 0.95
-"""Largest share of the remaining memory that a pool may have, since other needs are only estimated."""
+"""Largest share of the remaining memory that a pool may have, since other needs are only estimates."""
 ADVISED = 0.9
-"""Share that a refusal recommends: less than `FITS`, so that it still fits a moment later."""
+"""Share that an error recommends: less than `FITS`, so that it still fits a moment later."""
 PROCESS_BYTES = 3 * GIB // 4
-"""Memory of a rank's process on a CPU beside weights and pool: torch, transformers, activations, slots."""
+"""Memory of a rank's process on a CPU in addition to weights and pool: torch, transformers, activations, slots."""
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """The memory that the KV pools of a few ranks share: a machine's, or one GPU's. All sizes are in bytes."""
+    """Memory that the KV pools of a few ranks share: a machine's, or one GPU's. All sizes are in bytes."""
 
     free: int
     num_pools: int
     needed: int
-    """Need of each rank beside its pool: its weights and its process."""
+    """Need of each rank in addition to its pool: its weights and its process."""
     others: int = 0
     """Need of other processes that are about to start."""
     on_gpu: bool = False
     set_aside: int = 0
-    """What transfers may take beside each pool later."""
+    """Memory that transfers may take later in addition to each pool."""
     is_measured: bool = False
-    """Whether `needed` is what a GPU has said, and not an estimate."""
+    """True if `needed` was measured on a GPU, not estimated."""
 
     def pool_gib(self, asked: GibOrAuto) -> float:
-        """The size of each pool in GiB: the one asked for, or a share of the room.
+        """Return the size of each pool in GiB: the requested size, or a share of the available memory.
 
         Raises:
-            ConfigError: there is no room for it; the message says how much there would be.
+            ConfigError: the memory is not sufficient; the message says how much would be available.
         """
         needed = self.needed + self.set_aside
         left_gib = ((self.free - self.others) / self.num_pools - self.needed) / GIB
         if (most_gib := left_gib - self.set_aside / GIB) <= 0:
             raise ConfigError(
                 f"there is no room for KV: of the {self.free / GIB:.1f} GiB that are free, weights and processes of "
-                f"{_pools(self.num_pools, 'rank')} want {(needed * self.num_pools + self.others) / GIB:.1f}"
+                f"{_pools(self.num_pools, 'rank')} need {(needed * self.num_pools + self.others) / GIB:.1f}"
                 f"{self._for}; take a smaller model, a narrower model.dtype or fewer workers"
             )
         if asked == "auto":
@@ -92,23 +94,23 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
-    """The memory of a GPU beside a model that has computed its largest step, in bytes."""
+    """Memory of a GPU next to a model that has computed its largest step, in bytes."""
 
     total: int
     free: int
-    """Memory that no process has."""
+    """Memory that no process has allocated."""
     held: int
-    """Memory that this process's allocator has, in use or not."""
+    """Memory that this process's allocator has reserved, in use or not."""
     peak: int
-    """The most of it that was in use during the step."""
+    """Peak of its use during the step."""
 
     def room(self, share: float, set_aside: int = 0) -> Room:
-        """Returns the room for this process's pool.
+        """Return the memory for this process's pool.
 
-        What neighbours on the GPU use of their shares does not reduce it: they may be about to load.
+        Neighbours' use of their shares of the GPU does not reduce it: they may be about to load.
 
         Args:
-            share: of the GPU's memory that this process may have.
+            share: the share of the GPU's memory that this process may have.
             set_aside: bytes of it that its transfers may take.
         """
         most = int(share * self.total) - CONTEXT_BYTES
@@ -121,11 +123,11 @@ def _pools(number: int, what: str) -> str:
 
 
 def weights_bytes(folder: Path, dtype: str = "") -> int:
-    """Bytes that the weights of a model's folder take in memory.
+    """Return the bytes that the weights of a model's folder take in memory.
 
     Args:
-        dtype: the type in which they are kept, float32, bfloat16, float16 or fp8, of which it is the least, since
-            embeddings have a wider one; empty: as they are stored.
+        dtype: the type in which they are kept: float32, bfloat16, float16 or fp8. For fp8 this is a lower bound, since
+            embeddings have a wider type. Empty: as they are stored.
     """
     return sum(_file_bytes(path, SIZES.get(dtype)) for path in _weights_files(folder))
 
@@ -138,7 +140,7 @@ def _weights_files(folder: Path) -> list[Path]:
 
 
 def _file_bytes(path: Path, itemsize: int | None) -> int:
-    """Bytes of the tensors in a safetensors file's header; without such a header, the size of the file."""
+    """Return the bytes of the tensors in a safetensors file's header; without such a header, the size of the file."""
     try:
         heads = read_header(path).values()
     except (OSError, ValueError):
@@ -152,18 +154,18 @@ def available_memory(
     cgroups: Path = Path("/sys/fs/cgroup"),
     own: Path = Path("/proc/self/cgroup"),
 ) -> int:
-    """Bytes that this process can still get: the machine's, or less where one of its cgroups has a limit.
+    """Return the bytes that this process can still allocate: the machine's, or less if one of its cgroups has a limit.
 
     Cached files of a cgroup count as free: the kernel reclaims them when memory is needed.
 
     Args:
-        share: limit, as a share of all memory, used or not. What neighbours use of their shares does not reduce it.
+        share: limit, as a share of all memory, used or not. Neighbours' use of their shares does not reduce it.
         machine: the machine's free and total memory; None: as the system reports it.
         cgroups: the folder where cgroups are mounted.
         own: the kernel's list of the cgroups of this process.
     """
     if machine is None:
-        import psutil  # tests on a bare GPU machine do without it
+        import psutil  # tests on a bare GPU machine run without it
 
         reported = psutil.virtual_memory()
         machine = reported.available, reported.total
@@ -172,7 +174,7 @@ def available_memory(
 
 
 def _cgroups_limits(cgroups: Path, own: Path) -> list[tuple[int, int]]:
-    """What each limit leaves, and the limit, for v2 and v1. In a container its own cgroup is mounted as the root."""
+    """Return the rest of each limit, and the limit, for v2 and v1. A container's own cgroup is mounted as the root."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:

@@ -1,8 +1,8 @@
-"""What processes say to each other, as plain values. `baton.wire` turns them into protobuf and back.
+"""Messages between processes, as plain values. `baton.wire` converts them to protobuf and back.
 
 Router -> worker: `PrefillRequest`, answered by `FirstToken` and `Transferred`; `DecodeRequest`, answered by `Ticket`
 and `NewTokens`; `FetchRequest`, answered by `Fetched`; all in one stream of `StartCall` and `CancelCall` one way and of
-`Event` the other way. Worker <-> worker: those of a KV connection, `FromSender` and `FromReceiver`, and `Pull`.
+`Event` the other way. Worker <-> worker: the messages of a KV connection, `FromSender` and `FromReceiver`, and `Pull`.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ class SequenceSpec:
     request_id: str
     choice_index: int
     token_ids: tuple[int, ...]
-    """Prompt, followed by the tokens already generated when a choice is resumed."""
+    """Prompt, followed by the tokens already generated if a choice is resumed."""
     num_prompt_tokens: int
     sampling: SamplingParams
-    """The router's choice: `max_tokens` and `seed` are set, but no `max_tokens` of a prefix that is only received."""
+    """The router's parameters: `seed` is set, and so is `max_tokens`, except for a prefix that is only received."""
     cache_seed: bytes
     attempt: int = 0
-    """One more each time the choice is placed again."""
+    """Counter that rises each time the choice is placed again."""
     priority: int = 0
     """Higher runs earlier."""
     ttft_s: float = math.inf
-    """Time within which the first token is due, from when the worker has received this."""
+    """Time within which the first token is due, from the worker's receipt of this message."""
     itl_s: float = math.inf
     """Objective: mean time between tokens."""
     num_expected_tokens: int = 0
-    """Expected tokens of the whole answer, for which a worker reserves room; 0: as many as its own settings say."""
+    """Expected tokens of the whole choice, for which a worker reserves memory; 0: the worker's setting decides."""
     hypotheses: Hypotheses = NO_HYPOTHESES
-    """Where a beam search goes on; the tokens then end with those that all its running beams begin with."""
+    """State from which a beam search continues; the tokens then end with the common prefix of its running beams."""
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the whole answer, those already generated included; 0 of a prefix that is only received."""
+        """Maximum tokens of the whole choice, including those already generated; 0 for a mere prefix."""
         return self.sampling.max_tokens or 0
 
     @property
     def seed(self) -> int:
-        """The seed of its random numbers, which the router has settled."""
+        """Seed of its random numbers, which the router has set."""
         assert self.sampling.seed is not None
         return self.sampling.seed
 
@@ -67,37 +67,37 @@ class SequenceSpec:
         return f"{scope}/{self.request_id}/{self.choice_index}/{self.attempt}"
 
     def prefix(self, num_tokens: int) -> SequenceSpec:
-        """The sequence's first tokens alone, whose KV is received: nothing of it is computed or drawn."""
+        """Return the sequence's first tokens alone, whose KV is received: nothing of it is computed or drawn."""
         sampling = replace(self.sampling, max_tokens=None)
         return replace(self, token_ids=self.token_ids[:num_tokens], num_prompt_tokens=num_tokens, sampling=sampling)
 
     @property
     def is_continued(self) -> bool:
-        """Whether the client has some of the answer already, from another worker."""
+        """True if the client already has some of the tokens, from another worker."""
         return len(self.token_ids) > self.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSource:
-    """A worker that is believed to hold a longer prefix of the prompt, from which it can be pulled."""
+    """A worker that presumably holds a longer prefix of the prompt, from which it can be pulled."""
 
     worker_id: str
     address: str
     """host:port of its KvControl service."""
     num_tokens: int
-    """Leading prompt tokens it is believed to hold."""
+    """Number of leading prompt tokens that it presumably holds."""
     incarnation: str = ""
     """The worker's incarnation, to which the proof of a call is bound; empty: its release does not announce it."""
     permit: bytes = b""
-    """The router's signed permit to pull them (`baton.trust.permits`); empty where the cluster has no secret."""
+    """The router's signed permit to pull them (`baton.trust.permits`); empty if the cluster has no secret."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """A worker's promise of blocks for one transfer into its cache."""
+    """A worker's reservation of blocks for one transfer into its cache."""
 
     transfer_id: str
-    """Ends in random characters: who knows it may send, so only the sender that the router has chosen is given it."""
+    """Ends in random characters. Any process that knows it may send, so only the chosen sender receives it."""
     generation: int
     """Unique per reservation in the life of the receiving process."""
     decode_worker_id: str
@@ -106,13 +106,13 @@ class Ticket:
     """The receiving worker's incarnation: one per process start."""
     kv_address: str
     num_tokens: int
-    """Tokens whose KV is transferred: all of a sequence, or all but the last one, which the receiver computes."""
+    """Number of tokens whose KV is transferred: all, or all but the last one, which the receiver computes."""
     skip_tokens: int
-    """Leading tokens whose blocks the receiver already holds; a multiple of its block size."""
+    """Number of leading tokens whose blocks the receiver already holds; a multiple of its block size."""
     wire_compat: str
     layout: KvLayout
     force_first_token: bool = False
-    """Whether the receiver has to be given the first token, since it cannot draw it from the KV that it asks for."""
+    """True if the receiver needs the first token, since it cannot draw it from the requested KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,18 +126,18 @@ class PrefillReport:
     prefill_s: float = 0.0
     """Time from that step to the first token."""
     num_pulled_tokens: int = 0
-    """Cached tokens that were not there when the request came."""
+    """Cached tokens that were not in the cache when the request arrived."""
     pull_s: float = 0.0
-    """Time that pulling them took; a part of `queue_s`."""
+    """Duration of their pull; a part of `queue_s`."""
     room_s: float = 0.0
-    """The part of `queue_s` in which the worker had no room to begin the next sequence."""
+    """The part of `queue_s` in which the worker had no capacity to start the next sequence."""
     prompt_scores: TokenScores = NO_SCORES
-    """Log probabilities of each prompt token but the first, where the request asks for them."""
+    """Log probabilities of each prompt token but the first, if the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The prompt is computed; the KV transfer of its KV goes on."""
+    """The prompt is computed; the transfer of its KV continues."""
 
     token_id: int | None
     """None: the worker's engine draws no token with a prompt, and the decode worker draws it."""
@@ -155,7 +155,7 @@ class Transferred:
     transfer_s: float
     """Time from the first chunk, or from the last token if that came first, to the acknowledged commit."""
     exposed_s: float
-    """The part of it that came after the first token: what no computing hid."""
+    """The part of it after the first token, which no computation hid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,36 +167,36 @@ class NewTokens:
     report: PrefillReport | None = None
     """Set in the first message of a worker that computed the prompt itself."""
     scores: TokenScores = NO_SCORES
-    """Log probabilities of the tokens, where the request asks for them."""
+    """Log probabilities of the tokens, if the request asks for them."""
     beams: tuple[Beam, ...] = ()
-    """All answers of a beam search, best first, in its last message, which has no tokens of its own."""
+    """All sequences of a beam search, best first, in its last message, which has no tokens."""
     num_searched: int = 0
-    """Tokens that a search's beams have drawn since the last message."""
+    """Number of tokens that a search's beams have drawn since the last message."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
-    """The worker computes a prompt and hands its KV over."""
+    """Request to compute a prompt and transfer its KV."""
 
     sequence: SequenceSpec
     ticket: Ticket | None
-    """Where the blocks go; None: they stay."""
+    """Destination of the blocks; None: they stay on this worker."""
     source: PrefixSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRequest:
-    """The worker generates an answer."""
+    """Request to generate a choice."""
 
     sequence: SequenceSpec
     await_kv: bool
-    """Whether another worker computes the prompt."""
+    """True if another worker computes the prompt."""
     source: PrefixSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FetchRequest:
-    """The worker pulls a prefix of the sequence, which will come here, into its cache."""
+    """Request to pull a prefix of the sequence, which will be placed here, into the cache."""
 
     sequence: SequenceSpec
     source: PrefixSource
@@ -204,37 +204,37 @@ class FetchRequest:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The pull of a prefix is over."""
+    """The pull of a prefix has ended."""
 
     num_tokens: int
-    """Tokens that came; 0: none did, for whatever reason."""
+    """Number of pulled tokens; 0 if the pull failed for any reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """The worker leaves its role: the choice should go on elsewhere. It is served here until the call is cancelled."""
+    """The worker leaves its role: the choice should be migrated. It is served here until the call is cancelled."""
 
     hypotheses: Hypotheses = NO_HYPOTHESES
-    """Where a beam search was by then; empty: the choice is none, or its search is served here to its end."""
+    """State of a beam search; empty: the choice is not a search, or its search is served here to its end."""
 
 
-# The stream of a router and a worker. A call is one choice on that worker; its id is one of that stream.
+# The stream between a router and a worker. A call is one choice on that worker; its id belongs to that stream.
 
 
 @dataclass(frozen=True, slots=True)
 class StartCall:
-    """A call begins."""
+    """Start of a call."""
 
     call_id: int
     request: PrefillRequest | DecodeRequest | FetchRequest | BatonError | None
-    """An error: why the worker does not even read it. None: a kind that this version does not know."""
+    """An error: the reason why the worker cannot even read it. None: a kind that this version does not know."""
     trace: Mapping[str, str]
     """W3C trace context, by header."""
 
 
 @dataclass(frozen=True, slots=True)
 class CancelCall:
-    """A call is left: whatever it holds on the worker is freed."""
+    """The router leaves a call: everything it holds on the worker is freed."""
 
     call_id: int
 
@@ -250,11 +250,11 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """The call's last event: nothing more comes, and nothing is held any more."""
+    """The call's last event: the worker sends nothing more and holds nothing for it."""
 
 
 Decoding = Ticket | NewTokens | Migrate
-"""The answers to the call of a choice that decodes on a worker."""
+"""Responses to the call of a choice that decodes on a worker."""
 Event = FirstToken | Transferred | Ticket | NewTokens | Fetched | Migrate | Failed | CallEnded
 
 
@@ -263,7 +263,7 @@ Event = FirstToken | Transferred | Ticket | NewTokens | Fetched | Migrate | Fail
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """The sender's first message: who it is, and what it can send."""
+    """The sender's first message: its identity and capabilities."""
 
     protocol_version: int
     worker_id: str
@@ -274,13 +274,13 @@ class Hello:
     rank: int
     """The sending rank."""
     peer_rank: int
-    """The receiving rank that is meant."""
+    """The addressed receiving rank."""
     host_id: str
-    """Equal where two processes can share memory."""
+    """Equal if two processes can share memory."""
     gpu_id: str = ""
-    """Equal where both ranks' caches are on one GPU; empty: on none, or not known."""
+    """Equal if both ranks' caches are on one GPU; empty: on none, or unknown."""
     gpu_uuid: str = ""
-    """The driver's name for the GPU of the rank's cache; empty: it is on none."""
+    """UUID of the GPU of the rank's cache in the driver; empty: it is on none."""
     plain_links: tuple[str, ...] = ()  # transports that may send KV unencrypted despite certificates
 
 
@@ -295,7 +295,10 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class SessionFailed:
-    """The receiver's last word: why the session is over. A session that ends without it has lost its receiver."""
+    """The receiver's last message: the reason why it ended the session.
+
+    Without it, the sender has lost its receiver.
+    """
 
     reason: str
 
@@ -307,12 +310,12 @@ class LinkReady:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """This side lives. From the sender it renews the leases of all transfers that it offered on the session."""
+    """This side is alive. From the sender it renews the leases of all transfers that it offered on the session."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """A value by which the two ends of a transport find each other."""
+    """A value with which the two ends of a transport connect."""
 
     key: str
     value: bytes
@@ -328,7 +331,7 @@ class Offer:
     num_chunks: int
     wire_dtype: str
     num_tokens: int
-    """Leading tokens that are offered: the ticket's, or fewer where a prefix is pulled."""
+    """Number of offered leading tokens: the ticket's, or fewer if a prefix is pulled."""
     chunk_bytes: int
     """Largest payload of a chunk."""
 
@@ -361,7 +364,7 @@ class CommitAck:
 
 @dataclass(frozen=True, slots=True)
 class Nack:
-    """The receiver refuses the transfer, or gives it up."""
+    """The receiver rejects or aborts the transfer."""
 
     transfer_id: str
     generation: int
@@ -370,7 +373,7 @@ class Nack:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The sender gives the transfer up."""
+    """The sender aborts the transfer."""
 
     transfer_id: str
     generation: int
@@ -379,7 +382,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class AbortAck:
-    """The receiver expects nothing more of the transfer, and frees its blocks."""
+    """The receiver has ended the transfer, and frees its blocks."""
 
     transfer_id: str
     generation: int
@@ -391,10 +394,10 @@ FromReceiver = Welcome | Rendezvous | LinkReady | Grant | CommitAck | Nack | Abo
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Asks a worker to send what it holds of a prefix to the ticket's worker."""
+    """Request to send the cached part of a prefix to the ticket's worker."""
 
     ticket: Ticket
     block_keys: tuple[bytes, ...]
-    """Chained keys of the prefix, one for each 16 tokens."""
+    """Chained keys of the prefix, one per 16 tokens."""
     permit: bytes = b""
-    """What the router gave with the `PrefixSource`."""
+    """The router's permit from the `PrefixSource`."""

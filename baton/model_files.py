@@ -1,4 +1,4 @@
-"""The JSON files of a model's folder, read the same way by routers and workers.
+"""JSON files of a model's folder, read in the same way by routers and workers.
 
 Transformers is not used: routers do not have it, and its import takes seconds.
 """
@@ -18,11 +18,11 @@ LLAMA_FAMILY = (
     "helium", "jais2", "llama", "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmoe", "phi3",
     "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
-"""Model types whose attention is what `paged_attention` computes; each is tested on a tiny random model."""
+"""Model types whose attention `paged_attention` computes; each is tested on a tiny random model."""
 RUNNABLE_QUANTIZATIONS = ("fp8",)
-"""Quantization methods whose weights transformers can restore by itself."""
+"""Quantization methods whose weights transformers can dequantize by itself."""
 ELSEWHERE = ("configuration_files", "transformers_weights", "fusion_config")
-"""Fields of config.json by which transformers would read other files than Baton has checked, or change its classes."""
+"""Fields of config.json that make transformers read files that Baton has not checked, or change its classes."""
 MAX_LENGTH = 2**24
 MOST = {
     "vocab_size": 2**21,
@@ -35,9 +35,9 @@ MOST = {
     "seq_length": MAX_LENGTH,
     "n_ctx": MAX_LENGTH,
 }
-"""Sizes in config.json by which memory is taken before a weight is read, and the largest that is believed."""
+"""Sizes in config.json that determine allocations before a weight is read, with the largest accepted values."""
 COUNTED, MOST_COUNTED = "num_", 2**16
-"""How names of numbers of layers, heads or labels begin, of each of which transformers makes an object or an entry."""
+"""Prefix and limit of numbers of layers, heads or labels; transformers creates an object for each of them."""
 BYTES_OF = {"tokenizer.json": 2**28, "model.safetensors.index.json": 2**26}
 """Files that may be longer than `MAX_BYTES`."""
 UNAPPLIED_UNLESS: dict[str, Any] = {
@@ -72,7 +72,7 @@ UNAPPLIED_UNLESS: dict[str, Any] = {
 
 
 def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    """The object that a file holds; none where the file is missing, unless it is required.
+    """Return the object in a JSON file; empty if the file is missing, unless it is required.
 
     Raises:
         ModelLoadError: it cannot be read.
@@ -84,32 +84,34 @@ def read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"Cannot read {path}: {error}") from error
     if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object.")
+        raise ModelLoadError(f"{path} must contain a JSON object")
     return value
 
 
 def of_text(config: Mapping[str, Any], name: str) -> Any:
-    """A field of the language model's configuration, which multimodal models nest."""
+    """Return a field of the language model's configuration, which multimodal models nest."""
     nested = config.get("text_config")
     value = nested.get(name) if isinstance(nested, dict) else None
     return config.get(name) if value is None else value
 
 
 def whole(value: Any) -> Any:
-    """Returns a number such as 50.0, as some languages write it, as a whole one; everything else as it is."""
+    """Return a float such as 50.0, which some languages write, as an integer; other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def unapplied_recommendations(folder: Path) -> dict[str, Any]:
-    """Recommendations of generation_config.json that this version does not apply, by name."""
+    """Return the recommendations of generation_config.json that this version does not apply, by name."""
     generation = read_json(folder / "generation_config.json")
     said = {name: generation.get(name) for name in UNAPPLIED_UNLESS}
     return {name: value for name, value in said.items() if value not in (None, [], UNAPPLIED_UNLESS[name])}
 
 
 def require_runnable(folder: Path) -> None:
-    """Refuses a folder that is not what it seems, and a checkpoint that is no causal language model, needs code of its
-    own, or has a quantization or an adapter that does not run.
+    """Reject a folder that this version cannot run.
+
+    Rejected are files that are not plain files of the folder, and checkpoints that are not causal language models, need
+    custom code, or have an unsupported quantization or an adapter.
 
     Raises:
         ModelLoadError: it is such a checkpoint; the message names its kind.
@@ -126,7 +128,7 @@ def require_runnable(folder: Path) -> None:
         )
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list):
-        raise ModelLoadError(f"{path} has architectures that are no list")
+        raise ModelLoadError(f"architectures in {path} must be a list")
     if architectures and not any(str(name).endswith(CAUSAL) for name in architectures):
         raise ModelLoadError(
             f"{folder} holds a {architectures[0]}, which does not generate text; this version runs checkpoints of "
@@ -147,7 +149,7 @@ def require_runnable(folder: Path) -> None:
 
 
 def named_code(config: Mapping[str, Any]) -> str:
-    """Returns the code of its own folder that a configuration names, such as `modeling_x.XForCausalLM`; empty: none."""
+    """Return the custom code that a configuration names, such as `modeling_x.XForCausalLM`; empty: none."""
     named = config.get("auto_map")
     if not named:
         return ""
@@ -156,10 +158,10 @@ def named_code(config: Mapping[str, Any]) -> str:
 
 
 def _require_known_type(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelLoadError for a model of a type that does not run, or that other files describe."""
+    """Raise ModelLoadError for a model type that does not run, or for fields that refer to other files."""
     kind = config.get("model_type")
     if not isinstance(kind, str):
-        said = "no model_type" if kind is None else "a model_type that is no text"
+        said = "no model_type" if kind is None else "a model_type that is not a string"
         raise ModelLoadError(f"{path} has {said}; this version runs models of type {', '.join(LLAMA_FAMILY)}")
     runs = f"it runs models of type {', '.join(LLAMA_FAMILY)}"
     if kind not in LLAMA_FAMILY:
@@ -182,7 +184,7 @@ def _require_known_type(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _require_sizes(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelLoadError for a number of the configuration that no model has."""
+    """Raise ModelLoadError for a size in the configuration that is out of range."""
     nested = config.get("text_config")
     for values in (config, nested if isinstance(nested, dict) else {}):
         for name, value in values.items():
@@ -194,10 +196,10 @@ def _require_sizes(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _require_plain(folder: Path) -> None:
-    """Refuses what is read as text and is no file of this folder: a pipe, a file that is too long, or a link elsewhere.
+    """Reject a text file that is a pipe, too long, or a link to a file outside the folder.
 
-    A chat template that links to a file of the user's would show it to every client. Links to a file of the same name
-    are how folders share a tokenizer, and the hub's cache links to its own blobs.
+    A chat template that links to a file of the user would show it to every client. Links to a file of the same name are
+    allowed, since folders share a tokenizer in this way, and the hub's cache links to its own blobs.
 
     Raises:
         ModelLoadError: the first such file.
@@ -208,12 +210,12 @@ def _require_plain(folder: Path) -> None:
         try:
             found = path.resolve(strict=True)
             if found.name != path.name and not any(found.is_relative_to(place) for place in own):
-                raise OSError(f"it is a link to {found}, which is no file of this folder")
+                raise OSError(f"it is a link to {found}, which is outside this folder")
             with open_plain(path) as file:
                 size, most = file.seek(0, 2), BYTES_OF.get(path.name, MAX_BYTES)
             if size > most:
-                raise OSError(f"it has {size:,} bytes, and may have {most:,}")
-        except (OSError, RuntimeError) as error:  # a link that leads to itself is a RuntimeError
+                raise OSError(f"it has {size:,} bytes; the limit is {most:,}")
+        except (OSError, RuntimeError) as error:  # a link to itself is a RuntimeError
             raise ModelLoadError(f"Cannot read {path}: {error}") from error
 
 

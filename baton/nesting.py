@@ -1,15 +1,15 @@
-"""How deeply JSON of a client is nested: what reads or writes it goes down with it."""
+"""Nesting depth of a client's JSON, over which parsers and writers recurse."""
 
 from __future__ import annotations
 
 from baton.errors import InvalidRequest
 
 MAX_LEVELS = 64
-"""Deepest nesting of a client's JSON."""
+"""Maximum nesting depth of a client's JSON."""
 
 
 def levels(value: object) -> int:
-    """Returns how many levels of objects and lists a JSON value has, itself included."""
+    """Return the number of nested objects and lists in a JSON value, including itself."""
     count, layer = 0, [value]
     while layer:
         count += 1
@@ -21,7 +21,7 @@ def levels(value: object) -> int:
 
 
 def check_levels(value: object, name: str) -> None:
-    """Raises InvalidRequest for a JSON value that is nested too deeply.
+    """Raise InvalidRequest for a JSON value that is nested too deeply.
 
     Args:
         name: the field that has it.

@@ -1,7 +1,7 @@
-"""Files and folders that no other user of this machine can have written: what is loaded as code, or believed, is there.
+"""Files and folders that no other user of this machine can have written, for loaded code and trusted data.
 
-A cache that several users share, or a folder below one that all may write to, may hold what somebody else has put under
-the name that is expected.
+A cache that several users share, or a folder below one that all may write to, may hold a file that another user has put
+under the expected name.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ ROOT = 0
 
 
 class ForeignFile(PermissionError):
-    """Another user of this machine owns it, or may have written it."""
+    """Another user of this machine owns the file, or may have written it."""
 
 
 @contextmanager
 def open_own(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file to be read, which stays the one that was looked at whatever its path leads to later.
+    """Open a file for reading; it stays the checked file even if its path changes later.
 
     Raises:
-        ForeignFile: another user may have written it, or it is a link or no regular file.
-        OSError: it is not there, or may not be read.
+        ForeignFile: another user may have written it, or it is a link or not a regular file.
+        OSError: it does not exist, or may not be read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -39,7 +39,7 @@ def open_own(path: Path) -> Iterator[BinaryIO]:
     try:
         state = os.fstat(descriptor)
         if not stat.S_ISREG(state.st_mode):
-            raise ForeignFile(f"{path} is no regular file")
+            raise ForeignFile(f"{path} is not a regular file")
         _require_own(path, state)
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             yield file
@@ -48,11 +48,12 @@ def open_own(path: Path) -> Iterator[BinaryIO]:
 
 
 def make_own(folder: Path) -> None:
-    """Makes a folder in which this user alone writes. One of its own that others may write to is closed to them.
+    """Create a folder that only this user can write to. An own folder that others may write to is closed to them.
 
     Raises:
-        ForeignFile: it is there, and is another user's, or root's and others may write to it, or it is a link.
-        OSError: it cannot be made.
+        ForeignFile: it exists, and belongs to another user, or belongs to root and others may write to it, or is a
+            link.
+        OSError: it cannot be created.
     """
     with suppress(FileExistsError):
         folder.mkdir(parents=True, mode=0o755)
@@ -64,7 +65,7 @@ def make_own(folder: Path) -> None:
 
 
 def why_foreign(folder: Path) -> str:
-    """Returns why `make_own` would refuse a folder that is there; empty: it would not, or there is none."""
+    """Return why `make_own` would reject an existing folder; empty: it would not, or there is none."""
     try:
         state = folder.lstat()
         if state.st_uid == os.geteuid() and not stat.S_ISLNK(state.st_mode):
@@ -78,7 +79,7 @@ def why_foreign(folder: Path) -> str:
 
 
 def close_to_others(folder: Path) -> None:
-    """Takes the right to write to a folder of this user's, and to the files in it, from all others. Raises OSError."""
+    """Remove other users' write permission from a folder of this user and from the files in it. Raises OSError."""
     for path in (folder, *folder.iterdir()):
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~OTHERS_WRITE)
 

@@ -12,21 +12,20 @@ from pathlib import Path
 
 PREFIX = "baton-"
 LOCK = "in-use"
-"""File that its owner holds locked; the lock ends with the owner, however that ends."""
+"""File that its owner keeps locked; the lock ends with the owner, however the owner ends."""
 
 
 @contextlib.contextmanager
 def own_folder(parent: Path | None = None, *, stays: bool = False) -> Generator[Path]:
-    """A folder of this process, which nobody else may look into. Folders that processes have left which have ended are
-    removed first.
+    """Context manager: yield a private folder of this process. Removes folders of ended processes first.
 
     Args:
         parent: by default the system's temporary folder.
-        stays: whether it is left when the block ends, until the next one is made; otherwise it is gone then.
+        stays: whether it stays after the context exits, until the next one is created; otherwise it is removed.
     """
     parent = parent or Path(tempfile.gettempdir())
     _remove_left(parent)
-    # Nobody looks into it before it is locked: it has another name until then.
+    # No process checks it before it is locked: it has another name until then.
     made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
     with (made / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -18,25 +18,25 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 NOT_RUN = 127
-"""Exit status of the script: the command could not be run. A shell's is the same."""
+"""Exit status of the script if the command could not be run, as in a shell."""
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """This process gets the signal when its parent, `parent`, dies, however it dies.
+    """Make this process receive the signal when its parent, `parent`, dies for any reason.
 
-    Linux ties this to the *thread* that started this process, so that one has to live as long as the parent. Other
-    systems have no such thing.
+    Linux ties this to the *thread* that started this process, so that thread must live as long as the parent. Other
+    systems do not support this.
     """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         os._exit(1)
 
 
 def _become(parent: str, number: str, ignored: str, _separator: str, *command: str) -> None:
     die_with(int(parent), signal.Signals(int(number)))
-    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, which a program would inherit
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and a program would inherit that
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     for each in filter(None, ignored.split(",")):
         signal.signal(int(each), signal.SIG_IGN)

@@ -1,8 +1,8 @@
-"""Reads small files that strangers have written, such as a model's configuration, and believes nothing of them.
+"""Reader of small untrusted files, such as a model's configuration.
 
 Such a file may be a pipe that never ends, be longer than the memory, or hold a document that takes a hundred times its
-own size once it is parsed. So its kind and its size are known before it is read, and the number of its parts before it
-is parsed.
+size once it is parsed. So its kind and its size are checked before it is read, and the number of its parts before it is
+parsed.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Any, BinaryIO
 
 MAX_BYTES = 16 * 2**20
 MAX_PARTS = 1_000_000
-"""Values of a document. The longest list of a checkpoint's tensors that is known has a tenth of them."""
+"""Maximum number of values in a document. The longest known list of a checkpoint's tensors has a tenth of them."""
 MAX_DEPTH = 64
 LFS_POINTER = b"version https://git-lfs"
-"""A pointer of Git LFS begins with this: a small text, which stands in for a large file until that is fetched."""
+"""Start of a Git LFS pointer: a small text in place of a large file that has not been fetched."""
 NOT_FETCHED = "it is a pointer of Git LFS, whose file was not fetched: run `git lfs pull` in the folder"
 SURROGATE = (b"\\ud", b"\\uD")
 
 
 @contextmanager
 def open_plain(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file to be read, and does not wait for one that is a pipe.
+    """Open a file for reading, without waiting if it is a pipe.
 
     Raises:
-        OSError: there is none, or it is no regular file.
+        OSError: it does not exist, or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             yield file
     finally:
@@ -43,10 +43,10 @@ def open_plain(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_plain(path: Path, most: int = MAX_BYTES) -> bytes:
-    """Returns what a file holds.
+    """Return the contents of a file.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or has more than `most` bytes.
+        OSError: it cannot be read, is not a regular file, or has more than `most` bytes.
     """
     with open_plain(path) as file:
         content = file.read(most + 1)
@@ -56,10 +56,10 @@ def read_plain(path: Path, most: int = MAX_BYTES) -> bytes:
 
 
 def parse_json(content: bytes) -> Any:
-    """Returns the value of a JSON document.
+    """Return the value of a JSON document.
 
     Raises:
-        ValueError: it is a pointer of Git LFS, is no valid JSON in UTF-8, has more than `MAX_PARTS` parts, or more than
+        ValueError: it is a Git LFS pointer, is not valid JSON in UTF-8, has more than `MAX_PARTS` parts, or more than
             `MAX_DEPTH` levels.
     """
     if content.startswith(LFS_POINTER):
@@ -76,7 +76,7 @@ def parse_json(content: bytes) -> Any:
     if level:
         raise ValueError(f"it has more than {MAX_DEPTH} levels")
     if any(mark in content for mark in SURROGATE):
-        json.dumps(value, ensure_ascii=False).encode()  # half a character is no text: a ValueError
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be encoded: a ValueError
     return value
 
 

@@ -1,4 +1,4 @@
-"""What a tenant has left of its limits, as its clients may see it."""
+"""Remaining quota of a tenant, as shown to its clients."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class RateLimit:
     limit: int
     remaining: int
     reset_s: float
-    """Seconds until all of it is there again, if nothing is asked meanwhile."""
+    """Seconds until the full limit is available again, without further requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """The limits of a tenant that are rates, as they were when a request was admitted or refused."""
+    """Rate limits of a tenant, as they were when a request was admitted or rejected."""
 
     requests: RateLimit | None = None
-    """None: its requests are not limited."""
+    """None: the number of requests is not limited."""
     tokens: RateLimit | None = None
-    """The limit of tokens, a minute or a day, of which less is left; None: there is none."""
+    """The token limit, per minute or per day, with the smaller rest; None: there is none."""
 
 
 UNLIMITED = Quota()

@@ -1,4 +1,4 @@
-"""What a client asks of sampling, validated."""
+"""Sampling parameters of a request, validated."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 4096
-"""Each token of an answer is looked up among them."""
+"""Limit, because each generated token is looked up among them."""
 MAX_LISTED_TOKENS = 1024
-"""Most tokens with a bias, and most tokens that an answer may be limited to."""
+"""Maximum number of tokens with a bias, and of tokens to which an output may be limited."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 64
 MAX_BAD_TOKENS = 4096
-"""Most tokens of all bad words: the parameters of a request travel with each of its attempts."""
+"""Maximum number of tokens of all bad words: the parameters of a request are sent with each of its attempts."""
 MAX_DRY_BREAKERS = 64
 MIN_REPETITION_PENALTY = 0.01
 MAX_PENALTY = 2.0
-"""Bound of OpenAI's for presence and frequency penalty, on either side of 0."""
+"""OpenAI's bound for presence and frequency penalty, on either side of 0."""
 MAX_BIAS = 100.0
-"""Bound of OpenAI's for a bias, on either side of 0."""
+"""OpenAI's bound for a bias, on either side of 0."""
 MAX_LOGPROBS = 20
 MAX_DRY = 100.0
 MAX_DRY_BASE = 4.0
 MAX_DRY_LENGTH = 50
-"""Tokens of a repetition that are counted; longer ones count as this long."""
+"""Maximum number of tokens of a repetition that are counted; longer ones count as this long."""
 MAX_REASONING_END = 16
-"""Most tokens that end a reasoning."""
+"""Maximum number of tokens that end reasoning."""
 MAX_LENGTH_PENALTY = 10.0
 MAX_INT32 = 2**31 - 1
 DRY_BREAKERS = ("\n", ":", '"', "*")
-"""Texts that end a repetition, as DRY's author proposes them."""
+"""Texts that end a repetition, as proposed by DRY's author."""
 
 
 class FinishReason(StrEnum):
@@ -50,28 +50,28 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """`max_tokens` or the context window is used up."""
     TOOL_CALLS = "tool_calls"
-    """The answer has called tools, and has stopped. Only routers say so."""
+    """The choice has called tools and has stopped. Only routers set this."""
     CONTENT_FILTER = "content_filter"
-    """The operator's moderation has ended it. Only routers say so."""
+    """The operator's moderation has ended it. Only routers set this."""
 
 
 class EarlyStopping(StrEnum):
-    """When a beam search that has found as many answers as it has beams comes to its end (transformers' rules)."""
+    """Time at which a beam search ends that has as many finished sequences as beams (transformers' rules)."""
 
     TRUE = "true"
     """At once."""
     FALSE = "false"
-    """When the best beam, as long as it is, is worse than the worst answer."""
+    """When the best beam, at its current length, is worse than the worst finished sequence."""
     NEVER = "never"
-    """When no beam, however long it gets, can be better than the worst answer."""
+    """When no beam, whatever its length, can be better than the worst finished sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling of one request. Constructing it validates it.
+    """Sampling parameters of one request. Constructing it validates them.
 
     Raises:
-        InvalidRequest: a value is outside its range; the message says the range.
+        InvalidRequest: a value is outside its range; the message names the range.
     """
 
     max_tokens: int | None = None
@@ -87,124 +87,129 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1
     best_of: int | None = None
-    """Answers of which the `n` with the best mean log probability come, once all have ended; None: `n`."""
+    """Number of choices generated, of which the `n` with the best mean log probability are returned; None: `n`."""
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Likeliest tokens whose log probabilities come with each token's own; None: no log probabilities."""
+    """Number of likeliest tokens returned with each token's log probability; None: no log probabilities."""
     logprob_token_ids: tuple[int, ...] = ()
-    """Tokens whose log probabilities come in place of the likeliest ones'."""
+    """Tokens whose log probabilities are returned instead of the likeliest ones'."""
     prompt_logprobs: int | None = None
-    """Likeliest tokens whose log probabilities come with those of each prompt token but the first; None: none."""
+    """Number of likeliest tokens returned with the log probability of each prompt token but the first; None: none."""
     min_tokens: int = 0
-    """Tokens of the answer before which nothing ends it: neither end of sequence nor a stop id or stop string."""
+    """Minimum number of generated tokens. End of sequence, stop ids and stop strings are ignored before that."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative ones, of all tokens in prompt and answer."""
+    """Divides positive logits, and multiplies negative ones, of all tokens in prompt and output."""
     presence_penalty: float = 0.0
-    """Is taken from the logit of every token that the answer has."""
+    """Subtracted from the logit of every token that the output contains."""
     frequency_penalty: float = 0.0
-    """Is taken from a token's logit as often as the answer has the token."""
+    """Subtracted from a token's logit once per occurrence of the token in the output."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of a token id and what is added to its logit, by rising id."""
+    """Token ids with the bias added to their logits, by rising id."""
     bad_words: tuple[str, ...] = ()
-    """Texts that the answer must not have; the router turns them into `bad_word_ids`."""
+    """Texts that the output must not contain; the router converts them to `bad_word_ids`."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens whose last one is never drawn after the others."""
     allowed_token_ids: tuple[int, ...] = ()
     """The only tokens that are drawn; empty: all."""
     typical_p: float = 1.0
-    """Mass of the tokens kept whose information is nearest to the expected one; 1: all."""
+    """Keep the tokens whose surprisal is closest to the distribution's entropy, up to this probability; 1: all."""
     dry_multiplier: float = 0.0
     """Penalty of a token that would repeat `dry_allowed_length` tokens and itself; 0: none."""
     dry_base: float = 1.75
-    """The penalty grows by this factor with each further token that would be repeated."""
+    """Factor by which the penalty grows with each further repeated token."""
     dry_allowed_length: int = 2
     dry_range: int = 0
-    """Last tokens of prompt and answer among which repetitions are looked for; 0: all."""
+    """Number of last tokens of prompt and output in which repetitions are searched; 0: all."""
     dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS
-    """Texts that no repetition goes beyond; the router turns them into `dry_breaker_ids`."""
+    """Sequence breakers: DRY does not match repetitions across these texts.
+
+    The router converts them to `dry_breaker_ids`.
+    """
     dry_breaker_ids: tuple[int, ...] = ()
     xtc_probability: float = 0.0
-    """Probability with which the likeliest tokens are excluded, but for the least likely of those above
-    `xtc_threshold`; 0: never."""
+    """Probability with which the likeliest tokens are excluded; 0: never.
+
+    The least likely of those above `xtc_threshold` is kept.
+    """
     xtc_threshold: float = 0.1
     include_stop_str_in_output: bool = False
-    """Whether the text that ends the answer, a stop string's or a stop token's, is part of it."""
+    """True if the text that ends the choice, a stop string's or a stop token's, is part of the output."""
     skip_special_tokens: bool = True
-    """Whether special tokens have no text."""
+    """True if special tokens have no text."""
     xtc_exempt_token_ids: tuple[int, ...] = ()
-    """Tokens besides those that end an answer which XTC never excludes: where it would, it excludes none."""
+    """Tokens, in addition to end tokens, that XTC never excludes: if it would, it excludes none."""
     structured_outputs: StructuredOutputs | None = None
-    """What the answer must be, once its reasoning is over; None: any text."""
+    """Structure of the output after its reasoning; None: any text."""
     reasoning_end_ids: tuple[int, ...] = ()
-    """Tokens that end the reasoning with which the answer begins; empty: it begins with none."""
+    """Tokens that end the reasoning at the start of the output; empty: there is no reasoning."""
     reasoning_begin_id: int | None = None
-    """The token that begins the reasoning, if it is the answer's first; None: the answer begins inside of it."""
+    """Token that starts the reasoning if it comes first; None: the output starts inside of the reasoning."""
     thinking_budget: int | None = None
-    """Tokens of the reasoning after which those that end it are forced; None: it takes as many as it takes."""
+    """Number of reasoning tokens after which the end tokens are forced; None: unlimited."""
     use_beam_search: bool = False
-    """Whether the answers are the `n` best that a beam search finds; nothing is drawn then."""
+    """True for a beam search, which returns the `n` best sequences; no token is drawn at random then."""
     beam_width: int | None = None
-    """Beams of the search; None: `n`."""
+    """Number of beams; None: `n`."""
     length_penalty: float = 1.0
-    """An answer's score is its log probability, divided by its number of tokens to the power of this."""
+    """Exponent of the length by which a sequence's log probability is divided to give its score."""
     early_stopping: str = EarlyStopping.FALSE
     """One of `EarlyStopping`."""
 
     @property
     def needs_history(self) -> bool:
-        """Whether a draw depends on the tokens before it."""
+        """True if a draw depends on earlier tokens."""
         repeats = self.penalizes or self.dry_multiplier != 0
         return repeats or self.is_structured or any(len(word) > 1 for word in self.bad_word_ids)
 
     @property
     def penalizes(self) -> bool:
-        """Whether a token loses because the text has it already, by any of the penalties but DRY."""
+        """True if any penalty but DRY lowers tokens that the text already contains."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether logits are changed before the best token or a random one is taken."""
+        """True if logits are changed before a token is chosen."""
         lists = self.logit_bias or self.bad_word_ids or self.allowed_token_ids
         return bool(lists) or self.min_tokens > 0 or self.dry_multiplier != 0 or self.penalizes or self.is_structured
 
     @functools.cached_property
     def is_plain(self) -> bool:
-        """Whether tokens alone are asked for, one after the other, that the logits decide as they are."""
+        """True if tokens are drawn one by one from unchanged logits and returned without scores."""
         return not (self.adjusts_logits or self.wants_scores or self.use_beam_search)
 
     @property
     def is_structured(self) -> bool:
-        """Whether the tokens so far decide which ones may come next."""
+        """True if the tokens so far determine the allowed next tokens."""
         return self.structured_outputs is not None or self.thinking_budget is not None
 
     @property
     def num_answers(self) -> int:
-        """How many answers are drawn."""
+        """Number of choices that are generated."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def num_beams(self) -> int:
-        """How many sequences an engine computes side by side for a choice: the beams of a search, or one."""
+        """Number of sequences that an engine computes in parallel for a choice: the beams of a search, or one."""
         return (self.beam_width or self.n) if self.use_beam_search else 1
 
     @property
     def comes_at_once(self) -> bool:
-        """Whether nothing is known of the answers before all of them are there."""
+        """True if the choices are known only when all of them are complete."""
         return self.use_beam_search or self.is_selected
 
     @property
     def is_selected(self) -> bool:
-        """Whether the client gets some of the answers that are drawn."""
+        """True if the client gets only some of the generated choices."""
         return self.num_answers > self.n
 
     @property
     def wants_scores(self) -> bool:
-        """Whether log probabilities come with the tokens."""
+        """True if log probabilities are returned with the tokens."""
         return self.logprobs is not None or bool(self.logprob_token_ids)
 
     @property
     def named_token_ids(self) -> dict[str, tuple[int, ...]]:
-        """All token ids that the parameters name, by field."""
+        """Return all token ids that the parameters name, by field."""
         return {
             "stop_token_ids": self.stop_token_ids,
             "logprob_token_ids": self.logprob_token_ids,
@@ -219,14 +224,15 @@ class SamplingParams:
 
     @functools.cached_property
     def asked(self) -> Mapping[str, Any]:
-        """What is not at its default, by name: of most requests two or three values."""
+        """Non-default values, by name: two or three for most requests."""
         values = _of_all(self)
         differ = map(operator.ne, values, _DEFAULTS.values())
         return dict(itertools.compress(zip(_DEFAULTS, values, strict=True), differ))
 
     def seeded(self, seed: int) -> SamplingParams:
-        """Returns the same with this seed, which the caller knows to be in range: nothing is checked again, as it would
-        be for each of the requests that set none.
+        """Return a copy with this seed, which the caller guarantees to be in range.
+
+        Nothing is validated again, which saves time for each request without a seed.
         """
         copy = object.__new__(SamplingParams)
         vars(copy).update(vars(self), seed=seed, asked={**self.asked, "seed": seed})
@@ -276,7 +282,7 @@ class SamplingParams:
             _require_length(stop, "stop")
 
     def _check_adjustments(self) -> None:
-        """Checks what changes logits."""
+        """Check what changes logits."""
         penalty = self.repetition_penalty
         _require(MIN_REPETITION_PENALTY <= penalty <= MAX_PENALTY, "repetition_penalty",
                  f"between {MIN_REPETITION_PENALTY} and {MAX_PENALTY:g}", penalty)  # fmt: skip

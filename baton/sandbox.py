@@ -1,11 +1,11 @@
-"""The inner end of a sandbox: a process that answers questions about what a client or a model's folder has written.
+"""Inner end of a sandbox: a process that answers questions about untrusted texts of a client or a model's folder.
 
-Such texts are programs, or become programs: some have no end, some take all memory, some end the process. So a question
-has a bound on the processor's time that it takes, and the process one on its memory. `router.prompt.sandboxes` is the
-outer end, which starts processes and ends them.
+Such texts are programs, or become programs: some never end, some exhaust the memory, some crash the process. So each
+question has a limit on its processor time, and the process has one on its memory. `router.prompt.sandboxes` is the
+outer end, which starts and ends processes.
 
-Question and answer are a frame each on one socket, the process' standard input: a byte that says of which kind the
-answer is, the number of bytes that follow, and these.
+Question and answer are one frame each on one socket, the process' standard input: a byte with the kind of the answer,
+the number of bytes that follow, and these bytes.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ HEADER = struct.Struct(">BI")
 
 
 class ReplyKind(IntEnum):
-    """How a question ended."""
+    """Outcome of a question."""
 
     ANSWERED = 0
     REFUSED = 1
-    """The answer is a sentence that says what is wrong with the question."""
+    """The answer is a sentence that says why the question is invalid."""
     TOO_DEEP = 2
-    """The question needs a deeper stack than there is."""
+    """The question needs a deeper stack than is available."""
     EXHAUSTED = 3
-    """The question needs more memory than the process may have, which ends."""
+    """The question needs more memory than the process may have; the process ends."""
     TOO_LONG = 4
-    """The process was ended: the question took more of the processor's time than it may."""
+    """The process was ended: the question exceeded its processor time."""
     FATAL = 5
-    """The question has ended the process."""
+    """The question has crashed the process."""
     LATE = 6
-    """The process was ended: it did not get to answer in time."""
+    """The process was ended: it did not answer in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """What the questions of a sandbox may take."""
+    """Limits on the questions of a sandbox."""
 
     set_up_s: float
-    """Seconds of the processor's time of the first frame."""
+    """Processor seconds of the first frame."""
     cpu_s: float
-    """Seconds of the processor's time of a question."""
+    """Processor seconds of a question."""
     memory_bytes: int
-    """Memory of the process, beyond what it has when it starts. Linux alone holds it to that."""
+    """Memory of the process in addition to its memory at the start. Only Linux enforces this."""
 
 
 def serve(
     parent: int, limits: SandboxLimits, set_up: Callable[[bytes], None], answer: Callable[[bytes], bytes]
 ) -> None:
-    """Answers one question after the other, until the outer end closes the socket.
+    """Answer one question after the other, until the outer end closes the socket.
 
     Args:
         parent: the process that has started this one, and with which it ends.
-        set_up: takes the first frame, which says what this process is for.
-        answer: takes all others. Both raise InvalidRequest for what is wrong with them.
+        set_up: takes the first frame, which configures the process.
+        answer: takes all others. Both raise InvalidRequest for an invalid frame.
     """
     die_with(parent)
     _limit_memory(limits.memory_bytes)
@@ -81,7 +81,7 @@ def serve(
     while kind is not ReplyKind.EXHAUSTED and (head := _received(connection, HEADER.size)):
         _, num_bytes = HEADER.unpack(head)
         question = _received(connection, num_bytes)
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends the process, whatever it is doing
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # SIGPROF ends the process in any state
         kind, text = _answered(takes, question)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         connection.sendall(HEADER.pack(kind, len(text)) + text)
@@ -100,7 +100,7 @@ def _answered(answer: Callable[[bytes], bytes], question: bytes) -> tuple[ReplyK
 
 
 def _received(connection: socket.socket, num_bytes: int) -> bytes:
-    """Returns so many bytes; fewer: the outer end has closed the socket."""
+    """Return this many bytes; fewer if the outer end has closed the socket."""
     received = bytearray()
     while len(received) < num_bytes and (piece := connection.recv(min(num_bytes - len(received), 2**20))):
         received += piece

@@ -1,4 +1,4 @@
-"""What a model thought of the tokens that were drawn."""
+"""Log probabilities of drawn tokens in the model's distribution."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Log probabilities of consecutive tokens, by the model's own distribution: before temperature, penalties and the
-    like. What is given is kept as arrays: a token with 20 others takes 0.5 KB, and as Python's numbers 1.5.
+    """Log probabilities of consecutive tokens, by the model's distribution before temperature, penalties and the like.
+
+    The values are stored as arrays: a token with 20 others takes 0.5 KB, instead of 1.5 KB as Python's numbers.
 
     Raises:
-        ValueError: there are not as many likeliest tokens for each one.
+        ValueError: the number of likeliest tokens differs between tokens.
     """
 
     logprobs: Sequence[float] = ()
-    """The log probability of each token; empty: nobody asked."""
+    """Log probability of each token; empty: none were requested."""
     top_ids: Sequence[int] = ()
-    """The likeliest tokens in each one's place, best first, as many for each."""
+    """Likeliest tokens at each position, best first, the same number for each."""
     top_logprobs: Sequence[float] = ()
 
     def __post_init__(self) -> None:
@@ -31,7 +32,7 @@ class TokenScores:
             if not isinstance(given := getattr(self, name), array):
                 object.__setattr__(self, name, array(code, given))
 
-    def __hash__(self) -> int:  # arrays have none
+    def __hash__(self) -> int:  # arrays are not hashable
         return hash((*self.logprobs, *self.top_ids, *self.top_logprobs))
 
     def __len__(self) -> int:
@@ -39,24 +40,24 @@ class TokenScores:
 
     @property
     def num_top(self) -> int:
-        """The number of likeliest tokens for each one."""
+        """Number of likeliest tokens at each position."""
         return len(self.top_ids) // len(self.logprobs) if self.logprobs else 0
 
     def part(self, begin: int, end: int) -> TokenScores:
-        """Returns the scores of some of the tokens."""
+        """Return the scores of some of the tokens."""
         if not self.logprobs or (begin == 0 and end >= len(self.logprobs)):
             return self
         tops = slice(begin * self.num_top, end * self.num_top)
         return TokenScores(self.logprobs[begin:end], self.top_ids[tops], self.top_logprobs[tops])
 
     def top(self, index: int) -> list[tuple[int, float]]:
-        """Returns the likeliest tokens in the place of one, best first, with their log probabilities."""
+        """Return the likeliest tokens at a position, best first, with their log probabilities."""
         tops = slice(index * self.num_top, (index + 1) * self.num_top)
         return list(zip(self.top_ids[tops], self.top_logprobs[tops], strict=True))
 
     @staticmethod
     def joined(parts: Iterable[TokenScores]) -> TokenScores:
-        """Returns the scores of all tokens, one part after the other."""
+        """Return the scores of all tokens, one part after the other."""
         kept = [part for part in parts if part.logprobs]
         if len(kept) <= 1:
             return kept[0] if kept else NO_SCORES
@@ -68,48 +69,48 @@ class TokenScores:
 
 
 _CODES = {"logprobs": "d", "top_ids": "I", "top_logprobs": "d"}
-"""The array's type code of each field."""
+"""Type code of each field's array."""
 NO_SCORES = TokenScores()
 
 
 class Candidates(NamedTuple):
-    """The likeliest next tokens of a sequence, in falling order, where more than one is of interest."""
+    """Likeliest next tokens of a sequence, in falling order, if more than one is of interest."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """The log probability of each, among those that penalties, biases and structure leave."""
+    """Log probability of each, among those that penalties, biases and structure leave."""
     scores: tuple[TokenScores, ...] = ()
-    """What the model thought of each one; empty: nobody asked."""
+    """Scores of each one by the model; empty: none were requested."""
 
 
 class Sampled(NamedTuple):
-    """What came of the rows of a step, each of which is to give a sequence's next token."""
+    """Results of a step's rows, each of which draws a sequence's next token."""
 
     token_ids: list[int]
-    """One for each row; of a row that failed, or that a beam search looks at, any."""
+    """One token per row; undefined for a row that failed or belongs to a beam search."""
     scores: list[TokenScores] | None = None
     """Scores of each token; None: no row asks for them."""
     failures: Mapping[int, str] = {}
-    """Why rows have no token, by row."""
+    """Reasons why rows have no token, by row."""
     candidates: Mapping[int, Candidates] = {}
     """Next tokens of the rows of beam searches, by row."""
 
 
 class Drawn(NamedTuple):
-    """What came of the parts of a step that sample."""
+    """Results of the parts of a step that sample."""
 
     token_ids: list[tuple[int, ...]]
-    """The tokens of each part: of one that failed, or that a beam search looks at, none."""
+    """Tokens of each part; none for a part that failed or belongs to a beam search."""
     scores: list[TokenScores] | None = None
     """Scores of each part's tokens; None: no part asks for them."""
     failures: Mapping[int, str] = {}
-    """Why parts have no token, by part."""
+    """Reasons why parts have no token, by part."""
     candidates: Mapping[int, Candidates] = {}
     """Next tokens of the parts of beam searches, by part."""
 
     @classmethod
     def one_each(cls, sampled: Sampled) -> Drawn:
-        """Returns the same of parts of which each has one row."""
+        """Return the results of parts that have one row each."""
         without = sampled.candidates
         token_ids: list[tuple[int, ...]] = [(token_id,) for token_id in sampled.token_ids]
         for row in without:
@@ -117,7 +118,7 @@ class Drawn(NamedTuple):
         return cls(token_ids, sampled.scores, sampled.failures, without)
 
     def in_order(self, parts: Sequence[int]) -> Drawn:
-        """Returns the same with the parts in another order: the first one is that of the first index, and so on."""
+        """Return the results with the parts reordered: the first one is the part of the first index, and so on."""
         return Drawn(
             [self.token_ids[part] for part in parts],
             [self.scores[part] for part in parts] if self.scores else None,

@@ -1,4 +1,4 @@
-"""The structure that a client asks of an answer: JSON, a schema, a regular expression, choices or a grammar."""
+"""Structured outputs that a client requests: JSON, a schema, a regular expression, choices or a grammar."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from baton.errors import InvalidRequest
 from baton.json_schema import OF_GRAMMAR, Path, without
 
 MAX_GRAMMAR_BYTES = 128 * 1024
-"""Longest schema or grammar, and most of all choices together, in UTF-8."""
+"""Limit in UTF-8 bytes of a schema or grammar, and of all choices together."""
 MAX_REGEX_BYTES = 4 * 1024
 MAX_STRUCTURE_CHOICES = 1024
 COMPILE_S = 1.0
-"""Seconds of the processor's time after which a structure is too costly."""
+"""Processor seconds after which a structure is too costly."""
 _CANNOT = "sampling.structured_outputs cannot be served: "
 LARK_HEAD = "%llguidance {}"
-"""A grammar that begins with this is in Lark's notation, whatever is in its texts."""
+"""A grammar that starts with this is in Lark's notation, whatever its literals contain."""
 MAX_WHITESPACE = 20
-"""Characters of white space between two tokens of JSON: enough to indent, and no model goes on for ever."""
+"""Maximum white space between two tokens of JSON: enough to indent, and it stops a model from padding forever."""
 JSON_OPTIONS: dict[str, Any] = {
     "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{MAX_WHITESPACE}}}",
-    "lenient": False,  # what is not known would be left out
-    "coerce_one_of": False,  # an answer might be two of them
+    "lenient": False,  # unknown keywords would be left out
+    "coerce_one_of": False,  # a value might match two of them
 }
-"""Options of llguidance for JSON. These stand in place of a schema's own `x-guidance`."""
+"""Options of llguidance for JSON. They replace a schema's own `x-guidance`."""
 LOOSE_OPTIONS = JSON_OPTIONS | {"coerce_one_of": True}
-"""Options for a schema of which as much is enforced as can be."""
+"""Options for a schema that is enforced as far as possible."""
 PLACE, LOOSE, _ = OF_GRAMMAR
-"""Keywords of a schema within a grammar: where in the request it is, and that what cannot be enforced is left out."""
+"""Keywords of a schema within a grammar: its position in the request, and permission to leave keywords out."""
 _AFTER_COMPLAINT = re.compile(r"\n(?:<state>|\s*while processing )")
 _JSON_RULE = "%json "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What every answer must be. One field is set; the names are vLLM's. Constructing it checks the sizes.
+    """Structure of every output. One field is set; the names are vLLM's. Constructing it checks the sizes.
 
     Raises:
         InvalidRequest: none or several are set, or one is too large.
@@ -50,7 +50,7 @@ class StructuredOutputs:
     """Any JSON object."""
     regex: str = ""
     choice: tuple[str, ...] = ()
-    """The answer is one of these texts."""
+    """The output is one of these texts."""
     grammar: str = ""
     """A context-free grammar, in Lark's notation or llama.cpp's GBNF."""
 
@@ -78,16 +78,16 @@ class PlacedSchema(NamedTuple):
 
     schema: Mapping[str, Any]
     place: str
-    """The request's field that has it, such as tools[0].function.parameters."""
+    """Field of the request that has it, such as tools[0].function.parameters."""
     is_loose: bool
-    """Whether what of it cannot be enforced is left out; else that is refused."""
+    """True if parts that cannot be enforced are left out; otherwise the schema is rejected."""
     begin: int
-    """Where in the grammar it begins."""
+    """Start position of the schema in the grammar."""
     end: int
 
 
 def schemas_of(structure: StructuredOutputs) -> list[PlacedSchema]:
-    """Returns the schemas of a structure that can be read: that of its JSON, or those in its grammar."""
+    """Return the readable schemas of a structure: its JSON schema, or the schemas in its grammar."""
     if structure.json:
         schema = _read(structure.json, 0)
         return [PlacedSchema(schema[0], "schema", False, 0, 0)] if schema else []
@@ -113,7 +113,7 @@ def _read(text: str, begin: int) -> tuple[Mapping[str, Any], int] | None:
 
 
 def json_rule(schema: Any, place: str, *, is_loose: bool = False) -> str:
-    """Returns what stands for a schema in a grammar of llguidance's dialect of Lark.
+    """Return the rule for a schema in a grammar of llguidance's dialect of Lark.
 
     Args:
         place, is_loose: see `PlacedSchema`.
@@ -126,10 +126,11 @@ def json_rule(schema: Any, place: str, *, is_loose: bool = False) -> str:
 
 
 def loosened(structure: StructuredOutputs, left_out: Sequence[tuple[int, Path]]) -> StructuredOutputs:
-    """Returns a grammar without keywords of its schemas.
+    """Return a grammar without keywords of its schemas.
 
     Args:
-        left_out: for each keyword, which schema has it and its path there; an empty path leaves out the whole schema.
+        left_out: for each keyword, the index of its schema and its path there; an empty path leaves out the whole
+            schema.
     """
     if not left_out:
         return structure
@@ -145,24 +146,24 @@ def loosened(structure: StructuredOutputs, left_out: Sequence[tuple[int, Path]])
 
 
 def refused_structure(problem: str) -> InvalidRequest:
-    """Returns the error for what a compiler has found; `param` names the part of the request that has it."""
+    """Return the error for a problem that a compiler has found; `param` names the responsible part of the request."""
     place, separator, _ = problem.partition(": ")
     is_of_tool = bool(separator) and place.startswith("tools[")
     return InvalidRequest(problem, place if is_of_tool else "structured_outputs")
 
 
 def invalid_structure(problem: str) -> InvalidRequest:
-    """Returns the error for a structure that cannot be compiled.
+    """Return the error for a structure that cannot be compiled.
 
     Args:
-        problem: the compiler's own words.
+        problem: the compiler's message.
     """
     told = problem.removesuffix("<non-verbose/>").strip()
     return InvalidRequest(f"{_CANNOT}{told[:1000]}", "structured_outputs")
 
 
 def complaint_in(error: InvalidRequest) -> str:
-    """Returns the compiler's own words in an error of `invalid_structure`, without its state and its own paths."""
+    """Return the compiler's message in an error of `invalid_structure`, without its state and its paths."""
     return _AFTER_COMPLAINT.split(str(error).removeprefix(_CANNOT))[0]
 
 

@@ -1,4 +1,4 @@
-"""Tasks that do not outlive what started them, and what they wait for."""
+"""Tasks that do not outlive their starter, and events for them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 SLICE_S = 0.005
-"""How long `paced` works before others have their turn."""
+"""Time that `paced` works before it lets other tasks run."""
 
 
 class Flag:
-    """An event as `asyncio.Event` is one, which takes no memory for those who wait while nobody does: asyncio's takes
-    800 bytes, and each of a router's calls has several.
+    """An event like `asyncio.Event` that allocates no memory for waiters until there are some.
+
+    An `asyncio.Event` takes 800 bytes, and each of a router's calls has several.
     """
 
     __slots__ = ("_is_set", "_waiting")
@@ -25,22 +26,22 @@ class Flag:
         self._waiting: tuple[asyncio.Future[None], ...] = ()
 
     def is_set(self) -> bool:
-        """Whether it is set."""
+        """Return whether it is set."""
         return self._is_set
 
     def set(self) -> None:
-        """Sets it: all who wait go on, and who waits from now on need not."""
+        """Set it: all waiting tasks continue, and later ones do not wait."""
         self._is_set = True
         for each in self._waiting:
             if not each.done():
                 each.set_result(None)
 
     def clear(self) -> None:
-        """Has those wait who do so from now on."""
+        """Clear it: later callers of `wait` wait again."""
         self._is_set = False
 
     async def wait(self) -> None:
-        """Waits until it is set."""
+        """Wait until it is set."""
         if self._is_set:
             return
         mine = asyncio.get_running_loop().create_future()
@@ -52,10 +53,10 @@ class Flag:
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancels the tasks and returns once all of them have ended.
+    """Cancel the tasks and return once all of them have ended.
 
-    What they return or raise is dropped, so a caller that needs it awaits the task itself. A caller that is cancelled
-    meanwhile cancels the tasks once more, and waits for their end all the same.
+    Their results and errors are dropped, so a caller that needs them awaits the task itself. A caller that is cancelled
+    in the meantime cancels the tasks once more, and waits for their end in any case.
     """
     tasks = list(tasks)
     for task in tasks:
@@ -68,7 +69,7 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def paced(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yields items whose number, or the work with each, may be large: other tasks run after every `SLICE_S`.
+    """Yield items whose number, or the work with each, may be large: other tasks run after every `SLICE_S`.
 
     async for lease in paced(leases):
         decode(lease)
@@ -82,8 +83,9 @@ async def paced(items: Iterable[T]) -> AsyncIterator[T]:
 
 
 async def seen_through(future: asyncio.Future[T]) -> None:
-    """Waits until a future is done, even if cancelled meanwhile; the cancellation follows then, and what the future has
-    raised is dropped.
+    """Wait until a future is done, even if cancelled in the meantime.
+
+    The cancellation is raised afterwards, and an error of the future is dropped.
 
     Raises:
         CancelledError: the caller was cancelled, and the future is done.
@@ -100,13 +102,14 @@ async def seen_through(future: asyncio.Future[T]) -> None:
     try:
         raise cancelled
     finally:
-        del cancelled  # else error and frame would hold one another, and all that the caller has
+        del cancelled  # otherwise error and frame would reference one another, and everything that the caller holds
 
 
 def _drop_error(future: asyncio.Future[Any]) -> None:
-    """Takes note of what a future that is done has raised. Else asyncio would log it; and one that was cancelled would
-    keep its error, with all frames that it has passed, which often have the future in turn: a cycle, and memory that
-    only the garbage collector gives back.
+    """Retrieve the error of a future that is done.
+
+    Otherwise asyncio would log it. A cancelled future would keep its error with all frames that it has passed, which
+    often reference the future: a cycle, whose memory only the garbage collector frees.
     """
     with contextlib.suppress(asyncio.CancelledError):
         future.exception()

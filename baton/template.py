@@ -1,12 +1,12 @@
 """Chat templates, rendered exactly as transformers' `apply_chat_template` renders them.
 
-Templates come with the model and are programs that nobody has checked. They run in Jinja's immutable sandbox, see plain
-JSON only, and do so in a process of its own: some have no end, or take all memory. The names that they may use follow
+Templates come with the model and are untrusted programs. They run in Jinja's immutable sandbox, on plain JSON only, and
+in a separate process: some never end, or exhaust the memory. The names that they may use follow
 transformers/utils/chat_template_utils.py (5.23).
 
 As a program, `python -m baton.template PARENT`, it is a sandbox (`baton.sandbox`) that renders one chat after the
-other. Its setup is JSON, the templates and the special tokens; so is each question, of a template's name, its
-variables, and the most characters that it may write.
+other. Its setup is JSON with the templates and the special tokens. Each question is JSON with a template's name, its
+variables, and the maximum number of characters of its output.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from baton.errors import InvalidRequest
 from baton.sandbox import SandboxLimits, serve
 
 RENDER_S = 1.0
-"""Seconds of the processor's time that a chat may take."""
+"""Processor seconds that a chat may take."""
 COMPILE_S = 2.0
 MAX_BYTES = 512 * 2**20
 STOPS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
     MemoryError,
 )  # fmt: skip
-"""What may stop a template, wherever: it is a program."""
+"""Errors that may stop a template anywhere: it is a program."""
 
 
 class Templates:
-    """The templates of one model by name, in the process that renders them.
+    """Templates of one model by name, in the process that renders them.
 
     Raises:
         InvalidRequest: one is not valid.
@@ -58,29 +58,30 @@ class Templates:
             template.globals = dict(template.globals)
 
     def render(self, name: str, context: Mapping[str, Any], most: int) -> str:
-        """Returns what a template writes.
+        """Return a template's output.
 
         Args:
-            most: characters that it may write.
+            most: the maximum number of characters of the output.
 
         Raises:
-            InvalidRequest: messages that it cannot render; `param` is messages.
+            InvalidRequest: it cannot render the messages; `param` is messages.
         """
         try:
             text = self._templates[name].render({**self._special_tokens, **context})
         except STOPS as error:
-            # The template is a program over the client's messages: whatever stops it, the messages do not fit it.
+            # The template is a program over the client's messages: any error in it means that it does not accept them.
             if isinstance(error, MemoryError):
                 raise
             raise refused(stop_of(error)) from error
         if len(text) > most:
-            raise refused(f"it writes {len(text)} characters, more than the {most} that it may")
+            raise refused(f"its output has {len(text)} characters; the limit is {most}")
         return text
 
 
 class Variables(jinja2.meta.TrackingCodeGenerator):
-    """The variables that a template reads, without running any of it: Jinja computes constants when it compiles, and a
-    constant may have no end.
+    """Variables that a template reads, found without running it.
+
+    Jinja evaluates constants when it compiles a template, and the evaluation of a constant may never end.
     """
 
     def __init__(self, environment: jinja2.Environment) -> None:
@@ -89,7 +90,7 @@ class Variables(jinja2.meta.TrackingCodeGenerator):
 
     @staticmethod
     def of(tree: jinja2.nodes.Template) -> frozenset[str]:
-        """Returns their names. Raises one of STOPS: the template is not valid."""
+        """Return the names of the variables. Raises one of STOPS: the template is not valid."""
         assert tree.environment is not None
         generator = Variables(tree.environment)
         generator.visit(tree)
@@ -103,14 +104,14 @@ class Variables(jinja2.meta.TrackingCodeGenerator):
     def visit_EvalContextModifier(  # noqa: N802  # Jinja's name
         self, node: jinja2.nodes.EvalContextModifier, frame: Any
     ) -> None:
-        """See `jinja2.compiler.CodeGenerator`."""
+        """Override the method of `jinja2.compiler.CodeGenerator`."""
         for keyword in node.options:
             self.visit(keyword.value, frame)
         frame.eval_ctx.volatile = True
 
 
 def stop_of(error: BaseException) -> str:
-    """Says what stopped a template."""
+    """Return the reason why a template stopped."""
     match error:
         case RecursionError():
             return "it is nested too deeply"
@@ -120,12 +121,12 @@ def stop_of(error: BaseException) -> str:
 
 
 def refused(why: str) -> InvalidRequest:
-    """Returns the error for messages that a template does not render."""
+    """Return the error for messages that a template does not render."""
     return InvalidRequest(f"The model's chat template refuses these messages: {why}.", "messages")
 
 
 def environment_of_templates() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Returns the environment of chat templates, as transformers makes it."""
+    """Return the environment of chat templates, as transformers creates it."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -136,7 +137,7 @@ def environment_of_templates() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's tokens for training; here its body is simply rendered."""
+    """Extension that renders the body of `{% generation %}`, which marks the assistant's tokens for training."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
@@ -153,7 +154,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML and sorts keys."""
+    """Dump JSON, unlike Jinja's filter without escaping HTML or sorting keys."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,6 +1,6 @@
-"""What routers remember of requests, without any of their content: a line for a list, and the time line of one.
+"""Records of requests that routers keep, without any of their content: a line for a list, and a timeline of each.
 
-`baton status --explain` and the HTTP port's `/api/requests` show the same JSON, made here.
+`baton status --explain` and the HTTP port's `/api/requests` show the same JSON, which is built here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OUTCOMES = (
     "invalid",
     "cancelled",
 )
-"""What may have become of a request: nothing yet, or the outcomes of `baton_tenant_requests_total`."""
+"""Possible states of a request: none yet, or the outcomes of `baton_tenant_requests_total`."""
 DEFAULT_LIMIT, MAX_LIMIT = 50, 1000
 
 
@@ -42,7 +42,7 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSummary:
-    """One request. Times are seconds of its router's clocks; None: not known, or not yet."""
+    """One request. Times are seconds of its router's clocks; None: unknown, or not yet known."""
 
     request_id: str
     router: str
@@ -58,13 +58,13 @@ class RequestSummary:
     outcome: str
     """One of OUTCOMES."""
     error: str = ""
-    """Kind of the error that ended it, and its sentence unless that may quote the request; empty: none did."""
+    """Kind of the error that ended it, and its message unless that may quote the request; empty: no error."""
     blamed_stage: str = ""
-    """The stage to blame for a missed objective; empty: none was missed."""
+    """Stage responsible for a missed objective; empty: none was missed."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_tokens: int = 0
-    """Tokens that left, of all choices."""
+    """Number of tokens sent to the client, of all choices."""
     num_choices: int = 0
     ttft_s: float | None = None
     itl_s: float | None = None
@@ -84,7 +84,7 @@ class RequestSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelinePhase:
-    """A stretch of one stage, in seconds since the arrival."""
+    """A period of one stage, in seconds since the arrival."""
 
     stage: str
     begin_s: float
@@ -93,7 +93,7 @@ class TimelinePhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineEvent:
-    """Something that happened to a request."""
+    """An event in the life of a request."""
 
     at_s: float
     """Seconds since the arrival."""
@@ -108,7 +108,7 @@ class TimelineEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimeline:
-    """The whole life of one request."""
+    """Complete record of one request."""
 
     summary: RequestSummary
     phases: tuple[TimelinePhase, ...] = ()
@@ -121,28 +121,28 @@ class RequestTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestList:
-    """The latest requests of one router that were asked for, the latest first."""
+    """Requests of one router that match a query, the latest first."""
 
     router: str
     now_s: float
     """Seconds since 1970."""
     num_kept: int
-    """Requests that the router knows, before filters."""
+    """Number of requests that the router has records of, before filters."""
     requests: tuple[RequestSummary, ...] = ()
 
 
 def list_json(found: RequestList) -> dict[str, Any]:
-    """The answer to `GET /api/requests`."""
+    """Return the response to `GET /api/requests`."""
     return {**asdict(replace(found, requests=())), "requests": [summary_json(each) for each in found.requests]}
 
 
 def summary_json(summary: RequestSummary) -> dict[str, Any]:
-    """One request of the list."""
+    """Return one request of the list."""
     return _finite(asdict(summary))
 
 
 def timeline_json(timeline: RequestTimeline) -> dict[str, Any]:
-    """One request with its time line: one of `GET /api/requests/ID`, and of `baton status --explain ID --json`."""
+    """Return one request with its timeline, as in `GET /api/requests/ID` and `baton status --explain ID --json`."""
     whole = asdict(timeline)
     del whole["summary"]
     for placement in whole["placements"]:
@@ -152,5 +152,5 @@ def timeline_json(timeline: RequestTimeline) -> dict[str, Any]:
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """The values for JSON, which has no infinity: null is an objective that cannot be missed."""
+    """Return the values for JSON, which has no infinity: null is an objective that cannot be missed."""
     return {name: None if value == math.inf else value for name, value in values.items()}

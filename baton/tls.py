@@ -1,8 +1,8 @@
 """Certificates of a process, as PEM files that are read again when they change.
 
-Whatever speaks TLS takes it from here: the router's two endpoints, gRPC between members, Redis and the receiver of
-traces. Connections that are open stay as they are; new ones use what the files hold now. Files that are wrong, or half
-written, change nothing: what was read before stays in use.
+Every user of TLS gets it from here: the router's two endpoints, gRPC between members, Redis and the trace receiver.
+Open connections stay as they are; new ones use the current contents of the files. Invalid or half-written files change
+nothing: the contents that were read before stay in use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import grpc
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from baton.config import ClusterConfig, Config  # clients, which have no settings, do without them
+    from baton.config import ClusterConfig, Config  # clients have no settings, and do not need it
 
 logger = logging.getLogger(__name__)
 _GRPC_NAMES = {
@@ -35,23 +35,23 @@ _SSL_NAMES = {"DNS": "DNS", "URI": "URI", "email": "email", "IP Address": "IP"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateFiles:
-    """The paths of PEM files."""
+    """Paths of PEM files."""
 
     certificate: str
-    """The certificate, followed by those between it and the authority, if there are any. Empty: none, for clients."""
+    """The certificate, followed by its intermediate certificates, if any. Empty: none, for clients."""
     key: str
     authorities: tuple[str, ...] = ()
-    """Files of those who sign the certificates of the other side. Empty: the system's, or none for servers."""
+    """Files with the authorities of the other side's certificates. Empty: the system's, or none for servers."""
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The files that there are."""
+        """Paths of the files that are set."""
         return tuple(path for path in (self.certificate, self.key, *self.authorities) if path)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Certificates:
-    """What the files held when they were read; compared by identity."""
+    """Contents of the files when they were read; compared by identity."""
 
     certificate: bytes
     key: bytes
@@ -59,19 +59,19 @@ class Certificates:
     server: ssl.SSLContext
     client: ssl.SSLContext
     term_s: tuple[float, float]
-    """Unix times between which the certificate is valid; (0, 0) where there is none."""
+    """Unix times between which the certificate is valid; (0, 0) if there is none."""
 
 
 class Tls:
-    """One identity, and the authorities it believes. Any thread may use it.
+    """One identity, with its trusted authorities. Thread-safe.
 
     Args:
         name: DNS name that the certificate of every server must bear, whatever its address; empty: its host name.
         clients: whether clients must present a certificate: off, optional (HTTP asks for one, gRPC does not) or
-            required (gRPC refuses those without; HTTP asks, and its application refuses).
+            required (gRPC rejects clients without one; HTTP asks, and its application rejects them).
 
     Raises:
-        ConfigError: a file cannot be read, or is not what it should be.
+        ConfigError: a file cannot be read, or has invalid contents.
     """
 
     def __init__(self, files: CertificateFiles, *, name: str = "", clients: str = "off") -> None:
@@ -83,14 +83,14 @@ class Tls:
         self._now = _read(files, clients)
 
     def now(self) -> Certificates:
-        """Returns what the files hold, or held when they were right last."""
+        """Return the contents of the files, or their last valid contents."""
         with self._lock:
             if (stamp := _stamp(self._files)) != self._stamp:
                 self._stamp = stamp
                 try:
                     self._now = _read(self._files, self.clients)
                 except ConfigError as error:
-                    logger.error("the new certificates are wrong, and those before them stay in use: %s", error)
+                    logger.error("the new certificates are invalid, the previous ones stay in use: %s", error)
                 else:
                     logger.info("the certificates have changed: new connections use %s", self._files.certificate)
             return self._now
@@ -98,10 +98,10 @@ class Tls:
     # -- gRPC ----------------------------------------------------------------------------------------------------------
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Makes credentials for a gRPC server, which asks for changes at every connection."""
+        """Return credentials for a gRPC server, which checks for changes at every connection."""
         served = self.now()
 
-        def changed() -> Any:  # None stands for no change, whatever grpc's annotations say
+        def changed() -> Any:  # None stands for no change, despite grpc's annotations
             nonlocal served
             if (now := self.now()) is served:
                 return None
@@ -111,33 +111,33 @@ class Tls:
         return grpc.dynamic_ssl_server_credentials(_configuration(served), changed, self.clients == "required")
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Makes credentials of what the files hold now; a channel keeps them for its life."""
+        """Return credentials from the current files; a channel keeps them for its life."""
         now = self.now()
         return grpc.ssl_channel_credentials(now.authorities or None, now.key or None, now.certificate or None)
 
     def channel_options(self) -> list[tuple[str, str]]:
-        """The options of a channel that holds servers to `name`."""
+        """Options of a channel that requires `name` in servers' certificates."""
         return [("grpc.ssl_target_name_override", self.name)] if self.name else []
 
     # -- ssl -----------------------------------------------------------------------------------------------------------
 
     def server_context(self) -> ssl.SSLContext:
-        """Makes a context for a server's whole life: each handshake goes on with what the files hold then."""
+        """Return a context for a server's whole life: each handshake continues with the current files."""
         context = _server_context(self._files, self.clients)
 
         def go_on(connection: ssl.SSLObject, name: str, initial: ssl.SSLContext) -> None:
             connection.context = self.now().server
 
-        context.sni_callback = go_on  # called also when a client names no server
+        context.sni_callback = go_on  # also called when a client names no server
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Returns a context for one connection as a client, which checks the server's host name."""
+        """Return a context for one connection as a client, which checks the server's host name."""
         return self.now().client
 
 
 def member_tls(cluster: ClusterConfig) -> Tls | None:
-    """Returns what members show each other; None: they speak in plain text. Raises ConfigError as `Tls` does."""
+    """Return the TLS of connections between members; None: plain text. Raises ConfigError like `Tls`."""
     given = [bool(path) for path in (cluster.tls_certificate, cluster.tls_key, cluster.tls_ca)]
     if not any(given):
         return None
@@ -148,13 +148,13 @@ def member_tls(cluster: ClusterConfig) -> Tls | None:
 
 
 def endpoint_tls(config: Config) -> Tls | None:
-    """Returns what routers show their clients; None: they speak in plain text. Raises ConfigError as `Tls` does."""
+    """Return the TLS of routers' client endpoints; None: plain text. Raises ConfigError like `Tls`."""
     router, cluster = config.router, config.cluster
     if bool(router.tls_certificate) != bool(router.tls_key):
         raise ConfigError("router.tls_certificate and router.tls_key need each other: one is empty")
     certificate, key = router.tls_certificate or cluster.tls_certificate, router.tls_key or cluster.tls_key
     clients = router.tls_client_certificates
-    # Members are clients, too: `baton up` asks its routers.
+    # Members are clients, too: `baton up` calls its routers.
     authorities = tuple(path for path in (router.tls_client_ca, cluster.tls_ca) if path) if clients != "off" else ()
     if clients != "off" and not (certificate and authorities):
         raise ConfigError(
@@ -167,12 +167,12 @@ def endpoint_tls(config: Config) -> Tls | None:
 
 
 def own_endpoint_tls(config: Config) -> Tls | None:
-    """Returns what the processes of a router's own machine see its endpoint with; None: it takes plain text.
+    """Return the TLS with which processes of a router's own machine call its endpoint; None: plain text.
 
-    They believe its very certificate, however it was signed, and show that of members where there is one.
+    They trust exactly its certificate, independent of its issuer, and present the members' certificate if there is one.
 
     Raises:
-        ConfigError: as `Tls` does.
+        ConfigError: as in `Tls`.
     """
     router, cluster = config.router, config.cluster
     if not router.tls_certificate:
@@ -183,10 +183,10 @@ def own_endpoint_tls(config: Config) -> Tls | None:
 
 
 def client_tls(*, is_on: bool, ca: str, certificate: str, key: str) -> Tls | None:
-    """Returns what a client's options ask for; None: plain text. One that names a file asks for TLS.
+    """Return the TLS that a client's options request; None: plain text. An option with a file implies TLS.
 
     Raises:
-        ConfigError: as `Tls` does, or a certificate or its key is missing.
+        ConfigError: as in `Tls`, or a certificate or its key is missing.
     """
     if bool(certificate) != bool(key):
         raise ConfigError("--certificate and --key need each other")
@@ -196,7 +196,7 @@ def client_tls(*, is_on: bool, ca: str, certificate: str, key: str) -> Tls | Non
 
 
 def names_in_call(auth_context: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
-    """Returns the names in the certificate of a gRPC call's client, such as DNS:acme.example; none without one."""
+    """Return the names in the certificate of a gRPC call's client, such as DNS:acme.example; empty without one."""
     return tuple(
         f"{kind}:{value.decode(errors='replace')}"
         for key, kind in _GRPC_NAMES.items()
@@ -205,7 +205,7 @@ def names_in_call(auth_context: Mapping[str, Iterable[bytes]]) -> tuple[str, ...
 
 
 def names_in_connection(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Returns the names in a certificate as `ssl` describes it, in the form of `names_in_call`."""
+    """Return the names in a certificate as `ssl` describes it, in the form of `names_in_call`."""
     found = certificate or {}
     common = [value for part in found.get("subject", ()) for name, value in part if name == "commonName"]
     others = [f"{_SSL_NAMES[kind]}:{value}" for kind, value in found.get("subjectAltName", ()) if kind in _SSL_NAMES]
@@ -217,7 +217,7 @@ def _configuration(now: Certificates) -> grpc.ServerCertificateConfiguration:
 
 
 def _stamp(files: CertificateFiles) -> tuple[tuple[int, int, int] | None, ...]:
-    """Differs once a file was written, replaced, or reached through another link."""
+    """Return a value that changes when a file is written, replaced, or reached through another link."""
     return tuple(_stamp_of(path) for path in files.paths)
 
 
@@ -249,7 +249,7 @@ def _contents(files: CertificateFiles) -> dict[str, bytes]:
 def _server_context(files: CertificateFiles, clients: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.num_tickets = 0  # a resumed session would not look at today's authorities
+    context.num_tickets = 0  # a resumed session would not be checked against the current authorities
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION
     _load(context, files)
     if clients != "off":
@@ -281,15 +281,15 @@ def _load(context: ssl.SSLContext, files: CertificateFiles) -> None:
 def _term_s(certificate: bytes) -> tuple[float, float]:
     if not certificate:
         return 0.0, 0.0
-    from cryptography import x509  # where there is TLS
+    from cryptography import x509  # only needed for TLS
 
     found = x509.load_pem_x509_certificate(certificate)
     return found.not_valid_before_utc.timestamp(), found.not_valid_after_utc.timestamp()
 
 
 def _first_name(path: str) -> str:
-    """A name that a certificate's server has. Raises ConfigError."""
-    from cryptography import x509  # where there is TLS
+    """Return a name in a server's certificate. Raises ConfigError."""
+    from cryptography import x509  # only needed for TLS
 
     try:
         found = x509.load_pem_x509_certificate(Path(path).read_bytes())
@@ -303,5 +303,5 @@ def _first_name(path: str) -> str:
 
 
 def _no_password() -> str:
-    """Stands where OpenSSL would ask on the terminal."""
+    """Reject a password instead of letting OpenSSL ask on the terminal."""
     raise ValueError("it is encrypted")

@@ -1,9 +1,9 @@
-"""Transformers' tokenizer classes: which one a folder gets, and what it has in the place of tokenizer.json's parts.
+"""Transformers' tokenizer classes: the class of a folder, and its replacements for parts of tokenizer.json.
 
-`AutoTokenizer` (5.23) takes a class by `tokenizer_class` of tokenizer_config.json, or by the model's type. Most read
-tokenizer.json as it stands. Those of `BUILT` take of it the vocabulary, the merges and the post-processor, and have the
-normalizer, the pre-tokenizer, the decoder and some special tokens themselves. `generate` and vLLM encode by them, so
-this module builds the same.
+`AutoTokenizer` (5.23) chooses a class by `tokenizer_class` of tokenizer_config.json, or by the model's type. Most
+classes read tokenizer.json unchanged. The classes in `BUILT` use only its vocabulary, merges and post-processor, and
+define the normalizer, the pre-tokenizer, the decoder and some special tokens themselves. `generate` and vLLM encode
+with them, so this module builds the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 FILE = "TokenizersBackend"
-"""The class that reads tokenizer.json as it stands."""
+"""Class that reads tokenizer.json unchanged."""
 OF_TYPE = {
     "cohere": "CohereTokenizer",
     "cohere2": "CohereTokenizer",
@@ -39,11 +39,11 @@ OF_TYPE = {
     **dict.fromkeys(("ernie4_5", "flex_olmo", "glm", "glm4", "granite", "ministral", "mistral", "mixtral"), FILE),
     **dict.fromkeys(("nemotron", "olmo2", "phi3", "stablelm"), FILE),
 }
-"""Types of models that have a class. The others get the class that their folder names."""
+"""Model types that have a class. The others get the class that their folder names."""
 CORRECTED = frozenset(("ernie4_5", "nemotron", "phi3", "qwen2"))
-"""Types whose class counts, whatever a folder names."""
+"""Types whose class takes precedence over the folder's."""
 READ = frozenset((FILE, "PreTrainedTokenizer", "PythonBackend", "ConvBertTokenizer", "FNetTokenizer"))
-"""Classes of transformers that read tokenizer.json as it stands, as it is read for a name that transformers lacks."""
+"""Classes of transformers that read tokenizer.json unchanged, as it is also read for an unknown class name."""
 _NAMES = """
     AlbertTokenizer BartTokenizer BarthezTokenizer BartphoTokenizer BertGenerationTokenizer BertJapaneseTokenizer
     BertTokenizer
@@ -73,7 +73,7 @@ MISTRAL_WORDS = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How a tokenizer of Mistral's cuts texts whose tokenizer.json has an older expression, if `fix_mistral_regex` asks."""
+"""Pre-tokenizer of Mistral's tokenizers whose tokenizer.json has an older expression, if `fix_mistral_regex` asks."""
 FIXED_TYPES, MIN_FIXED_VOCABULARY = ("ministral", "mistral"), 100_000
 INFILLING = {
     "prefix_token": "▁<PRE>",
@@ -84,7 +84,7 @@ INFILLING = {
 }
 
 Said = Mapping[str, Any]
-"""What tokenizer_config.json says, or special_tokens_map.json, too."""
+"""Contents of tokenizer_config.json, or of special_tokens_map.json."""
 
 
 def _none(_: Said) -> None:
@@ -96,18 +96,18 @@ class Built:
     """A class that builds the tokenizer itself."""
 
     tokens: Mapping[str, str]
-    """The special tokens by name, if the folder names no others."""
+    """Special tokens by name, if the folder names no others."""
     model: Callable[[Said], dict[str, Any]] = field(default=lambda _: {})
     """Options of the BPE."""
     normalizer: Callable[[Said], Any] = _none
     pre_tokenizer: Callable[[Said], Any]
     decoder: Callable[[Said], Any]
     around: Callable[[tokenizers.Tokenizer, Said], None] = lambda _, __: None
-    """Puts another post-processor in the place of the file's."""
+    """Replaces the file's post-processor."""
     further: tuple[str, ...] = ()
     """Further special tokens, if the folder lists none."""
     marks_again: bool = False
-    """Whether its special tokens are added as plain ones in the end, whatever the folder says of spaces beside them."""
+    """True if its special tokens are finally added as plain ones, without the folder's rules for adjacent spaces."""
 
 
 def _pieces(scheme: Callable[[Said], str]) -> Callable[[Said], Any]:
@@ -231,25 +231,25 @@ BUILT = {
 
 @functools.lru_cache
 def warn_once(sentence: str) -> None:
-    """Says in the log what an operator has to know of a folder, once in a process."""
+    """Log a warning about a folder, once in a process."""
     logger.warning("%s", sentence)
 
 
 def class_of(folder: Path, model: Said, said: Said, is_byte_level: Callable[[], bool]) -> str:
-    """Returns the class in `BUILT` that a folder gets; empty: tokenizer.json counts as it stands.
+    """Return the class in `BUILT` for a folder; empty: tokenizer.json is used unchanged.
 
     Args:
         model: config.json.
         said: tokenizer_config.json.
-        is_byte_level: says whether tokenizer.json has a step of that name.
+        is_byte_level: returns whether tokenizer.json has a step of that name.
 
     Raises:
-        ModelLoadError: it would be another class of transformers.
+        ModelLoadError: transformers would use another class.
     """
     path = folder / "tokenizer_config.json"
     declared = said.get("tokenizer_class") or model.get("tokenizer_class") or ""
     if not isinstance(declared, str):
-        raise ModelLoadError(f"{path} names {declared!r:.100} as tokenizer_class; it must be a text")
+        raise ModelLoadError(f"{path} names {declared!r:.100} as tokenizer_class; it must be a string")
     name, kind = declared.removesuffix("Fast"), str(model.get("model_type"))
     own = OF_TYPE.get(kind, "")
     code = _code(said)
@@ -272,7 +272,7 @@ def class_of(folder: Path, model: Said, said: Said, is_byte_level: Callable[[], 
 
 
 def advice(model: Said) -> str:
-    """What to do if tokenizer.json is right, and the class of its folder is not."""
+    """Return advice for the case that tokenizer.json is right, and the class of its folder is not."""
     kind = str(model.get("model_type"))
     if kind in CORRECTED:
         return f"models of type {kind} have that class, whatever tokenizer_config.json names"
@@ -280,7 +280,7 @@ def advice(model: Said) -> str:
 
 
 def _code(said: Said) -> str:
-    """The code of the folder that is named as its tokenizer; empty: none."""
+    """Return the custom code that is named as the folder's tokenizer; empty: none."""
     named = said.get("auto_map")
     if isinstance(named, dict):
         named = named.get("AutoTokenizer")
@@ -290,13 +290,13 @@ def _code(said: Said) -> str:
 
 
 def build(name: str, file: Mapping[str, Any], said: Said, advice: str) -> tokenizers.Tokenizer:
-    """Returns the tokenizer that a class makes of tokenizer.json, without any added token.
+    """Return the tokenizer that a class creates from tokenizer.json, without any added token.
 
     Args:
-        advice: what to do if the file is no such tokenizer.
+        advice: what to do if the file is not such a tokenizer.
 
     Raises:
-        ValueError: the file holds no BPE.
+        ValueError: the file contains no BPE.
     """
     model = file["model"]
     kind = model.get("type") or ("BPE" if "merges" in model else "none")
@@ -318,14 +318,14 @@ def build(name: str, file: Mapping[str, Any], said: Said, advice: str) -> tokeni
 
 
 def finish(name: str, tokenizer: tokenizers.Tokenizer, said: Said, special: Sequence[str]) -> None:
-    """Does what a class does to its tokenizer once all tokens are added."""
+    """Apply a class's changes to its tokenizer after all tokens are added."""
     if BUILT[name].marks_again:
         tokenizer.add_tokens([AddedToken(text, special=True) for text in special])
     BUILT[name].around(tokenizer, said)
 
 
 def fix_words(tokenizer: tokenizers.Tokenizer, model: Said, said: Said) -> None:
-    """Has a tokenizer of Mistral's cut texts into words as transformers does if tokenizer_config.json asks for it.
+    """Make a tokenizer of Mistral's pre-tokenize texts as in transformers if tokenizer_config.json asks for it.
 
     Args:
         model: config.json.
@@ -352,7 +352,7 @@ def fix_words(tokenizer: tokenizers.Tokenizer, model: Said, said: Said) -> None:
 
 
 def replaced_parts(tokenizer: tokenizers.Tokenizer, file: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the parts that encode texts otherwise than those of tokenizer.json do."""
+    """Return the names of the parts that encode texts differently from the parts of tokenizer.json."""
     before, after = _without_vocabulary(file), tokenizer
     return [
         name.replace("_", "-")
@@ -367,5 +367,5 @@ def _without_vocabulary(file: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _plain(part: Any) -> str:
-    """A part as JSON, but for what concerns offsets alone."""
+    """Return a part as JSON, without fields that concern only offsets."""
     return re.sub(rb'"trim_offsets":\w+,?', b"", part.__getstate__()).decode() if part is not None else ""

@@ -1,12 +1,12 @@
-"""The tokenizer of a model's folder, as transformers reads it, from four files that nobody has checked.
+"""Tokenizer of a model's folder, as transformers reads it, from four untrusted files.
 
 `tokenizer.json` has nearly all of it. `tokenizer_config.json`, or in older folders `special_tokens_map.json` and
-`added_tokens.json`, may name further tokens, and say which is the beginning or the end of a text. For some models
-transformers builds other steps than tokenizer.json has: see `tokenizer_classes`. The rules are those of transformers'
+`added_tokens.json`, may name further tokens, and define the start and end tokens of a text. For some models,
+transformers builds other steps than tokenizer.json has: see `tokenizer_classes`. The rules follow transformers'
 `AutoTokenizer`, `PreTrainedTokenizerBase._from_pretrained` and `TokenizersBackend.__init__` (5.23). Two files that give
-one token different ids are refused.
+one token different ids are rejected.
 
-What would let a short text grow without a bound, or take time without one to be read, is refused, too.
+A tokenizer is also rejected if a short text could grow without a limit, or take unlimited time to be read.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 MAP_FILE, ADDED_FILE = "special_tokens_map.json", "added_tokens.json"
 MAX_FILE_BYTES = 256 * 2**20
 MAX_TOKEN_CHARACTERS = 1024
-"""Characters of an added token."""
+"""Maximum characters of an added token."""
 MAX_SEARCHED_CHARACTERS = 2**26
-"""Sum of the squares of the special tokens' lengths: so many parts of them are looked for in clients' texts."""
+"""Maximum sum of the squares of the special tokens' lengths: this many parts are searched in clients' texts."""
 MAX_SPECIAL = 2**14
-"""Special tokens. Models reserve a thousand or two."""
+"""Maximum number of special tokens. Models reserve one or two thousand."""
 MAX_HOLES = 2**16
-"""Ids that no token has, beside as many as there are tokens."""
+"""Maximum number of unused ids, in addition to the number of tokens."""
 MAX_GROWTH = 64
-"""How many times as long a text may become before or after it is cut into tokens."""
+"""Maximum factor by which a text may grow before or after it is cut into tokens."""
 MAX_ADDED = 512
-"""Characters, or special tokens, that may be put around a text."""
+"""Maximum characters, or special tokens, that may be put around a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """What the files beside tokenizer.json say of the tokenizer."""
+    """Settings of the tokenizer in the files other than tokenizer.json."""
 
     said: dict[str, Any]
-    """tokenizer_config.json, in older folders with special_tokens_map.json, and what the class has besides."""
+    """tokenizer_config.json, in older folders with special_tokens_map.json, and the defaults of the class."""
     is_legacy: bool
-    """Whether tokenizer_config.json lists no tokens, so that older files count, too."""
+    """True if tokenizer_config.json lists no tokens, so that older files count, too."""
     class_name: str
-    """The class that builds the tokenizer; empty: tokenizer.json counts as it stands."""
+    """Class that builds the tokenizer; empty: tokenizer.json is used unchanged."""
     model: dict[str, Any]
     """config.json."""
 
     @staticmethod
     def of(folder: Path) -> _Described:
-        """Raises ModelLoadError for a file that cannot be read."""
+        """Read the files; raises ModelLoadError for a file that cannot be read."""
         said = read_json(folder / CONFIG_FILE)
         versions = said.get("fast_tokenizer_files")
         if isinstance(versions, list) and (others := [each for each in versions if each != TOKENIZER_FILE]):
@@ -70,7 +70,7 @@ class _Described:
             )
         if said.get("split_special_tokens"):
             raise ModelLoadError(
-                f"{folder / CONFIG_FILE} has split_special_tokens, by which the special tokens of chats would be text; "
+                f"{folder / CONFIG_FILE} has split_special_tokens, which would make the special tokens of chats text; "
                 "remove it"
             )
         model = read_json(folder / "config.json")
@@ -82,14 +82,14 @@ class _Described:
 
     @property
     def further(self) -> Any:
-        """Special tokens without names of the standard's: a list, or an object by their names."""
+        """Return special tokens without standard names: a list, or an object by their names."""
         if self.class_name and not {"extra_special_tokens", "additional_special_tokens"} & self.said.keys():
             return list(BUILT[self.class_name].further)
         return self.said.get("extra_special_tokens") or self.said.get("additional_special_tokens") or []
 
     @property
     def named(self) -> dict[str, AddedToken]:
-        """Special tokens by the names that chat templates use. Raises ValueError for what is no token."""
+        """Return special tokens by the names that chat templates use. Raises ValueError for an invalid token."""
         named = {name: self.said.get(name) for name in SPECIAL_NAMES}
         named |= {n: value for n, value in self.said.items() if n.endswith("_token") and isinstance(value, str)}
         named |= self.further if isinstance(self.further, dict) else {}
@@ -98,21 +98,21 @@ class _Described:
 
 @dataclass(frozen=True, slots=True)
 class _AddedTokens:
-    """The tokens that a folder's files add to the vocabulary."""
+    """Tokens that a folder's files add to the vocabulary."""
 
     special: list[AddedToken]
-    """The special tokens: first those that have a name, such as `eos_token`."""
+    """Special tokens: first those that have a name, such as `eos_token`."""
     listed: dict[int, AddedToken]
     """Tokens by the ids that a list gives them."""
     num_named: int
-    """How many of the special ones have a name."""
+    """Number of special tokens that have a name."""
 
 
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of a model's folder with all tokens that its files add. It neither truncates nor pads.
+    """Return the tokenizer of a model's folder with all added tokens. It neither truncates nor pads.
 
     Raises:
-        ModelLoadError: tokenizer.json is missing, a file cannot be read or has what is refused, or two files disagree.
+        ModelLoadError: tokenizer.json is missing, a file cannot be read or is rejected, or two files disagree.
     """
     path = folder / TOKENIZER_FILE
     if not path.is_file():
@@ -139,7 +139,7 @@ def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Returns the texts of the tokenizer's special tokens, by the names that chat templates use.
+    """Return the texts of the tokenizer's special tokens, by the names that chat templates use.
 
     Raises:
         ModelLoadError: a file cannot be read.
@@ -151,23 +151,23 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def read_vocabulary(folder: Path) -> dict[str, int]:
-    """Returns the text of each token that a model's tokenizer knows, with its id; empty: it has no tokenizer.json.
+    """Return the text of each token of a model's tokenizer, with its id; empty: it has no tokenizer.json.
 
     Raises:
-        ModelLoadError: as `read_tokenizer`.
+        ModelLoadError: as in `read_tokenizer`.
     """
     return read_tokenizer(folder).get_vocab() if (folder / TOKENIZER_FILE).is_file() else {}
 
 
 def end_of_sequence_ids(folder: Path) -> tuple[int, ...]:
-    """Returns the ids of the tokens that end an answer: those of generation_config.json, else of config.json, and the
-    tokenizer's `eos_token`. A negative id stands for no token.
+    """Return the ids of the end-of-sequence tokens.
 
-    A chat model may have two ends, of a text and of a turn. Folders often name one in the configuration, and the other
-    one in the tokenizer.
+    They are those of generation_config.json, else of config.json, and the tokenizer's `eos_token`. A negative id stands
+    for no token. A chat model may have two, for the end of a text and of a turn. Folders often name one in the
+    configuration, and the other one in the tokenizer.
 
     Raises:
-        ModelLoadError: a file cannot be read, or names something else than token ids.
+        ModelLoadError: a file cannot be read, or names something other than token ids.
     """
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
@@ -184,7 +184,10 @@ def end_of_sequence_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _content(path: Path) -> bytes:
-    """Raises OSError or ValueError for a file that cannot be read, is too long, or was not fetched."""
+    """Return the contents of a file.
+
+    Raises OSError or ValueError for a file that cannot be read, is too long, or was not fetched.
+    """
     if (size := path.stat().st_size) > MAX_FILE_BYTES:
         raise ValueError(f"it has {size} bytes, more than {MAX_FILE_BYTES}")
     content = read_plain(path, size)
@@ -194,7 +197,7 @@ def _content(path: Path) -> bytes:
 
 
 def _made(path: Path, file: dict[str, Any], described: _Described) -> tokenizers.Tokenizer:
-    """Returns the tokenizer without what other files add."""
+    """Return the tokenizer without the additions of other files."""
     if not described.class_name:
         return tokenizers.Tokenizer.from_file(str(path))
     otherwise = advice(described.model)
@@ -208,7 +211,7 @@ def _made(path: Path, file: dict[str, Any], described: _Described) -> tokenizers
 
 
 def _added_tokens(folder: Path, described: _Described, file: dict[str, Any]) -> _AddedTokens:
-    """Raises ModelLoadError for a file that cannot be read, or that has something else in the place of a token."""
+    """Return the added tokens. Raises ModelLoadError for a file that cannot be read, or that has an invalid token."""
     path = folder / CONFIG_FILE
     said, listed = described.said, dict[int, AddedToken]()
     try:
@@ -244,7 +247,7 @@ def _added_tokens(folder: Path, described: _Described, file: dict[str, Any]) -> 
 def _require_one_id(
     folder: Path, tokenizer: tokenizers.Tokenizer, added: _AddedTokens, file: dict[str, Any], described: _Described
 ) -> None:
-    """Raises ModelLoadError if two files give one token different ids, or only one of them makes it special."""
+    """Raise ModelLoadError if two files give one token different ids, or only one of them makes it special."""
     list_file = ADDED_FILE if described.is_legacy else CONFIG_FILE
     own = {i: token for token in file.get("added_tokens") or () if type(i := dict(token).get("id")) is int}
     for token_id, token in added.listed.items():
@@ -280,7 +283,7 @@ def _token(value: Any, *, special: bool = False) -> AddedToken:
 
 
 def _add(tokenizer: tokenizers.Tokenizer, added: _AddedTokens) -> None:
-    """Adds the tokens that the tokenizer does not have as such, in transformers' order, which gives them their ids."""
+    """Add the tokens that the tokenizer lacks, in transformers' order, which determines their ids."""
     names = {token.content for token in added.special[: added.num_named]}
     tokens = list(added.listed.values())
     known = {token.content for token in (*tokenizer.get_added_tokens_decoder().values(), *tokens)}
@@ -295,7 +298,7 @@ def _add(tokenizer: tokenizers.Tokenizer, added: _AddedTokens) -> None:
 
 
 def _check(file: dict[str, Any]) -> None:
-    """Raises ValueError for what is refused. What is no tokenizer at all is left to the library."""
+    """Raise ValueError for a rejected tokenizer. A file that is not a tokenizer at all is left to the library."""
     _check_ids(file)
     added = [token for token in file.get("added_tokens") or () if isinstance(token, dict)]
     _check_added([(str(token.get("content")), bool(token.get("special"))) for token in added])
@@ -315,7 +318,7 @@ def _check(file: dict[str, Any]) -> None:
 
 
 def _check_ids(file: dict[str, Any]) -> None:
-    """Raises ValueError for ids far beyond the number of tokens: the library fills in all that are missing."""
+    """Raise ValueError for ids far beyond the number of tokens, because the library fills the gaps."""
     model = file.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     own = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
@@ -326,7 +329,7 @@ def _check_ids(file: dict[str, Any]) -> None:
 
 
 def _check_added(tokens: Sequence[tuple[str, bool]]) -> None:
-    """Raises ValueError for added tokens that are too long, or special ones that are too many, too."""
+    """Raise ValueError for added tokens that are too long, or for too many special tokens."""
     longest = max((len(text) for text, _ in tokens), default=0)
     if longest > MAX_TOKEN_CHARACTERS:
         raise ValueError(f"an added token has {longest} characters, more than {MAX_TOKEN_CHARACTERS}")
@@ -338,14 +341,14 @@ def _check_added(tokens: Sequence[tuple[str, bool]]) -> None:
 
 
 def _growth(step: dict[str, Any]) -> int:
-    """Returns how many times as long a text may become by a replacement. A regular expression may match nothing."""
+    """Return the factor by which a replacement may lengthen a text. A regular expression may match nothing."""
     content, pattern = len(str(step.get("content") or "")), step.get("pattern")
     text = str(pattern.get("String") or "") if isinstance(pattern, dict) else ""
     return max(1, -(-content // len(text)) if text else content + (content > 0))
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a part of the tokenizer, which may be nested sequences of them."""
+    """Yield the steps of a part of the tokenizer, which may be nested sequences of them."""
     if not isinstance(part, dict):
         return
     yield part

@@ -1,4 +1,4 @@
-"""Tools that a model may call, whatever API they came by, all rules for them, and the calls that it writes."""
+"""Tools that a model may call, independent of the API, their validation, and the calls that the model writes."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from baton.nesting import check_levels
 
 MAX_TOOLS = 128
 MAX_TOOL_CHARACTERS = 256 * 1024
-"""Characters of all tools of a request, as JSON."""
+"""Maximum characters of all tools of a request, as JSON."""
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
-"""The rule for the name of a function: OpenAI's, with as many characters as Anthropic's has."""
+"""Rule for the name of a function: OpenAI's, with Anthropic's maximum length."""
 _NULLABLE = ("properties", "required")
-"""Keywords of a tool's parameters that templates go through: null is none."""
+"""Keywords of a tool's parameters over which templates iterate: null is treated as absent."""
 _FIELDS = ("name", "description", "parameters", "strict")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function that a model may call."""
+    """Function that a model may call."""
 
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] | None = None
-    """JSON schema of its arguments; None: it takes an object of any kind."""
+    """JSON schema of its arguments; None: any object."""
     strict: bool = False
-    """Whether calls of it have arguments of that schema, and no others."""
+    """True if its calls must have arguments that match this schema."""
 
     @staticmethod
     def parse(value: object, index: int) -> Tool:
-        """Reads a tool in OpenAI's form.
+        """Parse a tool in OpenAI's form.
 
         Args:
             value: a JSON value.
-            index: its place among the tools, for the errors.
+            index: its position among the tools, for the errors.
 
         Raises:
-            InvalidRequest: a field has another type than it should; `param` names it.
-            Unsupported: it is no function, or has a field that is not known.
+            InvalidRequest: a field has a wrong type; `param` names it.
+            Unsupported: it is not a function, or has an unknown field.
         """
         where = f"tools[{index}]"
         if not isinstance(value, Mapping):
@@ -59,25 +59,25 @@ class Tool:
         given = {name: function[name] for name in _FIELDS if function.get(name) is not None}
         for name, kind in (("description", str), ("parameters", Mapping), ("strict", bool)):
             if name in given and not isinstance(given[name], kind):
-                raise InvalidRequest(f"{where}.function.{name} has another type than it should", where)
+                raise InvalidRequest(f"{where}.function.{name} has a wrong type", where)
         return Tool(**given)
 
     @property
     def num_characters(self) -> int:
-        """The length of the tool as JSON.
+        """Length of the tool as JSON.
 
         Raises:
-            InvalidRequest: it is no JSON, or nested too deeply.
+            InvalidRequest: it is not valid JSON, or nested too deeply.
         """
         try:
             return len(json.dumps(self.in_openai_form(), ensure_ascii=False))
         except (RecursionError, ValueError) as error:
             raise InvalidRequest(
-                f"the tool {self.name[:80]!a} is no JSON, or nested too deeply: {error}", "tools"
+                f"the tool {self.name[:80]!a} is not valid JSON, or nested too deeply: {error}", "tools"
             ) from error
 
     def in_openai_form(self) -> dict[str, Any]:
-        """The tool as chat templates get it."""
+        """Return the tool in the form for chat templates."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -89,31 +89,31 @@ class Tool:
 
 
 class ToolUse(StrEnum):
-    """Whether an answer calls tools."""
+    """Use of tools in a choice."""
 
     NONE = "none"
     AUTO = "auto"
     """The model decides."""
     REQUIRED = "required"
-    """The answer consists of calls."""
+    """The choice consists of calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """Which tools an answer calls."""
+    """Tools that a choice may or must call."""
 
     use: ToolUse = ToolUse.AUTO
     name: str = ""
     """The one tool that it calls, once; empty: any."""
     is_parallel: bool = True
-    """Whether it may have several calls."""
+    """True if it may have several calls."""
 
     @staticmethod
     def parse(value: object, parallel: bool | None) -> ToolChoice:
-        """Reads OpenAI's `tool_choice`, a JSON value, and `parallel_tool_calls`.
+        """Parse OpenAI's `tool_choice`, a JSON value, and `parallel_tool_calls`.
 
         Raises:
-            InvalidRequest: it is no choice that there is.
+            InvalidRequest: the value is not a valid choice.
         """
         is_parallel = parallel is not False
         match value:
@@ -132,14 +132,14 @@ ANY_TOOL = ToolChoice()
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
-    """Checks what a client has set, before anything is written of it.
+    """Check a client's tools and tool choice, before they are rendered.
 
     Raises:
-        InvalidRequest: there are too many tools, they are too long, two have the same name, or the choice names none
-            of them; `param` names the field.
+        InvalidRequest: there are too many tools, they are too long, two have the same name, or the choice names none of
+            them; `param` names the field.
     """
     if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools holds {len(tools)} tools; send at most {MAX_TOOLS}", "tools")
+        raise InvalidRequest(f"tools has {len(tools)} elements; send at most {MAX_TOOLS}", "tools")
     names = set()
     num_characters = 0
     for index, tool in enumerate(tools):
@@ -176,23 +176,25 @@ def _check_parameters(tool: Tool, index: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallDelta:
-    """What is new of a call in an answer."""
+    """New part of a call in a response."""
 
     index: int
-    """Which call of the answer it is."""
+    """Index of the call in the response."""
     arguments: str = ""
-    """What is new of its arguments, which are a JSON object in the end."""
+    """New part of its arguments, which form a JSON object in the end."""
     call_id: str = ""
-    """The call's id, in its first delta; else empty."""
+    """Id of the call, in its first delta; empty otherwise."""
     name: str = ""
-    """The tool's name, in the first delta; else empty."""
+    """Name of the tool, in the first delta; empty otherwise."""
     content_offset: int = 0
-    """Characters of the answer's content that stand before the call, in its first delta; else 0. Those come with it or
-    have come before, and all others stand behind it."""
+    """Characters of the content that precede the call, in its first delta; 0 otherwise.
+
+    These characters come with the delta or before it, and all others come after it.
+    """
 
 
 def joined_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """Returns the calls as far as they have come, each in one delta."""
+    """Return the calls received so far, each in one delta."""
     calls: dict[int, ToolCallDelta] = {}
     texts: dict[int, list[str]] = {}
     for delta in deltas:

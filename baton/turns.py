@@ -1,8 +1,8 @@
-"""Turns at what is scarce, fair between tenants.
+"""Slots of a scarce resource, granted fairly between tenants.
 
-The tenants take turns, one job at a time, whatever each of them has waiting. Of one tenant's jobs a smaller one may
-overtake a larger one that came a little earlier, so that many large ones make no small one wait, and the larger one
-does not wait for ever.
+The tenants are served round robin, one job at a time, whatever each of them has in the queue. Among the jobs of one
+tenant, a smaller one may overtake a larger one that came a little earlier, so that many large jobs do not delay a small
+one, and the larger one does not wait forever.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from collections.abc import AsyncGenerator
 from baton.errors import Overloaded
 
 PATIENCE_S = 5.0
-"""Seconds by which a job of LARGE counts as come later."""
+"""Seconds by which the arrival of a job of LARGE is postponed."""
 LARGE = 2**20
 _Waiting = tuple[float, int, int, asyncio.Future[None]]
-"""When it counts as come, its number, its size, and what is set when it has its turn."""
+"""Effective arrival time, number, size, and the future that is set when the job gets its slot."""
 
 
 class Turns:
-    """So many jobs at a time, of one tenant one less, if there are several.
+    """Slots for a number of jobs at a time; one tenant may have all but one of them, if there are several.
 
     Args:
-        num_at_once: jobs that have their turn at the same time.
-        max_waiting: what the waiting jobs of all tenants may have in sizes, together; of one tenant half of it.
+        num_at_once: number of jobs that run at the same time.
+        max_waiting: maximum total size of the waiting jobs of all tenants; one tenant may have half of it.
     """
 
     def __init__(self, num_at_once: int, max_waiting: int) -> None:
@@ -37,22 +37,22 @@ class Turns:
         self._most_of_one = max(1, num_at_once - 1)
         self._max_waiting = max_waiting
         self._queues: dict[str, list[_Waiting]] = {}
-        """What waits, by tenant; who had a turn last is last."""
+        """Waiting jobs by tenant, in round-robin order: the tenant served last is last."""
         self._num_running: Counter[str] = Counter()
         self._waiting: Counter[str] = Counter()
-        """Sizes of what waits, by tenant."""
+        """Total size of the waiting jobs, by tenant."""
         self._numbers = itertools.count()
 
     @contextlib.asynccontextmanager
     async def turn(self, owner: str, size: int) -> AsyncGenerator[None]:
-        """Waits for a turn, and has it while the block is entered.
+        """Context manager: wait for a slot, and hold it inside the context.
 
         Args:
             owner: the tenant.
             size: of the job, in bytes or characters.
 
         Raises:
-            Overloaded: too much waits already.
+            Overloaded: too many jobs wait already.
         """
         await self.take(owner, size)
         try:
@@ -61,13 +61,13 @@ class Turns:
             self.end(owner)
 
     async def take(self, owner: str, size: int) -> None:
-        """Waits for a turn, which `end` ends; see `turn`."""
+        """Wait for a slot, which `end` releases; see `turn`."""
         if not self._queues and self._num_free and self._num_running[owner] < self._most_of_one:
             self._num_free -= 1
             self._num_running[owner] += 1
             return
         if self._waiting.total() + size > self._max_waiting or self._waiting[owner] + size > self._max_waiting / 2:
-            raise Overloaded("too much waits for its turn; try again later")
+            raise Overloaded("the queue is full; try again later")
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         comes_s = time.monotonic() + PATIENCE_S * size / LARGE
         heapq.heappush(self._queues.setdefault(owner, []), (comes_s, next(self._numbers), size, granted))
@@ -79,7 +79,7 @@ class Turns:
             if granted.cancelled():
                 self._drop_cancelled(owner)
             else:
-                self.end(owner)  # it was granted
+                self.end(owner)  # the slot was granted
             raise
 
     def _drop_cancelled(self, owner: str) -> None:
@@ -91,7 +91,7 @@ class Turns:
             self._waiting[owner] = sum(size for _, _, size, _ in left)
 
     def end(self, owner: str) -> None:
-        """Ends a turn."""
+        """Release a slot."""
         self._num_free += 1
         self._num_running[owner] -= 1
         if not self._num_running[owner]:
@@ -99,7 +99,7 @@ class Turns:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """Gives out what is free, one turn a tenant in each round."""
+        """Grant the free slots, one per tenant in each round."""
         while owners := [owner for owner in self._queues if self._may_have(owner)]:
             for owner in owners:
                 if self._may_have(owner) and self._take(owner):
@@ -110,7 +110,7 @@ class Turns:
         return owner in self._queues and self._num_free > 0 and self._num_running[owner] < self._most_of_one
 
     def _take(self, owner: str) -> bool:
-        """Takes the first out of a tenant's queue, and returns whether it still wants its turn."""
+        """Take the first job from a tenant's queue, and return whether it still wants its slot."""
         queue = self._queues.pop(owner)
         _, _, size, granted = heapq.heappop(queue)
         self._waiting[owner] -= size

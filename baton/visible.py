@@ -1,17 +1,17 @@
-"""Text of others, such as a model's or a client's, for a terminal or a log: control characters are shown, not obeyed.
+"""Untrusted text, such as a model's or a client's, for a terminal or a log: control characters are made visible.
 
-A terminal that obeys them lets a text move the cursor, write into the clipboard, or show other words than it holds. A
-line of a log that obeys a newline lets it add lines of its own. One character becomes one character, so that a sequence
-is as harmless in pieces as it is whole.
+Control characters let a text move the terminal's cursor, write to the clipboard, or show other words than it contains.
+A newline lets it add lines to a log. One character becomes one character, so that a sequence is as harmless in pieces
+as it is whole.
 """
 
 from __future__ import annotations
 
 PICTURES = 0x2400
-"""Where Unicode has a picture of each control character below U+0020."""
+"""Start of Unicode's pictures of the control characters below U+0020."""
 DELETE, DELETE_PICTURE = 0x7F, "\u2421"
 HIDDEN = (
-    *range(0x80, 0xA0),  # C1, of which U+009B begins a sequence as ESC [ does
+    *range(0x80, 0xA0),  # C1, of which U+009B starts a sequence like ESC [
     *range(0x2028, 0x202F),  # line and paragraph separators; embeddings and overrides of the direction
     *range(0x2066, 0x206A),  # isolates of the direction
 )
@@ -25,15 +25,15 @@ _VISIBLE = {code: shown for code, shown in _IN_LINE.items() if chr(code) != "\n"
 
 
 def visible(text: str) -> str:
-    """Returns a text in which each control character but newline and tab is one that can be seen."""
+    """Return a text in which each control character but newline and tab is replaced by a visible one."""
     return text.translate(_VISIBLE)
 
 
 def in_line(text: str) -> str:
-    """Returns what `visible` does, with newlines, too, as a character that can be seen."""
+    """Return the text as `visible` does, with visible newlines, too."""
     return text.translate(_IN_LINE)
 
 
 def indented(text: str) -> str:
-    """Returns what `visible` does, with each line indented: none of them begins as a line of a log does."""
+    """Return the text as `visible` does, with each line indented, so that none looks like a log line."""
     return "\n".join(f"    {line}" for line in visible(text).split("\n"))

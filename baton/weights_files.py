@@ -1,8 +1,8 @@
-"""The files of weights in a model's folder: which are loaded, and what their headers say. Needs no torch.
+"""Weight files in a model's folder: the choice of files to load, and their headers. Needs no torch.
 
-A file of safetensors is `bytes of the header, 8 | header: JSON | tensors`. Its header, and the index of a checkpoint of
-several files, may say anything: this module compares them with the files before memory is taken, or another file is
-opened, because of them.
+A safetensors file is `bytes of the header, 8 | header: JSON | tensors`. Its header, and the index of a checkpoint of
+several files, are untrusted: this module compares them with the files before they cause an allocation or another file
+to be opened.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ WHOLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _SHARD = re.compile(r"(?P<name>.+)-(?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.safetensors")
 MAX_HEADER_BYTES = 64 * 2**20
-"""The library itself refuses headers of over 100 MB."""
+"""The library itself rejects headers of over 100 MB."""
 MAX_DIMENSIONS = 16
 MAX_DIMENSION = 2**48
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHead:
-    """What a header says of one tensor."""
+    """A header's description of one tensor."""
 
     shape: tuple[int, ...]
     begin: int
-    """The byte of the file at which it begins, counted from the end of the header."""
+    """Byte of the file at which it starts, counted from the end of the header."""
     end: int
 
     @property
@@ -47,10 +47,10 @@ class TensorHead:
 
 
 def _index(folder: Path) -> dict[str, str] | None:
-    """The name of the file that has each tensor, as the folder's index says; None: the folder has no index.
+    """Return the file name of each tensor from the folder's index; None: the folder has no index.
 
     Raises:
-        ModelLoadError: the index cannot be read, or names something else than files of safetensors in the folder.
+        ModelLoadError: the index cannot be read, or names something other than safetensors files in the folder.
     """
     path = folder / INDEX_FILE
     if not path.is_file():
@@ -81,13 +81,13 @@ def _is_file_of_weights(name: str) -> bool:
 
 
 def loaded_files(folder: Path) -> list[Path]:
-    """Returns the files that are loaded, in order of their names. Others in the folder are ignored.
+    """Return the files that are loaded, sorted by name. Others in the folder are ignored.
 
-    They are those that the index names; without one it is `model.safetensors`, all shards of a set whose names number
-    them, or the only file there is.
+    They are the files that the index names. Without an index, they are `model.safetensors`, all shards of a set whose
+    names number them, or the only file.
 
     Raises:
-        ModelLoadError: there is none, one is missing, or it is not clear which ones are meant.
+        ModelLoadError: there is none, one is missing, or the choice is ambiguous.
     """
     index = _index(folder)
     found = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
@@ -132,16 +132,16 @@ def loaded_files(folder: Path) -> list[Path]:
 
 
 def placed_tensors(folder: Path, advice: str = "copy or download it again") -> dict[str, tuple[Path, TensorHead]]:
-    """Returns for each tensor of a model the file from which it is loaded, and what the file's header says of it.
+    """Return for each tensor of a model the file from which it is loaded, and its description in the file's header.
 
-    Of a tensor that lies in several files the index says which one counts.
+    If a tensor is in several files, the index decides.
 
     Args:
         advice: what to do about a damaged file.
 
     Raises:
-        ModelLoadError: as `loaded_files`, a file is not what its header describes, the index names a tensor that its
-            file lacks, or a tensor that it does not name lies in several files.
+        ModelLoadError: as in `loaded_files`, a file does not match its header, the index names a tensor that its file
+            lacks, or a tensor that it does not name is in several files.
     """
     index = _index(folder) or {}
     placed: dict[str, tuple[Path, TensorHead]] = {}
@@ -169,10 +169,10 @@ def placed_tensors(folder: Path, advice: str = "copy or download it again") -> d
 
 
 def read_header(path: Path) -> dict[str, TensorHead]:
-    """Returns what the header of a file of safetensors says of each tensor.
+    """Return the description of each tensor in the header of a safetensors file.
 
     Raises:
-        OSError: the file cannot be read, or is no regular one.
+        OSError: the file cannot be read, or is not a regular file.
         ValueError: its header does not describe it.
     """
     with open_plain(path) as file:

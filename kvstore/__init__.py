@@ -1,6 +1,6 @@
-"""What workers and routers share about KV: who owns which prefix, who is alive, and how KV moves between workers.
+"""KV state that workers and routers share: which worker owns which prefix, which processes are alive, and KV transfer.
 
-`index` and `leases` keep their state in Redis and need no torch, so routers import them; `transfer` moves KV between
+`index` and `leases` keep their state in Redis and need no torch, so routers import them. `transfer` copies KV between
 the caches of two workers, and only workers import it.
 """
 

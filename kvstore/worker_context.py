@@ -1,4 +1,4 @@
-"""What the RPC handlers of both roles are given of their worker."""
+"""The part of a worker that the RPC handlers of both roles use."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class WorkerContext:
-    """One worker, as the handlers of its role see it. Its member changes `is_draining`."""
+    """One worker, as the handlers of its role see it. The worker's member updates `is_draining`."""
 
     worker_id: str
     engine: ServingEngine
     kv: KvEndpoint
     is_draining: bool = False
-    """Whether the worker leaves its role, and takes no new work."""
+    """True while the worker leaves its role; it takes no new work then."""
 
     def require_staying(self) -> None:
-        """Raises WorkerDraining while the worker leaves its role."""
+        """Raise WorkerDraining while the worker leaves its role."""
         if self.is_draining:
             raise WorkerDraining(f"{self.worker_id} takes no new work")

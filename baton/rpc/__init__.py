@@ -1,8 +1,8 @@
-"""gRPC as every process uses it: servers, channels and typed errors across the wire.
+"""gRPC settings of all processes: servers, channels and typed errors across the wire.
 
-`server` has the settings of servers and channels (keepalive, health, reflection), `arrivals` bounds the messages on
-their way to a server, `members` keeps others from members' servers, `errors` maps the error tree to statuses and
-back, `outbox` is the queue before the stream between a router and a worker.
+`server` has the settings of servers and channels (keepalive, health, reflection). `arrivals` limits incoming messages
+of a server, `members` restricts members' servers to members, `errors` maps the error tree to statuses and back,
+`outbox` is the queue before the stream between a router and a worker.
 """
 
 from baton.rpc.errors import MalformedCount, from_rpc_error

@@ -1,10 +1,10 @@
-"""Messages on their way to a server: how many it receives at a time, and for how long.
+"""Limits on the messages that a server receives: their number at a time, and their duration.
 
-gRPC holds what has come of a message until the message is whole. A call whose message the server does not read yet
-holds one window of it at most. So the server reads a message only when its call is admitted and has a place. A
-connection has a few places, and all connections together have some more. Other calls wait, and the connections take
-turns. While a connection waits because others have all places, messages that are not whole after a moment make room for
-it. So a client that sends as fast as it can is served, however many others keep their messages back.
+gRPC buffers the received part of a message until the message is complete. A call whose message the server does not read
+yet buffers at most one window of it. So the server reads a message only when its call is admitted and has a place. A
+connection has a few places, and all connections together have some more. Other calls wait, and the connections are
+served round robin. While a connection waits because others have all places, messages that are incomplete after a moment
+are preempted. So a client that sends as fast as it can is served, however many others hold their messages back.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from baton.rpc.errors import CallContext
 
 MIB = 2**20
 MESSAGE_S = 30.0
-"""Longest time from the moment when a server reads a message until the message is whole, in seconds."""
+"""Longest time from the moment when a server reads a message until the message is complete, in seconds."""
 HELD_BYTES = 64 * MIB
-"""Bytes of messages on their way, if each is as long as it may be, of calls that an endpoint has admitted."""
+"""Maximum bytes of incoming messages of admitted calls of an endpoint, if each has the maximum length."""
 OPEN_HELD_BYTES = 16 * MIB
-"""Bytes of messages on their way of calls that everybody may make, of health and reflection."""
+"""Maximum bytes of incoming messages of public calls: health and reflection."""
 CONNECTIONS_SHARE = 4
-"""One connection has a quarter of the places at most."""
+"""One connection has at most a quarter of the places."""
 MAX_WAITING = 4096
-"""Calls that wait for a place. Each holds a window of its message."""
+"""Maximum number of calls that wait for a place. Each holds a window of its message."""
 MAX_SLOW = 16_384
-"""Connections that are remembered as slow."""
+"""Maximum number of connections that are remembered as slow."""
 TICK_S, TICKS = 0.025, 2
-"""A message makes room after two ticks. At the first the event loop may not know yet that it is whole."""
+"""A message is preempted after two ticks. At the first, the event loop may not know yet that it is complete."""
 SLOW_TICKS = 20
-"""Ticks until a message makes room for a slow connection: calls that end and begin again have a price, too."""
+"""Ticks until a message is preempted for a slow connection: ending and restarting calls has a cost, too."""
 OPEN = "/grpc."
-"""The methods that everybody may call begin with this."""
+"""Prefix of the public methods."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,18 +50,20 @@ class _TakenPlace:
     limit: asyncio.Timeout | None = None
     """None: its call does not know yet that it has the place."""
     num_ticks: int = 0
-    """Ticks at which it was taken."""
+    """Number of ticks since it was taken."""
     makes_room: bool = False
 
 
 _Line = dict[str, deque[asyncio.Future[_TakenPlace]]]
-"""Connection -> its calls that wait, the oldest first. The first connection has the next turn."""
+"""Connection -> its waiting calls, the oldest first. The first connection is served next."""
 
 
 @dataclass(slots=True, kw_only=True)
 class MessagePlaces:
-    """Places for messages on their way. While connections wait for want of places, those become slow whose messages are
-    not whole after two ticks, until one of them is. Slow connections keep half of the places, and others go first.
+    """Places for incoming messages.
+
+    While connections wait for a place, connections whose messages are incomplete after two ticks become slow, until one
+    of their messages is complete. Slow connections keep half of the places, and other connections are served first.
 
     Args:
         num: places of all connections.
@@ -76,18 +78,18 @@ class MessagePlaces:
     """Connection -> its places, the oldest first."""
     _num_taken: int = 0
     _slow: dict[str, None] = field(default_factory=dict)
-    """The connections that are slow, the one first that has been so for the longest."""
+    """Slow connections, the one first that has been slow for the longest time."""
     _lines: tuple[_Line, _Line] = field(default_factory=lambda: ({}, {}))
-    """The connections that wait and are not slow, and those that are."""
+    """Waiting connections: those that are not slow, and those that are."""
     _num_waiting: int = 0
     _ticking: asyncio.TimerHandle | None = None
 
     async def read(self, context: CallContext) -> Any:
-        """Reads a call's next message, which has a place until it is whole; grpc.aio.EOF: there is none.
+        """Read a call's next message, which has a place until it is complete; grpc.aio.EOF: there is none.
 
         Raises:
             NotWhole: it takes too long.
-            Overloaded: it had to make room, or too many messages wait.
+            Overloaded: it was preempted, or too many messages wait.
         """
         connection = context.peer()
         is_free = self._is_free(connection in self._slow) and self._has_share(connection)
@@ -97,7 +99,7 @@ class MessagePlaces:
                 message = await context.read()
         except TimeoutError:
             if place.makes_room:
-                raise Overloaded("the message was not whole when it had to make room; send it again") from None
+                raise Overloaded("the message was preempted because it was incomplete; send it again") from None
             raise NotWhole(f"the client has not sent the whole message within {self.message_s:g} s") from None
         finally:
             self._give_back(place)
@@ -109,7 +111,7 @@ class MessagePlaces:
 
     @property
     def _num_over(self) -> int:
-        """Places that slow connections have beyond their half; below 0: that are left to them."""
+        """Number of places that slow connections have beyond their half; below 0: that many are left to them."""
         return sum(len(self._taken[each]) for each in self._taken if each in self._slow) - max(self.num // 2, 1)
 
     def _has_share(self, connection: str) -> bool:
@@ -142,7 +144,7 @@ class MessagePlaces:
             self._set_slow(next(iter(self._slow)), False)
 
     async def _turn(self, connection: str) -> _TakenPlace:
-        """Waits for a place."""
+        """Wait for a place."""
         turn: asyncio.Future[_TakenPlace] = asyncio.get_running_loop().create_future()
         self._lines[connection in self._slow].setdefault(connection, deque()).append(turn)
         self._num_waiting += 1
@@ -168,28 +170,28 @@ class MessagePlaces:
 
     def _forget(self, connection: str, turn: asyncio.Future[_TakenPlace]) -> None:
         line = self._lines[connection in self._slow]
-        if turn in line.get(connection, ()):  # a call that is cancelled may have had its turn before it knows
+        if turn in line.get(connection, ()):  # a cancelled call may have been granted a place before it knows
             line[connection].remove(turn)
             self._num_waiting -= 1
             if not line[connection]:
                 del line[connection]
 
     def _grant(self) -> None:
-        """Gives free places to calls that wait, one connection after the other."""
+        """Grant free places to waiting calls, one connection after the other."""
         for is_slow, line in enumerate(self._lines):
             while (
                 self._is_free(bool(is_slow)) and (connection := next(filter(self._has_share, line), None)) is not None
             ):
                 turn = self._next_of(connection)
                 if connection in line:
-                    line[connection] = line.pop(connection)  # its next turn comes last
+                    line[connection] = line.pop(connection)  # it is served last in the next round
                 if not turn.done():
                     turn.set_result(self._take(connection))
             if self._ticking is None and any(map(self._has_share, line)):
                 self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _tick(self) -> None:
-        """Ends old messages, if connections wait because others have the places."""
+        """Preempt old messages, if connections wait because others have the places."""
         self._ticking = None
         num_first, num_slow = (sum(map(self._has_share, line)) for line in self._lines)
         places = [place for those in sorted(self._taken.values(), key=len, reverse=True) for place in those]
@@ -213,10 +215,10 @@ class MessagePlaces:
 
 
 class Arrivals(grpc.aio.ServerInterceptor):
-    """Reads the messages of calls when they have places. It has to be the last interceptor: so the others refuse a call
-    before anything of it is read.
+    """Interceptor that reads the messages of calls when they have places.
 
-    Every handler that it returns takes a stream of messages, also of methods that take one message.
+    It must be the last interceptor, so that the others can reject a call before any of it is read. Every handler that
+    it returns takes a stream of messages, also for methods that take one message.
 
     Args:
         max_message_bytes: the longest message of the server.
@@ -230,7 +232,7 @@ class Arrivals(grpc.aio.ServerInterceptor):
         num_open = max(OPEN_HELD_BYTES // max_message_bytes, 1)
         self._open = MessagePlaces(num=num_open, num_per_connection=math.inf, message_s=message_s)
         self._known: dict[str, tuple[Any, Any]] = {}
-        """The handler of each method, and what came of it."""
+        """Handler of each method, and its replacement."""
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -251,12 +253,12 @@ class Arrivals(grpc.aio.ServerInterceptor):
         elif is_open:
             method = _of_many(handler.stream_stream, places)
         else:
-            return handler  # between members, who have proven that they are
+            return handler  # between members that have proved their identity
         return streaming(handler, method)
 
 
 def streaming(handler: Any, method: Callable[..., Any]) -> Any:
-    """Returns the handler with another method, which takes a stream of messages."""
+    """Return the handler with another method, which takes a stream of messages."""
     make: Any = (
         grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
     )

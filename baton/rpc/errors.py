@@ -1,7 +1,7 @@
-"""Typed errors across gRPC: one interceptor on the way out, one function on the way in.
+"""Typed errors across gRPC: one interceptor for the server, one function for the client.
 
-The error's kind travels in the trailing metadata `baton-error`, so that our own processes raise the same error again;
-other clients see the status code and the message. A worker's calls share a stream, so their errors travel in it.
+The error's kind is sent in the trailing metadata `baton-error`, so that Baton's processes raise the same error again;
+other clients see the status code and the message. A worker's calls share a stream, so their errors are sent in it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class MalformedCount:
-    """How many messages a server was sent that are not in protobuf's form."""
+    """Number of messages received by a server that are not valid protobuf."""
 
     total: int = 0
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps every `BatonError` raised by a handler to its status code.
+    """Interceptor that maps every `BatonError` raised by a handler to its status code.
 
-    A message that cannot be read is refused before its handler sees it, and a client's that has a field that this
-    release does not know. Every handler behind it takes a stream of messages, as `baton.rpc.arrivals` returns them.
+    It rejects an unreadable message, and a client's message with an unknown field, before the handler sees it. Every
+    handler behind it takes a stream of messages, as `baton.rpc.arrivals` returns them.
 
     Args:
         malformed: counts messages that cannot be read.
@@ -50,15 +50,16 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, malformed: MalformedCount) -> None:
         self._malformed = malformed
         self._guarded_handlers: dict[str, tuple[Any, Any]] = {}
-        """The latest handler of each method, and what came of it. It is the same for all calls but those that show a
-        certificate.
+        """Latest handler of each method, and its replacement.
+
+        The handler is the same for all calls but those that present a certificate.
         """
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         handler = await continuation(details)
-        if handler is None or handler.request_deserializer is None:  # without one it refuses every message
+        if handler is None or handler.request_deserializer is None:  # without one it rejects every message
             return handler and _guarded(handler, None)
         known = self._guarded_handlers.get(details.method)
         if known is None or known[0] is not handler:
@@ -69,7 +70,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         read = wire.readable(handler.request_deserializer)
         if method.startswith(CLIENTS_METHODS):
             read = _clients(read)
-        # What it raises comes out where the next message is read.
+        # An error of this reader is raised when the next message is read.
         return _guarded(handler, lambda raw: self._checked(read(raw)))
 
     def _checked(self, message: Any) -> Any:
@@ -84,13 +85,13 @@ def _guarded(handler: Any, read: Callable[[bytes], Any] | None) -> Any:
         method, make = handler.stream_stream, grpc.stream_stream_rpc_method_handler
     else:
         method, make = handler.stream_unary, grpc.stream_unary_rpc_method_handler
-    # A handler that writes to the context instead of yielding is guarded like one with one answer.
+    # A handler that writes to the context instead of yielding is guarded like one with one response.
     guard = _guard_stream if inspect.isasyncgenfunction(method) else _guard_unary
     return make(guard(method), read, handler.response_serializer)
 
 
 def _clients(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Returns the reader of a client's messages, which raises the error with which a message is refused."""
+    """Return the reader of a client's messages, which raises the error with which a message is rejected."""
     descriptor = read(b"").DESCRIPTOR
 
     def read_known(raw: bytes) -> Any:
@@ -130,18 +131,19 @@ def _guard_stream(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _alone(error: Error) -> Error:
-    """Returns the error without the frames in which it and what caused it were raised, and what those hold: gRPC keeps
-    what ends a call until garbage is collected.
+    """Return the error without the frames in which it and its causes were raised, and without the frames' objects.
+
+    gRPC keeps the error that ends a call until garbage is collected.
     """
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
 
 async def _abort_unexpected(context: CallContext, error: Exception) -> NoReturn:
-    """Ends the call after a defect of ours: the log gets the traceback, the client one sentence."""
+    """End the call after an internal defect: the log gets the traceback, the client one sentence."""
     if isinstance(error, (grpc.aio.AbortError, grpc.RpcError)):
         raise error
-    if isinstance(error, grpc.aio.InternalError):  # as gRPC shows a client that has left before a write
+    if isinstance(error, grpc.aio.InternalError):  # gRPC's error if a client has left before a write
         raise asyncio.CancelledError from error
     logger.exception("a call failed unexpectedly")
     _alone(error)
@@ -149,15 +151,15 @@ async def _abort_unexpected(context: CallContext, error: Exception) -> NoReturn:
 
 
 async def abort(context: CallContext, error: BatonError) -> NoReturn:
-    """Ends the call with the error's status.
+    """End the call with the error's status.
 
     Raises:
-        CancelledError: the client has left meanwhile; gRPC would log that as a defect.
+        CancelledError: the client has left in the meantime; gRPC would log that as a defect.
     """
     metadata = [(ERROR_KEY, kind_of(error))]
     if isinstance(error, Overloaded):
         metadata.append((RETRY_AFTER_KEY, f"{error.retry_after_s:.3f}"))
-    # Longer texts break grpc's limit on trailers, and the client would see that instead.
+    # Longer texts break grpc's limit on trailers, and the client would see that error instead.
     try:
         await context.abort(grpc.StatusCode[error.status], str(error)[:MAX_MESSAGE_CHARACTERS], tuple(metadata))
     except grpc.aio.InternalError as left:
@@ -166,7 +168,7 @@ async def abort(context: CallContext, error: BatonError) -> NoReturn:
 
 
 def refusal(error: BatonError) -> Any:
-    """Returns a handler that reads no message and ends the call with the error."""
+    """Return a handler that reads no message and ends the call with the error."""
 
     async def refuse(_: Any, context: CallContext) -> NoReturn:
         await abort(context, error)
@@ -175,7 +177,7 @@ def refusal(error: BatonError) -> Any:
 
 
 def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
-    """Returns the typed error that `peer` raised, or `WorkerFailed` when the call itself broke."""
+    """Return the typed error that `peer` raised, or `WorkerFailed` if the call itself broke."""
     trailers: Any = error.trailing_metadata() or ()
     metadata = dict(trailers)
     details = error.details() or error.code().name
@@ -186,18 +188,18 @@ def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
 
 
 def is_lost(error: grpc.RpcError) -> bool:
-    """Whether the connection is what failed: UNAVAILABLE, and not as an error that the peer raised."""
+    """Return whether the connection failed: UNAVAILABLE, and not as an error that the peer raised."""
     trailers: Any = error.trailing_metadata() or ()
     return ERROR_KEY not in dict(trailers) and error.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def to_failed(error: BatonError) -> Failed:
-    """Encodes an error as a message; long texts are cut, as `abort` cuts them."""
+    """Encode an error as a message; long texts are cut, as in `abort`."""
     retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 0.0
     return Failed(kind_of(error), str(error)[:MAX_MESSAGE_CHARACTERS], retry_after_s)
 
 
 def from_failed(failed: Failed, peer: str) -> BatonError:
-    """Returns the typed error that `peer` raised; `WorkerFailed` for a defect or a kind that is unknown here."""
+    """Return the typed error that `peer` raised; `WorkerFailed` for a defect or a kind that is unknown here."""
     error = error_of(failed.kind, failed.message, failed.retry_after_s)
     return error or WorkerFailed(f"{peer} failed: {failed.message}")

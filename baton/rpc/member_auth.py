@@ -1,7 +1,6 @@
-"""The endpoints of processes that take calls of other members: who may call what, and the check before a message is
-read.
+"""Authorization of calls between members, which is checked before a message is read.
 
-An endpoint is shut to what no rule opens: a service without one is nobody's. Health checks alone need no proof.
+Any call without a matching rule is rejected. Only health checks need no proof.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from baton.trust import KeyFile, Principal, ProofBook, prove
 from baton.trust.proofs import PROOF_KEY
 
 Rules = Mapping[str, frozenset[Principal]]
-"""The members that may call a service, by its full name, or one of its methods, by `service/Method`."""
+"""Members that may call a service, by its full name, or one of its methods, by `service/Method`."""
 WORKERS_RULES: Rules = {
     "baton.v1.WorkerCalls": frozenset({Principal.ROUTER}),
     "baton.v1.WorkerControl": frozenset({Principal.CONTROLLER}),
@@ -33,11 +32,11 @@ CONTROLLERS_RULES: Rules = {
     "baton.v1.Admin/DrainWorker": frozenset({Principal.ROUTER, Principal.OPERATOR}),  # `baton leave`
 }
 OPEN_SERVICE = "grpc.health.v1.Health"
-"""The service that every process answers to everybody: probes ask it, and learn no more than whether it serves."""
+"""Public service of every process: probes learn only whether it serves."""
 
 
 class MemberAuth(grpc.aio.ServerInterceptor):
-    """Refuses every call whose proof is not right, and every call of a service that the rules do not name.
+    """Interceptor that rejects every call with an invalid proof, and every call of a service without a rule.
 
     Args:
         book: checks the proofs.
@@ -64,16 +63,16 @@ class MemberAuth(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True, slots=True)
 class MemberLink:
-    """How a member calls others."""
+    """Credentials with which a member calls others."""
 
     keys: KeyFile | None
-    """The keys by which it proves who it is; None: the cluster has no secret."""
+    """Keys that prove its identity; None: the cluster has no secret."""
     tls: Tls | None
-    """The certificates that it shows and believes; None: plain text."""
+    """Certificates that it presents and trusts; None: plain text."""
 
 
 def member_auth(key_file: KeyFile | None, incarnation: str, rules: Rules) -> Sequence[grpc.aio.ServerInterceptor]:
-    """Returns the interceptors of a server that members call: none where the cluster has no secret.
+    """Return the interceptors of a server that members call: none if the cluster has no secret.
 
     Args:
         incarnation: the random identity of this process, which callers know from its lease.
@@ -82,31 +81,31 @@ def member_auth(key_file: KeyFile | None, incarnation: str, rules: Rules) -> Seq
 
 
 def member_metadata(key_file: KeyFile | None, method: str, callee: str) -> tuple[tuple[str, bytes], ...]:
-    """Returns the metadata of a call to another member: a new proof, or none where the cluster has no secret.
+    """Return the metadata of a call to another member: a new proof, or none if the cluster has no secret.
 
     Args:
         method: the full name, as gRPC has it: `/package.Service/Method`.
-        callee: the incarnation of the process that is called.
+        callee: the incarnation of the called process.
     """
     return () if key_file is None else ((PROOF_KEY, prove(key_file.keys, method, callee)),)
 
 
 def require_keys(key_file: KeyFile | None, host: str, setting: str) -> None:
-    """Raises ConfigError: others than this machine could reach a process without keys, which takes calls of everybody.
+    """Raise ConfigError if other machines could reach a process without keys, which accepts all calls.
 
     Args:
-        host: where it is to listen, a name or an address.
-        setting: what names that host.
+        host: the name or address to listen on.
+        setting: the name of the setting with that host.
     """
     if key_file is None and not is_loopback(host):
         raise ConfigError(
             "without cluster.secret (BATON_CLUSTER_SECRET) a process listens on loopback addresses only, and "
-            f"{setting} is {host}: name a file with the secret, which each machine has, or listen on 127.0.0.1"
+            f"{setting} is {host}; set cluster.secret to a file with the secret on each machine, or listen on 127.0.0.1"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach what listens on that host."""
+    """Return whether only processes of this machine can reach a server on that host."""
     try:
         found = {str(address[0]) for *_, address in socket.getaddrinfo(host.strip("[]") or "0.0.0.0", None)}
     except OSError:

@@ -1,7 +1,7 @@
-"""Members' servers take calls of members alone: of those whose certificate bears the members' name.
+"""Restriction of members' servers to callers whose certificate bears the members' name.
 
-The authority may have signed others, too: a tenant's certificate opens the routers' endpoints, and no worker's. A call
-is refused before its message is read.
+The authority may have signed others, too: a tenant's certificate opens the routers' endpoints, but not a worker's. A
+call is rejected before its message is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baton.tls import Tls, names_in_call
 
 
 class MembersOnly(grpc.aio.ServerInterceptor):
-    """Refuses calls of Baton's own services by others than members.
+    """Interceptor that rejects calls of Baton's services by clients other than members.
 
     Args:
         name: DNS name in the certificates of members.
@@ -37,7 +37,7 @@ class MembersOnly(grpc.aio.ServerInterceptor):
         return streaming(handler, self._behind(handler.stream_stream or handler.stream_unary))
 
     def _behind(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method, behind a look at the caller's certificate, which is known only when the call begins."""
+        """Return the method with a check of the caller's certificate, which is known only when the call starts."""
 
         async def answered(messages: Any, context: CallContext) -> Any:
             self._require_member(context)
@@ -56,5 +56,5 @@ class MembersOnly(grpc.aio.ServerInterceptor):
 
 
 def members_only(tls: Tls | None) -> list[grpc.aio.ServerInterceptor]:
-    """Returns the interceptors of a member's server: none where all speak plain text."""
+    """Return the interceptors of a member's server: none if all use plain text."""
     return [MembersOnly(tls.name)] if tls is not None else []

@@ -1,4 +1,4 @@
-"""The queue before the stream between a router and a worker; both ends write whole frames from it."""
+"""Queue before the stream between a router and a worker; both ends write whole frames from it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from typing import Generic, TypeVar
 
 MAX_FRAME_COMMANDS = 16
-"""Commands in one frame of a router: a worker accepts messages that hold this many prompts of the longest kind."""
+"""Commands in one frame of a router: a worker accepts messages with this many prompts of maximum length."""
 T = TypeVar("T")
 
 
@@ -22,7 +22,7 @@ class Outbox(Generic[T]):
         self._ready.set()
 
     async def take(self, most: int) -> list[T]:
-        """Waits for an item, then returns all that are queued, up to `most`."""
+        """Wait for an item, then return all queued items, up to `most`."""
         await self._ready.wait()
         taken, self._items = self._items[:most], self._items[most:]
         if not self._items:

@@ -19,10 +19,13 @@ from baton.tls import Tls
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 PING_TIMEOUT_S = 3.0
-"""A peer of ours that stops answering, without closing its socket, is given up after 8 seconds at most."""
+"""A member that stops answering, without closing its socket, is disconnected after at most 8 seconds."""
 CLIENTS_PING_TIMEOUT_S = 20.0
-"""A server that stood still may find its time run out before it reads what a client has answered long since, and a
-client that is given up loses its streams. One that is gone costs no more than what it asked for, a little longer."""
+"""Ping timeout of clients.
+
+A server that was stalled may find the timeout expired before it reads a client's earlier answer, and a disconnected
+client loses its streams. A client that is gone only holds its requests a little longer.
+"""
 
 
 def _keepalive(ping_timeout_s: float) -> list[tuple[str, int]]:
@@ -30,56 +33,58 @@ def _keepalive(ping_timeout_s: float) -> list[tuple[str, int]]:
     return [
         ("grpc.keepalive_time_ms", 5_000),
         ("grpc.keepalive_timeout_ms", timeout_ms),
-        ("grpc.http2.ping_timeout_ms", timeout_ms),  # of every ping, also of those that measure bandwidth
+        ("grpc.http2.ping_timeout_ms", timeout_ms),  # for every ping, also for bandwidth measurements
         ("grpc.http2.max_pings_without_data", 0),
     ]
 
 
 UNREAD_BYTES = 16 * 2**10
-"""How many bytes of a message a client can send before the server reads it."""
+"""Number of bytes of a message that a client can send before the server reads it."""
 SERVER_OPTIONS = [
     *_keepalive(PING_TIMEOUT_S),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
-    ("grpc.http2.bdp_probe", 0),  # else that grows to megabytes
-    ("grpc.experimental.tcp_max_read_buffer_size", 2**18),  # else 4 MiB of a connection, also of pings
-    # gRPC closes a connection with too many pings only when it has nothing to write any more. Until then it notes an
+    ("grpc.http2.bdp_probe", 0),  # otherwise the window grows to megabytes
+    ("grpc.experimental.tcp_max_read_buffer_size", 2**18),  # otherwise 4 MiB per connection, also of pings
+    # gRPC closes a connection with too many pings only when it has nothing left to write. Until then it records an
     # error for each further ping, in time that grows with their number: 5 MiB of pings took a core for seconds. Without
-    # strikes a ping costs no more than another frame, and those whose answers are not read stop the connection.
+    # strikes a ping costs no more than another frame, and unread answers stop the connection.
     ("grpc.http2.max_ping_strikes", 0),
 ]
 CHANNEL_OPTIONS = [
     *_keepalive(PING_TIMEOUT_S),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_retries", 0),
-    # Workers come back on other ports, so an address that refused once is worth another try soon.
+    # Workers come back on other ports, so an address that refused once may work again soon.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
-"""The options of a client's channel. It may know of one router only, so an attempt to connect may take gRPC's 20 s."""
+"""Options of a client's channel. It may know only one router, so an attempt to connect may take gRPC's 20 s."""
 MEMBER_CHANNEL_OPTIONS = [
     *CHANNEL_OPTIONS,
-    # Despite its name the limit of one attempt to connect: calls wait for it, and other members can serve them.
+    # Despite its name, this limits one attempt to connect: calls wait for it, and other members can serve them.
     ("grpc.min_reconnect_backoff_ms", 5_000),
 ]
-"""The options of a channel between members of a cluster."""
+"""Options of a channel between members of a cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """What a server allows its clients, who may be anybody."""
+    """Limits of a server for its untrusted clients."""
 
     max_connections: int
-    """Connections at a time, but never more than half of the files that the process may open; the server closes
-    further ones."""
+    """Maximum number of connections.
+
+    It is also limited to half of the files that the process may open; the server closes further ones.
+    """
     max_streams: int
     """Calls on one connection; further ones wait at the client."""
     handshake_s: float = 10.0
-    """Longest time from a connection's begin to the client's settings."""
+    """Longest time from a connection's start to the client's settings."""
 
     @property
     def options(self) -> dict[str, int]:
-        """The options of a gRPC server."""
+        """Options of a gRPC server."""
         max_files, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = self.max_connections if max_files == resource.RLIM_INFINITY else max_files // 2
         return {
@@ -90,7 +95,7 @@ class ClientLimits:
 
 
 MEMBERS_LIMITS = ClientLimits(max_connections=4096, max_streams=1024)
-"""The limits of a server that members call, and strangers reach: hundreds of workers have a few connections each."""
+"""Limits of a server for members, which other clients can reach: hundreds of workers have a few connections each."""
 
 
 class RpcServer:
@@ -105,11 +110,11 @@ class RpcServer:
         interceptors: further ones. They see a call before its handler does, and their handlers may raise typed errors.
         shares_port: other processes of this user may listen on the same port. The kernel gives each connection to one
             of them.
-        max_connection_age_s: a client is asked to connect anew after so long. What runs on its old connection goes on.
+        max_connection_age_s: after this time a client is asked to reconnect. Calls on its old connection continue.
         max_message_bytes: a longer message ends its call, before it is parsed.
         clients: limits on clients.
-        message_s: longest time for a message to be whole, in seconds.
-        ping_timeout_s: a connection whose other end does not answer a ping for so long is closed.
+        message_s: longest time until a message is complete, in seconds.
+        ping_timeout_s: a connection whose other end does not answer a ping for this long is closed.
         describes_itself: whether it answers reflection, for clients that do not have the contract. Members have it.
     """
 
@@ -149,13 +154,13 @@ class RpcServer:
             reflection.enable_server_reflection(described, self.server)
 
     def bind(self, host: str, port: int, tls: Tls | None = None) -> int:
-        """Binds and returns the port (0 asks for a free one).
+        """Bind and return the port (0 asks for a free one).
 
         Args:
-            tls: what the server shows; None: it takes plain text.
+            tls: certificates of the server; None: plain text.
 
         Raises:
-            ConfigError: the port is taken or the host is not one of this machine's.
+            ConfigError: the port is in use or the host does not belong to this machine.
         """
         try:
             if tls is not None:
@@ -173,7 +178,7 @@ class RpcServer:
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:
-        """Stops accepting, gives running calls `grace_s` seconds, then cancels them."""
+        """Stop accepting calls, give running calls `grace_s` seconds, then cancel them."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
 
@@ -181,11 +186,11 @@ class RpcServer:
 def channel(
     address: str, tls: Tls | None = None, options: Sequence[tuple[str, int | str]] = MEMBER_CHANNEL_OPTIONS
 ) -> grpc.aio.Channel:
-    """Opens a channel, by default from one member of a cluster to another.
+    """Open a channel, by default from one member of a cluster to another.
 
     Args:
         address: host:port.
-        tls: what this side shows and believes, as its files are now; None: plain text.
+        tls: certificates that this side presents and trusts, from the current files; None: plain text.
     """
     target = grpc_target(address)
     if tls is None:

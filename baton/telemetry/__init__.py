@@ -1,9 +1,9 @@
-"""What every process reports of itself: metrics, traces and log lines.
+"""Telemetry of every process: metrics, traces and log lines.
 
-`instruments` collects all instruments: those that a router books (`recorded`), those read from the cluster's status
-(`observed`, and `trouble` for what will end it), those of the process itself (`process`) and their names for tools that
-expect vLLM (`vllm`). `prometheus` writes the exposition, `tracing` one trace per request, which leaves by `exporting`,
-`logs` the log lines, `prefixes` which prefixes recur.
+`instruments` collects all instruments: those that a router records (`recorded`), those read from the cluster's status
+(`observed`, and `trouble` for impending failures), those of the process itself (`process`), and their aliases for tools
+that expect vLLM (`vllm`). `prometheus` writes the exposition, `tracing` records one trace per request, which
+`exporting` exports, `logs` writes the log lines, `prefixes` tracks recurring prefixes.
 """
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""How spans leave a process: which of them, and over which channel. `tracing.configure` is what uses it."""
+"""Export of spans: sampling, and the channel to the receiver. `tracing.configure` uses it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _DrawnShare(Sampler):
-    """Samples a share of the traces, drawn here: clients choose the ids of theirs."""
+    """Sampler that draws a share of the traces at random, since clients choose the ids of their traces."""
 
     def __init__(self, ratio: float) -> None:
         self._ratio = ratio
@@ -33,12 +33,12 @@ class _DrawnShare(Sampler):
 
 
 def sampler(ratio: float, *, faces_clients: bool) -> Sampler:
-    """What decides which traces are exported.
+    """Return the sampler that decides which traces are exported.
 
     Args:
-        ratio: share of the traces that begin here.
-        faces_clients: callers are clients, whose wish to be sampled counts for no more than having a trace at all; one
-            that is not sampled stays so. Other callers have decided for us.
+        ratio: share of the traces that start here.
+        faces_clients: callers are clients. A client's sampled trace is sampled with the probability `ratio`, like a new
+            one; a trace that is not sampled stays so. Otherwise the caller's decision applies.
     """
     share = _DrawnShare(ratio)
     return ParentBased(share, remote_parent_sampled=share) if faces_clients else ParentBased(share)
@@ -47,7 +47,7 @@ def sampler(ratio: float, *, faces_clients: bool) -> Sampler:
 def provider(
     service_name: str, instance_id: str, config: TelemetryConfig, tls: Tls | None, *, faces_clients: bool
 ) -> TracerProvider:
-    """Returns what exports spans to `telemetry.otlp_endpoint`; the arguments are those of `tracing.configure`."""
+    """Return the provider that exports spans to `telemetry.otlp_endpoint`; see `tracing.configure`."""
     resource = Resource.create({"service.name": service_name, "service.instance.id": instance_id})
     made = TracerProvider(resource=resource, sampler=sampler(config.sample_ratio, faces_clients=faces_clients))
     exporter: SpanExporter
@@ -60,7 +60,7 @@ def provider(
 
 
 class _TlsExporter(SpanExporter):
-    """Exports over a channel that is opened anew when the certificates have changed."""
+    """Exporter over a channel that is reopened when the certificates have changed."""
 
     def __init__(self, endpoint: str, tls: Tls) -> None:
         self._endpoint = endpoint

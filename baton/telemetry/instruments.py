@@ -1,8 +1,8 @@
 """All metrics of a router, and their Prometheus exposition.
 
-recorded      what happens to requests, recorded as it happens
+recorded    events of requests, recorded as they happen
 observed    the cluster, read at every scrape
-trouble     what will end it, read likewise
+trouble     impending failures of the cluster, read likewise
 process     the router's own process
 vllm        some of both once more, under vLLM's names
 """
@@ -29,8 +29,8 @@ class Instruments(RequestMetrics):
     """The router's instruments and their Prometheus exposition.
 
     Args:
-        slo_classes: the SLO classes whose objectives are shown, by name, and are bounds of the histograms: how many
-            requests met them is then exactly a bucket's count.
+        slo_classes: the SLO classes whose objectives are shown, by name. The objectives are also bounds of the
+            histograms, so the number of requests that met them is exactly a bucket's count.
         vllm_model: the model name under which metrics are also shown with vLLM's names; empty: they are not.
     """
 
@@ -55,7 +55,7 @@ class Instruments(RequestMetrics):
         instruments.append(
             Observed(
                 "baton.hot_prefix_share",
-                "Share of the last 1024 prompts that begin with a block, for the 5 most common first blocks that more "
+                "Share of the last 1024 prompts that start with a block, for the 5 most common first blocks that more "
                 "than one prompt has. prefix: the first 8 hexadecimal digits of the block's key.",
                 self._hottest_prefixes,
             )
@@ -64,7 +64,7 @@ class Instruments(RequestMetrics):
         instruments.append(
             Observed(
                 "baton.slo_objective",
-                "Objectives of the SLO classes: ttft, itl and e2e. A request's own objectives win over them.",
+                "Objectives of the SLO classes: ttft, itl and e2e. A request's own objectives take precedence.",
                 lambda: shown,
                 "s",
             )
@@ -76,11 +76,11 @@ class Instruments(RequestMetrics):
         self._registry.register(Collector(instruments))
 
     def catalogue(self) -> dict[str, Definition]:
-        """Every metric by the name that Prometheus shows, whether anything was recorded or not."""
+        """Return every metric by the name that Prometheus shows, including those without a value."""
         return {one.definition.name: one.definition for one in self._instruments}
 
     def exposition(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _observed(self, observe: Observe) -> Iterable[Observation]:

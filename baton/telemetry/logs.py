@@ -3,11 +3,11 @@
     {"timestamp": "2026-11-21T20:38:24.123456+00:00", "level": "WARNING", "logger": "router.dispatch.dispatcher",
      "process": 7, "service": "baton-router", "message": "...", "trace_id": "4bf9...", "span_id": "00f0..."}
 
-A line of text has no control characters but tabs: what has come from others, such as a request's id, adds no lines and
-commands no terminal. A traceback follows on lines that are indented.
+A line of text has no control characters but tabs, so untrusted content, such as a request's id, cannot add lines or
+control a terminal. A traceback follows on indented lines.
 
-`trace_id` and `span_id` belong to the request that a line is about, if it has a trace: the client's, or one that begins
-here when traces are exported. `exception` is the traceback. A line is ASCII and ends where its object ends.
+`trace_id` and `span_id` belong to the request of a line, if it has a trace: the client's, or one that starts here when
+traces are exported. `exception` is the traceback. A line is ASCII and ends where its object ends.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
 _SUBJECT: ContextVar[SpanContext | None] = ContextVar("subject", default=None)
-"""The request that this task works for; tasks that it starts inherit it."""
+"""Request that this task works for; tasks that it starts inherit it."""
 MAX_KEPT_LINES, MAX_KEPT_CHARACTERS = 400, 2000
-"""The latest lines that a process keeps in memory, and the characters of each: what is longer is cut."""
+"""Number of recent lines that a process keeps in memory, and the maximum length of each; longer ones are cut."""
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 
 
 def configure(level: str, log_format: str = "text", service: str = "baton") -> None:
-    """Sends log lines of `level` and above to standard error, and keeps the latest for `latest_lines`.
+    """Send log lines of `level` and above to standard error, and keep the latest for `latest_lines`.
 
     Args:
         log_format: text, or json; with json, warnings and uncaught exceptions become such lines, too.
@@ -54,14 +54,16 @@ def configure(level: str, log_format: str = "text", service: str = "baton") -> N
 
 
 def latest_lines() -> list[str]:
-    """The latest log lines of this process as text, the oldest first; none before `configure`."""
+    """Return the latest log lines of this process as text, the oldest first; none before `configure`."""
     kept = (each for each in logging.getLogger().handlers if isinstance(each, _LatestLines))
     return [line for handler in kept for line in handler.lines]
 
 
 def as_text(line: str) -> str:
-    """A line that a process wrote, for people: a log line in JSON becomes what `TEXT_FORMAT` has, with the traceback on
-    further lines. Any other line stays as it is.
+    """Return a line of a process for people.
+
+    A log line in JSON is converted to `TEXT_FORMAT`, with the traceback on further lines. Any other line stays
+    unchanged.
     """
     try:
         entry = json.loads(line)
@@ -72,19 +74,19 @@ def as_text(line: str) -> str:
 
 
 class _LatestLines(logging.Handler):
-    """Keeps the latest lines."""
+    """Handler that keeps the latest lines."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: deque[str] = deque(maxlen=MAX_KEPT_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(Exception):  # what cannot be formatted is reported by the handler that writes
+        with contextlib.suppress(Exception):  # the handler that writes reports a record that cannot be formatted
             self.lines.append(self.format(record)[:MAX_KEPT_CHARACTERS])
 
 
 def about(request: SpanContext) -> None:
-    """Attributes the later log lines of this task, and of tasks that it starts, to the request."""
+    """Attribute the later log lines of this task, and of tasks that it starts, to the request."""
     _SUBJECT.set(request)
 
 
@@ -130,7 +132,7 @@ class JsonFormatter(logging.Formatter):
 def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
-    except Exception as error:  # what is logged may not fit its format, or fail to be written
+    except Exception as error:  # a record may not match its format, or the write may fail
         return f"{record.msg!r} cannot be formatted: {type(error).__name__}"
 
 

@@ -14,13 +14,13 @@ from baton.config import SloClassConfig
 from baton.telemetry.prometheus import Observation
 
 StatusNow = Callable[[], ClusterStatus]
-"""Returns the cluster as the observed metrics show it; called at every scrape."""
+"""Returns the cluster's status for the observed metrics; called at every scrape."""
 Observe = Callable[[ClusterStatus], Iterable[Observation]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedMetric:
-    """A gauge or counter whose rows come from the status."""
+    """Gauge or counter whose rows come from the status."""
 
     name: str
     description: str
@@ -53,7 +53,7 @@ def _open_links(status: ClusterStatus) -> Iterable[Observation]:
 
 
 def _by_kind(status: ClusterStatus, counts: Callable[[WorkerLoad], tuple[int, int]]) -> Iterable[Observation]:
-    """Yields a row for each kind of drafts. `counts` gives those of all kinds, and the draft model's."""
+    """Yield a row for each kind of draft. `counts` returns the count of all kinds, and the draft model's."""
     for worker in status.workers:
         of_all, of_model = counts(worker.load)
         for kind, count in (("lookup", of_all - of_model), ("model", of_model)):
@@ -84,7 +84,7 @@ def _computing(status: ClusterStatus) -> Iterable[Observation]:
 
 
 def _malformed(status: ClusterStatus) -> Iterable[Observation]:
-    """Yields a row for each member whose counts all routers show."""
+    """Yield a row for each member whose counts all routers show."""
     if status.controller is not None:
         yield Observation(status.controller.malformed, {"worker": "controller", "role": "controller"})
     for worker in status.workers:
@@ -103,7 +103,7 @@ def _pools(status: ClusterStatus) -> Iterable[Observation]:
 
 @dataclass(frozen=True, slots=True)
 class TransferRows:
-    """Reads fields of `TransferCounts`, each with the labels that distinguish it from the others of its metric."""
+    """Reader of fields of `TransferCounts`, each with the labels that distinguish it from the others of its metric."""
 
     fields: Mapping[str, Mapping[str, str]]
 
@@ -114,7 +114,7 @@ class TransferRows:
 
 
 def objectives(slo_classes: Mapping[str, SloClassConfig]) -> list[Observation]:
-    """The objectives in seconds; none for what has no objective."""
+    """Return the objectives in seconds; infinite objectives are omitted."""
     found = []
     for name, slo in slo_classes.items():
         for objective, value_ms in (("ttft", slo.ttft_ms), ("itl", slo.itl_ms), ("e2e", slo.e2e_ms)):
@@ -148,14 +148,14 @@ OBSERVED: tuple[ObservedMetric, ...] = (
     ),
     ObservedMetric(
         name="baton.worker_computes",
-        description="1 for each worker, with what it computes with as labels: GPU (empty: CPUs), types, attention "
-        "(kernels, flashinfer, torch, native), CUDA graphs, fused parts, ranks, what copies KV.",
+        description="1 for each worker, with its hardware and implementations as labels: GPU (empty: CPUs), types, "
+        "attention (kernels, flashinfer, torch, native), CUDA graphs, fused parts, ranks, KV copies.",
         observe=_computing,
     ),
     ObservedMetric(
         name="baton.worker_fallbacks",
-        description="Ways of computing of a worker that are slower than such a device allows: attention by torch, no "
-        "CUDA graphs, ... `baton doctor` names them, with the reason.",
+        description="Number of implementations on a worker that are slower than its device allows: attention by torch, "
+        "no CUDA graphs, ... `baton doctor` lists them, with the reason.",
         observe=lambda s: [Observation(len(w.info.computes.fallbacks), _labels(w)) for w in s.workers],
     ),
     ObservedMetric(
@@ -181,7 +181,7 @@ OBSERVED: tuple[ObservedMetric, ...] = (
     ),
     ObservedMetric(
         name="baton.mirror_blocks",
-        description="Blocks that a worker holds according to this router's copy of the index; baton_kv_blocks is the "
+        description="Blocks that a worker holds according to this router's mirror of the index; baton_kv_blocks is the "
         "worker's own count.",
         observe=lambda s: [Observation(number, {"worker": worker}) for worker, number in s.mirrored_blocks.items()],
     ),
@@ -193,40 +193,40 @@ OBSERVED: tuple[ObservedMetric, ...] = (
     ),
     ObservedMetric(
         name="baton.preemptions",
-        description="Sequences of a worker that were preempted: they gave their blocks back and were computed again.",
+        description="Sequences of a worker that were preempted: their blocks were freed and they were computed again.",
         observe=lambda s: [Observation(w.load.preemptions, _labels(w)) for w in s.workers],
         is_counter=True,
     ),
     ObservedMetric(
         name="baton.drafted_tokens",
-        description="Tokens that a worker guessed and checked beside the next one of a sequence, by what guessed: "
-        "look-up in the sequence's own text, or a draft model.",
+        description="Speculative tokens that a worker verified in addition to a sequence's next one, by their source: "
+        "lookup in the sequence's own text, or a draft model.",
         observe=lambda s: _by_kind(s, lambda load: (load.drafted_tokens, load.model_drafted_tokens)),
         is_counter=True,
     ),
     ObservedMetric(
         name="baton.accepted_tokens",
-        description="Guessed tokens that proved right: a step gave them beside the next one of a sequence.",
+        description="Speculative tokens that were accepted: a step returned them in addition to a sequence's next one.",
         observe=lambda s: _by_kind(s, lambda load: (load.accepted_tokens, load.model_accepted_tokens)),
         is_counter=True,
     ),
     ObservedMetric(
         name="baton.store_garbage",
-        description="Values in Redis that this router could not read and skipped, counted every time, by what they "
-        "are: lease, router, event, epoch, boot, ...",
+        description="Values in Redis that this router could not read and skipped, counted every time, by kind: "
+        "lease, router, event, epoch, boot, ...",
         observe=lambda s: [Observation(each.times, {"what": each.what}) for each in s.store_garbage],
         is_counter=True,
     ),
     ObservedMetric(
         name="baton.malformed_messages",
-        description="gRPC messages to this router that are not in protobuf's form, and were refused.",
+        description="gRPC messages to this router that were rejected because they are not valid protobuf.",
         observe=lambda s: [Observation(s.malformed)],
         is_counter=True,
     ),
     ObservedMetric(
         name="baton.member_malformed_messages",
-        description="gRPC messages to a worker, or to the controller, that are not in protobuf's form, and were "
-        "refused.",
+        description="gRPC messages to a worker, or to the controller, that were rejected because they are not "
+        "valid protobuf.",
         observe=_malformed,
         is_counter=True,
     ),
@@ -235,7 +235,7 @@ OBSERVED: tuple[ObservedMetric, ...] = (
     ObservedMetric(
         name="baton.kv_transfers",
         description="KV transfers of a worker that ended, by direction and outcome. A transfer that was no longer "
-        "needed when it ended is in neither.",
+        "needed when it ended is not counted.",
         observe=TransferRows(
             {f"{way}_{end}": {"direction": way, "outcome": end} for way in DIRECTIONS for end in OUTCOMES}
         ),
@@ -244,14 +244,14 @@ OBSERVED: tuple[ObservedMetric, ...] = (
     ObservedMetric(
         name="baton.kv_transfer_failures",
         description="Failed KV transfers by reason. corrupted: a header or a checksum did not match; expired: the "
-        "lease ended; timed_out: one operation took too long; refused: the two sides do not fit; lost: the "
+        "lease ended; timed_out: one operation took too long; refused: the sides are incompatible; lost: the "
         "connection, its transport or the peer broke.",
         observe=TransferRows({name: {"reason": name} for name in FAILURES}),
         is_counter=True,
     ),
     ObservedMetric(
         name="baton.kv_messages_fenced",
-        description="Messages and chunks of an unknown or past transfer, which were dropped.",
+        description="Dropped messages and chunks of an unknown or past transfer.",
         observe=TransferRows({"fenced": {}}),
         is_counter=True,
     ),
@@ -263,26 +263,26 @@ OBSERVED: tuple[ObservedMetric, ...] = (
     ),
     ObservedMetric(
         name="baton.kv_nccl_stalls",
-        description="NCCL operations that did not end in time; their connection was given up.",
+        description="NCCL operations that did not end in time; their connection was closed.",
         observe=TransferRows({"nccl_stalls": {}}),
         is_counter=True,
     ),
     ObservedMetric(
         name="baton.kv_nccl_stuck_aborts",
-        description="NCCL communicators that could not be ended in time. At two the worker drains and ends.",
+        description="NCCL communicators that could not be ended in time. At two, the worker drains and exits.",
         observe=TransferRows({"nccl_stuck_aborts": {}}),
         is_counter=True,
     ),
     ObservedMetric(
         name="baton.kv_nccl_shared_streams",
-        description="NCCL communicators that may have a stream of their GPU in common with another one: they wait for "
+        description="NCCL communicators that may share a stream of their GPU with another one: they wait for "
         "each other.",
         observe=TransferRows({"nccl_shared_streams": {}}),
         is_counter=True,
     ),
     ObservedMetric(
         name="baton.kv_failed_openings",
-        description="Transports that could not be opened; another kind carries the KV, and they are tried again.",
+        description="Transports that could not be opened; another kind carries the KV, and they are retried.",
         observe=TransferRows({"failed_openings": {}}),
         is_counter=True,
     ),
@@ -328,13 +328,13 @@ OBSERVED: tuple[ObservedMetric, ...] = (
     ),
     ObservedMetric(
         name="baton.kv_open_pairs",
-        description="Open connections to other workers, one per pair of ranks.",
+        description="Open connections to other workers, one per sending and receiving rank.",
         observe=TransferRows({"open_pairs": {}}),
     ),
     ObservedMetric(
         name="baton.kv_pairs",
-        description="Open connections to other workers by link (ipc, nccl, shm, tcp) and, for nccl, by what NCCL "
-        "moves the bytes by (transport): P2P, SHM, NET/IB, NET/Socket or unknown.",
+        description="Open connections to other workers by link (ipc, nccl, shm, tcp) and, for nccl, by the path "
+        "of the bytes (transport): P2P, SHM, NET/IB, NET/Socket or unknown.",
         observe=_open_links,
     ),
     ObservedMetric(
@@ -344,7 +344,7 @@ OBSERVED: tuple[ObservedMetric, ...] = (
     ),
     ObservedMetric(
         name="baton.kv_unsent",
-        description="Bytes of KV that is computed, pinned and not sent yet.",
+        description="Bytes of KV that is computed and pinned but not sent yet.",
         observe=TransferRows({"unsent_bytes": {}}),
         unit="By",
     ),

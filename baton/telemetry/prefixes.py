@@ -1,4 +1,4 @@
-"""Which prefixes recur: the ceiling of any cache's hit rate, and the most common beginnings of prompts."""
+"""Statistics of recurring prefixes: the upper bound of any cache's hit rate, and the most common prompt starts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 KEPT_KEYS = 2**18
-"""Block keys of a generation. There are two, so that this many to twice as many are known: 4 to 8 million tokens in
-blocks of 16, in up to 50 MB."""
+"""Block keys of a generation.
+
+There are two generations, so that this many to twice as many are known: 4 to 8 million tokens in blocks of 16, in up to
+50 MB.
+"""
 RECENT = 1024
-"""Number of recent prompts whose beginnings are compared."""
+"""Number of recent prompts whose starts are compared."""
 HOTTEST = 5
 
 
 class PrefixBook:
-    """The prefixes that one router has seen. Blocks older than `kept_keys` others may be forgotten.
+    """Prefixes that one router has seen. Blocks older than `kept_keys` others may be forgotten.
 
     A generation holds, with each key, all keys before it in its chain; the known part of a chain is found by bisection.
     """
@@ -28,7 +31,7 @@ class PrefixBook:
         self._beginnings: Counter[bytes] = Counter()
 
     def see_prompt(self, keys: Sequence[bytes]) -> int:
-        """The number of a prompt's leading blocks that were in a prompt or an answer before.
+        """Return the number of a prompt's leading blocks that were in a prompt or a response before.
 
         Args:
             keys: the chained keys of its blocks; empty: it is shorter than a block.
@@ -37,7 +40,7 @@ class PrefixBook:
         return self.see(keys)
 
     def see(self, keys: Sequence[bytes]) -> int:
-        """Does as `see_prompt` for a prompt with its answer, which does not count as another prompt."""
+        """Record a prompt with its response like `see_prompt`, without counting it as another prompt."""
         num_young = _num_leading(keys, self._young)
         num_known = max(num_young, _num_leading(keys, self._old))
         self._young.update(keys[num_young:])
@@ -46,8 +49,9 @@ class PrefixBook:
         return num_known
 
     def hottest(self) -> list[tuple[str, float]]:
-        """The most common beginnings of recent prompts that more than one of them has: the first 8 hexadecimal digits
-        of the first block's key, and the share of the prompts.
+        """Return the most common starts of recent prompts that more than one of them has.
+
+        Each is the first 8 hexadecimal digits of the first block's key, with the share of the prompts.
         """
         most = [(key, count) for key, count in self._beginnings.most_common(HOTTEST + 1) if key and count > 1]
         return [(key.hex()[:8], count / len(self._recent)) for key, count in most[:HOTTEST]]

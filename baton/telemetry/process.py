@@ -26,7 +26,7 @@ def _max_fds(_: ClusterStatus) -> Iterable[Observation]:
 PROCESS: tuple[ObservedMetric, ...] = (
     ObservedMetric(
         name="process.cpu",
-        description="Processor time of the router. Near 1 a second it is at its limit: one thread serves all requests.",
+        description="Processor time of the router. Its limit is about 1 per second: one thread serves all requests.",
         observe=_cpu,
         unit="s",
         is_counter=True,
@@ -49,6 +49,8 @@ PROCESS: tuple[ObservedMetric, ...] = (
         observe=lambda _: [Observation(psutil.Process().num_fds())],
     ),
     ObservedMetric(
-        name="process.max_fds", description="Files and connections that the router may have open.", observe=_max_fds
+        name="process.max_fds",
+        description="Maximum number of files and connections that the router may open.",
+        observe=_max_fds,
     ),
 )

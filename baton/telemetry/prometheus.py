@@ -1,7 +1,7 @@
 """Counters, histograms and gauges as Prometheus shows them.
 
-Booking a value takes a microsecond or two, a tenth of the time in OpenTelemetry's SDK; every request books a dozen.
-Names, units and labels are OpenTelemetry's, written as its exporter does. All of it belongs to the event loop.
+Recording a value takes a microsecond or two, a tenth of the time in OpenTelemetry's SDK; every request records a dozen.
+Names, units and labels are OpenTelemetry's, written as its exporter does. Use all of it on the event loop only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Observation(NamedTuple):
 
 
 class Definition(NamedTuple):
-    """The name, kind and description of a metric, as Prometheus shows them."""
+    """Name, kind and description of a metric, as Prometheus shows them."""
 
     name: str
     kind: str
@@ -38,12 +38,12 @@ class Instrument(Protocol):
     def definition(self) -> Definition: ...
 
     def collect(self) -> Iterable[Metric]:
-        """The metric for Prometheus; none until something was recorded."""
+        """Return the metric for Prometheus; none until something was recorded."""
         ...
 
 
 Relabel = Callable[[Mapping[str, str]], Mapping[str, str] | None]
-"""Maps a row's labels to those under another name; rows with equal ones are added up. None: the row is not shown."""
+"""Maps a row's labels to those under another name. Rows with equal labels are summed; None: the row is not shown."""
 
 
 class Counter:
@@ -60,7 +60,7 @@ class Counter:
         return self._family.of([(labels, {"value": value}) for labels, value in self._values.items()])
 
     def totals(self, *names: str) -> dict[tuple[str, ...], float]:
-        """The sums of the rows that have the same values of these labels, by those values."""
+        """Return the sums of the rows that have the same values of these labels, by those values."""
         sums: dict[tuple[str, ...], float] = {}
         for labels, value in self._values.items():
             given = dict(labels)
@@ -69,7 +69,7 @@ class Counter:
         return sums
 
     def renamed(self, name: str, description: str, relabel: Relabel) -> Counter:
-        """A new counter with the current values."""
+        """Return a new counter with the current values."""
         other = Counter(name, description)
         for labels, value in self._values.items():
             if (shown := relabel(dict(labels))) is not None:
@@ -78,7 +78,7 @@ class Counter:
 
 
 class Histogram:
-    """A distribution of values in buckets.
+    """Distribution of values in buckets.
 
     Args:
         bounds: the largest value of each bucket but the last, ascending.
@@ -101,7 +101,7 @@ class Histogram:
         self._sums[key] += value * times
 
     def totals(self, labels: Mapping[str, str] = NO_LABELS) -> dict[str, int]:
-        """The number of values in each bucket, of all rows with these labels, by the bucket's upper bound as shown."""
+        """Return the number of values per bucket, over all rows with these labels, by upper bound as shown."""
         names = [*map(str, self.bounds), "+Inf"]
         rows = [counts for key, counts in self._counts.items() if labels.items() <= key]
         sums = [sum(counts) for counts in zip(*rows, strict=True)] or [0] * len(names)
@@ -120,7 +120,7 @@ class Histogram:
         )
 
     def renamed(self, name: str, description: str, relabel: Relabel) -> Histogram:
-        """A new histogram with the current values."""
+        """Return a new histogram with the current values."""
         other = Histogram(name, description, self.bounds)
         for labels, counts in self._counts.items():
             if (shown := relabel(dict(labels))) is not None:
@@ -131,13 +131,13 @@ class Histogram:
         return other
 
     def divide(self, at: Iterable[float]) -> None:
-        """Adds bounds below the last one, which stays; nothing is recorded yet."""
+        """Add bounds below the last one, which stays. Call this before the first value is recorded."""
         assert not self._counts
         self.bounds = sorted({*self.bounds, *(bound for bound in at if 0 < bound < self.bounds[-1])})
 
 
 class Renamed:
-    """A counter or a histogram that is shown a second time, under another name. Nothing is recorded twice."""
+    """Counter or histogram that is shown a second time under another name. Values are recorded once."""
 
     def __init__(self, source: Counter | Histogram, name: str, description: str, relabel: Relabel) -> None:
         self._source = source
@@ -154,7 +154,7 @@ class Renamed:
 
 
 class Observed:
-    """A gauge, or a counter that is counted elsewhere, read at every scrape."""
+    """Gauge, or counter that is counted elsewhere, read at every scrape."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Observed:
 
 
 class Collector:
-    """The instruments, in the form that a `prometheus_client.CollectorRegistry` collects."""
+    """Instruments, in the form that a `prometheus_client.CollectorRegistry` collects."""
 
     def __init__(self, instruments: Sequence[Instrument]) -> None:
         self._instruments = instruments
@@ -184,12 +184,12 @@ class Collector:
             yield from instrument.collect()
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing, so that a registry does not have to collect in order to learn the names."""
+        """Return nothing, so that a registry need not collect values to learn the names."""
         return ()
 
 
 class _Family:
-    """A metric family of Prometheus. Every row has all labels that any row has, empty where it lacks them."""
+    """Metric family of Prometheus. Every row has the labels of all rows, with empty values for those that it lacks."""
 
     def __init__(self, kind: Callable[..., Any], name: str, description: str, unit: str) -> None:
         self._new = kind

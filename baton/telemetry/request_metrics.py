@@ -1,4 +1,4 @@
-"""Instruments on which the router books what happens to requests. A new one is one field of `RequestMetrics`.
+"""Instruments with which the router records the events of requests. A new one is one field of `RequestMetrics`.
 
 Names are OpenTelemetry's. Prometheus shows them with underscores and units: `gen_ai.server.request.duration` is
 `gen_ai_server_request_duration_seconds` there. Durations are differences of one process's monotonic clock.
@@ -12,14 +12,17 @@ from dataclasses import dataclass, field
 from baton.telemetry.prometheus import Counter, Histogram
 
 DIGITS = (1, 1.2, 1.4, 1.68, 2, 2.4, 2.8, 3.2, 3.8, 4.4, 5, 6, 7, 8.4)
-"""Bounds in each power of ten: each is at most 1.2 times the one before, so that any two values of a bucket are within
-20 % of each other, and the quantile that is shown is of the true one."""
+"""Bucket bounds in each power of ten.
+
+Each is at most 1.2 times the previous one, so that any two values of a bucket, and so the shown and the true quantile,
+differ by at most 20 %.
+"""
 FIRST_BOUND = 0.001
-"""Below it nobody knows more than that."""
+"""Lowest bound: smaller values are not distinguished."""
 
 
 def close_bounds(last: float) -> list[float]:
-    """Bounds from FIRST_BOUND to `last`, so close that a quantile between them is within 20 % of the truth."""
+    """Return bounds from FIRST_BOUND to `last` that are close enough for quantiles within 20 % of the true value."""
     steps = [float(f"{digit}e{power}") for power in range(-3, 5) for digit in DIGITS]
     return [*(step for step in steps if step < last), last]
 
@@ -30,11 +33,13 @@ TOKEN_BOUNDS = close_bounds(30.0)
 ERROR_BOUNDS = close_bounds(10.0)
 LENGTH_BOUNDS = [float(2**exponent) for exponent in range(4, 21)]
 PROMPT_CLASSES = (256, 1024, 4096)
-"""Upper bounds of the classes of prompts, in uncached tokens; the last class has none. The number of uncached tokens,
-not the length of the prompt, determines the time to first token. Up to 256: a question or the next turn of a chat; up
-to 1,024: some pages; up to 4,096: a document; more: an agent's first turn."""
+"""Upper bounds of the prompt classes, in uncached tokens; the last class has none.
+
+The number of uncached tokens, not the length of the prompt, determines the time to first token. Up to 256: a question
+or the next turn of a chat; up to 1,024: some pages; up to 4,096: a document; more: an agent's first turn.
+"""
 TO_COMPUTE = "to_compute"
-"""The label of a prompt's class."""
+"""Label of a prompt's class."""
 
 
 def prompt_class(num_to_compute: int) -> str:
@@ -85,12 +90,12 @@ class RequestMetrics:
     transfer_bytes: Counter = _counter("baton.transfer", "KV bytes transferred.", "By")
     prediction_error: Histogram = _histogram(
         "baton.placement.prediction_error",
-        "Relative error of placement's predictions, |predicted - measured| / measured, by what was predicted.",
+        "Relative error of placement's predictions, |predicted - measured| / measured, by predicted quantity.",
         ERROR_BOUNDS,
         unit="",
     )
     shed: Counter = _counter(
-        "baton.admission_shed", "Admitted requests that were shed, before their first token, in favour of others."
+        "baton.admission_shed", "Admitted requests that were shed before their first token in favour of others."
     )
     requests_slo: Counter = _counter(
         "baton.requests_slo",
@@ -103,7 +108,7 @@ class RequestMetrics:
     slo_misses: Counter = _counter(
         "baton.slo_misses",
         "Answered requests that missed an objective, by SLO class, outcome (ttft_missed, itl_missed, e2e_missed) "
-        "and the stage to blame: queue, decode_admission, prefill, transfer, decode or recovery.",
+        "and responsible stage: queue, decode_admission, prefill, transfer, decode or recovery.",
     )
     ignored_fields: Counter = _counter(
         "baton.ignored_fields",
@@ -111,7 +116,7 @@ class RequestMetrics:
     )
     refused_fields: Counter = _counter(
         "baton.refused_fields",
-        "Requests over HTTP that were refused for a field of their body, by the field's name; other: no API has it.",
+        "Requests over HTTP that were rejected for a field of their body, by the field's name; other: no API has it.",
     )
     tenant_requests: Counter = _counter(
         "baton.tenant_requests",
@@ -120,30 +125,32 @@ class RequestMetrics:
     )
     tenant_tokens: Counter = _counter(
         "baton.tenant_tokens",
-        "Tokens of requests, by tenant and kind: prompt, cached (a part of prompt), generated (which left for the "
-        "client), reasoning (a part of generated), and computed: all that workers computed for answers, which is what "
-        "the limits of tokens count.",
+        "Tokens of requests, by tenant and kind: prompt, cached (a part of prompt), generated (sent to the "
+        "client), reasoning (a part of generated), and computed: all tokens that workers generated, which is what "
+        "the token limits count.",
     )
     tenant_refusals: Counter = _counter(
         "baton.tenant_refusals",
-        "Requests refused because of a limit of their tenant, by tenant and limit: requests_per_minute, "
+        "Requests rejected because of a limit of their tenant, by tenant and limit: requests_per_minute, "
         "tokens_per_minute, tokens_per_day or max_in_flight.",
     )
     tenants_file_reads: Counter = _counter(
         "baton.tenants_file_reads",
         "Versions of the tenants' file that were read after the start, by outcome: adopted, or refused; then the "
-        "entries before it stay in force.",
+        "previous entries stay in force.",
     )
     usage_records: Counter = _counter(
-        "baton.usage_records", "Usage records by outcome: written, or failed, as the file could not be written."
+        "baton.usage_records", "Usage records by outcome: written, or failed because the file could not be written."
     )
     requests: Counter = _counter(
         "baton.requests",
         "Finished requests by outcome: ok, error, rejected, limited (beyond a limit of the tenant), invalid or "
         "cancelled.",
     )
-    retries: Counter = _counter("baton.retries", "Choices that were placed again, by the kind of the last failure.")
-    migrations: Counter = _counter("baton.migrations", "Choices that moved, with their KV, from a worker that leaves.")
+    retries: Counter = _counter("baton.retries", "Choices that were placed again, by kind of the last failure.")
+    migrations: Counter = _counter(
+        "baton.migrations", "Choices that were migrated, with their KV, from a worker that leaves."
+    )
     prompt_tokens: Counter = _counter("baton.prompt_tokens", "Prompt tokens of served requests.")
     prefix_hit_tokens: Counter = _counter(
         "baton.prefix_hit_tokens", "Prompt tokens found in a worker's prefix cache, or pulled into it."
@@ -154,11 +161,12 @@ class RequestMetrics:
         "least the last 262144 blocks. The ceiling of baton_prefix_hit_tokens_total.",
     )
     stale_hints: Counter = _counter(
-        "baton.index_stale_hints", "Placements on a worker that held less of the prompt than the prefix index reported."
+        "baton.index_stale_hints",
+        "Placements on a worker that had cached less of the prompt than the prefix index reported.",
     )
     stale_tokens: Counter = _counter(
         "baton.index_stale_tokens",
-        "Prompt tokens the index wrongly reported as cached, whether or not they were then pulled from another worker.",
+        "Prompt tokens that the index wrongly reported as cached, even if they were then pulled from another worker.",
     )
     generation_tokens: Counter = _counter("baton.generation_tokens", "Generated tokens.")
     prompt_length: Histogram = _histogram(
@@ -172,7 +180,7 @@ class RequestMetrics:
     )
     finished_choices: Counter = _counter(
         "baton.finished_choices",
-        "Choices generated to their end, by reason: stop, length, tool_calls or content_filter.",
+        "Finished choices by finish reason: stop, length, tool_calls or content_filter.",
     )
     placements: Counter = _counter("baton.placements", "Placements by mode and workers.")
     moderation_verdicts: Counter = _counter(

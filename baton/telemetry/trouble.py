@@ -1,7 +1,7 @@
-"""Metrics of what ends a cluster whose requests are still well: no room, workers that fail, a full Redis, certificates.
+"""Metrics of impending failures: no capacity, failing workers, a full Redis, expiring certificates.
 
-They are read from the cluster's status at every scrape, as those of `observed` are. All routers report the same, except
-that each shows the certificates that it uses itself.
+They are read from the cluster's status at every scrape, like those of `observed`. All routers report the same, except
+that each shows its own certificates.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def _certificates(status: ClusterStatus) -> Iterable[Observation]:
 TROUBLE: tuple[ObservedMetric, ...] = (
     ObservedMetric(
         name="baton.controller_up",
-        description="1 while the router knows a controller, which starts and ends workers, else 0.",
+        description="1 while the router knows a controller, which starts and stops workers, else 0.",
         observe=lambda s: [Observation(int(s.controller is not None))],
     ),
     ObservedMetric(
         name="baton.unplaced_workers",
-        description="Workers of a pool that wait for a node with room for them.",
+        description="Workers of a pool that wait for a node with capacity for them.",
         observe=lambda s: [Observation(each.num_unplaced, {"pool": each.pool}) for each in _pools(s)],
     ),
     ObservedMetric(
@@ -60,13 +60,13 @@ TROUBLE: tuple[ObservedMetric, ...] = (
     ),
     ObservedMetric(
         name="baton.redis_evicted_keys",
-        description="Keys that Redis removed to make room. After the first one, the prefix index may be wrong.",
+        description="Keys that Redis evicted. After the first one, the prefix index may be wrong.",
         observe=_evicted,
         is_counter=True,
     ),
     ObservedMetric(
         name="baton.certificate_validity",
-        description="Unix time at which the validity of a certificate begins and ends, by who shows the certificate: "
+        description="Unix time at which the validity of a certificate starts and ends, by owner of the certificate: "
         "members or routers.",
         observe=_certificates,
         unit="s",

@@ -1,8 +1,8 @@
 """Baton's metrics under the names that dashboards, autoscalers and gateways for vLLM expect.
 
-Shown with `telemetry.vllm_aliases`. Metrics of a worker, from its lease, have the labels `model_name` and `engine` (the
-worker's id); those of the router have `model_name` alone. The values are those of Baton's own instruments. vLLM's
-metrics without an equivalent here are left out.
+They are shown if `telemetry.vllm_aliases` is set. Metrics of a worker, from its lease, have the labels `model_name` and
+`engine` (the worker's id); those of the router have only `model_name`. The values are those of Baton's own instruments.
+vLLM's metrics without an equivalent here are left out.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ PER_WORKER: tuple[tuple[str, str, WorkerValue, bool], ...] = (
     ),
     (
         "num_preemptions",
-        "Sequences that were preempted and gave their blocks back.",
+        "Sequences that were preempted and whose blocks were freed.",
         lambda w: w.load.preemptions,
         True,
     ),
     (
         "spec_decode_num_draft_tokens",
-        "Tokens that were guessed and checked.",
+        "Speculative tokens that were verified.",
         lambda w: w.load.drafted_tokens,
         True,
     ),
     (
         "spec_decode_num_accepted_tokens",
-        "Guessed tokens that proved right.",
+        "Speculative tokens that were accepted.",
         lambda w: w.load.accepted_tokens,
         True,
     ),
@@ -48,7 +48,7 @@ PER_WORKER: tuple[tuple[str, str, WorkerValue, bool], ...] = (
 
 
 def aliases(metrics: RequestMetrics, status: StatusNow, model: str) -> list[Instrument]:
-    """The instruments under vLLM's names.
+    """Return the instruments under vLLM's names.
 
     Args:
         status: returns the cluster; called at every scrape.
@@ -91,7 +91,7 @@ def aliases(metrics: RequestMetrics, status: StatusNow, model: str) -> list[Inst
             ("prefix_cache_hits", "Prompt tokens found in prefix caches.", metrics.prefix_hit_tokens, all_rows),
             ("prompt_tokens", "Prompt tokens of served requests.", metrics.prompt_tokens, all_rows),
             ("generation_tokens", "Generated tokens.", metrics.generation_tokens, all_rows),
-            ("request_success", "Choices generated to their end, by reason.", metrics.finished_choices, with_reason),
+            ("request_success", "Finished choices by finish reason.", metrics.finished_choices, with_reason),
         )
     ]
     shown += [

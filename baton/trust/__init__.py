@@ -1,12 +1,12 @@
-"""Who the members of a cluster are, and how one proves it to another.
+"""Identities of a cluster's members, and proofs of them.
 
     secret (a file) ──> a key pair for each member: router, worker, controller, operator
                           │  keys.py      derives them, signs and verifies
                           │  key_file.py  reads them from a file, again when it changes
-                          ├─ proofs.py    a call's proof: who calls, whom, which method, when, and once only
-                          └─ permits.py   a router's permit: which worker may have which KV of which other one
+                          ├─ proofs.py    proof of a call: caller, callee, method, time, valid once
+                          └─ permits.py   permit of a router: one worker may read certain KV of another one
 
-What checks a proof cannot make one: a process has the private key of its own member, and the public keys of all.
+A verifier of proofs cannot create them: a process has the private key of its own member, and the public keys of all.
 """
 
 from baton.trust.key_file import KeyFile, open_keys, read_private, write_private

@@ -1,4 +1,4 @@
-"""A file of keys on this machine, read again when it changes."""
+"""File of keys on this machine, read again when it changes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from baton.errors import ConfigError
 from baton.trust.keys import MAX_FILE_BYTES, KeyRing, Principal, load_keys
 
 CHECK_S = 1.0
-"""How often the file is looked at, in seconds."""
+"""Interval at which the file is checked, in seconds."""
 KEPT_S = 10.0
-"""How long keys count that are no longer in the file, in seconds: other processes have yet to read theirs again."""
+"""Time for which removed keys stay valid, in seconds: other processes have yet to read their files again."""
 logger = logging.getLogger(__name__)
 
 
 class KeyFile:
-    """The keys of one member, as the file at `path` has them now.
+    """Keys of one member, as the file at `path` has them now.
 
-    When the file changes, the keys that it had before count for `KEPT_S` more, and sign no more. A file that cannot be
-    read any more, or has become wrong, changes nothing: the last good keys stay, and the log says so once.
+    When the file changes, its former keys stay valid for `KEPT_S`, but no longer sign. If the file becomes unreadable
+    or invalid, the last good keys stay in use, and one log line reports it.
 
     Attributes:
         principal: the member.
 
     Raises:
-        ConfigError: the file cannot be read at first, everybody may read it, or it is wrong.
+        ConfigError: the file cannot be read at first, every user may read it, or it is invalid.
     """
 
     def __init__(self, path: str | Path, member: Principal) -> None:
@@ -40,7 +40,7 @@ class KeyFile:
 
     @property
     def keys(self) -> KeyRing:
-        """The keys of now. Looks at the file every `CHECK_S` seconds at most."""
+        """Return the current keys. Checks the file at most every `CHECK_S` seconds."""
         now = time.monotonic()
         if now - self._checked_s >= CHECK_S:
             self._read_again(now)
@@ -49,10 +49,10 @@ class KeyFile:
         return self._keys
 
     def verify(self, purpose: str, member: Principal, message: bytes, signature: bytes) -> bool:
-        """Whether that member signed the message for that purpose, with keys that the file has at this moment."""
+        """Return whether that member signed the message for that purpose, with keys that the file has now."""
         if self.keys.verify(purpose, member, message, signature):
             return True
-        self._read_again(time.monotonic())  # who signed may have read it before we did
+        self._read_again(time.monotonic())  # the signer may have read the file before this process
         return self._keys.verify(purpose, member, message, signature)
 
     def _read_again(self, now: float) -> None:
@@ -70,7 +70,7 @@ class KeyFile:
         logger.info("the keys in %s have changed; the new ones count", self._path)
 
     def _signature(self) -> tuple[int, ...]:
-        """What changes with the file: Kubernetes replaces a link above it, editors the file itself."""
+        """Return a value that changes with the file: Kubernetes replaces a link above it, editors the file itself."""
         try:
             found = self._path.stat()
         except OSError:
@@ -82,19 +82,19 @@ class KeyFile:
 
 
 def open_keys(path: str, principal: Principal) -> KeyFile | None:
-    """Returns the keys in the file that `cluster.secret` names; None where it names none.
+    """Return the keys in the file that `cluster.secret` names; None if it is empty.
 
     Raises:
-        ConfigError: as `KeyFile` raises it.
+        ConfigError: as in `KeyFile`.
     """
     return KeyFile(path, principal) if path else None
 
 
 def read_private(path: Path) -> str:
-    """Returns the text of a file of keys.
+    """Return the text of a key file.
 
     Raises:
-        ConfigError: it cannot be read, everybody may read or its group write it, or it is far too long.
+        ConfigError: it cannot be read, every user may read or its group may write it, or it is far too long.
     """
     try:
         with path.open("rb") as file:
@@ -103,18 +103,18 @@ def read_private(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"cannot read the keys in {path}: {error.strerror}") from error
     if mode & (stat.S_IRWXO | stat.S_IWGRP):
-        raise ConfigError(f"others than its owner may read or write {path}; make it private: chmod 600 {path}")
+        raise ConfigError(f"users other than its owner may read or write {path}; run chmod 600 {path}")
     try:
         text = data.decode("ascii")
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is no file of keys: it is not ASCII text") from None
+        raise ConfigError(f"{path} is not a key file: it is not ASCII text") from None
     if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is no file of keys: it has more than {MAX_FILE_BYTES} bytes")
+        raise ConfigError(f"{path} is not a key file: it has more than {MAX_FILE_BYTES} bytes")
     return text
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file that only its owner may read, in one step: a reader sees the old text or the new one.
+    """Write a file that only its owner may read, in one step: a reader sees the old text or the new one.
 
     Raises:
         ConfigError: it cannot be written.

@@ -1,14 +1,14 @@
-"""The keys of a cluster's members: derived from the cluster's secret, read from text, used to sign and to verify.
+"""Keys of a cluster's members: derived from the cluster's secret, read from text, used to sign and to verify.
 
-A file of keys is text. Each of its lines is one of
+A key file is text. Each of its lines is one of
 
     SECRET                      a secret of the cluster: at least 32 characters without a space
-    private MEMBER BASE64       the private key of the one member whose file this is
+    private MEMBER BASE64       the private key of the one member that owns this file
     public MEMBER BASE64        the public key of a member
 
-and what comes after `#` is a comment. Several secrets may be valid at a time, so that they can be changed while the
-cluster serves: signatures by any of them count, and the first one signs. A file of a member has the same keys, derived
-(`member_file`), and not the secret, from which those of the other members would follow.
+and text after `#` is a comment. Several secrets may be valid at a time, so that they can be changed while the cluster
+serves: signatures by any of them are valid, and the first one signs. A member's file has the same keys, derived
+(`member_file`), but not the secret, from which the keys of the other members could be derived.
 
 Signatures are Ed25519 (RFC 8032), seeds HKDF-SHA256 of the secret (RFC 5869).
 """
@@ -36,18 +36,18 @@ MAX_FILE_BYTES = 2**16
 MAX_SECRETS = 16
 KEY_ID_BYTES = 8
 SIGNATURE_BYTES = KEY_ID_BYTES + 64
-"""Size of a signature: which key made it, and Ed25519's 64 bytes."""
+"""Size of a signature: the id of its key, and Ed25519's 64 bytes."""
 _SALT = b"baton members v1"
 
 
 class Principal(StrEnum):
-    """What a process is to the other members of its cluster. Each kind has keys of its own."""
+    """Role of a process towards the other members of its cluster. Each role has its own keys."""
 
     ROUTER = "router"
     WORKER = "worker"
     CONTROLLER = "controller"
     OPERATOR = "operator"
-    """A command that an operator gives next to the cluster, such as `baton leave`."""
+    """A command that an operator runs next to the cluster, such as `baton leave`."""
 
 
 PublicKeys: TypeAlias = Mapping[bytes, Ed25519PublicKey]
@@ -62,11 +62,11 @@ class KeyRing:
     public: Mapping[Principal, PublicKeys]
 
     def sign(self, purpose: str, message: bytes) -> bytes:
-        """Returns this member's signature of the message, `SIGNATURE_BYTES` long, good for that purpose alone."""
+        """Return this member's signature of the message, `SIGNATURE_BYTES` long, valid for that purpose only."""
         return key_id(self.private.public_key()) + self.private.sign(_framed(purpose, message))
 
     def verify(self, purpose: str, member: Principal, message: bytes, signature: bytes) -> bool:
-        """Whether that member signed the message for that purpose."""
+        """Return whether that member signed the message for that purpose."""
         key = self.public[member].get(signature[:KEY_ID_BYTES])
         if key is None or len(signature) != SIGNATURE_BYTES:
             return False
@@ -77,20 +77,18 @@ class KeyRing:
         return True
 
     def beside(self, former: KeyRing) -> KeyRing:
-        """Returns these keys, with another ring's public ones behind them."""
+        """Return these keys, with another ring's public ones after them."""
         public = {member: {**self.public[member], **former.public[member]} for member in Principal}
         return KeyRing(self.principal, self.private, public)
 
     @property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that name the newest keys of the cluster; processes with the same secret have the same
-        one.
-        """
+        """Id of the newest keys of the cluster, 16 hexadecimal digits; equal in all processes with the same secret."""
         return self.fingerprints[0]
 
     @property
     def fingerprints(self) -> tuple[str, ...]:
-        """The names of all keys of the cluster that count, those of each secret under one name, the newest first."""
+        """Ids of all valid keys of the cluster, one id per secret, the newest first."""
         secrets_ids = zip(*(self.public[member] for member in Principal), strict=False)
         return tuple(hashlib.sha256(b"".join(ids)).hexdigest()[:16] for ids in secrets_ids)
 
@@ -100,17 +98,17 @@ def _framed(purpose: str, message: bytes) -> bytes:
 
 
 def key_id(key: Ed25519PublicKey) -> bytes:
-    """Returns the first bytes of the SHA-256 of a public key."""
+    """Return the first bytes of the SHA-256 of a public key."""
     return hashlib.sha256(key.public_bytes_raw()).digest()[:KEY_ID_BYTES]
 
 
 def draw_secret() -> str:
-    """Returns a new random secret of a cluster, 64 characters."""
+    """Return a new random secret of a cluster, 64 characters."""
     return secrets.token_hex(32)
 
 
 def load_keys(text: str, member: Principal, source: str) -> KeyRing:
-    """Returns the keys that a file of keys gives a member.
+    """Return a member's keys from the text of a key file.
 
     Args:
         source: the file's name, for errors.
@@ -132,7 +130,7 @@ def load_keys(text: str, member: Principal, source: str) -> KeyRing:
                     private.append(Ed25519PrivateKey.from_private_bytes(_bytes(key)))
                     continue
                 if kind != "public":
-                    raise ValueError(f"it is no {member}'s key and no public one")
+                    raise ValueError(f"it is neither a {member}'s key nor a public one")
                 found = {Principal(owner): Ed25519PublicKey.from_public_bytes(_bytes(key))}
         except ValueError as error:
             raise ConfigError(f"line {number} of {source} is neither a secret nor a key: {_reason(error)}") from None
@@ -146,13 +144,13 @@ def load_keys(text: str, member: Principal, source: str) -> KeyRing:
 
 
 def member_file(text: str, member: Principal, source: str) -> str:
-    """Returns the text of a member's own file of keys, from the text of a file of secrets.
+    """Return the text of a member's own key file, from the text of a file of secrets.
 
     Args:
         source: the name of the file of secrets, for errors.
 
     Raises:
-        ConfigError: the text holds no secrets.
+        ConfigError: the text contains no secrets.
     """
     written = [f"# Keys of the {member} of a Baton cluster. Private: only its processes may read this file."]
     for number, words in _lines(text):
@@ -195,7 +193,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _reason(error: ValueError) -> str:
-    """Returns what is wrong in words that quote nothing of the file."""
+    """Return the reason in words that quote nothing of the file."""
     if isinstance(error, binascii.Error) or "unpack" in str(error) or "is not a valid Principal" in str(error):
         return "it has another form"
     return str(error)

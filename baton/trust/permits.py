@@ -1,13 +1,13 @@
-"""The permit with which one worker pulls a prefix out of another's cache, signed by the router that places the request.
+"""Permit with which one worker pulls a prefix from another's cache, signed by the router that places the request.
 
     until (8 bytes, ms since 1970) | tokens (4) | keys (32) | five texts, each with its length (2) | signature (72)
 
-The texts are the puller's id, incarnation and address, as its lease has them, and the source's id and incarnation.
-`keys` is the SHA-256 of all block keys of the prefix, one for each 16 tokens. The last key alone names the whole prefix
-to who has its tokens, since keys are chained; a source has none and finds each block by its own key, so a request could
-name another tenant's blocks before that last one. The digest of the whole list leaves it nothing to choose.
+The texts are the puller's id, incarnation and address, as in its lease, and the source's id and incarnation. `keys` is
+the SHA-256 of all block keys of the prefix, one for each 16 tokens. Since keys are chained, the last key alone names
+the whole prefix to a process that has its tokens. But a source has no tokens and finds each block by its own key, so a
+request could name another tenant's blocks before that last one. The digest of the whole list prevents this.
 
-A permit may be used again until it ends: it brings the same blocks to the same process.
+A permit may be used repeatedly until it expires: it brings the same blocks to the same process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from baton.trust.keys import KeyRing
 
 PERMIT_S = 120.0
-"""How long a permit is good, in seconds: as long as a request waits at a worker before it pulls, with a margin."""
+"""Validity of a permit, in seconds: the longest wait of a request at a worker before its pull, with a margin."""
 MAX_PERMIT_BYTES = 4096
 _PURPOSE = "pull"
 _HEAD = struct.Struct("<QI32s")
@@ -39,7 +39,7 @@ _NUM_TEXTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Party:
-    """One start of a worker's process, as the worker's lease has it."""
+    """One start of a worker's process, as in the worker's lease."""
 
     worker_id: str
     incarnation: str
@@ -47,21 +47,21 @@ class Party:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Permit:
-    """The right of one worker to one prefix in the cache of another."""
+    """Right of one worker to one prefix in the cache of another."""
 
     puller: Party
     address: str
-    """host:port of the puller's KvControl service, the only place to which the KV may go."""
+    """host:port of the puller's KvControl service, the only allowed destination of the KV."""
     source: Party
     keys: bytes
     """`keys_digest` of the block keys that may be named."""
     num_tokens: int
-    """The most tokens that may be asked for."""
+    """Maximum number of tokens that may be requested."""
     until_s: float
-    """When it ends, in seconds since 1970."""
+    """Time at which it expires, in seconds since 1970."""
 
     def signed(self, keys: KeyRing) -> bytes:
-        """Returns the permit with the signature of the router whose keys these are."""
+        """Return the permit with the signature of the router that owns these keys."""
         packed = self._packed()
         return packed + keys.sign(_PURPOSE, packed)
 
@@ -74,10 +74,10 @@ class Permit:
 
 
 def keys_digest(block_keys: Sequence[bytes]) -> bytes:
-    """Returns what a permit says of block keys: the SHA-256 of all of them, 32 bytes.
+    """Return the digest of block keys in a permit: the SHA-256 of all of them, 32 bytes.
 
     Raises:
-        TransferRefused: one of them has not the length of a key, so that the list could be read in two ways.
+        TransferRefused: a key has a wrong length, so that the list would be ambiguous.
     """
     if any(len(key) != KEY_BYTES for key in block_keys):
         raise TransferRefused(f"a block key has {KEY_BYTES} bytes, and not all of these have")
@@ -85,13 +85,13 @@ def keys_digest(block_keys: Sequence[bytes]) -> bytes:
 
 
 def open_permit(data: bytes, keys: KeyFile | KeyRing) -> Permit:
-    """Returns what a permit says.
+    """Return the decoded permit.
 
     Raises:
         TransferRefused: there is none, it has another form, or no router of this cluster signed it.
     """
     if not data:
-        raise TransferRefused("KV is sent to who has a router's permit alone, and this request has none")
+        raise TransferRefused("KV is sent only with a router's permit, and this request has none")
     packed, signature = data[:-SIGNATURE_BYTES], data[-SIGNATURE_BYTES:]
     if len(data) > MAX_PERMIT_BYTES or not keys.verify(_PURPOSE, Principal.ROUTER, packed, signature):
         raise TransferRefused("the permit is not signed by a router of this cluster")
@@ -102,16 +102,16 @@ def open_permit(data: bytes, keys: KeyFile | KeyRing) -> Permit:
 
 
 def check_permit(permit: Permit, source: Party, ticket: Ticket, block_keys: Sequence[bytes], now_s: float) -> None:
-    """Checks that a permit covers what is asked for with it.
+    """Check that a permit covers a request.
 
     Args:
         source: this process.
-        ticket: where the KV would go, and how much of it.
-        block_keys: the blocks that are named, one key for each 16 tokens.
+        ticket: the destination and the amount of the KV.
+        block_keys: the requested blocks, one key for each 16 tokens.
         now_s: the wall clock; the router's may differ by `MAX_SKEW_S`.
 
     Raises:
-        TransferRefused: it does not; the message says in what.
+        TransferRefused: it does not; the message names the difference.
     """
     puller = Party(ticket.decode_worker_id, ticket.incarnation)
     if now_s > permit.until_s + MAX_SKEW_S:

@@ -1,9 +1,9 @@
-"""The proof that comes with a call from one member to another, in its metadata.
+"""Proof of identity in the metadata of a call from one member to another.
 
     time (8 bytes, ms since 1970) | nonce (16) | caller (1) | signature (72)
 
-The signature covers all of that, the method, and the incarnation of the process that is called, so a proof is of use
-to no other process, not for another method, not later, and not twice.
+The signature covers all of that, the method, and the incarnation of the called process. So a proof is not valid for
+another process or method, nor later, nor twice.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ if TYPE_CHECKING:
     from baton.trust.keys import KeyRing
 
 PROOF_KEY = "baton-proof-bin"
-"""Name of the metadata entry that holds the proof."""
+"""Name of the metadata entry that contains the proof."""
 MAX_SKEW_S = 60.0
-"""Longest time between making a proof and checking it, by the two processes' clocks."""
+"""Longest time between the creation and the check of a proof, by the two processes' clocks."""
 _HEAD = struct.Struct("<Q16sB")
 _PRINCIPALS: tuple[Principal, ...] = tuple(Principal)
 _PURPOSE = "call"
 
 
 def prove(keys: KeyRing, method: str, callee: str) -> bytes:
-    """Returns a new proof that the caller is the member whose keys these are.
+    """Return a new proof that the caller is the owner of these keys.
 
     Args:
         method: the full name, as gRPC has it: `/package.Service/Method`.
-        callee: the incarnation of the process that is called.
+        callee: the incarnation of the called process.
     """
     head = _HEAD.pack(time.time_ns() // 1_000_000, os.urandom(16), _PRINCIPALS.index(keys.principal))
     return head + keys.sign(_PURPOSE, _message(head, method, callee))
 
 
 class ProofBook:
-    """Checks the proofs of calls to this process, and remembers those of the last two minutes, to refuse them again.
+    """Verifier of proofs of calls to this process; it remembers those of the last two minutes, to reject replays.
 
     Args:
-        callee: this process' incarnation: random, and new with each start, as the book's memory is.
+        callee: this process' incarnation: random, and new with each start, like the verifier's memory.
     """
 
     def __init__(self, key_file: KeyFile, callee: str) -> None:
         self._key_file = key_file
         self._callee = callee
         self._young: set[bytes] = set()
-        """Nonces of the period that began at `_turned_s`, in monotonic seconds: no clock that is set ends it."""
+        """Nonces of the period that started at `_turned_s`, in monotonic seconds, independent of clock changes."""
         self._old: set[bytes] = set()
-        """Nonces of the period before."""
+        """Nonces of the previous period."""
         self._turned_s = time.monotonic()
 
     def check(self, proof: bytes, method: str, allowed: Collection[Principal]) -> Principal:
-        """Returns the member that calls.
+        """Return the calling member.
 
         Raises:
-            NotAMember: the proof is no member's, or is for another process, method or time, or came before, or
-                the member may not call this method.
+            NotAMember: the proof is not a member's, is for another process, method or time, or was used before, or the
+                member may not call this method.
         """
         if not allowed:
             raise NotAMember(f"no member may call {method}")
@@ -88,9 +88,9 @@ class ProofBook:
         return member
 
     def _take(self, nonce: bytes) -> None:
-        """Notes a nonce. Raises NotAMember: it is noted already."""
+        """Record a nonce. Raises NotAMember if it is already recorded."""
         now = time.monotonic()
-        if now - self._turned_s > 2 * MAX_SKEW_S:  # a proof is good for so long, counted from its own time
+        if now - self._turned_s > 2 * MAX_SKEW_S:  # the validity of a proof, counted from its own time
             self._old, self._young = self._young, set()
             self._turned_s = now
         if nonce in self._young or nonce in self._old:

@@ -1,8 +1,8 @@
-"""Where protobuf meets domain values: one file a contract, and nothing of protobuf beyond.
+"""Conversion between protobuf and domain values, one file per contract; no other code uses protobuf.
 
 The contracts are in `proto/`: `inference` for clients, `worker` for routers and workers, `kv` for two workers, `admin`
-for operators. `known_fields` refuses or avoids fields of other releases, `field_count` bounds what a client's message
-holds, `convert` has what the contracts share.
+for operators. `known_fields` rejects or avoids fields of other releases, `field_count` limits the contents of a
+client's message, `convert` has the shared functions.
 """
 
 from baton.wire.admin import (

@@ -1,4 +1,4 @@
-"""The contract of operators (`admin.proto`): the cluster's status, orders to its pools, explained placements."""
+"""Contract of operators (`admin.proto`): the cluster's status, changes of its pools, explained placements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.wire.convert import from_pb, to_pb
 
 
 def status_response(status: ClusterStatus) -> admin_pb2.GetStatusResponse:
-    """Writes what `baton status` shows."""
+    """Encode the output of `baton status`."""
     return admin_pb2.GetStatusResponse(
         pools=_pools(status),
         workers=[_worker(worker) for worker in status.workers],
@@ -32,37 +32,37 @@ def status_response(status: ClusterStatus) -> admin_pb2.GetStatusResponse:
 
 
 def pools_response(status: ClusterStatus) -> admin_pb2.ListPoolsResponse:
-    """Writes the pools of a status."""
+    """Encode the pools of a status."""
     return admin_pb2.ListPoolsResponse(pools=_pools(status))
 
 
 def workers_response(status: ClusterStatus) -> admin_pb2.ListWorkersResponse:
-    """Writes the workers of a status."""
+    """Encode the workers of a status."""
     return admin_pb2.ListWorkersResponse(workers=[_worker(worker) for worker in status.workers])
 
 
 def scale_response(pool: PoolStatus) -> admin_pb2.ScalePoolResponse:
-    """Writes the pool that was resized."""
+    """Encode the resized pool."""
     return admin_pb2.ScalePoolResponse(pool=to_pb(pool, admin_pb2.Pool))
 
 
 def drain_response(worker: Worker) -> admin_pb2.DrainWorkerResponse:
-    """Writes the worker that drains."""
+    """Encode the draining worker."""
     return admin_pb2.DrainWorkerResponse(worker=_worker(worker))
 
 
 def role_response(worker: Worker) -> admin_pb2.SetWorkerRoleResponse:
-    """Writes the worker whose role changes."""
+    """Encode the worker whose role changes."""
     return admin_pb2.SetWorkerRoleResponse(worker=_worker(worker))
 
 
 def step_costs(message: admin_pb2.StepCosts) -> StepCosts:
-    """Reads the step costs of a worker in a status."""
+    """Decode the step costs of a worker in a status."""
     return from_pb(message, StepCosts)
 
 
 def explain_response(found: Sequence[RequestTimeline]) -> admin_pb2.ExplainResponse:
-    """Writes the lives of requests of one id, the latest first."""
+    """Encode the timelines of requests of one id, the latest first."""
     latest = {each.summary.tenant: each for each in reversed(found)}
     return admin_pb2.ExplainResponse(
         decisions=[to_pb(each, admin_pb2.Decision) for one in latest.values() for each in one.placements],
@@ -71,27 +71,27 @@ def explain_response(found: Sequence[RequestTimeline]) -> admin_pb2.ExplainRespo
 
 
 def explanations(message: admin_pb2.ExplainResponse) -> list[api.Explanation]:
-    """Reads why choices were placed where they were."""
+    """Decode the explanations of choices' placements."""
     return [from_pb(decision, api.Explanation) for decision in message.decisions]
 
 
 def timelines(message: admin_pb2.ExplainResponse) -> list[RequestTimeline]:
-    """Reads the lives of requests of one id, the latest first."""
+    """Decode the timelines of requests of one id, the latest first."""
     return [from_pb(each, RequestTimeline) for each in message.requests]
 
 
 def requests_response(found: RequestList) -> admin_pb2.ListRequestsResponse:
-    """Writes a list of requests."""
+    """Encode a list of requests."""
     return to_pb(found, admin_pb2.ListRequestsResponse)
 
 
 def request_list(message: admin_pb2.ListRequestsResponse) -> RequestList:
-    """Reads a list of requests."""
+    """Decode a list of requests."""
     return from_pb(message, RequestList)
 
 
 def status_as_json(message: admin_pb2.GetStatusResponse) -> dict[str, Any]:
-    """`baton status --json`: the message's fields, with zeros and empty values shown."""
+    """Return the output of `baton status --json`: the message's fields, including zeros and empty values."""
     result = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

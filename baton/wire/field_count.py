@@ -1,7 +1,7 @@
-"""Counts what a client's message holds before protobuf reads it: one message of two bytes takes a hundred and more in
-memory.
+"""Count of the fields of a client's message before protobuf reads it.
 
-The encoding is protobuf's (protobuf.dev/programming-guides/encoding).
+An inner message of two bytes takes more than a hundred in memory. The encoding is protobuf's
+(protobuf.dev/programming-guides/encoding).
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from google.protobuf.descriptor import Descriptor
 from baton.errors import InvalidRequest
 
 MAX_NUMBERS = 2**20
-"""Numbers in one field: as many as the token ids of the longest prompt that any model takes."""
+"""Maximum numbers in one field: the number of token ids of the longest prompt of any model."""
 MAX_FIELDS = 32_768
-"""Fields in a message, at all depths: many times those of the longest chat with the most tools."""
+"""Maximum fields in a message, at all depths: many times those of the longest chat with the most tools."""
 SHORT_BYTES = 64 * 2**10
 """Longest message that is read without a count."""
 _VARINT, _LENGTH = 0, 2
 _NUM_BYTES = {1: 8, 5: 4}
-"""Bytes of a value by its wire type. Of others, a group's begin and end have none, and the rest are malformed."""
+"""Size of a value by its wire type. A group's start and end have no size; other types are malformed."""
 _MAX_VARINT_BYTES = 10
 _ENDS_NO_NUMBER = bytes(range(0x80, 0x100))
 _Inner: TypeAlias = Mapping[int, "_Inner | None"]
-"""The fields of a message that hold messages, by their numbers, and the same of what they hold; None: it holds many
-numbers in one value.
+"""Fields of a message that contain messages, by number, each with the same mapping for its messages.
+
+None: the field packs many numbers in one value.
 """
 
 
 def check_num_fields(raw: bytes, descriptor: Descriptor) -> None:
-    """Checks a client's message as it came. What is not in protobuf's form may pass: protobuf refuses it.
+    """Check a client's raw message. Malformed messages may pass, since protobuf rejects them.
 
     Raises:
         InvalidRequest: it has more than MAX_FIELDS fields, at all depths, or one of more than MAX_NUMBERS numbers.
@@ -44,7 +45,7 @@ def check_num_fields(raw: bytes, descriptor: Descriptor) -> None:
 
 
 def _count(raw: bytes, at: int, end: int, inner: _Inner, num_fields: int) -> int:
-    """Returns the number of fields so far, with those of a message that lies from `at` to `end`."""
+    """Return the number of fields so far, including those of the message from `at` to `end`."""
     while at < end:
         num_fields += 1
         if num_fields > MAX_FIELDS:
@@ -67,7 +68,7 @@ def _count(raw: bytes, at: int, end: int, inner: _Inner, num_fields: int) -> int
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Returns a number and where it ends. Raises IndexError where the message ends before."""
+    """Return a number and its end position. Raises IndexError if the message ends before."""
     value = 0
     for index in range(_MAX_VARINT_BYTES):
         byte = raw[at + index]

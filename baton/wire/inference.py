@@ -1,4 +1,4 @@
-"""The contract of clients (`inference.proto`): requests, pieces of answers, sampling parameters."""
+"""Contract of clients (`inference.proto`): requests, response chunks, sampling parameters."""
 
 from __future__ import annotations
 
@@ -23,35 +23,37 @@ SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingPa
 
 UNBOUNDED = 2**31
 MAX_ITEMS = 4096
-"""Items of a repeated field: as many as the longest may have."""
+"""Maximum items of a repeated field: the limit of the longest one."""
 
 
 def write_sampling(params: SamplingParams, message: inference_pb2.SamplingParams) -> None:
-    """Writes what is not at its default into an empty message."""
+    """Encode non-default values into an empty message."""
     message.SetInParent()
     if asked := params.asked:
         message.MergeFrom(_asked_sampling(asked))
 
 
 def check_items(name: str, num_items: int) -> None:
-    """Raises InvalidRequest for more items than any field may have, but for the token ids of a prompt."""
+    """Raise InvalidRequest for more items than any field may have, except for the token ids of a prompt."""
     if num_items > MAX_ITEMS:
-        raise InvalidRequest(f"{name} holds {num_items} items; send at most {MAX_ITEMS}", name)
+        raise InvalidRequest(f"{name} has {num_items} items; send at most {MAX_ITEMS}", name)
 
 
 def sampling_from_pb(message: inference_pb2.SamplingParams) -> SamplingParams:
-    """Reads sampling parameters.
+    """Decode sampling parameters.
 
     Raises:
         InvalidRequest: a value is out of range.
-        Unsupported: a field is set that the contract has and this release has not.
+        Unsupported: a field of the contract is set that this release does not have.
     """
     return SamplingParams(**_sampling_set_in(message))
 
 
 def _sampling_set_in(message: inference_pb2.SamplingParams) -> dict[str, Any]:
-    """Raises Unsupported for a field that the contract has and this release has not, and InvalidRequest for one of more
-    items than any may have: before they are copied.
+    """Return the set fields.
+
+    Raises Unsupported for a field of the contract that this release does not have, and InvalidRequest for a field of
+    too many items, before they are copied.
     """
     found: dict[str, Any] = {}
     for field, value in message.ListFields():
@@ -72,21 +74,21 @@ def _sampling_set_in(message: inference_pb2.SamplingParams) -> dict[str, Any]:
 
 
 def _structure_from_pb(message: inference_pb2.StructuredOutputs) -> StructuredOutputs:
-    """Raises InvalidRequest unless it asks for one structure, of a size that is served."""
+    """Decode a structure; raises InvalidRequest unless it requests exactly one, of an allowed size."""
     return from_pb(message, StructuredOutputs)
 
 
 def generate_request_from_pb(
     message: inference_pb2.GenerateRequest, max_prompt_tokens: int = UNBOUNDED
 ) -> api.GenerateRequest:
-    """Reads a client's request.
+    """Decode a client's request.
 
     Args:
-        max_prompt_tokens: more token ids are not copied.
+        max_prompt_tokens: limit of the token ids that are copied.
 
     Raises:
-        InvalidRequest: it has no input, or more of something than any request may have.
-        Unsupported: it sets a field that is not built yet; the message names it.
+        InvalidRequest: it has no input, or too many elements in a field.
+        Unsupported: it sets a field that is not supported; the message names it.
     """
     check_items("resume_from", len(message.resume_from))
     truncation = _truncation_from_pb(message)
@@ -111,17 +113,17 @@ def generate_request_from_pb(
 
 
 def tokenize_request_from_pb(message: inference_pb2.TokenizeRequest) -> tuple[str, api.PromptInput]:
-    """Reads a request to tokenize: the model and the prompt. Raises as `generate_request_from_pb` does."""
+    """Decode a request to tokenize: the model and the prompt. Raises like `generate_request_from_pb`."""
     return message.model, _prompt_from_pb(message)
 
 
 def tokenize_response(token_ids: tuple[int, ...], max_model_len: int) -> inference_pb2.TokenizeResponse:
-    """Writes a prompt's token ids."""
+    """Encode a prompt's token ids."""
     return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
 
 
 def generate_response(chunk: api.GenerateChunk) -> inference_pb2.GenerateResponse:
-    """Writes a piece of an answer."""
+    """Encode a chunk of a response."""
     message = inference_pb2.GenerateResponse(
         request_id=chunk.request_id,
         choice_index=chunk.choice_index,
@@ -163,7 +165,7 @@ def _add_scores(messages: Any, token_ids: Sequence[int], scores: TokenScores) ->
 
 
 def generate_request(request: api.GenerateRequest) -> inference_pb2.GenerateRequest:
-    """Writes a client's request."""
+    """Encode a client's request."""
     message = inference_pb2.GenerateRequest(
         request_id=request.request_id,
         model=request.model,
@@ -244,7 +246,7 @@ def _asked_sampling(asked: Mapping[str, Any]) -> inference_pb2.SamplingParams:
 
 
 def generate_chunk(message: inference_pb2.GenerateResponse) -> api.GenerateChunk:
-    """Reads a piece of an answer."""
+    """Decode a chunk of a response."""
     return api.GenerateChunk(
         request_id=message.request_id,
         choice_index=message.choice_index,
@@ -285,7 +287,7 @@ def _scores(tokens: Sequence[inference_pb2.TokenLogprobs]) -> TokenScores:
 
 
 def list_models_response(cards: list[api.ModelCard]) -> inference_pb2.ListModelsResponse:
-    """Writes the served models."""
+    """Encode the served models."""
     return inference_pb2.ListModelsResponse(models=[to_pb(card, inference_pb2.Model) for card in cards])
 
 
@@ -333,7 +335,7 @@ def _tool_choice_from_pb(message: inference_pb2.ChatInput) -> ToolChoice:
     said = message.tool_choice or (ToolUse.REQUIRED if name else ToolUse.AUTO)
     if said not in tuple(ToolUse) or (name and said != ToolUse.REQUIRED):
         raise InvalidRequest(
-            "tool_choice must be auto, none or required, and required beside tool_choice_name", "tool_choice"
+            "tool_choice must be auto, none or required, and required with tool_choice_name", "tool_choice"
         )
     is_parallel = message.parallel_tool_calls if message.HasField("parallel_tool_calls") else True
     return ToolChoice(use=ToolUse(said), name=name, is_parallel=is_parallel)

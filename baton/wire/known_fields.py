@@ -1,8 +1,8 @@
-"""Fields of other releases: what is not known here is refused by its number, and never dropped in silence.
+"""Fields of other releases: an unknown field is rejected by its number, and never silently dropped.
 
-Protobuf keeps what it does not know and raises nothing. A client's field that is not known is refused, and a router's
-does not go to a worker that does not know it: each worker lists in its lease the fields of a router's messages that it
-knows. A field is written "SequenceSpec.9".
+Protobuf keeps unknown fields and raises nothing. An unknown field of a client is rejected. A router's field is not sent
+to a worker that does not know it: each worker lists in its lease the fields of a router's messages that it knows. A
+field is written "SequenceSpec.9".
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from baton.v1 import inference_pb2, worker_pb2
 from baton.wire.inference import SAMPLING_NAMES, check_items
 
 _Fields = tuple[tuple[str, bool, "_Fields"], ...]
-"""Fields of a message that hold messages: name, whether the field is repeated, and the same of what it holds."""
+"""Fields of a message that contain messages: name, whether the field is repeated, and the same for their fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands for bytes that are no message: gRPC hands them on to what refuses them."""
+    """Placeholder for bytes that are not a message, which gRPC passes on until they are rejected."""
 
     reason: str
 
 
 def readable(parse: Callable[[bytes], Message]) -> Callable[[bytes], Message | Unreadable]:
-    """Returns the same parser, which does not raise: gRPC would end the call as after a defect of the server, and log a
-    traceback.
+    """Return the parser wrapped so that it does not raise.
+
+    On an error, gRPC would end the call as after a defect of the server, and log a traceback.
     """
 
     def read(raw: bytes) -> Message | Unreadable:
@@ -46,10 +47,10 @@ def readable(parse: Callable[[bytes], Message]) -> Callable[[bytes], Message | U
 
 
 def check_known(message: Message) -> None:
-    """Checks a client's message.
+    """Check a client's message.
 
     Raises:
-        InvalidRequest: a field holds more messages than any may.
+        InvalidRequest: a field has more messages than allowed.
         Unsupported: it has a field, at any depth, that this release does not know.
     """
     if path := unknown_field(message):
@@ -61,10 +62,10 @@ def check_known(message: Message) -> None:
 
 
 def unknown_field(message: Message) -> str:
-    """The path of a field, at any depth, that this release does not know, as "sampling.99"; empty: there is none.
+    """Return the path of an unknown field at any depth, such as "sampling.99"; empty: there is none.
 
     Raises:
-        InvalidRequest: a field holds more messages than any may.
+        InvalidRequest: a field has more messages than allowed.
     """
     return _unknown_field(message, _message_fields(message.DESCRIPTOR))
 
@@ -76,7 +77,7 @@ def _unknown_field(message: Message, fields: _Fields) -> str:
         if is_repeated:
             items = getattr(message, name)
             check_items(name, len(items))
-            for index in range(len(items)):  # where there is nothing, its iterator costs more than all the rest
+            for index in range(len(items)):  # for an empty list, its iterator costs more than all the rest
                 if path := _unknown_field(items[index], inner):
                     return f"{name}[{index}].{path}"
         elif message.HasField(name) and (path := _unknown_field(getattr(message, name), inner)):
@@ -86,8 +87,9 @@ def _unknown_field(message: Message, fields: _Fields) -> str:
 
 @functools.cache
 def _message_fields(descriptor: Descriptor) -> _Fields:
-    """No map holds messages here, and an entry of a map that has something unknown is an unknown field of the map's
-    owner.
+    """Return the fields of a message that contain messages.
+
+    No map holds messages here, and a map entry with unknown fields is an unknown field of the map's owner.
     """
     return tuple(
         (field.name, field.is_repeated, _message_fields(field.message_type))
@@ -97,7 +99,7 @@ def _message_fields(descriptor: Descriptor) -> _Fields:
 
 
 def fields_in(message: Message) -> set[str]:
-    """The fields that are set in a message and in the messages that it holds, each as "SequenceSpec.9"."""
+    """Return the set fields of a message and of its inner messages, each as "SequenceSpec.9"."""
     found = {f"{message.DESCRIPTOR.name}.{field.number}" for field, _ in message.ListFields()}
     for name, is_repeated, _ in _message_fields(message.DESCRIPTOR):
         if is_repeated or message.HasField(name):
@@ -108,16 +110,16 @@ def fields_in(message: Message) -> set[str]:
 
 @functools.lru_cache(maxsize=64)
 def fields_unknown_to(known_fields: str) -> frozenset[str]:
-    """The fields of a router's messages that this release knows and a worker does not.
+    """Return the fields of a router's messages that this release knows and a worker does not.
 
     Args:
-        known_fields: `WorkerInfo.known_fields`; an empty list, or what cannot be read of one, names no field.
+        known_fields: `WorkerInfo.known_fields`; unreadable or missing entries name no field.
     """
     return frozenset(_numbered(KNOWN_FIELDS) - _numbered(known_fields))
 
 
 def named(fields: Iterable[str]) -> str:
-    """Names fields of a router's messages for people: "SamplingParams.min_p (5)"."""
+    """Return the names of fields of a router's messages for people: "SamplingParams.min_p (5)"."""
     descriptors = _reachable(worker_pb2.Command.DESCRIPTOR)
     words = []
     for message, _, number in (field.partition(".") for field in sorted(fields)):
@@ -140,7 +142,7 @@ def _reachable(descriptor: Descriptor) -> dict[str, Descriptor]:
 
 
 def _known_numbers(descriptor: Descriptor) -> str:
-    """The numbers of the fields that a worker heeds: the contract has sampling fields that this release refuses."""
+    """Return the numbers of the fields that a worker supports; this release rejects some sampling fields."""
     is_sampling = descriptor.name == inference_pb2.SamplingParams.DESCRIPTOR.name
     heeded = SAMPLING_NAMES - ROUTERS_SAMPLING
     return ",".join(str(f.number) for f in descriptor.fields if not is_sampling or f.name in heeded)
@@ -150,7 +152,9 @@ KNOWN_FIELDS = " ".join(
     f"{name}:{_known_numbers(descriptor)}"
     for name, descriptor in sorted(_reachable(worker_pb2.Command.DESCRIPTOR).items())
 )
-"""The fields of a router's messages that this release knows, as a worker lists them in its lease:
-"Command:1,2 SequenceSpec:1,2,3"."""
+"""Fields of a router's messages that this release knows, as a worker lists them in its lease.
+
+For example "Command:1,2 SequenceSpec:1,2,3".
+"""
 PERMIT_FIELD = f"PrefixSource.{worker_pb2.PrefixSource.PERMIT_FIELD_NUMBER}"
-"""The one field of a router's messages that is left out for a worker which does not know it."""
+"""The one field of a router's messages that is left out for a worker that does not know it."""

@@ -1,4 +1,4 @@
-"""The contract of two workers (`kv.proto`): the control stream of a KV transfer, and the pull of a prefix."""
+"""Contract of two workers (`kv.proto`): the control stream of a KV transfer, and the pull of a prefix."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _FROM_RECEIVER = Oneof(
 
 
 def session_request(message: m.FromSender) -> kv_pb2.SessionRequest:
-    """Writes a message of the sender."""
+    """Encode a message of the sender."""
     return kv_pb2.SessionRequest(**_FROM_SENDER.to_field(message))
 
 
 def session_request_from_pb(message: kv_pb2.SessionRequest) -> m.FromSender | None:
-    """Reads a message of the sender; None: a kind that this version does not know.
+    """Decode a message of the sender; None: a kind that this version does not know.
 
     Raises:
-        TransferRefused: the message is too long to be read.
+        TransferRefused: the message is too long.
     """
     require_short(message, MAX_CONTROL_BYTES, TransferRefused)
     value: m.FromSender | None = _FROM_SENDER.value_of(message)
@@ -52,15 +52,15 @@ def session_request_from_pb(message: kv_pb2.SessionRequest) -> m.FromSender | No
 
 
 def session_response(message: m.FromReceiver) -> kv_pb2.SessionResponse:
-    """Writes a message of the receiver."""
+    """Encode a message of the receiver."""
     return kv_pb2.SessionResponse(**_FROM_RECEIVER.to_field(message))
 
 
 def session_response_from_pb(message: kv_pb2.SessionResponse) -> m.FromReceiver | None:
-    """Reads a message of the receiver; None: a kind that this version does not know.
+    """Decode a message of the receiver; None: a kind that this version does not know.
 
     Raises:
-        TransferRefused: the message is too long to be read.
+        TransferRefused: the message is too long.
     """
     require_short(message, MAX_CONTROL_BYTES, TransferRefused)
     value: m.FromReceiver | None = _FROM_RECEIVER.value_of(message)
@@ -68,16 +68,16 @@ def session_response_from_pb(message: kv_pb2.SessionResponse) -> m.FromReceiver 
 
 
 def pull_to_pb(pull: m.Pull) -> kv_pb2.PullRequest:
-    """Writes the request for a prefix."""
+    """Encode the request for a prefix."""
     return to_pb(pull, kv_pb2.PullRequest)
 
 
 def pull_from_pb(message: kv_pb2.PullRequest, max_keys: float = math.inf) -> m.Pull:
-    """Reads the request for a prefix.
+    """Decode the request for a prefix.
 
     Raises:
-        TransferRefused: it has more than `max_keys` keys, or a ticket that is too long to be read.
+        TransferRefused: it has more than `max_keys` keys, or its ticket is too long.
     """
     if len(message.block_keys) > max_keys:
-        raise TransferRefused(f"{len(message.block_keys)} block keys are asked for; this worker has at most {max_keys}")
+        raise TransferRefused(f"{len(message.block_keys)} block keys are requested; this worker has at most {max_keys}")
     return m.Pull(ticket_from_pb(message.ticket), tuple(message.block_keys), message.permit)

@@ -1,4 +1,4 @@
-"""The contract of routers and workers (`worker.proto`): the commands of one stream, and the events that answer them."""
+"""Contract of routers and workers (`worker.proto`): the commands of one stream, and the events that answer them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from baton.wire.inference import sampling_from_pb, write_sampling
 from baton.wire.known_fields import fields_in, unknown_field
 
 MAX_COMMANDS = 1024
-"""Most commands in one frame; a router writes a few (`baton.rpc.outbox`)."""
+"""Maximum commands in one frame; a router writes a few (`baton.rpc.outbox`)."""
 MAX_TOKEN_BYTES = 5
 MAX_STRUCTURE_BYTES = MAX_GRAMMAR_BYTES + 8 * MAX_STRUCTURE_CHOICES
-"""Longest structure of an answer, in bytes, with what is written around each choice."""
+"""Longest structure of an output, in bytes, including the encoding of each choice."""
 MAX_HYPOTHESES_BYTES = 2**20
-"""Largest state of a beam search that goes from one worker to another."""
+"""Largest state of a beam search that is sent to another worker."""
 
 
 def write_sequence(spec: m.SequenceSpec, message: worker_pb2.SequenceSpec) -> None:
-    """Writes a sequence into an empty message, in its place: a message that is passed to another one's constructor is
-    copied with all its tokens.
+    """Encode a sequence into an empty message, in place.
+
+    A message that is passed to another one's constructor is copied with all its tokens.
     """
     message.request_id = spec.request_id
     message.choice_index = spec.choice_index
@@ -45,7 +46,7 @@ def write_sequence(spec: m.SequenceSpec, message: worker_pb2.SequenceSpec) -> No
 
 
 def sequence_from_pb(message: worker_pb2.SequenceSpec) -> m.SequenceSpec:
-    """Reads a sequence.
+    """Decode a sequence.
 
     Raises:
         InvalidRequest, Unsupported: its sampling is out of range, or of a newer release.
@@ -67,25 +68,25 @@ def sequence_from_pb(message: worker_pb2.SequenceSpec) -> m.SequenceSpec:
 
 
 def fields_of(spec: m.SequenceSpec) -> set[str]:
-    """The fields that are set in a sequence when it goes to a worker, as `fields_in` names them."""
+    """Return the set fields of a sequence when it is sent to a worker, as `fields_in` names them."""
     message = worker_pb2.SequenceSpec()
     write_sequence(spec, message)
     return fields_in(message)
 
 
 def ticket_to_pb(ticket: m.Ticket) -> worker_pb2.Ticket:
-    """Writes a ticket."""
+    """Encode a ticket."""
     return to_pb(ticket, worker_pb2.Ticket)
 
 
 def ticket_from_pb(message: worker_pb2.Ticket) -> m.Ticket:
-    """Reads a ticket. Raises TransferRefused for one that is too long to be read."""
+    """Decode a ticket. Raises TransferRefused for one that is too long."""
     require_short(message, MAX_CONTROL_BYTES, TransferRefused)
     return from_pb(message, m.Ticket)
 
 
 def start_command(start: m.StartCall) -> worker_pb2.Command:
-    """The command that opens a call."""
+    """Return the command that opens a call."""
     command = worker_pb2.Command(call_id=start.call_id, trace=start.trace)
     request: worker_pb2.PrefillRequest | worker_pb2.DecodeRequest | worker_pb2.FetchRequest
     match start.request:
@@ -107,20 +108,20 @@ def start_command(start: m.StartCall) -> worker_pb2.Command:
 
 
 def cancel_command(cancel: m.CancelCall) -> worker_pb2.Command:
-    """The command that cancels a call."""
+    """Return the command that cancels a call."""
     return worker_pb2.Command(call_id=cancel.call_id, cancel=worker_pb2.Cancel())
 
 
 def serve_request(commands: Iterable[worker_pb2.Command]) -> worker_pb2.ServeRequest:
-    """A router's frame of commands."""
+    """Return a router's frame of commands."""
     return worker_pb2.ServeRequest(commands=commands)
 
 
 def commands(message: worker_pb2.ServeRequest, max_model_len: float = math.inf) -> list[m.StartCall | m.CancelCall]:
-    """Reads a router's frame. A start that is too long or of a newer release is not read; it holds its refusal.
+    """Decode a router's frame. A start that is too long or of a newer release is not read; it holds its error.
 
     Args:
-        max_model_len: most tokens that a sequence may have on this worker.
+        max_model_len: maximum number of tokens of a sequence on this worker.
 
     Raises:
         InvalidRequest: the frame has more commands than a router writes at a time.
@@ -131,16 +132,16 @@ def commands(message: worker_pb2.ServeRequest, max_model_len: float = math.inf) 
 
 
 def max_start_bytes(max_model_len: float, rest_bytes: int = MAX_STRUCTURE_BYTES + MAX_HYPOTHESES_BYTES) -> float:
-    """Returns the longest start of a call that a worker reads, in bytes.
+    """Return the longest start of a call that a worker reads, in bytes.
 
     Args:
-        rest_bytes: what the structure of its answer and the state of its search take.
+        rest_bytes: the size of the output's structure and the state of its search.
     """
     return MAX_CONTROL_BYTES + MAX_TOKEN_BYTES * max_model_len + rest_bytes
 
 
 def may_travel(hypotheses: Hypotheses) -> bool:
-    """Returns whether the state of a search is small enough for another worker to read."""
+    """Return whether the state of a search is small enough for another worker to read."""
     return to_pb(hypotheses, worker_pb2.Hypotheses).ByteSize() <= MAX_HYPOTHESES_BYTES
 
 
@@ -157,7 +158,7 @@ def _command(message: worker_pb2.Command, max_model_len: float) -> m.StartCall |
 
 
 def _rest_bytes(message: worker_pb2.Command) -> int:
-    """Returns what is allowed beside the tokens: as much as there is, up to its limits."""
+    """Return the allowed size in addition to the tokens: the actual size, up to its limits."""
     which = message.WhichOneof("command")
     if which not in ("prefill", "decode", "fetch"):
         return 0
@@ -196,11 +197,11 @@ _EVENTS = Oneof(
     failed=m.Failed,
     ended=m.CallEnded,
 )
-"""All events but `NewTokens`, which travels with each token and is written out by hand."""
+"""All events but `NewTokens`, which is sent with each token and converted by explicit code."""
 
 
 def serve_response(events: Iterable[tuple[int, m.Event]]) -> worker_pb2.ServeResponse:
-    """A worker's frame of events, each with the id of its call."""
+    """Return a worker's frame of events, each with the id of its call."""
     response = worker_pb2.ServeResponse()
     for call_id, event in events:
         if isinstance(event, m.NewTokens):
@@ -221,7 +222,7 @@ def serve_response(events: Iterable[tuple[int, m.Event]]) -> worker_pb2.ServeRes
 
 
 def events(message: worker_pb2.ServeResponse) -> list[tuple[int, m.Event | None]]:
-    """Reads a worker's frame: events, each with the id of its call; None: a kind that this version does not know."""
+    """Decode a worker's frame: events, each with the id of its call; None: a kind that this version does not know."""
     return [(event.call_id, _event(event)) for event in message.events]
 
 

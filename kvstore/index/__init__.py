@@ -1,7 +1,7 @@
-"""The index of prefixes: which worker has which KV blocks in its cache. Starts at `protocol`; needs no torch.
+"""Index of prefixes: which worker has which KV blocks in its cache. Starts at `protocol`; needs no torch.
 
-Workers publish the changes of their caches (`publisher`), routers follow them (`follower`) into a copy of their own
-(`mirror`). Redis holds the index (`redis`, `keys`, `connection`); tests hold it in memory (`memory`).
+Workers publish the changes of their caches (`publisher`); each router follows them (`follower`) into its local copy
+(`mirror`). Redis stores the index (`redis`, `keys`, `connection`); tests keep it in memory (`memory`).
 """
 
 from kvstore.index.connection import RedisConnection

@@ -1,4 +1,4 @@
--- Applies one block event, or says why not.
+-- Applies one block event, or returns why it does not.
 --
 -- KEYS  1 lease  2 seq  3 blocks  4 snapshot parts  5 event stream  6 highest epoch  7 seal
 -- ARGV  1 worker id  2 epoch  3 seq  4 op  5 packed entries  6 number of keys  7 ttl, ms  8 stream length
@@ -8,22 +8,23 @@ local lease, seq_key, blocks, parts, stream = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local seq, op, packed, num_keys = tonumber(ARGV[3]), ARGV[4], ARGV[5], tonumber(ARGV[6])
 local CHUNK = 4000 -- unpack() fails near 8000 arguments
 
--- Race: a worker wakes from a long pause after its successor took the name. Checked apart from the write, its late
--- event would credit the successor's cold cache with blocks that it does not hold.
+-- Race: a worker wakes from a long pause after its successor took the name. If the check and the write were two steps,
+-- its
+-- late event would credit the successor's cold cache with blocks that it does not hold.
 local held = redis.call('EXISTS', lease) == 1 and epochs(lease, KEYS[6]) or 0
 if held > tonumber(ARGV[2]) then return {'fenced', string.format('%.0f', held), garbage} end
--- These have one life: of a wrong type or form is as good as lost.
+-- These keys share one lifetime: if one has a wrong type or form, all count as lost.
 local is_readable = is(seq_key, 'string') and is(blocks, 'set') and is(parts, 'set')
 local last = is_readable and (redis.call('EXISTS', seq_key) == 0 and 0 or number_at(seq_key, MAX_SEQ))
 if not last then
   redis.call('UNLINK', seq_key, blocks, parts)
   last = 0
 end
--- No lease, or an older one: this store lost its state, and the worker's next renewal puts it right.
+-- No lease, or an older one: this store lost its state, and the worker's next renewal restores it.
 if held < tonumber(ARGV[2]) then return {'resync', last, garbage} end
 
 -- Race: an event was lost (the worker's queue overflowed, or a connection broke before or after the script ran), and
--- the next one arrives. Applied, it would leave a wrong set that no one ever notices.
+-- the next one arrives. Applying it would leave a wrong set, and no reader would ever notice.
 if op == 'snap' then
   if seq <= last then return {'resync', last, garbage} end
 elseif seq ~= last + 1 then
@@ -31,7 +32,7 @@ elseif seq ~= last + 1 then
 end
 if op == 'snap.' and redis.call('SCARD', parts) ~= num_keys then return {'resync', last, garbage} end
 
--- The entries of one event are of one tier, so of one length.
+-- The entries of one event belong to one tier, so they have one length.
 local function each_chunk(command, key)
   if #packed == 0 then return end
   local size = #packed / num_keys
@@ -50,12 +51,12 @@ elseif op == 'clear' then redis.call('UNLINK', blocks)
 elseif op == 'snap' then redis.call('UNLINK', parts)
 elseif op == 'snap+' then each_chunk('SADD', parts)
 else
-  redis.call('UNLINK', blocks) -- which RENAME would free at once, however many entries it has
+  redis.call('UNLINK', blocks) -- RENAME would free it at once, however many entries it has
   if num_keys > 0 then redis.call('RENAME', parts, blocks) end
 end
 
--- Race: two writers between set and stream. Appended in the same step, the stream's order is the sets' order, so a
--- reader who scans a set and then replays the stream ends with the set.
+-- Race: two writers between set and stream. Because the event is appended in the same step, the stream's order is the
+-- sets' order, so a reader that scans a set and then replays the stream arrives at the set.
 redis.call('SET', seq_key, ARGV[3])
 if ARGV[10] ~= '' then redis.call('SET', KEYS[7], ARGV[10]) end
 local function append(call)

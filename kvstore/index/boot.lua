@@ -1,9 +1,9 @@
--- The token of the store's present life, drawn where there is none. Returns {the token, garbage}.
+-- The token of the store's present life, drawn if there is none. Returns {the token, garbage}.
 --
 -- KEYS  1 boot token
 -- ARGV  1 a new token
 --
--- Race: two who find none, or the same garbage, must go away with one token.
+-- Race: two clients that find no token, or the same garbage, must both get the same token.
 local MOST = 64 -- bytes of a token
 local is_short = is(KEYS[1], 'string') and redis.call('STRLEN', KEYS[1]) <= MOST
 local found = is_short and redis.call('GET', KEYS[1])

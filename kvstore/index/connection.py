@@ -1,4 +1,4 @@
-"""A Redis connection whose every failure is StoreUnavailable."""
+"""Redis connection that reports every failure as StoreUnavailable."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ if TYPE_CHECKING:
     from baton.tls import Tls
 
 TIMEOUT_S = 5.0
-"""Longest wait for one answer; blocking reads wait less than this."""
+"""Timeout of one response; blocking reads wait for less than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadValue:
-    """Stands for an answer: the key holds a value of another type than is expected, or one that is too large."""
+    """Placeholder for a response: the key holds a value of an unexpected type, or one that is too large."""
 
     reason: str
 
 
 class RedisConnection:
-    """A pool of connections to the Redis at `redis://HOST:PORT/DB`, `rediss://HOST:PORT/DB` (over TLS) or
-    `unix://PATH`; connects on first use.
+    """Pool of connections to the Redis at `redis://HOST:PORT/DB`, `rediss://HOST:PORT/DB` (TLS) or `unix://PATH`.
 
-    It never retries by itself: a script that was cut off may have run, and only its caller knows what to do then.
+    It connects on first use. It never retries by itself: an interrupted script may have run, and only its caller knows
+    how to proceed.
 
     Args:
-        garbage: the book in which unreadable values are noted; by default a new one.
-        tls: the authorities that are believed over TLS, and what is shown; None, or where the URL has options for TLS
-            (redis-py's `ssl_...`): the system's authorities, or what the URL says.
+        garbage: records unreadable values; by default a new one.
+        tls: trusted authorities and the client certificate for TLS. None, or a URL with TLS options (redis-py's
+            `ssl_...`): the system's authorities, or those of the URL.
 
     Raises:
-        ConfigError: the URL is not one of Redis.
+        ConfigError: the URL is not a Redis URL.
     """
 
     def __init__(self, url: str, garbage: GarbageBook | None = None, *, tls: Tls | None = None) -> None:
         try:
-            self._redis: Any = Redis.from_url(  # its annotations join sync and async answers
+            self._redis: Any = Redis.from_url(  # its annotations join sync and async results
                 url,
                 protocol=2,
                 # `_one_try` keeps time: redis-py would use asyncio.wait_for, which loses a cancellation on Python 3.11
@@ -62,10 +62,10 @@ class RedisConnection:
                 socket_connect_timeout=None,
                 retry=Retry(NoBackoff(), 0),
             )
-        except ValueError:  # whose words may be a part of the password
+        except ValueError:  # its message may contain a part of the password
             raise ConfigError(
-                "index.redis_url is not a URL of Redis, such as redis://HOST:PORT/DB or unix://PATH; in a password, "
-                "characters such as / and # are written %2F and %23"
+                "index.redis_url is not a Redis URL, such as redis://HOST:PORT/DB or unix://PATH; in a password, "
+                "encode characters such as / and # as %2F and %23"
             ) from None
         pool = self._redis.connection_pool
         if tls is not None and pool.connection_class is SSLConnection and "ssl_" not in urlsplit(url).query:
@@ -73,23 +73,23 @@ class RedisConnection:
         self.url = url
         self.garbage = garbage or GarbageBook()
         self._knows_readers = True
-        """Whether the server has commands for scripts that write nothing, as Redis 7 has; users who read need them."""
+        """True if the server has commands for read-only scripts, as Redis 7 has; read-only users need them."""
 
     async def call(self, *command: Any) -> Any:
-        """Executes one command, and returns its answer. Raises StoreUnavailable."""
+        """Execute one command, and return its response. Raises StoreUnavailable."""
         async with _one_try():
             return await self._redis.execute_command(*command)
 
     async def pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Executes commands in one round trip, in order, not atomically.
+        """Execute commands in one round trip, in order, not atomically.
 
-        Their answers must be small whatever lies there; for others there is `kvstore.index.reads`.
+        Their responses must be small whatever the keys contain; `kvstore.index.reads` serves reads of unbounded values.
 
         Returns:
-            The answers; a BadValue for each command that met a value of another type.
+            The responses; a BadValue for each command that met a value of another type.
 
         Raises:
-            StoreUnavailable: a command failed otherwise.
+            StoreUnavailable: a command failed for another reason.
         """
         if not commands:
             return []
@@ -100,12 +100,12 @@ class RedisConnection:
         return [_answer(found) for found in answers]
 
     async def run(self, script: Script, keys: Sequence[str], *args: str | bytes | int) -> list[Any]:
-        """Runs a script, notes the unreadable values that it met, and returns its answer. Raises StoreUnavailable."""
+        """Run a script, note the unreadable values that it met, and return its result. Raises StoreUnavailable."""
         async with _one_try():
             return self._results(await self._evaluated("", script, keys, args))
 
     async def ask(self, script: Script, keys: Sequence[str], *args: str | bytes | int) -> list[Any]:
-        """Does as `run`, for a script that writes nothing: a user who may only read may run it."""
+        """Run a script that writes nothing, like `run`; a user with read-only access may do so."""
         async with _one_try():
             if self._knows_readers:
                 try:
@@ -131,21 +131,21 @@ class RedisConnection:
         return results
 
     async def boot(self, key: str) -> str:
-        """Returns the boot token at `key`, drawn here if the store has none. Raises StoreUnavailable."""
+        """Return the boot token at `key`; draw it if the store has none. Raises StoreUnavailable."""
         (token,) = await self.run(BOOT, [key], uuid.uuid4().hex)
         return str(token, "ascii")
 
     def note(self, key: str, reason: object) -> None:
-        """Notes that the value at `key` cannot be read and is skipped."""
+        """Note that the value at `key` cannot be read and is skipped."""
         self.garbage.note(key_kind(key), key, reason)
 
     async def close(self) -> None:
-        """Closes the pool."""
+        """Close the pool."""
         await self._redis.aclose()
 
 
 class _TlsConnection(SSLConnection):
-    """A connection that takes the certificates from files which may have changed since it was last open."""
+    """TLS connection that reloads certificate files that may have changed since it was last open."""
 
     def __init__(self, *, tls: Tls, **others: Any) -> None:
         super().__init__(**others)
@@ -156,7 +156,7 @@ class _TlsConnection(SSLConnection):
 
 
 class Script:
-    """A Lua script from a package's folder, preceded by `prelude.lua`."""
+    """Lua script from a package's folder, preceded by `prelude.lua`."""
 
     def __init__(self, package: str, name: str) -> None:
         parts = ((__package__, "prelude.lua"), (package, name))
@@ -168,7 +168,7 @@ BOOT = Script("kvstore.index", "boot.lua")
 
 
 def _answer(found: Any) -> Any:
-    """Returns the answer of one command in a pipeline, or raises StoreUnavailable."""
+    """Return the response to one command of a pipeline, or raise StoreUnavailable."""
     if isinstance(found, ResponseError) and "WRONGTYPE" in str(found):
         return BadValue(str(found))
     if isinstance(found, RedisError):

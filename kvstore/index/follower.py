@@ -1,14 +1,14 @@
-"""Keeps a router's mirror up to date.
+"""Follower that keeps a router's mirror up to date.
 
     start     note the stream's tip, scan every live worker's set, replay from the tip
     then      read the stream; every `poll_s` compare positions and leases
     a worker's events miss one, or the stream was trimmed past them: scan that worker again, and only that one
-    Redis is away: the mirror stays as it is, and we try again
+    Redis is unavailable: the mirror stays as it is, and the follower retries
     Redis lost its state (a new boot token): read the new stream from its origin; workers publish snapshots there
-    an event cannot be read: skipped; its worker's next one shows that it was missed
+    an event cannot be read: skip it; its worker's next event shows that it was missed
 
-The comparison is exact, not a guess: `IndexState` is read with its tip last, so once the stream is read up to that tip,
-a mirror that is behind a position has missed something.
+The comparison is exact: `IndexState` is read with its tip last, so once the stream is read up to that tip, a mirror
+that is behind a position has missed an event.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 GATHER_S = 0.1
-"""Pause after events were read: one read of several costs little more than one of a single event."""
+"""Pause after a read of events; one read of several events costs little more than a read of one."""
 
 
 class MirrorFollower:
-    """Updates `mirror` from `index` while `run` runs. The caller owns that task, the index and the mirror.
+    """Updater of `mirror` from `index` while `run` runs. The caller owns that task, the index and the mirror.
 
     `clock` is monotonic, in seconds.
     """
@@ -72,11 +72,11 @@ class MirrorFollower:
 
     @property
     def lag_s(self) -> float:
-        """Seconds for which the mirror has lacked something that the index has; 0 if it lacks nothing known."""
+        """Seconds for which the mirror has been known to lag behind the index; 0 if it is up to date."""
         return 0.0 if self._behind_since is None else self._clock() - self._behind_since
 
     async def run(self) -> None:
-        """Follows until cancelled. Redis being away is no error."""
+        """Follow the index until cancelled. An unavailable Redis is not an error."""
         num_failures = 0
         while True:
             try:
@@ -86,7 +86,7 @@ class MirrorFollower:
             except StoreUnavailable as error:
                 num_failures += 1
                 if num_failures == 1:
-                    logger.warning("the index is away, its mirror goes stale: %s", error)
+                    logger.warning("the index is unavailable, its mirror becomes stale: %s", error)
                 self._fall_behind()
                 self.connected = False
                 await asyncio.sleep(backoff_s(num_failures))
@@ -96,11 +96,11 @@ class MirrorFollower:
         state = await self._index.state()
         if state.boot != self._boot:
             self._fall_behind()
-            # At the first start the scans below stand for the past. Later, the new stream's past is short.
+            # At the first start, the scans below cover the past. Later, the new stream's past is short.
             self._cursor = ORIGIN if self._boot else state.tip
             self._grace_until = self._clock() + self._lease_s if self._boot else self._grace_until
             self._boot = state.boot
-        self._cursor = min(self._cursor, state.tip)  # beyond it where another stream is in the place of ours
+        self._cursor = min(self._cursor, state.tip)  # the cursor is beyond the tip if another stream replaced ours
         self._note_leases({worker_id: position.epoch for worker_id, position in state.owners.items()})
         await self._read_up_to(state.tip)
         missed = {
@@ -108,13 +108,13 @@ class MirrorFollower:
             for worker_id, position in state.owners.items()
             if self._missed(seen.get(worker_id), self.mirror.position(worker_id), position)
         }
-        # More than a cluster may have are not all workers: each poll takes others of them.
+        # If more workers were missed than a cluster may have, each poll scans a random part of them.
         for worker_id in random.sample(sorted(missed), min(len(missed), MAX_WORKERS)):
             await self._rescan(worker_id, missed[worker_id].epoch)
         if len(missed) <= MAX_WORKERS:
             self._behind_since = None
         self.connected = True
-        while self.mirror.sweep():  # noqa: ASYNC110 - others run between two slices of work
+        while self.mirror.sweep():  # noqa: ASYNC110 - other tasks run between two slices of work
             await asyncio.sleep(0)
 
     def _note_leases(self, epochs: Mapping[str, int]) -> None:
@@ -123,7 +123,7 @@ class MirrorFollower:
             # An epoch without a lease came with an event that its worker was not allowed to write.
             if (position := self.mirror.position(worker_id)) and position.epoch > epoch:
                 self.mirror.forget(worker_id)
-        # Right after Redis lost its state, a missing lease says nothing: the worker has not renewed it yet.
+        # Right after Redis lost its state, a missing lease means nothing: the worker has not renewed it yet.
         self._epochs = {**self._epochs, **epochs} if now < self._grace_until else dict(epochs)
         self.mirror.set_leased(self._epochs)
         absent = self.mirror.workers().keys() - self._epochs.keys()
@@ -134,10 +134,10 @@ class MirrorFollower:
 
     @staticmethod
     def _missed(seen: Position | None, mirrored: Position | None, applied: Position) -> bool:
-        """Whether the mirror of a worker, read up to the tip, can no longer become right by itself."""
+        """Return whether the mirror of a worker, read up to the tip, can no longer catch up by itself."""
         if mirrored is None or mirrored.epoch != applied.epoch or not applied.seq:
-            return False  # nothing published yet, or the epoch is over
-        # Ahead already before the index was asked: the worker counts from 1 again.
+            return False  # nothing published yet, or the epoch has ended
+        # The mirror was ahead before the index was asked: the worker counts from 1 again.
         is_reset = seen is not None and seen.epoch == applied.epoch and seen.seq > applied.seq
         return mirrored.seq < applied.seq or is_reset
 
@@ -150,7 +150,7 @@ class MirrorFollower:
     async def _read_up_to(self, tip: Cursor) -> None:
         while self._cursor < tip:
             if not await self._read(0):
-                self._cursor = tip  # the stream was cut
+                self._cursor = tip  # the stream was truncated
 
     async def _read(self, wait_s: float) -> int:
         entries = await self._index.read(self._cursor, wait_s)

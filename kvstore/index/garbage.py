@@ -1,8 +1,8 @@
-"""Unreadable values in the store.
+"""Accounting of unreadable values in the store.
 
 Any process that reaches Redis can write to it: another release, a shell, a program with the wrong address. So every
-value is checked for its type, form and bounds where it is read. A value that does not fit is skipped, noted here, and
-written again by its owner if it has one; it affects only the worker or router that it describes.
+value is checked for its type, form and bounds when it is read. An invalid value is skipped and recorded here. Its
+owner, if it has one, writes it again; only the worker or router that it describes is affected.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from baton.cluster import StoreGarbage
 
 logger = logging.getLogger(__name__)
 MAX_LOGGED = 20
-"""Number of values of one kind that are logged, once each; further ones are only counted."""
+"""Number of values of one kind that are logged, once each; further values are only counted."""
 MAX_CHARACTERS = 200
-"""Longest key or reason that is shown."""
+"""Maximum length of a key or reason in a message."""
 
 
 class GarbageBook:
-    """Counts unreadable values; several connections of a process may share one book."""
+    """Counter of unreadable values; several connections of a process may share one."""
 
     def __init__(self) -> None:
         self._times = Counter[str]()
@@ -29,12 +29,12 @@ class GarbageBook:
         """Keys by kind."""
 
     def note(self, what: str, key: str, reason: object) -> None:
-        """Counts a value that was skipped.
+        """Count a value that was skipped.
 
         Args:
             what: the kind of value; there are only a few.
             key: its key in the store.
-            reason: what is wrong with it.
+            reason: the reason why it is invalid.
         """
         where = f"{_shown(key)}: {_shown(str(reason))}"
         self._times[what] += 1
@@ -42,15 +42,15 @@ class GarbageBook:
         logged = self._logged.setdefault(what, set())
         if key not in logged and len(logged) < MAX_LOGGED:
             logged.add(key)
-            rest = "; more of them are counted, and not logged" if len(logged) == MAX_LOGGED else ""
+            rest = "; further ones are counted but not logged" if len(logged) == MAX_LOGGED else ""
             logger.warning("%s in Redis cannot be read and is skipped: %s%s", what, where, rest)
 
     def seen(self) -> tuple[StoreGarbage, ...]:
-        """Returns what was skipped since the process started, by kind."""
+        """Return the skipped values since the process started, by kind."""
         return tuple(StoreGarbage(what, times, self._latest[what]) for what, times in sorted(self._times.items()))
 
 
 def _shown(text: str) -> str:
-    """Returns the text on one line, cut to MAX_CHARACTERS."""
+    """Return the text on one line, cut to MAX_CHARACTERS."""
     printable = text.encode("unicode_escape").decode()
     return printable if len(printable) <= MAX_CHARACTERS else printable[:MAX_CHARACTERS] + "..."

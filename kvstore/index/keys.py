@@ -5,9 +5,9 @@ kv:{ns}:ev                 STREAM of block events, MAXLEN ~
 kv:{ns}:blk:<wid>:<epoch>  SET of entries               one lifetime for these four, renewed with the lease,
 kv:{ns}:seq:<wid>:<epoch>  seq of the last event        so they are lost together or not at all
 kv:{ns}:snap:<wid>:<epoch> SET, parts of an unfinished snapshot
-kv:{ns}:seal:<wid>:<epoch> what the worker has signed of the set (`kvstore/index/signed_events.py`)
-kv:{ns}:lease:<wid>        HASH epoch, info, load, and what signs them (`kvstore/leases/signed.py`)  PX lease
-kv:{ns}:epoch:<wid>        the highest epoch ever given out (kept for a day)
+kv:{ns}:seal:<wid>:<epoch> the worker's signature of the set (`kvstore/index/signed_events.py`)
+kv:{ns}:lease:<wid>        HASH epoch, info, load, and their signature (`kvstore/leases/signed.py`)  PX lease
+kv:{ns}:epoch:<wid>        the highest epoch ever issued (kept for a day)
 kv:{ns}:claim:<wid>        the same, signed by a worker (kept as long)
 kv:{ns}:workers            SET of worker ids, so that no client scans the keyspace
 kv:{ns}:router:<id>        JSON                         PX lease
@@ -15,10 +15,10 @@ kv:{ns}:routers            SET of router ids
 kv:{ns}:controller         JSON                         PX lease
 kv:{ns}:desired            HASH pool -> size
 kv:{ns}:req:<n>:<t>:<d>:<id> HASH, a request in flight  PX a minute; tenant t of n characters, digest, request id
-kv:{ns}:acct:<t>           the limits' account of tenant t: what it used, answers in flight    PX till nothing counts
-kv:{ns}:use:<n>:<t>:<id>   JSON, who writes the usage record of a request                      PX; names as in req
-kv:{ns}:hist:<slot>        HASH router's process -> JSON, what it counted in ten seconds                PX an hour
-kv:{ns}:held               ZSET of usage records that wait whether their request goes on       score: when they are due
+kv:{ns}:acct:<t>           account of tenant t: its usage against its limits, answers in flight PX until nothing counts
+kv:{ns}:use:<n>:<t>:<id>   JSON, the writer of a request's usage record                        PX; names as in req
+kv:{ns}:hist:<slot>        HASH router's process -> JSON, its counters of ten seconds                   PX an hour
+kv:{ns}:held               ZSET of usage records that wait until their request ends or resumes  score: due time
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KINDS = {
 
 
 def key_kind(key: str) -> str:
-    """Returns the readable name of the value under a key."""
+    """Return the readable name of the value under a key."""
     name = key.partition("}:")[2].partition(":")[0]
     return KINDS.get(name, name)
 
@@ -55,49 +55,49 @@ class Keys:
         self.held = self._prefix + "held"
 
     def lease(self, worker_id: str) -> str:
-        """Returns the key of a worker's lease."""
+        """Return the key of a worker's lease."""
         return f"{self._prefix}lease:{worker_id}"
 
     def epoch(self, worker_id: str) -> str:
-        """Returns the key of the highest epoch of a worker."""
+        """Return the key of the highest epoch of a worker."""
         return f"{self._prefix}epoch:{worker_id}"
 
     def claim(self, worker_id: str) -> str:
-        """Returns the key of the highest epoch of a worker, signed."""
+        """Return the key of the highest epoch of a worker, signed."""
         return f"{self._prefix}claim:{worker_id}"
 
     def router(self, router_id: str) -> str:
-        """Returns the key of a router's announcement."""
+        """Return the key of a router's announcement."""
         return f"{self._prefix}router:{router_id}"
 
     def record(self, tenant_id: str, request_id: str, digest: bytes) -> str:
-        """Returns the key of a request; the length keeps tenant `a:b` and id `c` apart from `a` and `b:c`."""
+        """Return the key of a request's record; the length keeps tenant `a:b` and id `c` apart from `a` and `b:c`."""
         return f"{self._prefix}req:{len(tenant_id)}:{tenant_id}:{digest.hex()}:{request_id}"
 
     def account(self, tenant_id: str) -> str:
-        """Returns the key of what a tenant has used of its limits."""
+        """Return the key of a tenant's account: its usage against its limits."""
         return f"{self._prefix}acct:{tenant_id}"
 
     def usage(self, tenant_id: str, request_id: str) -> str:
-        """Returns the key of who writes the usage record of a request; see `record` for the length."""
+        """Return the key that names the writer of a request's usage record; see `record` for the length."""
         return f"{self._prefix}use:{len(tenant_id)}:{tenant_id}:{request_id}"
 
     def history(self, slot: int) -> str:
-        """Returns the key of what routers counted in a stretch of time (`router.cluster.history`)."""
+        """Return the key of a router's counters for a time slot (`router.cluster.history`)."""
         return f"{self._prefix}hist:{slot}"
 
     def blocks(self, worker_id: str, epoch: int) -> str:
-        """Returns the key of a worker's set of entries."""
+        """Return the key of a worker's set of entries."""
         return f"{self._prefix}blk:{worker_id}:{epoch}"
 
     def seq(self, worker_id: str, epoch: int) -> str:
-        """Returns the key of a worker's last event."""
+        """Return the key of a worker's last event."""
         return f"{self._prefix}seq:{worker_id}:{epoch}"
 
     def seal(self, worker_id: str, epoch: int) -> str:
-        """Returns the key of what a worker has signed of its set of entries."""
+        """Return the key of a worker's signature of its set of entries."""
         return f"{self._prefix}seal:{worker_id}:{epoch}"
 
     def parts(self, worker_id: str, epoch: int) -> str:
-        """Returns the key of the parts of a worker's unfinished snapshot."""
+        """Return the key of the parts of a worker's unfinished snapshot."""
         return f"{self._prefix}snap:{worker_id}:{epoch}"

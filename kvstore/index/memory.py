@@ -1,4 +1,4 @@
-"""The index in memory: one process, one event loop. For tests and for a cluster inside one process."""
+"""Index in memory: one process, one event loop. For tests and for a cluster inside one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class MemoryLease:
-    """The lease of one worker."""
+    """Lease of one worker."""
 
     epoch: int
     expires_at: float
@@ -30,7 +30,7 @@ class MemoryLease:
 
 @dataclass(slots=True)
 class Blocks:
-    """The blocks that one epoch of a worker owns."""
+    """Blocks that one epoch of a worker owns."""
 
     expires_at: float
     seq: int = 0
@@ -39,7 +39,7 @@ class Blocks:
 
 
 class MemoryStore:
-    """The state that Redis would hold; index, leases and records share one. It lives as long as its process."""
+    """State that Redis would hold; index, leases and records share one. It lives as long as its process."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.clock = clock
@@ -51,15 +51,15 @@ class MemoryStore:
         self.desired: dict[str, int] = {}
         self.controller: tuple[float, ControllerInfo] | None = None
         self.records: dict[tuple[str, str, bytes], tuple[float, dict[bytes, bytes]]] = {}
-        """The records of requests in flight, by tenant, request id and digest: expiry and fields."""
+        """Records of requests in flight, by tenant, request id and digest: expiry and fields."""
 
     def lease(self, worker_id: str) -> MemoryLease | None:
-        """Returns a worker's lease if it is alive."""
+        """Return a worker's lease if it is alive."""
         lease = self.leases.get(worker_id)
         return lease if lease and lease.expires_at > self.clock() else None
 
     def owned(self, worker_id: str, epoch: int) -> Blocks | None:
-        """Returns the blocks of an epoch unless they have expired."""
+        """Return the blocks of an epoch unless they have expired."""
         blocks = self.blocks.get((worker_id, epoch))
         if blocks and blocks.expires_at <= self.clock():
             del self.blocks[worker_id, epoch]
@@ -68,7 +68,7 @@ class MemoryStore:
 
 
 class MemoryIndex:
-    """A `PrefixIndex` in a `MemoryStore`."""
+    """`PrefixIndex` in a `MemoryStore`."""
 
     def __init__(self, store: MemoryStore, *, blocks_ttl_s: float = 60.0, stream_max_events: int = 100_000) -> None:
         self._store = store

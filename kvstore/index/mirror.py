@@ -1,11 +1,11 @@
-"""A router's own copy of the index.
+"""A router's local copy of the index.
 
 One dict maps an entry (a block key and its tier, see `Tier`) to an int with one bit for every worker that owns it, so a
-look-up is one AND a block. An operation on a whole worker costs O(1): its death masks a bit; a clear, a snapshot or
-a new epoch gives it a fresh bit and leaves the old one to `sweep`.
+lookup is one AND per block. An operation on a whole worker costs O(1): its death masks a bit; a clear, a snapshot or a
+new epoch gives it a fresh bit and leaves the old one to `sweep`.
 
     owners   {key: 0b0110, ...}      keys 1 and 2 of some worker
-    alive    0b0010                  bits that look-ups see
+    alive    0b0010                  bits that lookups see
     retired  0b1000                  bits of the past, not yet swept from `owners`
 """
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 SLICE = 1024
-"""Keys of a set that are taken before others run."""
+"""Keys of a set that are processed before other tasks run."""
 
 
 class Applied(Enum):
-    """What became of an event in the mirror."""
+    """Outcome of an event in the mirror."""
 
     DONE = auto()
     STALE = auto()
-    """The event was seen before, or its epoch is over."""
+    """The event was applied before, or its epoch has ended."""
     GAP = auto()
     """An earlier event was missed; nothing changed. Only `replacing` lets this worker continue."""
 
@@ -45,14 +45,14 @@ class _Owner:
     bit: int
     seq: int = 0
     parts: int = 0
-    """The bit of an unfinished snapshot; 0 if there is none."""
+    """Bit of an unfinished snapshot; 0 if there is none."""
     num_keys: dict[int, int] = field(default_factory=dict)
     """Number of keys of `bit` and of `parts`."""
     leased: bool = True
 
 
 class Mirror:
-    """The copy of the index. Pure: no clock, no I/O. For one thread."""
+    """Copy of the index. Pure: no clock, no I/O. Not thread-safe."""
 
     def __init__(self) -> None:
         self._owners: dict[str, _Owner] = {}
@@ -65,9 +65,9 @@ class Mirror:
         self._unswept: Iterator[bytes] = iter(())
 
     def lookup(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Returns, for every live worker that owns the first key, how many of them it owns without a gap.
+        """Return, for every live worker that owns the first key, how many of the keys it owns without a gap.
 
-        A bare block key asks for blocks on the device.
+        A bare block key looks up blocks on the device.
         """
         found: dict[str, int] = {}
         held = self._alive
@@ -86,7 +86,7 @@ class Mirror:
         return found
 
     def apply(self, event: BlockEvent) -> Applied:
-        """Applies an event. Idempotent; a newer epoch starts with no blocks, an older one is fenced."""
+        """Apply an event. Idempotent; a newer epoch starts with no blocks, an older one is fenced."""
         owner = self._owners.get(event.worker_id)
         if owner is None or event.epoch > owner.epoch:
             owner = self._adopt(event.worker_id, event.epoch)
@@ -101,10 +101,10 @@ class Mirror:
         return Applied.DONE
 
     def replacing(self, worker_id: str, epoch: int, seq: int, keys: Iterable[bytes]) -> Iterator[None]:
-        """Sets the blocks of a worker to `keys`, as of event `seq`. No effect for an epoch that is over.
+        """Set the blocks of a worker to `keys`, as of event `seq`. An epoch that has ended is ignored.
 
-        Yields after each `SLICE` of the keys, for there may be a million; they count once the iteration has ended. No
-        event of the worker may be applied meanwhile.
+        Yields after each `SLICE` of the keys, because there may be a million. The keys count once the iteration has
+        finished. No event of the worker may be applied in the meantime.
         """
         owner = self._owners.get(worker_id)
         if owner is None or epoch > owner.epoch:
@@ -121,19 +121,19 @@ class Mirror:
         owner.parts, owner.seq = 0, seq
 
     def disbelieve(self, worker_id: str, as_of: Position | None, keys: Iterable[bytes]) -> None:
-        """Removes `keys` of a worker that was asked for them, as of its event `as_of`, and did not have them.
+        """Remove `keys` of a worker that was asked for them, as of its event `as_of`, and did not have them.
 
         The keys are removed only if no event of the worker was applied since `as_of`. Then every event that is newer
-        than the answer is still to come, including the one that stores a key again once the worker has computed it.
-        Otherwise the order of event and answer is unknown, and the events alone decide: they are complete in the end,
-        and an answer only replaces those that are late.
+        than the worker's report has yet to arrive, including the one that stores a key again after the worker has
+        computed it. Otherwise the order of the event and the report is unknown, and the events alone decide: they are
+        complete in the end, and a report only stands in for late ones.
         """
         owner = self._owners.get(worker_id)
         if owner and self.position(worker_id) == as_of:
             self._remove(owner, keys)
 
     def set_leased(self, epochs: Mapping[str, int]) -> None:
-        """Sets which workers hold a lease, under which epochs; look-ups skip all others, which are not forgotten."""
+        """Set which workers hold a lease, under which epochs. Lookups skip all others, but they are not forgotten."""
         for worker_id, epoch in epochs.items():
             owner = self._owners.get(worker_id)
             if owner is None or epoch > owner.epoch:
@@ -143,22 +143,22 @@ class Mirror:
             self._show(owner)
 
     def forget(self, worker_id: str) -> None:
-        """Removes a worker that is gone for good."""
+        """Remove a worker that has left permanently."""
         if owner := self._owners.pop(worker_id, None):
             self._drop_parts(owner)
             self._retire(owner.bit)
 
     def position(self, worker_id: str) -> Position | None:
-        """Returns a worker's last applied event; None for an unknown worker."""
+        """Return a worker's last applied event; None for an unknown worker."""
         owner = self._owners.get(worker_id)
         return Position(owner.epoch, owner.seq) if owner else None
 
     def workers(self) -> dict[str, int]:
-        """Returns how many blocks each known worker owns, including dead workers."""
+        """Return the number of blocks that each known worker owns, including dead workers."""
         return {owner.worker_id: owner.num_keys[owner.bit] for owner in self._owners.values()}
 
     def unique_blocks(self) -> dict[str, int]:
-        """Returns how many blocks each live worker owns alone among the live ones. Walks everything."""
+        """Return the number of blocks that each live worker owns alone among the live ones. Walks the whole index."""
         counts = dict.fromkeys(_bits(self._alive), 0)
         for mask in self._masks.values():
             owners = mask & self._alive
@@ -171,7 +171,7 @@ class Mirror:
         return len(self._masks)
 
     def sweep(self, max_keys: int = 4096) -> bool:
-        """Clears retired bits from up to `max_keys` keys, and returns whether there is more to do."""
+        """Clear retired bits from up to `max_keys` keys, and return whether there is more to do."""
         if not self._sweeping:
             if not self._retired:
                 return False
@@ -190,7 +190,7 @@ class Mirror:
         return bool(self._sweeping or self._retired)
 
     def check(self) -> None:
-        """Asserts that the bits fit together and that the counts are right. Walks everything."""
+        """Assert that the bits are consistent and the counts are right. Walks the whole index."""
         bits = [bit for owner in self._owners.values() for bit in owner.num_keys]
         live = sum(bits)
         assert len(set(bits)) == len(bits) == live.bit_count(), "two workers share a bit"
@@ -225,7 +225,7 @@ class Mirror:
                 self._drop_parts(owner)
                 owner.parts = self._new_bit(owner)
             case Op.SNAPSHOT_PART:
-                if owner.parts:  # else we joined in the middle, and SNAPSHOT_END will be a gap
+                if owner.parts:  # otherwise the mirror joined in the middle, and SNAPSHOT_END will be a gap
                     self._add(owner, owner.parts, event.entries)
             case Op.SNAPSHOT_END:
                 self._kv_transfer(owner, owner.parts)
@@ -247,7 +247,7 @@ class Mirror:
         return bit
 
     def _kv_transfer(self, owner: _Owner, bit: int) -> None:
-        """Makes `bit` the bit of the worker's blocks."""
+        """Make `bit` the bit of the worker's blocks."""
         self._retire(owner.bit)
         del owner.num_keys[owner.bit]
         owner.bit = bit

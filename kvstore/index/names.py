@@ -1,4 +1,4 @@
-"""The ids in a set of Redis, which may hold any number of other names."""
+"""Ids in a Redis set, which may hold any number of other names."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 PRUNE = Script("kvstore.index", "prune.lua")
 DROP = Script("kvstore.index", "drop.lua")
 MAX_LOOKED_AT = 50_000
-"""Names that one look goes through."""
+"""Maximum number of names that one observation visits."""
 MAX_LIVING = 512
-"""Ids that one look finds, and that are remembered: twice as many as a cluster may have workers."""
+"""Maximum number of ids that one observation finds and that are remembered: twice the maximum number of workers."""
 
 
 class IdSet:
-    """Finds the ids in a set whose values are there, and removes all others from the set.
+    """Finder of the ids in a set whose values exist; it removes all other names from the set.
 
-    One look goes through `MAX_LOOKED_AT` names, and finds `MAX_LIVING` ids. A set that holds more is gone through by
-    several looks, each from where the last one has ended. The ids that the caller has called genuine are found by each
-    look, so none of them is lost among names that somebody else has written.
+    One observation visits up to `MAX_LOOKED_AT` names and finds up to `MAX_LIVING` ids. A larger set takes several
+    observations, each of which starts where the previous one stopped. Every observation finds the ids that the caller
+    has marked as genuine, so none of them is lost among names that another process has written.
 
     Args:
         key: the set.
@@ -40,10 +40,10 @@ class IdSet:
         self._genuine: set[str] = set()
 
     async def look(self) -> list[str]:
-        """Returns ids, sorted.
+        """Return ids, sorted.
 
         Raises:
-            StoreUnavailable: also where something else than a set is in its place.
+            StoreUnavailable: also if the key holds a value of another type than a set.
         """
         found: set[str] = set()
         num_seen, started_at = 0, self._cursor
@@ -58,11 +58,11 @@ class IdSet:
         return sorted(found)
 
     def keep(self, genuine: Iterable[str]) -> None:
-        """Has the next looks find these ids, whatever else they find."""
+        """Make the next observations find these ids in addition to others."""
         self._genuine = set(sorted(genuine)[:MAX_LIVING])
 
     async def _step(self) -> list[str]:
-        """Returns the ids of the next step, and removes what it meets and is none."""
+        """Return the ids of the next step, and remove names that are not ids."""
         connection, key, cursor = self._connection, self._key, self._cursor
         step = await reads.set_step(connection, key, cursor, MAX_NAME_BYTES)
         if isinstance(step, BadValue):
@@ -85,7 +85,7 @@ class IdSet:
         return names
 
     async def _living(self, names: Sequence[str]) -> list[str]:
-        """Returns the ids whose values are there, and removes the others from the set."""
+        """Return the ids whose values exist, and remove the others from the set."""
         if not names:
             return []
         keys = [self._key, *map(self._key_of, names)]

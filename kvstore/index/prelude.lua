@@ -1,7 +1,7 @@
--- Begins every script. Each returns what it has to say in a list, the last of which is `garbage`.
+-- Precedes every script. Each script returns its results in a list, whose last element is `garbage`.
 --
--- A script that stops at a value of a wrong type would stop at it for ever, and half done: Redis undoes nothing.
-local garbage = {} -- keys at which something else lay than should, each once
+-- A script that fails at a value of a wrong type would fail at it forever, and halfway: Redis undoes nothing.
+local garbage = {} -- keys that held an unexpected value, each once
 
 local function report(key)
   for _, reported in ipairs(garbage) do
@@ -31,8 +31,9 @@ local function natural(text, most, key) -- nil: there is none
   return nil
 end
 
--- The number in a string, or in a field of a hash; nil: there is none, or none that can be read. What is longer than a
--- number is not copied.
+-- The number in a string, or in a field of a hash; nil: there is none, or it cannot be read. A value that is longer
+-- than
+-- a number is not copied.
 local function number_at(key, most, field)
   if not is(key, field and 'hash' or 'string') then return nil end
   local length = field and redis.call('HSTRLEN', key, field) or redis.call('STRLEN', key)
@@ -46,15 +47,16 @@ end
 local MAX_EPOCH = 4398046511104 -- 2^42 ms: the year 2109
 local MAX_SEQ = 9007199254740991 -- 2^53 - 1: beyond it numbers are not exact
 
--- Without the set of ids no worker is listed until it renews. The same follows a loss of the store's state, so the loss of
--- the set is reported as one.
+-- Without the set of ids no worker is listed until it renews. A loss of the store's state has the same effect, so the
+-- loss
+-- of the set is reported as one.
 local function enlist(id, ids, boot)
   if make_room(ids, 'set') then redis.call('UNLINK', boot) end
   redis.call('SADD', ids, id)
 end
 
--- The epoch that holds a worker's id, and the highest that was given out; 0: none. The first is the lesser of two copies
--- that are only ever written together, so that one which is forged fences nobody off.
+-- The epoch that holds a worker's id, and the highest issued epoch; 0: none. The first is the lesser of two copies that
+-- are only ever written together, so a forged copy cannot fence off a worker.
 local function epochs(lease, highest)
   local leased, given = number_at(lease, MAX_EPOCH, 'epoch'), number_at(highest, MAX_EPOCH)
   return math.min(leased or given or 0, given or leased or 0), math.max(leased or 0, given or 0)

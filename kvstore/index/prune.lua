@@ -1,9 +1,10 @@
--- Takes those ids out of a set of ids whose value is gone. Returns {the others, garbage}.
+-- Removes the ids without a value from a set of ids. Returns {the others, garbage}.
 --
 -- KEYS  1 ids, then the value of each id
 -- ARGV  the ids
 --
--- Race: an id's owner comes back between our look and the removal, and nobody would list it until it renews again.
+-- Race: an id's owner comes back between the caller's read and the removal, and no client would list it until it
+-- renews.
 local living, gone = {}, {}
 for at, id in ipairs(ARGV) do
   if redis.call('EXISTS', KEYS[at + 1]) == 1 then living[#living + 1] = id else gone[#gone + 1] = id end

@@ -1,11 +1,11 @@
-"""Publishes the changes of a worker's prefix cache to the index.
+"""Publisher of the changes of a worker's prefix cache to the index.
 
 engine step -> stored / removed / cleared -> pending (bounded) -> apply, one event at a time, numbered
                                                   |
-   too many, RESYNC, or Redis away: forget them --+--> a snapshot, once it can be published
+   too many, RESYNC, or Redis unavailable: drop --+--> a snapshot, once it can be published
 
 Pending holds only the latest change of each key. So however many steps the engine has made during a slow round trip,
-the next few events carry what they changed, and no queue of past changes delays the present ones.
+the next few events carry their changes, and no queue of past changes delays the present ones.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_EVENT_KEYS = 1024
-"""Keys in one event; Redis applies one in well under a millisecond."""
+"""Keys in one event; Redis applies an event in well under a millisecond."""
 ListKeys = Callable[[], Collection[bytes]]
 """Returns the keys of all blocks that can be reused now."""
 
 
 class IndexPublisher:
-    """Publishes for one epoch of one worker while `run` runs. The caller owns that task and the index.
+    """Publisher for one epoch of one worker while `run` runs. The caller owns that task and the index.
 
-    `snapshot` returns the keys of all blocks that can be reused now. It must contain whatever was reported stored and
-    not removed since, may be ahead of the reports, and is called on the event loop, as `stored`, `removed` and
-    `cleared` are. Report blocks stored once they can be read, and removed before they are reused.
+    `snapshot` returns the keys of all blocks that can be reused now. It must contain every key that was reported stored
+    and not removed since, and may be ahead of the reports. Call it, `stored`, `removed` and `cleared` on the event
+    loop. Report blocks as stored once they can be read, and as removed before they are reused.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class IndexPublisher:
         self._seq = 0
         self._pending: dict[bytes, Op] = {}
         self._is_cleared = False
-        """Whether the cache was cleared before the pending changes."""
+        """True if the cache was cleared before the pending changes."""
         self._needs_snapshot = True
         self._work = asyncio.Event()
         self._work.set()
@@ -80,14 +80,14 @@ class IndexPublisher:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the index has everything that was reported."""
+        """True if the index has everything that was reported."""
         return not self._work.is_set()
 
     async def run(self) -> None:
-        """Publishes until cancelled. Redis being away is no error.
+        """Publish until cancelled. An unavailable Redis is not an error.
 
         Raises:
-            Fenced: a newer epoch of this worker holds the lease, so nothing more may be published.
+            Fenced: a newer epoch of this worker holds the lease, so this one must not publish any more.
         """
         num_failures = 0
         while True:
@@ -98,7 +98,7 @@ class IndexPublisher:
                     await self._wait_or_check()
             except StoreUnavailable as error:
                 if num_failures == 0:
-                    logger.warning("the index is away, a snapshot will follow: %s", error)
+                    logger.warning("the index is unavailable, a snapshot will follow: %s", error)
                 is_current = False
             if not is_current:
                 self._resync()
@@ -107,7 +107,7 @@ class IndexPublisher:
 
     def _report(self, op: Op, keys: Iterable[bytes]) -> None:
         if self._needs_snapshot:
-            return  # the snapshot to come will contain it
+            return  # the following snapshot will contain it
         self._pending |= dict.fromkeys(keys, op)
         if len(self._pending) > self._max_pending_keys:
             self._resync()
@@ -121,7 +121,7 @@ class IndexPublisher:
         self._work.set()
 
     async def _publish(self) -> bool:
-        """Publishes everything that is pending; returns False if the index wants a snapshot."""
+        """Publish everything that is pending; returns False if the index wants a snapshot."""
         while self._needs_snapshot or self._is_cleared or self._pending:
             published = await (self._publish_snapshot() if self._needs_snapshot else self._publish_changes())
             if not published:
@@ -130,7 +130,7 @@ class IndexPublisher:
         return True
 
     async def _wait_or_check(self) -> None:
-        """Waits for work; every `check_s` it checks that the index has lost nothing, or schedules a snapshot."""
+        """Wait for work; every `check_s`, check that the index has lost nothing, or schedule a snapshot."""
         try:
             async with asyncio.timeout(self._check_s):
                 await self._work.wait()
@@ -139,7 +139,7 @@ class IndexPublisher:
                 self._resync()
 
     async def _publish_changes(self) -> bool:
-        """Publishes pending changes, removals first: between two events the index never claims too much."""
+        """Publish pending changes, removals first, so that the index never claims too much between two events."""
         pending, self._pending = self._pending, {}
         is_cleared, self._is_cleared = self._is_cleared, False
         if is_cleared and not await self._apply(Op.CLEARED):
@@ -152,7 +152,7 @@ class IndexPublisher:
 
     async def _publish_snapshot(self) -> bool:
         self._needs_snapshot = False
-        keys = list(dict.fromkeys(self._snapshot()))  # what is reported from here on is published after it
+        keys = list(dict.fromkeys(self._snapshot()))  # changes that are reported from here on are published after it
         if not await self._apply(Op.SNAPSHOT_BEGIN):
             return False
         for chunk in _chunks(keys):

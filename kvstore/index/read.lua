@@ -1,8 +1,9 @@
--- Values within bounds: one that is larger than it may be is not copied, and never sent. Returns {{an answer for each
--- key}, garbage}: nothing where there is no such key, a list of its values, or a text that says why it cannot be read.
+-- Reads values within bounds: a value above its size limit is neither copied nor sent. Returns {{a result for each
+-- key},
+-- garbage}: false if there is no such key, a list of its values, or a text that says why it cannot be read.
 --
 -- KEYS  strings, or hashes
--- ARGV  for strings: 1 the most bytes; for hashes, for each field that is wanted: its name, the most bytes
+-- ARGV  for strings: 1 the maximum bytes; for hashes, for each wanted field: its name, its maximum bytes
 local kind = #ARGV == 1 and 'string' or 'hash'
 
 local function beyond(length, most) return length .. ' bytes, and may have ' .. most end

@@ -1,8 +1,8 @@
-"""Reads of what may have any size: anybody who reaches Redis may have written it.
+"""Bounded reads of values that may have any size, because any process that reaches Redis may have written them.
 
-Redis itself compares sizes with what a value may have, and sends nothing that is larger (`read.lua`, `scan.lua`). An
-answer has `ANSWER_BYTES` at most, so no reader's memory grows with what lies there; between two answers, and after each
-few milliseconds of work with one, other tasks of the event loop run.
+Redis itself compares the size of a value with its limit and sends nothing larger (`read.lua`, `scan.lua`). A response
+has `ANSWER_BYTES` at most, so a reader's memory does not grow with the stored data. Between two responses, and after
+each few milliseconds of work with one, other tasks of the event loop run.
 
     async for lease in hashes(connection, keys, {"info": 65_536, "load": 65_536}):
         match lease:
@@ -27,31 +27,31 @@ if TYPE_CHECKING:
 READ = Script("kvstore.index", "read.lua")
 SCAN = Script("kvstore.index", "scan.lua")
 ANSWER_BYTES = 2**23
-"""Most bytes of one answer."""
+"""Maximum bytes of one response."""
 STEP = 500
-"""Values in one answer, and about how many names in one step through a set or hash."""
+"""Values in one response, and the approximate number of names in one step through a set or hash."""
 FoundValue: TypeAlias = "bytes | BadValue | None"
 FoundFields: TypeAlias = "Sequence[bytes | None] | BadValue | None"
 START = b"0"
-"""The cursor at which a walk through a set begins, and ends."""
+"""Cursor at which a walk through a set starts and finishes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashBounds:
-    """What a hash of Redis may have."""
+    """Bounds of a Redis hash."""
 
     num_fields: int
     name_bytes: int
     value_bytes: int
-    """Most bytes of one value, and of all."""
+    """Maximum bytes of one value, and of all values."""
     num_bytes: int
 
 
 class ScanStep(NamedTuple):
-    """A step through a set, or through the names of a hash."""
+    """Step through a set, or through the names of a hash."""
 
     cursor: bytes
-    """Where it has ended; `START`: the walk is over."""
+    """Cursor of the next step; `START`: the walk is complete."""
     found: list[Any]
     """Members; or names, each followed by the length of its value."""
     num_long: int
@@ -59,17 +59,17 @@ class ScanStep(NamedTuple):
 
 
 async def strings(connection: RedisConnection, keys: Sequence[str], most: int) -> AsyncIterator[FoundValue]:
-    """Yields the string at each key, None where there is none.
+    """Yield the string at each key, or None if there is none.
 
     Args:
-        most: the most bytes of one.
+        most: the maximum bytes of a string.
     """
     async for found in _values(connection, keys, (most,), most):
         yield found if found is None or isinstance(found, BadValue) else found[0]
 
 
 async def string(connection: RedisConnection, key: str, most: int) -> FoundValue:
-    """Returns the string at a key, None if there is none."""
+    """Return the string at a key, or None if there is none."""
     found = [each async for each in strings(connection, [key], most)]
     return found[0]
 
@@ -77,10 +77,10 @@ async def string(connection: RedisConnection, key: str, most: int) -> FoundValue
 async def hashes(
     connection: RedisConnection, keys: Sequence[str], most: Mapping[str, int]
 ) -> AsyncIterator[FoundFields]:
-    """Yields fields of the hash at each key, None where there is none.
+    """Yield fields of the hash at each key, or None if there is none.
 
     Args:
-        most: the fields' names, and the most bytes of each.
+        most: the fields' names, with the maximum bytes of each.
     """
     args = [part for field in most.items() for part in field]
     async for found in _values(connection, keys, args, sum(most.values())):
@@ -88,7 +88,7 @@ async def hashes(
 
 
 async def fields(connection: RedisConnection, key: str, most: Mapping[str, int]) -> FoundFields:
-    """Returns fields of the hash at a key, as `hashes` does."""
+    """Return fields of the hash at a key, like `hashes`."""
     found = [each async for each in hashes(connection, [key], most)]
     return found[0]
 
@@ -96,7 +96,7 @@ async def fields(connection: RedisConnection, key: str, most: Mapping[str, int])
 async def pairs(
     connection: RedisConnection, key: str, bounds: HashBounds
 ) -> AsyncIterator[tuple[bytes, bytes] | BadValue]:
-    """Yields the fields of a hash, in no order, each with its value; a BadValue for what is beyond its bounds."""
+    """Yield the fields of a hash, in no order, each with its value; a BadValue for a field beyond the bounds."""
     num_fields = num_bytes = 0
     cursor = START
     while True:
@@ -125,10 +125,10 @@ async def pairs(
 
 
 async def members(connection: RedisConnection, key: str, most: int) -> AsyncIterator[list[bytes] | BadValue]:
-    """Yields the members of a set, step by step. A member that is in the set all the time is met, perhaps twice.
+    """Yield the members of a set, step by step. A member that stays in the set is yielded at least once, perhaps twice.
 
     Args:
-        most: the most bytes of a member; a BadValue stands for those that have more.
+        most: the maximum bytes of a member; a BadValue stands for larger members.
     """
     cursor = START
     while True:
@@ -145,11 +145,11 @@ async def members(connection: RedisConnection, key: str, most: int) -> AsyncIter
 
 
 async def set_step(connection: RedisConnection, key: str, cursor: bytes, most: int) -> ScanStep | BadValue:
-    """Takes one step through a set.
+    """Take one step through a set.
 
     Args:
-        cursor: where the step before has ended.
-        most: the most bytes of a member.
+        cursor: the cursor that the previous step returned.
+        most: the maximum bytes of a member.
     """
     return _step(await connection.ask(SCAN, [key], "set", cursor, STEP, most))
 
@@ -162,10 +162,10 @@ def _step(answer: Sequence[Any]) -> ScanStep | BadValue:
 async def _pairs_of(
     connection: RedisConnection, key: str, names: Sequence[tuple[bytes, int]]
 ) -> AsyncIterator[tuple[bytes, bytes] | BadValue]:
-    """Yields fields of one hash.
+    """Yield fields of one hash.
 
     Args:
-        names: the fields' names, and how many bytes each has had.
+        names: the fields' names, and the number of bytes that each has had.
     """
     rest = list(names)
     while rest:
@@ -187,10 +187,10 @@ async def _pairs_of(
 async def _values(
     connection: RedisConnection, keys: Sequence[str], args: Sequence[str | bytes | int], most: int
 ) -> AsyncIterator[Sequence[bytes | None] | BadValue | None]:
-    """Yields what `read.lua` finds at each key.
+    """Yield the result of `read.lua` for each key.
 
     Args:
-        most: the most bytes that it may find at one.
+        most: the maximum bytes of the result for one key.
     """
     at_once = max(1, min(STEP, ANSWER_BYTES // max(most, 1)))
     for start in range(0, len(keys), at_once):

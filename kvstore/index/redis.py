@@ -1,7 +1,8 @@
-"""The index in Redis; `apply.lua` is the one script, `keys.py` lists the keys.
+"""Index in Redis; `apply.lua` applies the events, `keys.py` lists the keys.
 
-A reader never asks Redis about a prefix: it mirrors the sets (measured: 30 us a look-up against 445 us by the best
-script), from one scan and then the stream. It reads within bounds (`reads.py`), since anybody may have written there.
+A reader never asks Redis about a prefix: it mirrors the sets from one scan and then the stream (measured: 30 us per
+lookup against 445 us with the best script). Its reads are bounded (`reads.py`), since any process may have written to
+Redis.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ TIP = Script("kvstore.index", "tip.lua")
 APPLY = Script("kvstore.index", "apply.lua")
 UNSIGNED = EventProof(b"", b"")
 POLL_S = 0.05
-"""Pause between two looks for events."""
+"""Pause between two reads of events."""
 EVENT_BYTES, READ_BYTES = 2**18, 3 * 2**20
-"""Largest event, and about the most bytes that are read at once. Publishers' events have 18 KB at most."""
+"""Largest event, and the approximate maximum of bytes read at once. Events of publishers have 18 KB at most."""
 MAX_ENTRIES = 2**21
-"""Most entries of a worker's set; one of 100 GiB that serves a small model has half a million."""
+"""Maximum entries of a worker's set; a set of 100 GiB that serves a small model has half a million."""
 SNAPSHOT_TRIES, GROWTH = 5, 10_000
-"""How often a set is asked for, each time with so many entries more than it had the last time."""
+"""Number of attempts to read a set, and the entries by which each attempt may exceed the size found last."""
 TIER_LETTERS = frozenset(tier.encode() for tier in Tier if tier)
 
 
 class RedisIndex:
-    """A `PrefixIndex` in Redis. Owns `connection`: `close` closes it.
+    """`PrefixIndex` in Redis. Owns `connection`: `close` closes it.
 
     Args:
-        keys: this member's keys; None: nothing is signed, and everything that can be read is believed.
+        keys: this member's keys; None: nothing is signed, and every readable value is accepted.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class RedisIndex:
         self._stream_max_events = stream_max_events
         self._member = keys
         self._authors: dict[str, EventAuthor] = {}
-        """What signs for each worker that publishes here, in its latest epoch."""
+        """Signer of each worker that publishes here, in its latest epoch."""
         self._reader = None if keys is None else EventReader(keys, self._keys.events)
         self._workers = IdSet(connection, self._keys.workers, self._keys.lease)
 
@@ -85,7 +86,7 @@ class RedisIndex:
             found = await reads.string(self._connection, claim_key, EPOCH_PROOF_BYTES)
             if proved_epoch(self._member.keys, claim_key, found) > epoch:
                 raise
-            return IndexAnswer(IndexOutcome.RESYNC, event.seq)  # forged: the lease's next renewal puts it right
+            return IndexAnswer(IndexOutcome.RESYNC, event.seq)  # forged: the lease's next renewal restores it
         finally:
             if not is_applied:
                 author.lose()
@@ -153,7 +154,7 @@ class RedisIndex:
         if self._reader is not None:
             return await self._signed_snapshot(self._reader, worker_id, epoch)
         seq_key, blocks = self._keys.seq(worker_id, epoch), self._keys.blocks(worker_id, epoch)
-        # Before the walk: what changes during it is replayed.
+        # Before the walk, so that changes during it are replayed.
         seq = self._seq(seq_key, await reads.string(self._connection, seq_key, MAX_NUMBER_BYTES))
         owned: set[bytes] = set()
         async for members in reads.members(self._connection, blocks, KEY_BYTES + 1):
@@ -170,10 +171,10 @@ class RedisIndex:
         return seq, owned
 
     async def _signed_snapshot(self, reader: EventReader, worker_id: str, epoch: int) -> tuple[int, set[bytes]]:
-        """Returns the seq and the entries that the worker has signed; no entries if something else lies there."""
+        """Return the seq and the entries that the worker has signed; no entries if the stored ones differ."""
         keys = [self._keys.seal(worker_id, epoch), self._keys.blocks(worker_id, epoch)]
         known = reader.position(worker_id)
-        most = 0  # first what is signed, so that nobody but the worker says how many entries are read
+        most = 0  # the signed number comes first, so that only the worker decides how many entries are read
         for _ in range(SNAPSHOT_TRIES):
             sizes = SEAL_BYTES, KEY_BYTES, KEY_BYTES + 1
             seal, size, packed = await self._connection.ask(SNAPSHOT, keys, most, *sizes)
@@ -195,8 +196,9 @@ class RedisIndex:
         raise StoreUnavailable(f"Redis: {keys[1]} grows faster than it can be read")
 
     async def read(self, cursor: Cursor, wait_s: float) -> Sequence[tuple[Cursor, BlockEvent | None]]:
-        """See `PrefixIndex.read`. It looks every `POLL_S`: Redis has no way to wait for an event without sending it,
-        whatever its size.
+        """Implement `PrefixIndex.read` by polling every `POLL_S`.
+
+        Redis cannot wait for an event without sending it, whatever its size.
         """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + wait_s
@@ -210,7 +212,7 @@ class RedisIndex:
         return [(cursor, event) for (cursor, _), event in zip(found, events, strict=True)]
 
     async def _entries(self, cursor: Cursor) -> list[tuple[Cursor, dict[bytes, bytes]]]:
-        """Returns the fields of the events after a position; none of an event that is too large."""
+        """Return the fields of the events after a position; no fields for an event that is too large."""
         since = f"{cursor[0]}-{cursor[1]}"
         (found,) = await self._connection.ask(EVENTS, [self._keys.events], since, READ_EVENTS, EVENT_BYTES, READ_BYTES)
         return [
@@ -222,7 +224,7 @@ class RedisIndex:
         await self._connection.close()
 
     def _epoch(self, worker_id: str, found: reads.FoundFields) -> int | None:
-        """Returns the epoch of a worker's lease; None if it cannot be read or there is none."""
+        """Return the epoch of a worker's lease; None if it cannot be read or there is none."""
         epoch = found[0] if isinstance(found, list) else found
         if epoch is None:
             return None
@@ -233,7 +235,7 @@ class RedisIndex:
             return None
 
     def _seq(self, key: str, found: reads.FoundValue) -> int:
-        """Returns a seq; 0 if it cannot be read or there is none."""
+        """Return a seq; 0 if it cannot be read or there is none."""
         try:
             return natural(found or b"0", MAX_SEQ)
         except ValueError as error:
@@ -243,7 +245,7 @@ class RedisIndex:
     async def _proved(
         self, reader: EventReader, events: Sequence[BlockEvent | None], proofs: Sequence[bytes]
     ) -> list[BlockEvent | None]:
-        """Returns the events, None in place of those that their workers have not signed."""
+        """Return the events, with None in place of events that their workers have not signed."""
         readable = [(event, proof) for event, proof in zip(events, proofs, strict=True) if event is not None]
         found = iter(await reader.proved(readable))
         are_proved = [event is not None and next(found) for event in events]
@@ -261,7 +263,7 @@ class RedisIndex:
 
 
 async def _unpacked(packed: Sequence[bytes]) -> set[bytes]:
-    """Returns the entries, of which those of each length came one behind the other."""
+    """Return the entries from one packed text per entry length."""
     entries: set[bytes] = set()
     for size, joined in zip((KEY_BYTES, KEY_BYTES + 1), packed, strict=True):
         async for start in paced(range(0, len(joined), size * SLICE)):
@@ -280,7 +282,7 @@ def _is_entry(member: bytes) -> bool:
 
 
 def _event(fields: dict[bytes, bytes]) -> BlockEvent:
-    """Decodes an event; raises KeyError or ValueError."""
+    """Decode an event; raises KeyError or ValueError."""
     packed, num_keys = fields[b"k"], natural(fields[b"n"], MAX_SEQ)
     entry_bytes = KEY_BYTES
     if packed:

@@ -1,10 +1,11 @@
--- One step through a set, or through the names of a hash. Returns {cursor, names, number of those that are too long,
--- garbage}; of a hash, the length of its value follows each name. What is too long is never sent.
+-- One step through a set, or through the names of a hash. Returns {cursor, names, number of names that are too long,
+-- garbage}; for a hash, the length of its value follows each name. Names that are too long are never sent.
 --
 -- KEYS  1 the set or hash
--- ARGV  1 'set' or 'hash'  2 cursor  3 about how many names  4 most bytes of a name
+-- ARGV  1 'set' or 'hash'  2 cursor  3 approximate number of names  4 maximum bytes of a name
 --
--- A step of a small set or hash has all of it, however few were asked for; Redis keeps to itself what is small.
+-- A step through a small set or hash returns all of it, however few names were asked for; Redis limits what counts as
+-- small.
 local kind, most = ARGV[1], tonumber(ARGV[4])
 local there = redis.call('TYPE', KEYS[1]).ok
 if there ~= kind and there ~= 'none' then return {'WRONGTYPE: a ' .. there .. ' in the place of a ' .. kind, {}, 0, garbage} end

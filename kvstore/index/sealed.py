@@ -1,7 +1,8 @@
 """Values in Redis that only routers may read or write: sealed under a key that they share.
 
-A sealed value is of use under its own name alone: who writes to Redis cannot put it in another one's place, change it,
-or read it. That it is left out, or that an older one of the same name comes back, is not prevented.
+A sealed value is valid under its own name only: a process that writes to Redis cannot put it in the place of another
+one, change it, or read it. Sealing does not prevent that a value is left out, or replaced by an older one of the same
+name.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 _FORM = b"\x01"
-"""The first byte of a sealed value; a later form has another one."""
+"""First byte of a sealed value; a later form has another one."""
 _NONCE_BYTES = 12
 _KEY_BYTES = 32
 _SALT = b"baton sealed values v1"
 
 
 class Seal:
-    """Seals and opens values, by ChaCha20-Poly1305 (RFC 8439).
+    """Sealing and opening of values with ChaCha20-Poly1305 (RFC 8439).
 
-    Each name has a key of its own, so that random nonces stay apart however many values there are.
+    Each name has a separate key, so random nonces do not collide however many values there are.
 
     Args:
-        secret: what all routers share, and nobody else has.
+        secret: a secret that all routers share, and no other process has.
     """
 
     def __init__(self, secret: str) -> None:
@@ -35,7 +36,7 @@ class Seal:
         self._master = derived
 
     def close(self, name: str, field: bytes, value: bytes) -> bytes:
-        """Returns the value, sealed.
+        """Return the value, sealed.
 
         Args:
             name: the key in Redis.
@@ -45,7 +46,7 @@ class Seal:
         return _FORM + nonce + self._cipher(name).encrypt(nonce, value, _FORM + field)
 
     def open(self, name: str, field: bytes, sealed: bytes) -> bytes:
-        """Returns the value that was sealed for this name and field.
+        """Return the value that was sealed for this name and field.
 
         Raises:
             ValueError: it was not, or not by a router of this cluster.

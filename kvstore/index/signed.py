@@ -1,8 +1,8 @@
-"""Values in Redis that name their author: signed by a member of the cluster, and never older than what was read before.
+"""Values in Redis that name their author: signed by a member of the cluster, and never older than values read before.
 
-A reader remembers the latest value that it has believed of each key. A value counts if the right member has signed its
-bytes, its rank is above the remembered one, and its stamp is near the present, or as far from the first one as that is
-ago; and for as long as the next one follows within a lease. So an altered, borrowed or repeated value brings nothing.
+A reader remembers the latest accepted value of each key. A value counts if the right member has signed its bytes, its
+rank is above the remembered one, and its stamp is near the present or has advanced since the first stamp by the elapsed
+time. It counts as long as the next one follows within a lease. So an altered, copied or replayed value has no effect.
 Bytes that have not changed are not verified again.
 """
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from baton.trust import KeyFile, KeyRing
 
 REMEMBERED_S = 4 * MAX_SKEW_S
-"""How long a reader remembers a value that counts no more. After that an older one is refused for its stamp."""
+"""Time for which a reader remembers a value that no longer counts; later, an older one fails by its stamp."""
 
 
 def packed(*parts: bytes | str | int) -> bytes:
-    """Returns parts as one message: each with its length before it, so that no two lists of parts give the same."""
+    """Return parts as one message: each preceded by its length, so that no two lists of parts give the same message."""
     encoded = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
     return b"".join(len(part).to_bytes(4, "little") + part for part in encoded)
 
@@ -38,12 +38,12 @@ EPOCH_PROOF_BYTES = _EPOCH.size
 
 
 def signed_epoch(keys: KeyRing, name: str, epoch: int) -> bytes:
-    """Returns what a worker writes under that name to prove that the epoch is a worker's."""
+    """Return the value that a worker writes under that name to prove that the epoch was issued to a worker."""
     return _EPOCH.pack(epoch, keys.sign("epoch", packed(name, epoch)))
 
 
 def proved_epoch(keys: KeyRing, name: str, found: object) -> int:
-    """Returns the epoch that a worker has signed; 0 if what was found under the name is no such value."""
+    """Return the epoch that a worker has signed; 0 if the value found under the name is not valid."""
     if not isinstance(found, bytes) or len(found) != _EPOCH.size:
         return 0
     epoch, signature = _EPOCH.unpack(found)
@@ -52,37 +52,37 @@ def proved_epoch(keys: KeyRing, name: str, found: object) -> int:
 
 
 class SignedValue(NamedTuple):
-    """A value as it was found, with what is to prove it."""
+    """Value as found, with its proof."""
 
     epoch: int
-    """Epoch of the worker that it is of; 0 for the values of others."""
+    """Epoch of the worker that wrote it; 0 for values of other members."""
     stamp: int
-    """Time of writing in ms since 1970, by the author's clock; it rises with each writing."""
+    """Time of writing in ms since 1970, by the author's clock; it rises with each write."""
     message: bytes
-    """All that is signed, the epoch and the stamp included."""
+    """All signed bytes, including the epoch and the stamp."""
     signature: bytes
 
 
 @dataclass(slots=True, kw_only=True)
 class Sight:
-    """The latest value that was believed of a key."""
+    """Observation of a key: its latest accepted value."""
 
     found: SignedValue
     heard_s: float
-    """When it was read first, in monotonic seconds."""
+    """Time of the first read, in monotonic seconds."""
     first_stamp: int
-    """The first stamp of its epoch that was read, and when: what later stamps are measured by, too."""
+    """First stamp of its epoch that was read, and the time of that read: a reference for later stamps."""
     first_s: float
     value: Any = None
-    """The decoded value; the caller sets it when `SightBook.see` returns a new sight."""
+    """Decoded value; the caller sets it when `SightBook.see` returns a new observation."""
     is_new: bool = True
 
 
 class SightBook:
-    """The sights of one reader. For one thread.
+    """Observations of one reader. Not thread-safe.
 
     Args:
-        lease_s: time for which a value counts after it was read first.
+        lease_s: time for which a value counts after it was first read.
         wall_s: wall time in seconds.
         monotonic_s: monotonic seconds.
     """
@@ -101,13 +101,13 @@ class SightBook:
         self._sights: dict[str, Sight] = {}
 
     def see(self, key: str, author: Principal, found: SignedValue, *, must_be_timely: bool = True) -> Sight:
-        """Returns the sight of a value.
+        """Return the observation of a value.
 
         Args:
-            must_be_timely: whether a value that was written long ago is none.
+            must_be_timely: whether a value that was written long ago is rejected.
 
         Raises:
-            ValueError: the value is not the author's, or was replaced by its author before.
+            ValueError: the author has not signed the value, or has replaced it already.
         """
         now_s = self._monotonic_s()
         last = self._sights.get(key)
@@ -135,21 +135,21 @@ class SightBook:
         return sight
 
     def stamp(self, key: str) -> int:
-        """Returns the latest stamp that was believed of a key; 0 if there is none."""
+        """Return the latest accepted stamp of a key; 0 if there is none."""
         sight = self._sights.get(key)
         return sight.found.stamp if sight is not None else 0
 
     def last(self, key: str) -> Sight | None:
-        """Returns what was believed of a key last, if it still counts."""
+        """Return the last accepted value of a key, if it still counts."""
         sight = self._sights.get(key)
         return sight if sight is not None and self.is_alive(sight) else None
 
     def is_alive(self, sight: Sight) -> bool:
-        """Whether the value was read first within the length of a lease."""
+        """Return whether the value was first read within the duration of a lease."""
         return self._monotonic_s() - sight.heard_s <= self._lease_s
 
     def _check_time(self, stamp: int) -> None:
-        """Raises ValueError: the stamp is far from now."""
+        """Raise ValueError if the stamp is far from now."""
         ahead_s = stamp / 1e3 - self._wall_s()
         if abs(ahead_s) > MAX_SKEW_S:
             raise ValueError(
@@ -158,10 +158,11 @@ class SightBook:
             )
 
     def _may_fall(self, last: Sight, found: SignedValue, now_s: float) -> bool:
-        """Whether a lower stamp counts: the author has no epoch that could rise instead, nothing of it has been
-        believed for one lease, and its former stamps lie in the future by this machine's clock.
+        """Return whether a lower stamp counts.
 
-        So clocks were ahead, and were set back. What was recorded while they were ahead is not of the present.
+        It does if the author has no epoch that could rise instead, no value of it has been accepted for one lease, and
+        its former stamps lie in the future by this machine's clock: the author's clock was ahead and was set back.
+        Values recorded while it was ahead do not describe the present.
         """
         has_epoch = found.epoch or last.found.epoch
         former_s = last.found.stamp / 1e3 + now_s - last.heard_s
@@ -169,18 +170,19 @@ class SightBook:
 
 
 def _is_steady(before: Sight, stamp: int, now_s: float) -> bool:
-    """Whether a stamp has risen by the time that has passed since the first one: the author's clock has run evenly,
-    though this machine's may have been set.
+    """Return whether a stamp has advanced by the time that has passed since the first one.
+
+    If so, the author's clock has run evenly, though this machine's may have been set.
     """
     return abs((stamp - before.first_stamp) / 1e3 - (now_s - before.first_s)) <= MAX_SKEW_S
 
 
 class Stamps:
-    """Draws the stamps of what this process writes.
+    """Source of the stamps of the values that this process writes.
 
     Attributes:
-        follows_clock: whether stamps are the wall clock's. Else they go on evenly from the last one, and readers that
-            know it believe them whatever the clock says.
+        follows_clock: whether stamps follow the wall clock. Otherwise they advance evenly from the last one, and
+            readers that know that one accept them whatever the clock says.
 
     Args:
         wall_s: wall time in seconds.
@@ -195,17 +197,17 @@ class Stamps:
         self._monotonic_s = monotonic_s
         self._last = 0
         self._last_s = 0.0
-        """When the last stamp was drawn."""
+        """Time at which the last stamp was drawn."""
 
     def draw(self) -> int:
-        """Returns a time in milliseconds, or the last stamp and one if that is more."""
+        """Return a time in milliseconds, or the last stamp plus one if that is more."""
         now_s = self._wall_s() if self.follows_clock else self.counted_s
         self._last, self._last_s = max(int(now_s * 1000), self._last + 1), self._monotonic_s()
         return self._last
 
     @property
     def counted_s(self) -> float:
-        """The last stamp and the time that has passed since, in seconds."""
+        """Last stamp plus the time that has passed since, in seconds."""
         return self._last / 1e3 + self._monotonic_s() - self._last_s
 
     @property
@@ -214,5 +216,5 @@ class Stamps:
         return self._wall_s() - self.counted_s if self._last else 0.0
 
     def restart(self) -> None:
-        """Has the next stamp be the wall clock's, though it may be below the last one."""
+        """Take the next stamp from the wall clock, even if it is below the last one."""
         self.follows_clock, self._last = True, 0

@@ -1,16 +1,17 @@
-"""What a worker signs of its events and of its set, so that nobody else can claim blocks for it.
+"""Signatures of a worker's events and of its set, so that no other process can claim blocks for it.
 
     link_n  = hash of message_n
-    message = key of the stream, worker, epoch, seq, hash of (op, keys, link of the event before), number of entries in
+    message = key of the stream, worker, epoch, seq, hash of (op, keys, link of the previous event), number of entries
+    in
               the set after it, their sum
-    proof   = link of the event before (32) | number (8) | sum (32) | signature of the message      in the stream
-    seal    = seq (8) | hash of the change (32) | number (8) | sum (32) | signature of the message   beside the set
+    proof   = link of the previous event (32) | number (8) | sum (32) | signature of the message    in the stream
+    seal    = seq (8) | hash of the change (32) | number (8) | sum (32) | signature of the message  next to the set
 
-An event names the one before by its link, so of several events in a row that were read at once the last one's signature
-proves them all. The same event cannot be applied again, since readers count seqs, nor as another worker's.
+An event names the previous one by its link, so the signature of the last of several consecutive events that were read
+at once proves them all. The same event cannot be applied twice, since readers count seqs, nor as another worker's.
 
 A set is too large to be hashed with each event. Its sum is that of its entries' hashes of 4096 bits, modulo 2^4096,
-which can be kept up with what changes: to find other entries with the same sum takes more than 2^100 steps, also by
+which can be updated with each change. Finding other entries with the same sum takes more than 2^100 steps, also by
 generalized birthdays (Wagner 2002).
 """
 
@@ -38,37 +39,37 @@ NO_LINK = bytes(HASH_BYTES)
 _SUM_BYTES = 512
 _SUM_MODULUS = 1 << (8 * _SUM_BYTES)
 _UNKNOWN = -1
-"""Number of entries where the worker does not know what its set holds."""
+"""Number of entries if the worker does not know the contents of its set."""
 _PROOF = struct.Struct(f"<{HASH_BYTES}sq{HASH_BYTES}s{SIGNATURE_BYTES}s")
 _SEAL = struct.Struct(f"<Q{HASH_BYTES}sq{HASH_BYTES}s{SIGNATURE_BYTES}s")
 SEAL_BYTES = _SEAL.size
 SLICE = 500
-"""Entries that are summed before others run."""
+"""Entries that are summed before other tasks run."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventProof:
-    """What is stored with an event."""
+    """Signed data that is stored for an event."""
 
     event: bytes
-    """What the stream holds of it."""
+    """The part that is stored in the stream."""
     seal: bytes
-    """What lies beside the set."""
+    """The part that is stored next to the set."""
 
 
 @dataclass(frozen=True, slots=True)
 class SealedSet:
-    """What a worker has signed of its set."""
+    """Signed state of a worker's set."""
 
     seq: int
     num_entries: int | None
-    """None: it does not know its set."""
+    """None: the worker does not know its set."""
     digest: bytes
     """Hash of the sum of its entries."""
 
 
 class EventAuthor:
-    """Signs the events of one epoch of one worker, and keeps count of the set.
+    """Signer of the events of one epoch of one worker, which also tracks the set.
 
     Args:
         stream: the key of the stream.
@@ -81,15 +82,15 @@ class EventAuthor:
         self._stream = stream
         self._link = NO_LINK
         self.highest = 0
-        """The highest seq that was signed."""
+        """Highest seq that was signed."""
         self._entries: set[bytes] | None = set()
-        """None: an event may be applied or not, and the set is unknown until a snapshot ends."""
+        """None: an event may or may not have been applied, and the set is unknown until a snapshot is complete."""
         self._sum = 0
         self._parts: set[bytes] = set()
         self._parts_sum = 0
 
     def sign(self, event: BlockEvent) -> EventProof:
-        """Returns the proof of the next event, and counts it as applied."""
+        """Return the proof of the next event, and count it as applied."""
         self._change(event)
         self.highest = max(self.highest, event.seq)
         count, digest = _UNKNOWN, NO_LINK
@@ -104,11 +105,11 @@ class EventAuthor:
 
     @property
     def num_entries(self) -> int | None:
-        """Number of entries in the set; None where it is unknown."""
+        """Number of entries in the set; None if it is unknown."""
         return None if self._entries is None else len(self._entries)
 
     def lose(self) -> None:
-        """Notes that the latest event was not applied, or perhaps not."""
+        """Note that the latest event was not, or perhaps not, applied."""
         self._entries = None
 
     def _change(self, event: BlockEvent) -> None:
@@ -137,7 +138,7 @@ class EventAuthor:
 
 
 class EventReader:
-    """Checks events and sets against what their workers have signed.
+    """Verifier of events and sets against the workers' signatures.
 
     Args:
         stream: the key of the stream.
@@ -147,10 +148,10 @@ class EventReader:
         self._keys = keys
         self._stream = stream
         self._latest: dict[str, tuple[int, int]] = {}
-        """Epoch and seq of the latest event of each worker that was proved."""
+        """Epoch and seq of the latest proved event of each worker."""
 
     async def proved(self, events: Sequence[tuple[BlockEvent, bytes]]) -> list[bool]:
-        """Returns which events, each with its proof, are their workers'; a run of them costs one verification."""
+        """Return which events are authentic, given the proof of each; a run of them costs one verification."""
         links: dict[tuple[str, int], bytes] = {}
         found = []
         async for event, proof in paced(reversed(events)):
@@ -163,17 +164,17 @@ class EventReader:
         return found[::-1]
 
     def position(self, worker_id: str) -> tuple[int, int]:
-        """Returns epoch and seq of what was proved of a worker last."""
+        """Return the epoch and seq of a worker's latest proved event."""
         return self._latest.get(worker_id, (0, 0))
 
     def sealed(self, worker_id: str, epoch: int, seal: bytes, *, known: tuple[int, int]) -> SealedSet:
-        """Returns what a worker has signed of its set.
+        """Return the signed state of a worker's set.
 
         Args:
-            known: the worker's position when the reading began; events may have been proved during it.
+            known: the worker's position when the read started; events may have been proved during it.
 
         Raises:
-            ValueError: the seal is not the worker's, or not its latest.
+            ValueError: the worker has not signed the seal, or has signed a later one.
         """
         if len(seal) != _SEAL.size:
             raise ValueError("nothing is signed of it")
@@ -188,17 +189,17 @@ class EventReader:
         return SealedSet(seq, None if count == _UNKNOWN else count, digest)
 
     async def check_entries(self, sealed: SealedSet, entries: Collection[bytes]) -> None:
-        """Raises ValueError: the entries are not those that the worker has signed."""
+        """Raise ValueError if the entries are not those that the worker has signed."""
         if sealed.num_entries != len(entries) or sealed.digest != _sum_digest(await _sum_of(entries)):
             raise ValueError("its entries are others than its worker has signed")
 
     def latest(self, worker_id: str, epoch: int) -> int:
-        """Returns the seq of the latest event of a worker's epoch that was proved; 0 if there is none."""
+        """Return the seq of the latest proved event of a worker's epoch; 0 if there is none."""
         known = self._latest.get(worker_id)
         return known[1] if known is not None and known[0] == epoch else 0
 
     def _link_of(self, event: BlockEvent, proof: bytes, expected: bytes | None) -> bytes | None:
-        """Returns the link to the event before, if this one is its worker's.
+        """Return the link to the previous event, if this one is authentic.
 
         Args:
             expected: the link of this event, as a later one names it.

@@ -1,7 +1,7 @@
-"""The registry of the cluster: who is alive, under which epoch, and the desired pool sizes; and records of requests.
+"""Registry of the cluster: live processes and their epochs, desired pool sizes, and records of requests in flight.
 
-Workers hold a lease each (`keeper`, `protocol`); routers and the controller announce themselves. Routers also record
-the requests in flight, so that another router can resume them (`journal`). Redis holds all of it (`redis`, `codec`).
+Each worker holds a lease (`keeper`, `protocol`); routers and the controller announce themselves. Routers also record
+the requests in flight, so that another router can resume them (`journal`). Redis stores all of it (`redis`, `codec`).
 """
 
 from kvstore.leases.journal import Noted, RecordEnd, RecordEntry, RecordKey, RecordPart, RecordStore, field_of

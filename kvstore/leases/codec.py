@@ -1,7 +1,7 @@
-"""Workers, routers and the controller as JSON.
+"""JSON encoding of workers, routers and the controller.
 
-Unknown fields are skipped, at any depth, and what is new has a default: a newer or older release may run beside this
-one. Everything else is checked: what is read may be anything.
+Unknown fields are skipped at any depth, and new fields have defaults, so a newer or an older release may run next to
+this one. Everything else is checked, because a stored value may be anything.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ T = TypeVar("T", bound="DataclassInstance")
 Reader: TypeAlias = Callable[[Any], Any]
 """Converts a JSON value to a field's value; raises ValueError."""
 MAX_BYTES = 2**16
-"""Largest JSON text of one value; a worker's two have some thousands of bytes."""
+"""Largest JSON text of one value; both values of a worker have a few thousand bytes."""
 MAX_ITEMS = 1000
 MAX_INT32 = 2**31 - 1
 MAX_S = 1e9
-"""Largest number of seconds, and of every other fraction: 30 years."""
+"""Largest number of seconds, and of any other fraction: 30 years."""
 MAX_COST_S = 3600.0
 LABELS = {"engine", "sampler", "link", "transport", "dtype", "weights", "kv_dtype", "attention", "kv_copies"}
-"""Texts that are read as names, of a bounded form."""
+"""Text fields that are read as names of a bounded form."""
 LEAST = {"block_size": HASH_BLOCK, "max_model_len": HASH_BLOCK, "chunk_tokens": 1}
-"""Lower bounds of numbers, if not 0."""
+"""Lower bounds of numbers; the default is 0."""
 MOST: dict[str, float] = {
     **dict.fromkeys(
         ("pid", "block_size", "max_model_len", "chunk_tokens", "running", "waiting", "wanted", "ready_workers"),
@@ -47,7 +47,7 @@ MOST: dict[str, float] = {
     **dict.fromkeys(("s_weights", "s_per_sequence", "s_per_kv_token"), MAX_COST_S),
     "epoch": MAX_EPOCH,
 }
-"""Upper bounds of numbers, if not `MAX_SEQ` or `MAX_S`."""
+"""Upper bounds of numbers; the default is `MAX_SEQ`, for fractions `MAX_S`."""
 
 
 def encode(value: WorkerInfo | WorkerLoad | RouterInfo | ControllerInfo) -> str:
@@ -55,7 +55,7 @@ def encode(value: WorkerInfo | WorkerLoad | RouterInfo | ControllerInfo) -> str:
 
 
 def decode_worker(info: bytes, load: bytes) -> Worker:
-    """Raises ValueError."""
+    """Decode a worker; raises ValueError."""
     worker = Worker(_decode(WorkerInfo, info), _decode(WorkerLoad, load))
     if worker.info.block_size % HASH_BLOCK:
         raise ValueError(f"block_size {worker.info.block_size} is no multiple of {HASH_BLOCK}")
@@ -65,12 +65,12 @@ def decode_worker(info: bytes, load: bytes) -> Worker:
 
 
 def decode_router(info: bytes) -> RouterInfo:
-    """Raises ValueError."""
+    """Decode a router; raises ValueError."""
     return _decode(RouterInfo, info)
 
 
 def decode_controller(info: bytes) -> ControllerInfo:
-    """Raises ValueError."""
+    """Decode the controller; raises ValueError."""
     controller = _decode(ControllerInfo, info)
     if not is_address(controller.address):
         raise ValueError(f"{controller.address!r:.100} is no HOST:PORT")
@@ -78,7 +78,7 @@ def decode_controller(info: bytes) -> ControllerInfo:
 
 
 def decode_sizes(found: bytes) -> dict[str, int]:
-    """Decodes the desired sizes of all pools; raises ValueError."""
+    """Decode the desired sizes of all pools; raises ValueError."""
     try:
         sizes = json.loads(found)
     except RecursionError:
@@ -109,12 +109,12 @@ def _object(cls: type[T], found: Any) -> T:
 
 @cache
 def _readers(cls: type[DataclassInstance]) -> tuple[tuple[str, Reader], ...]:
-    """Returns the readers of a class's fields, cached: leases are read every second, while tokens wait."""
+    """Return the readers of a class's fields, cached, because leases are read every second while tokens wait."""
     return tuple((name, _reader(kind, name)) for name, kind in typing.get_type_hints(cls).items())
 
 
 def _reader(kind: Any, name: str) -> Reader:
-    """Returns the reader of a field of that type; the reader raises ValueError."""
+    """Return the reader of a field of that type; the reader raises ValueError."""
     if dataclasses.is_dataclass(kind):
         return partial(_object, typing.cast("type[DataclassInstance]", kind))
     if typing.get_origin(kind) is tuple:
@@ -129,7 +129,7 @@ def _reader(kind: Any, name: str) -> Reader:
 
     def number(found: Any) -> Any:
         of_type = type(found)
-        if (of_type is kind or of_type is int) and least <= found <= most:  # of which NaN is neither
+        if (of_type is kind or of_type is int) and least <= found <= most:  # NaN is neither
             return found if of_type is kind else kind(found)
         raise ValueError(f"{name} is {found!r:.100}, and no number from {least} to {most}")
 
@@ -145,5 +145,5 @@ def _items(read: Reader, name: str, found: Any) -> tuple[Any, ...]:
 def _text(name: str, found: Any) -> str:
     if not isinstance(found, str) or len(found) > MAX_TEXT:
         raise ValueError(f"{name} is no text of at most {MAX_TEXT} characters")
-    found.encode()  # half a surrogate pair is no text
+    found.encode()  # raises for a lone surrogate
     return found

@@ -1,13 +1,13 @@
-"""Records of requests in flight, so that another router can resume them when the router dies.
+"""Records of requests in flight, so that another router can resume them after a router has died.
 
-A record is stored under tenant, request id and a digest of what determines the tokens, because a client may give one id
-to several requests. It grows by parts, and each part names its writer: while a router that counts as dead still writes,
-two routers may record the same request, and a reader uses the parts of one of them only.
+A record is stored under the tenant, the request id and a digest of everything that determines the tokens, because a
+client may give one id to several requests. A record grows in parts, and each part names its writer. If a router that
+counts as dead still writes, two routers may record the same request, and a reader uses the parts of only one of them.
 
     field   writer (8) | choice | start        value   finish reason | 0 | tokens from `start` on
 
-Where a sampler has drawn the tokens, a space and its name follow the finish reason. A router of a release that does not
-know of it cannot read such a record, and generates the answer from its beginning.
+If a sampler has drawn the tokens, a space and the sampler's name follow the finish reason. A router of a release that
+does not know the sampler cannot read such a record, and generates the response from the start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ assert array("I").itemsize == 4
 
 @dataclass(frozen=True, slots=True)
 class RecordKey:
-    """What a client calls a request. Several requests may have one key: they differ in their digest."""
+    """A client's name for a request. Several requests may share a key; their digests differ."""
 
     tenant_id: str
     request_id: str
@@ -39,15 +39,15 @@ class RecordKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordPart:
-    """Tokens of one choice of a request, from its token `start` on. Overlapping parts of one writer agree."""
+    """Tokens of one choice of a request, from token number `start` on. Overlapping parts of one writer agree."""
 
     choice_index: int
     start: int
     token_ids: Sequence[int]
     finish_reason: FinishReason | None = None
-    """The choice's finish reason, if it ends with the last of these tokens."""
+    """The choice's finish reason, if the choice finishes with the last of these tokens."""
     sampler: str = ""
-    """Name of the sampler that has drawn them; empty: nothing was drawn, or its name is not known."""
+    """Name of the sampler that has drawn the tokens; empty if nothing was drawn or the name is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,58 +58,60 @@ class RecordEntry:
     digest: bytes
     """Digest of everything that determines the tokens."""
     writer: bytes
-    """Id of the router process that writes."""
+    """Id of the router process that writes the record."""
     parts: Sequence[RecordPart]
 
 
 @dataclass(frozen=True, slots=True)
 class RecordEnd:
-    """A request whose record is not needed any more."""
+    """A request whose record is no longer needed."""
 
     key: RecordKey
     digest: bytes
     fields: tuple[bytes, ...] | None = None
-    """The fields that this router has written; None: all fields of all writers. Another router may serve the same
-    request by now, and record it."""
+    """Fields that this router has written; None: all fields of all writers.
+
+    Another router may serve and record the same request by now.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """What a record contains about one choice."""
+    """Recorded state of one choice."""
 
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     sampler: str = ""
-    """Name of the sampler that has drawn them; empty: nothing was drawn, or its name is not known."""
+    """Name of the sampler that has drawn the tokens; empty if nothing was drawn or the name is unknown."""
 
 
 class RecordStore(Protocol):
-    """The store of records.
+    """Store of records.
 
-    Every method raises `StoreUnavailable` when the store cannot be reached; whether it had an effect is unknown then.
+    Every method raises `StoreUnavailable` when the store cannot be reached; its effect is then unknown.
     """
 
     async def write(self, entries: Sequence[RecordEntry], ended: Sequence[RecordEnd]) -> None:
-        """Removes what `ended` names, then adds `entries`, which extends the lifetime of their records."""
+        """Remove the fields that `ended` names, then add `entries`, which extends the lifetime of their records."""
 
     async def read(self, key: RecordKey, digest: bytes) -> dict[int, Noted]:
-        """Returns the choices of a request; empty if there is no record of it.
+        """Return the recorded choices of a request; empty if there is no record.
 
         Raises:
             ValueError: the record cannot be read.
         """
 
     async def close(self) -> None:
-        """Closes the store."""
+        """Close the store."""
 
 
 def field_of(entry: RecordEntry, part: RecordPart) -> bytes:
-    """Returns the name of the field that stores a part."""
+    """Return the name of the field that stores a part."""
     return _FIELD.pack(entry.writer, part.choice_index, part.start)
 
 
 def fields_of(entry: RecordEntry) -> dict[bytes, bytes]:
-    """Returns the fields that store an entry."""
+    """Return the fields that store an entry."""
     return {
         field_of(entry, part): _head(part).encode() + b"\0" + array("I", part.token_ids).tobytes()
         for part in entry.parts
@@ -122,9 +124,9 @@ def _head(part: RecordPart) -> str:
 
 
 def choices_of(fields: Mapping[bytes, bytes]) -> dict[int, Noted]:
-    """Decodes fields: for each choice the longest run of tokens, from the first on, that one writer has recorded.
+    """Decode fields: for each choice, return the longest run of tokens from the first on that one writer has recorded.
 
-    A part whose predecessor is lost is left out. Raises ValueError if a field cannot be read.
+    A part whose predecessor is missing is left out. Raises ValueError if a field cannot be read.
     """
     parts: dict[tuple[int, bytes], list[tuple[int, bytes]]] = defaultdict(list)
     for name, value in fields.items():

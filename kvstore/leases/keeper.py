@@ -1,4 +1,4 @@
-"""Holds one worker's lease for as long as the process lives."""
+"""Keeper of one worker's lease for the lifetime of the process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 DescribeWorker = Callable[[], tuple[WorkerInfo, WorkerLoad]]
-"""Returns what the next renewal says of the worker."""
+"""Returns the worker's description for the next renewal."""
 
 
 class LeaseKeeper:
-    """Holds a lease: `acquire`, then `run` in a task of the caller's, both again when `run` returns, then `close`.
+    """Keeper of a lease: `acquire`, then `run` in a task of the caller, both again when `run` returns, then `close`.
 
-    A renewal with the same epoch also restores the lease after Redis lost its state, so other processes need not
+    A renewal under the same epoch also restores the lease after Redis has lost its state, so other processes do not
     notice. The caller owns `leases`.
     """
 
@@ -38,14 +38,15 @@ class LeaseKeeper:
         self._renew_s = renew_s
         self._due = asyncio.Event()
         self._num_unused = 0
-        """Epochs in a row that were acquired and never renewed."""
+        """Number of consecutive epochs that were acquired and never renewed."""
 
     async def acquire(self) -> int:
-        """Acquires the lease under a new epoch, and returns the epoch; waits for the store without a limit, and for a
-        while if the epoch before was of no use.
+        """Acquire the lease under a new epoch, and return the epoch.
+
+        Waits for the store without a limit, and pauses first if the previous epoch was never renewed.
 
         Raises:
-            Fenced: the lease was held before, and a newer incarnation has taken it since.
+            Fenced: the lease was held before, and a newer incarnation has acquired it since.
         """
         num_failures, last = 0, self.epoch
         if self._num_unused:
@@ -61,16 +62,16 @@ class LeaseKeeper:
                 raise
             else:
                 if last and not self._num_unused:
-                    logger.warning("%s goes on as epoch %d", self._worker_id, self.epoch)
+                    logger.warning("%s continues as epoch %d", self._worker_id, self.epoch)
                 self.connected = True
                 self._num_unused += 1
                 return self.epoch
 
     async def run(self, describe: DescribeWorker) -> None:
-        """Renews with what `describe` returns, every `renew_s` and after `renew_soon`.
+        """Renew the lease with the result of `describe` every `renew_s` and after each `renew_soon`.
 
-        Returns only when the epoch is over, and the next one has to be acquired: the lease has expired because this
-        process or the way to the store stood still, or the clock was set back.
+        Returns only when the epoch has ended and the next one must be acquired: the lease has expired because this
+        process or the connection to the store stalled, or the clock was set back.
 
         Raises:
             Fenced: a newer incarnation holds the lease; this one must stop.
@@ -81,7 +82,7 @@ class LeaseKeeper:
             try:
                 if not await self._leases.renew(*describe()):
                     if not self._num_unused:
-                        logger.warning("%s: the lease of epoch %d is over", self._worker_id, self.epoch)
+                        logger.warning("%s: the lease of epoch %d has ended", self._worker_id, self.epoch)
                     return
                 num_failures = self._num_unused = 0
                 self.connected = True
@@ -97,11 +98,11 @@ class LeaseKeeper:
                     await self._due.wait()
 
     def renew_soon(self) -> None:
-        """Renews at once, because other processes should see a change: the worker is ready, or draining."""
+        """Renew at once, so that other processes see a change: the worker is ready, or draining."""
         self._due.set()
 
     async def close(self) -> None:
-        """Releases the lease; call it after `run` has ended. If the store is away, the lease expires by itself."""
+        """Release the lease; call this after `run`. If the store is unavailable, the lease expires by itself."""
         if not self.epoch or self.fenced.is_set():
             return
         try:
@@ -112,5 +113,5 @@ class LeaseKeeper:
     async def _back_off(self, num_failures: int, error: StoreUnavailable) -> None:
         self.connected = False
         if num_failures == 1:
-            logger.warning("%s: the lease store is away, trying again: %s", self._worker_id, error)
+            logger.warning("%s: the lease store is unavailable, retrying: %s", self._worker_id, error)
         await asyncio.sleep(backoff_s(num_failures))

@@ -1,4 +1,4 @@
-"""The registry in memory, beside the index in memory: give both the same `MemoryStore`."""
+"""Registry in memory. It shares one `MemoryStore` with the index in memory."""
 
 from __future__ import annotations
 

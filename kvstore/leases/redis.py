@@ -43,27 +43,27 @@ LEASE_FIELDS = {
     "stamp": MAX_NUMBER_BYTES,
     "signature": SIGNATURE_BYTES,
 }
-"""The fields of a lease, and the most bytes of each."""
+"""Fields of a lease, with the maximum size of each in bytes."""
 ANNOUNCEMENT_BYTES = HEAD_BYTES + MAX_BYTES
 SIZES_BOUNDS = reads.HashBounds(
     num_fields=64, name_bytes=MAX_NAME_BYTES, value_bytes=MAX_NUMBER_BYTES, num_bytes=64 * MAX_NUMBER_BYTES
 )
 
 EPOCH_TTL_MS = 24 * 3600 * 1000
-"""Lifetime of the highest epoch; after it the clock alone keeps epochs apart."""
+"""Lifetime of the highest epoch; after that, only the clock keeps epochs apart."""
 MAX_WORKERS = 1_000_000
-"""Largest desired pool size that is read."""
+"""Largest desired pool size that is accepted when read."""
 SIGNED_SIZES = "signed"
-"""Field of the desired sizes that holds all of them, signed."""
+"""Field of the desired sizes that contains all of them, signed."""
 
 
 class RedisLeases:
-    """A `LeaseStore` in Redis. Owns `connection`: `close` closes it.
+    """`LeaseStore` in Redis. Owns `connection`: `close` closes it.
 
     Args:
         clock: wall time in seconds.
         monotonic_s: monotonic seconds.
-        keys: this member's keys; None: nothing is signed, and everything that can be read is believed.
+        keys: this member's keys; None: nothing is signed, and every readable value is accepted.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RedisLeases:
         self._member = keys
         self._signed = None if keys is None else SignedRegistry(keys, lease_s, clock, monotonic_s)
         self._sizes: dict[str, int] = {}
-        """The desired sizes that this process has set."""
+        """Desired sizes that this process has set."""
         self._workers = IdSet(connection, self._keys.workers, self._keys.lease)
         self._routers = IdSet(connection, self._keys.routers, self._keys.router)
 
@@ -143,7 +143,7 @@ class RedisLeases:
         async for worker_id, lease in _named(ids, found):
             match lease:
                 case None | [_, None, None, *_]:
-                    pass  # it ends just now; or it is acquired, and not described yet
+                    pass  # the lease is just ending, or was acquired and not described yet
                 case _ if self._signed is None:
                     key = keys.lease(worker_id)
                     workers[worker_id] = next(iter(self._read(key, partial(_leased, worker_id), lease)), None)
@@ -157,7 +157,7 @@ class RedisLeases:
         epochs = reads.strings(connection, [keys.epoch(each) for each in ids], MAX_NUMBER_BYTES)
         async for worker_id, epoch in _named(ids, epochs):
             if epoch is not None:
-                self._read(keys.epoch(worker_id), _epoch, epoch)  # only the owner reads it, and raises Fenced here
+                self._read(keys.epoch(worker_id), _epoch, epoch)  # only the owner reads the epoch, and raises Fenced
         return workers
 
     async def announce_router(self, info: RouterInfo) -> None:
@@ -198,7 +198,7 @@ class RedisLeases:
             key = self._keys.desired
             write: tuple[object, ...] = ("HSET", key, *(part for size in sizes.items() for part in size))
             if self._signed is not None:
-                await self.get_desired()  # which stamp has to be exceeded
+                await self.get_desired()  # learns the stamp that must be exceeded
                 self._sizes |= sizes
                 write += (SIGNED_SIZES, self._signed.lasting(key, json.dumps(self._sizes)))
             written, size = await self._connection.pipeline([write, ("HLEN", key)])
@@ -225,7 +225,7 @@ class RedisLeases:
         await self._connection.close()
 
     def _read(self, key: str, decode: Callable[[Any], T], found: Any) -> list[T]:
-        """Returns the decoded value as a list of one; an empty list if `decode` raises ValueError."""
+        """Return the decoded value as a list of one; an empty list if `decode` raises ValueError."""
         try:
             if isinstance(found, BadValue):
                 raise ValueError(found.reason)
@@ -235,9 +235,9 @@ class RedisLeases:
             return []
 
     def _read_signed(self, signed: SignedRegistry, worker_id: str, lease: Any) -> list[Worker | None]:
-        """Returns the signed lease of a worker that lives as a list of one; None stands for one that cannot be decoded.
+        """Return the signed lease of a live worker as a list of one; None stands for a lease that cannot be decoded.
 
-        What is not signed, or was replaced before, changes nothing of what was read last.
+        A lease that is unsigned or was replaced earlier does not change the value that was read last.
         """
         key = self._keys.lease(worker_id)
         seen = self._read(key, partial(signed.seen_lease, key), lease)
@@ -249,7 +249,7 @@ class RedisLeases:
         return [sight.value]
 
     def _read_announced(self, key: str, author: Principal, decode: Callable[[bytes], T], found: Any) -> list[T]:
-        """Returns the decoded value as a list of one; an empty list if it is not to be believed, or cannot be read."""
+        """Return the decoded value as a list of one; an empty list if it is not authentic or cannot be read."""
         if self._signed is None:
             return self._read(key, decode, found)
         is_lasting = key == self._keys.desired
@@ -266,17 +266,17 @@ class RedisLeases:
         return body if self._signed is None else self._signed.announcement(key, body)
 
     async def _set_stamps(self, *, may_fall: bool) -> bool:
-        """Sees to the stamps of what is written next, if this machine's clock was set by more than readers allow for.
+        """Adjust the stamps of the next writes if this machine's clock was set by more than readers tolerate.
 
-        The clock may be right now, or may have been right before; Redis' clock says which. Stamps follow this process'
-        own clock or its own count of the time since, never Redis: a false time there can have nobody believe them, but
-        it cannot have a member sign what counts another day.
+        The clock may be right now, or may have been right before; Redis' clock decides. Stamps follow this process's
+        own clock or its own count of elapsed time, never Redis: a false time from Redis can make readers reject the
+        stamps, but it cannot make a member sign a value that is valid on another day.
 
         Args:
-            may_fall: whether stamps may be lower than those before. Readers take those of a higher epoch at once.
+            may_fall: whether stamps may be lower than earlier ones. Readers accept stamps of a higher epoch at once.
 
         Returns:
-            False: they would have to be lower.
+            False if the stamps would have to be lower.
         """
         if self._signed is None:
             return True
@@ -286,17 +286,17 @@ class RedisLeases:
             stamps.follows_clock = True
         elif abs(stamps.counted_s - await self._redis_s()) <= MAX_SKEW_S:
             if stamps.follows_clock:
-                logger.warning("this machine's clock was set by %+.0f s, and is not right by that of Redis", drift_s)
+                logger.warning("this machine's clock was set by %+.0f s and differs from that of Redis", drift_s)
             stamps.follows_clock = False
         elif drift_s < 0 and not may_fall:
             return False
         else:
-            logger.warning("this machine's clock was set by %+.0f s; what it signs follows it", drift_s)
+            logger.warning("this machine's clock was set by %+.0f s; its signatures follow the clock", drift_s)
             stamps.restart()
         return True
 
     async def _redis_s(self) -> float:
-        """Returns the time of Redis' clock; NaN if this user may not ask for it."""
+        """Return the time of Redis' clock; NaN if this user may not read it."""
         try:
             seconds, _ = await self._connection.call("TIME")
         except StoreUnavailable as error:
@@ -306,8 +306,9 @@ class RedisLeases:
         return float(seconds)
 
     async def _overtaken(self, worker_id: str, newer: int, own: int) -> Fenced | StoreUnavailable:
-        """Returns the error for a worker whose lease names a newer epoch. One that no worker has signed is removed, and
-        the lease can be had at the next try.
+        """Return the error for a worker whose lease names a newer epoch.
+
+        A lease with an epoch that no worker has signed is removed, and the next attempt can acquire the lease.
         """
         key = self._keys.lease(worker_id)
         if self._member is not None and await self._claimed(self._member, worker_id) <= own:
@@ -317,12 +318,12 @@ class RedisLeases:
         return Fenced(f"{worker_id}: epoch {newer} holds the lease, this is epoch {own}")
 
     async def _claimed(self, member: KeyFile, worker_id: str) -> int:
-        """Returns the highest epoch that a worker has signed of this id; 0 if none is known."""
+        """Return the highest epoch of this id that a worker has signed; 0 if none is known."""
         key = self._keys.claim(worker_id)
         return proved_epoch(member.keys, key, await reads.string(self._connection, key, EPOCH_PROOF_BYTES))
 
     def _owned(self, worker_id: str, epoch: int) -> list[str]:
-        """Returns the keys that live and end with the lease of an epoch."""
+        """Return the keys that live and expire with the lease of an epoch."""
         keys = self._keys
         return [
             keys.seq(worker_id, epoch),
@@ -333,19 +334,19 @@ class RedisLeases:
 
 
 async def _named(ids: Iterable[str], found: AsyncIterator[T]) -> AsyncIterator[tuple[str, T]]:
-    """Yields what was found of each id, in their order."""
+    """Yield the value that was found for each id, in the order of the ids."""
     names = iter(ids)
     async for each in found:
         yield next(names), each
 
 
 def _epoch(found: bytes) -> int:
-    """Raises ValueError."""
+    """Decode an epoch; raises ValueError."""
     return natural(found, MAX_EPOCH)
 
 
 def _leased(worker_id: str, lease: Sequence[bytes | None]) -> Worker:
-    """Decodes a lease; raises ValueError unless it is that worker's."""
+    """Decode a lease; raises ValueError if it belongs to another worker."""
     epoch, info, load, *_ = lease
     worker = decode_worker(info or b"", load or b"")
     if (worker.info.id, worker.info.epoch) != (worker_id, natural(epoch, MAX_EPOCH)):
@@ -354,7 +355,7 @@ def _leased(worker_id: str, lease: Sequence[bytes | None]) -> Worker:
 
 
 def _announced(router_id: str, found: bytes) -> RouterInfo:
-    """Decodes an announcement; raises ValueError unless it is that router's."""
+    """Decode an announcement; raises ValueError if it belongs to another router."""
     info = decode_router(found)
     if info.id != router_id:
         raise ValueError(f"the entry names router {info.id!r}")
@@ -362,6 +363,6 @@ def _announced(router_id: str, found: bytes) -> RouterInfo:
 
 
 def _size(found: tuple[bytes, bytes]) -> tuple[str, int]:
-    """Decodes the desired size of a pool; raises ValueError."""
+    """Decode the desired size of a pool; raises ValueError."""
     pool, size = found
     return text(pool), natural(size, MAX_WORKERS)

@@ -1,4 +1,4 @@
-"""The records of requests in flight in Redis; `kvstore/index/keys.py` lists the keys."""
+"""Records of requests in flight, stored in Redis; `kvstore/index/keys.py` lists the keys."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from kvstore.leases.journal import Noted, RecordEnd, RecordEntry, RecordKey
 
 RECORD_BOUNDS = HashBounds(num_fields=100_000, name_bytes=FIELD_BYTES, value_bytes=2**22 + 2**10, num_bytes=2**26)
-"""What a record may have: 16 million tokens, a million in one field. A flush writes a field for each choice."""
+"""Bounds of a record: 16 million tokens, a million in one field. A flush writes one field for each choice."""
 BATCH = 64
-"""Records in one round trip: packing more of them at once would hold up the tokens of all streams."""
+"""Records in one round trip. Packing more of them at once would delay the tokens of all streams."""
 
 
 class RedisRecords:
-    """A `RecordStore` in Redis. Owns `connection`: `close` closes it.
+    """`RecordStore` in Redis. Owns `connection`: `close` closes it.
 
     Args:
-        seal: seals what is written; None: it lies open, and everything that can be read is believed.
+        seal: seals the written values; None: they are stored unsealed, and every readable value is accepted.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RedisRecords:
         return {field: self._seal.close(name, field, value) for field, value in fields.items()}
 
     def _opened(self, name: str, field: bytes, value: bytes) -> bytes | None:
-        """Returns the value of a field; None if no router has sealed it."""
+        """Return the value of a field; None if no router has sealed it."""
         if self._seal is None:
             return value
         try:
@@ -91,7 +91,7 @@ class RedisRecords:
             return None
 
     def _forget(self, past: RecordEnd) -> tuple[object, ...]:
-        """Removes fields of records; Redis removes a record without fields."""
+        """Return the command that removes fields of a record; Redis removes a record without fields."""
         name = self._name(past.key, past.digest)
         return ("UNLINK", name) if past.fields is None else ("HDEL", name, *past.fields)
 

@@ -1,4 +1,4 @@
-"""What members sign in the registry, and what is believed of what others have signed.
+"""Signed values of the registry: what members sign, and the checks before a reader accepts a value.
 
     lease        HASH, by a worker: `signature` of the lease's key, `epoch`, `stamp`, `info` and `load`
     claim        by a worker that has acquired its lease: the epoch and its signature
@@ -6,8 +6,8 @@
     controller   the same, by the controller
     desired      field `signed`: the same, by the controller
 
-Every signature covers the bytes as they lie there, and the name of their key with the content id in it: fields of a
-later release are covered, and no value can stand for another one.
+Every signature covers the stored bytes and the name of their key, which contains the content id. So fields of a later
+release are covered, and no value can be used under another key.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 _HEAD = struct.Struct(f"<Q{SIGNATURE_BYTES}s")
 HEAD_BYTES = _HEAD.size
-"""Bytes that precede what was announced."""
+"""Number of bytes that precede the announced JSON."""
 
 
 class SignedRegistry:
-    """Signs what this process writes to the registry, and checks what it reads there.
+    """Signer of the values that this process writes to the registry, and verifier of the values that it reads.
 
     Args:
-        lease_s: time for which what was read counts, unless it is renewed.
+        lease_s: time for which a value counts, unless it is renewed.
         clock: wall time in seconds.
     """
 
@@ -51,20 +51,22 @@ class SignedRegistry:
         self._keys = keys
         self._sights = SightBook(keys, lease_s, clock, monotonic_s)
         self._holders: dict[str, str] = {}
-        """Addresses -> workers that hold them, as of the latest look."""
+        """Addresses -> workers that hold them, as of the latest observation."""
 
     def lease(self, key: str, epoch: int, info: str, load: str) -> tuple[int, bytes]:
-        """Returns the stamp and the signature of a renewal."""
+        """Return the stamp and the signature of a renewal."""
         stamp = self.stamps.draw()
         return stamp, self._keys.keys.sign("value", packed(key, epoch, stamp, info, load))
 
     def announcement(self, key: str, body: str) -> bytes:
-        """Returns a value with stamp and signature."""
+        """Return a value with stamp and signature."""
         return self._stamped(key, body, self.stamps.draw())
 
     def lasting(self, key: str, body: str) -> bytes:
-        """Returns a value that counts until the next one, whenever it was written: its stamp is above that of what was
-        read there before, though an earlier process may have written it by a clock that was ahead.
+        """Return a value that counts until the next one is written, regardless of its age.
+
+        Its stamp is above the stamp of the value that was read there before, even if an earlier process wrote that
+        value with a clock that was ahead.
         """
         return self._stamped(key, body, max(self.stamps.draw(), self._sights.stamp(key) + 1))
 
@@ -72,21 +74,21 @@ class SignedRegistry:
         return _HEAD.pack(stamp, self._keys.keys.sign("value", packed(key, stamp, body))) + body.encode()
 
     def seen_lease(self, key: str, lease: Sequence[bytes | None]) -> Sight:
-        """Returns the sight of a lease.
+        """Return the observation of a lease.
 
         Args:
-            lease: the fields epoch, info, load, stamp and signature, as they were found.
+            lease: the fields epoch, info, load, stamp and signature, as found.
 
         Raises:
-            ValueError: it is not signed by a worker, or is not the latest.
+            ValueError: no worker has signed it, or it is not the latest.
         """
         return self._sights.see(key, Principal.WORKER, _signed_lease(key, lease))
 
     def seen(self, key: str, author: Principal, found: bytes, *, must_be_timely: bool = True) -> tuple[Sight, bytes]:
-        """Returns the sight of an announcement, and its body.
+        """Return the observation of an announcement, and its body.
 
         Raises:
-            ValueError: it is not signed by the author, or is not the latest.
+            ValueError: the author has not signed it, or it is not the latest.
         """
         if not isinstance(found, bytes) or len(found) < _HEAD.size:
             raise ValueError(f"it is not signed by a {author} of this cluster")
@@ -96,17 +98,17 @@ class SignedRegistry:
         return self._sights.see(key, author, value, must_be_timely=must_be_timely), body
 
     def last(self, key: str) -> Sight | None:
-        """Returns what was believed of a key last, if it still counts."""
+        """Return the last accepted value of a key, if it still counts."""
         return self._sights.last(key)
 
     def is_alive(self, sight: Sight) -> bool:
-        """Whether the value was read first within the length of a lease."""
+        """Return whether the value was first read within the duration of a lease."""
         return self._sights.is_alive(sight)
 
     def borrowed(self, workers: Mapping[str, Worker | None]) -> dict[str, str]:
-        """Returns the workers that name the address of another live worker -> that worker's id.
+        """Return the workers that name the address of another live worker -> that worker's id.
 
-        An address is the worker's who was seen with it first; at one look, of the elder epoch.
+        An address belongs to the worker that was first observed with it; within one observation, to the older epoch.
         """
         holders, self._holders = self._holders, {}
         known = {address: holder for address, holder in holders.items() if _address(workers, holder) == address}
@@ -128,7 +130,7 @@ def _address(workers: Mapping[str, Worker | None], worker_id: str) -> str | None
 
 
 def _signed_lease(key: str, lease: Sequence[bytes | None]) -> SignedValue:
-    """Raises ValueError: the numbers of the lease are none."""
+    """Return a lease as a signed value; raises ValueError if its numbers cannot be read."""
     epoch, info, load, stamp, signature = lease
     numbers = natural(epoch, MAX_EPOCH), natural(stamp or b"0", MAX_SEQ)
     return SignedValue(*numbers, packed(key, *numbers, info or b"", load or b""), signature or b"")

@@ -1,4 +1,4 @@
-"""A GPU as the KV transfer uses it: streams, events, and memory for slots. Tests put one in its place that is none."""
+"""GPU interface of the KV transfer: streams, events, and memory for slots. Tests substitute a fake one."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ if TYPE_CHECKING:
 
 
 class Stream(Protocol):
-    """An order of work on a GPU. A `torch.cuda.Stream` is one."""
+    """Ordered queue of work on a GPU. A `torch.cuda.Stream` is one."""
 
     @property
     def cuda_stream(self) -> int:
-        """The handle of the hardware's stream; torch gives out the same one several times."""
+        """Handle of the hardware's stream; torch returns the same one several times."""
         ...
 
     def wait_stream(self, stream: Any) -> None:
-        """Lets what comes later here wait for what is in another stream by now."""
+        """Make later work on this stream wait for the work that is now in another stream."""
 
     def synchronize(self) -> None:
-        """Waits until all that is in the stream by now has run."""
+        """Wait until all work that is now in the stream has run."""
 
 
 class StreamEvent(Protocol):
-    """A place in a stream. A `torch.cuda.Event` is one."""
+    """Marked position in a stream. A `torch.cuda.Event` is one."""
 
     def record(self, stream: Any) -> None:
-        """Makes the end of what is in the stream by now the place."""
+        """Mark the end of the work that is now in the stream."""
 
     def query(self) -> bool:
-        """Returns whether the work before the place has run."""
+        """Return whether the work before the mark has run."""
 
     def synchronize(self) -> None:
-        """Waits until the work before the place has run."""
+        """Wait until the work before the mark has run."""
 
 
 def boot_id() -> str:
-    """Returns what names this start of the machine's kernel: equal in all its processes and containers."""
+    """Return an id of this boot of the machine's kernel: equal in all its processes and containers."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 HANDLE_BYTES: Final = 64
-"""Length of what names a `GpuExport` in other processes."""
+"""Length of the handle of a `GpuExport`."""
 
 
 class GpuExport(Protocol):
-    """Memory of this process on a GPU that other processes of the host may read.
+    """GPU memory of this process that other processes of the host may read.
 
-    It is never freed: CUDA leaves open what a process reads that still has it open then.
+    It is never freed: CUDA leaves undefined what a process reads if it still has the memory open.
     """
 
     @property
     def handle(self) -> bytes:
-        """The HANDLE_BYTES with which another process opens it."""
+        """Handle of HANDLE_BYTES with which another process opens the memory."""
         ...
 
     @property
@@ -72,69 +72,69 @@ class GpuExport(Protocol):
 
 
 class GpuImport(Protocol):
-    """Memory of another process on a GPU, which this process reads."""
+    """GPU memory of another process, which this process reads."""
 
     def read(self, start: int, into: torch.Tensor) -> None:
-        """Puts a copy of the bytes from `start` on into the calling thread's stream; `into` is `uint8` on this GPU."""
+        """Copy the bytes from `start` on in the calling thread's stream; `into` is `uint8` on this GPU."""
 
     def close(self) -> None:
-        """Lets go of the memory, which no copy reads any more."""
+        """Close the memory; no copy may read it any more."""
 
 
 class GpuDevice(Protocol):
-    """A GPU in this process. Any thread may use it."""
+    """A GPU in this process. Thread-safe."""
 
     @property
     def id(self) -> str:
-        """Equal where two processes use the same GPU, and NCCL knows it; empty: not known."""
+        """Id that is equal if two processes use the same GPU and NCCL detects it; empty if unknown."""
         ...
 
     @property
     def uuid(self) -> str:
-        """The driver's name for the GPU: equal in all processes of the host, and unique."""
+        """UUID of the GPU in the driver: equal in all processes of the host, and unique."""
         ...
 
     @property
     def highest_priority(self) -> int:
-        """The priority of the streams that go first: 0 or less."""
+        """Priority of the streams that are scheduled first: 0 or less."""
         ...
 
     def may_read(self, uuid: str) -> bool:
-        """Returns whether memory on the GPU of this name may be read from here.
+        """Return whether memory on the GPU with this UUID may be readable from here.
 
-        That is not known of a GPU which this process does not see: to open the memory shows it.
+        This is unknown for a GPU that is not visible to this process; opening the memory decides.
         """
 
     def stream(self, priority: int) -> Stream:
-        """Takes the next stream of a priority's few, which are given out in turn, again and again."""
+        """Return the next of the few streams of a priority, which are returned round robin."""
 
     def current_stream(self) -> Stream:
-        """Returns the calling thread's own stream."""
+        """Return the calling thread's current stream."""
 
     def set_stream(self, stream: Any) -> None:
-        """Makes a stream the calling thread's own."""
+        """Make a stream the calling thread's current one."""
 
     def on_stream(self, stream: Any) -> AbstractContextManager[object]:
-        """Makes a stream the calling thread's own within a block."""
+        """Context manager: make a stream the calling thread's current one."""
 
     def event(self) -> StreamEvent:
-        """Makes an event."""
+        """Create an event."""
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Allocates zeros on the GPU, `uint8[num_bytes]`."""
+        """Allocate zeros on the GPU, `uint8[num_bytes]`."""
 
     def pinned_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Allocates zeros in main memory that the GPU reaches by itself, `uint8[num_bytes]`."""
+        """Allocate zeros in pinned main memory, which the GPU accesses directly, `uint8[num_bytes]`."""
 
     def export_buffer(self, num_bytes: int) -> GpuExport:
-        """Allocates zeros on the GPU that other processes may read.
+        """Allocate zeros on the GPU that other processes may read.
 
         Raises:
-            RuntimeError: there is no room for it, or CUDA cannot share memory here.
+            RuntimeError: the GPU is out of memory, or CUDA cannot share memory here.
         """
 
     def open_buffer(self, handle: bytes) -> GpuImport:
-        """Opens what another process of the host exports.
+        """Open memory that another process of the host exports.
 
         Raises:
             RuntimeError: it cannot be read from here.
@@ -149,9 +149,10 @@ class CudaGpu:
 
     @property
     def id(self) -> str:
-        """NCCL refuses two ranks of one PCI bus id, unless it is asked to, or takes them for ranks of two hosts.
+        """Id by which NCCL recognizes the GPU: it uses the PCI bus id.
 
-        The instances of one GPU (MIG) have one bus id, and UUIDs of their own.
+        NCCL rejects two ranks of one PCI bus id, unless it is configured to accept them or takes them for ranks of two
+        hosts. The instances of one GPU (MIG) share the bus id, and have separate UUIDs.
         """
         if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1":
             return ""
@@ -207,7 +208,7 @@ class CudaGpu:
             return _CudaImport(handle, self._device)
 
 
-# -- CUDA's calls that torch has no names for ------------------------------------------------------------------------
+# -- CUDA calls without a torch binding -------------------------------------------------------------------------------
 
 
 class _IpcHandle(ctypes.Structure):
@@ -215,7 +216,7 @@ class _IpcHandle(ctypes.Structure):
 
 
 _WHOLE_PAGES: Final = 2**21
-"""CUDA shares whole pages of this size: what is smaller would be shared together with other memory."""
+"""CUDA shares whole pages of this size: a smaller allocation would be shared together with other memory."""
 _ENABLE_PEER_ACCESS: Final = ctypes.c_uint(1)
 _ANY_TO_ANY: Final = 4
 _BUS_ID_BYTES: Final = 32
@@ -223,21 +224,21 @@ _BUS_ID_BYTES: Final = 32
 
 @cache
 def _runtime() -> ctypes.CDLL:
-    """The runtime that torch has loaded."""
+    """Return the runtime that torch has loaded."""
     return ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
 
 
 def _call(name: str, *args: Any) -> None:
-    """Calls the runtime; raises RuntimeError with CUDA's reason."""
+    """Call the runtime; raises RuntimeError with CUDA's reason."""
     runtime = _runtime()
     if code := getattr(runtime, name)(*args):
-        runtime.cudaGetLastError()  # else torch takes it for an error of its next launch
+        runtime.cudaGetLastError()  # otherwise torch takes it for an error of its next launch
         runtime.cudaGetErrorString.restype = ctypes.c_char_p
         raise RuntimeError(f"{name}: {runtime.cudaGetErrorString(code).decode()}")
 
 
 class _CudaExport:
-    """Memory of CUDA's own allocator: torch's comes in pieces of larger blocks, which would be shared whole."""
+    """Memory of CUDA's own allocator. torch's memory is part of larger blocks, which would be shared whole."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         pointer, handle = ctypes.c_void_p(), _IpcHandle()
@@ -277,29 +278,29 @@ class _CudaImport:
 
 
 class DeviceLosses:
-    """What threads of transfers find out about this process's devices for good. Any thread may use it.
+    """Permanent device failures that transfer threads of this process have detected. Thread-safe.
 
     Attributes:
-        found: the error after which a device computes nothing more in this process; empty: none came.
+        found: the error after which a device no longer computes in this process; empty: none occurred.
     """
 
     def __init__(self) -> None:
         self.found = ""
 
     def note(self, error: BaseException) -> None:
-        """Remembers an error that says of a device, or comes of one that does, that it computes nothing more."""
+        """Record an error if it, or its cause, means that a device no longer computes."""
         if fault_of(error) is Fault.DEVICE_LOST:
             self.found = self.found or str(error)
 
 
 LOSSES: Final = DeviceLosses()
 GPUS: dict[torch.device, GpuDevice] = {}
-"""The GPUs that this process has used. Tests put theirs here."""
+"""GPUs that this process has used. Tests put theirs here."""
 _LOCK = threading.Lock()
 
 
 def gpu_of(device: torch.device) -> GpuDevice | None:
-    """Returns the GPU behind a device of torch; None for a CPU."""
+    """Return the GPU behind a device of torch; None for a CPU."""
     if device.type == "cpu":
         return None
     known = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())

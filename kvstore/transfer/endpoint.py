@@ -1,4 +1,4 @@
-"""The gRPC service through which other workers reach a worker's KV, and the counts of all its transfers.
+"""gRPC service through which other workers reach a worker's KV, and the counts of all its transfers.
 
 Every worker has one, whatever its role: it sends and receives KV transfers, pulls prefixes, and serves pulls.
 """
@@ -39,11 +39,11 @@ POLL_S = 1.0
 
 
 class KvEndpoint(kv_pb2_grpc.KvControlServicer):
-    """The KV transfer of one worker, on its event loop. Made once the model is loaded; that may take seconds on a GPU.
+    """KV transfer of one worker, on its event loop. Created after the model is loaded; takes seconds on a GPU.
 
     Attributes:
-        sender: sends KV out of the worker's cache.
-        receiver: takes KV into it.
+        sender: sends KV from the worker's cache.
+        receiver: receives KV into the cache.
         prefixes: pulls prefixes from other workers.
     """
 
@@ -60,7 +60,7 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         self._max_keys = worker.max_tokens // HASH_BLOCK
 
     def counts(self) -> TransferCounts:
-        """Returns the counts that the worker's lease publishes."""
+        """Return the counts that the worker's lease publishes."""
         sent, received = self.sender.stats, self.receiver.stats
         return TransferCounts(
             sent_committed=sent.committed,
@@ -92,26 +92,26 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
         )
 
     def links(self) -> tuple[OpenLinks, ...]:
-        """Returns the open connections, by kind of transport, as the worker's lease publishes them."""
+        """Return the number of open connections by kind of transport, as the worker's lease publishes it."""
         kinds = Counter(kind for kind in (*self.sender.open_kinds, *self.receiver.open_kinds) if kind != "nccl")
         nccl = (OpenLinks("nccl", carrier, number) for carrier, number in sorted(nccl_pairs_by_carrier().items()))
         return (*nccl, *(OpenLinks(kind, "", number) for kind, number in sorted(kinds.items())))
 
     async def stuck(self) -> None:
-        """Returns once the GPU's pairs are beyond help: each end of a communicator that is stuck may keep its memory.
+        """Return once too many NCCL communicators are stuck: each end of one may keep its memory.
 
-        What computes here is well, and other workers can take it over.
+        Computation still works in this worker, and other workers can take it over.
         """
         while True:
             await asyncio.sleep(POLL_S)
             if (number := num_stuck_aborts()) >= MAX_STUCK_ABORTS:
-                logger.error("%d NCCL communicators could not be ended: this worker leaves", number)
+                logger.error("%d NCCL communicators could not be closed: this worker shuts down", number)
                 return
 
     async def device_lost(self) -> str:
-        """Returns why, once a thread of a transfer has found that a device computes nothing more in this process.
+        """Return the reason, once a transfer thread has found that a device no longer computes in this process.
 
-        A worker without steps would not notice: it would go on to fail each transfer.
+        A worker without steps would not notice, and would continue to fail each transfer.
         """
         while True:
             await asyncio.sleep(POLL_S)
@@ -119,21 +119,21 @@ class KvEndpoint(kv_pb2_grpc.KvControlServicer):
                 return LOSSES.found
 
     async def close(self) -> None:
-        """Ends all transfers and connections."""
+        """End all transfers and connections."""
         await asyncio.gather(self.sender.close(), self.receiver.close())
 
     # -- what other workers call ---------------------------------------------------------------------------------------
 
     async def Session(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override] # noqa: N802
-        """Serves one connection of a sender."""
+        """Serve one connection of a sender."""
         await self.receiver.session(request_iterator, context)
 
     async def Pull(  # noqa: N802 - the generated name
         self, request: kv_pb2.PullRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> kv_pb2.PullResponse:
-        """Sends the cached part of a prefix to the worker that asks for it, as far as a router's permit goes.
+        """Send the cached part of a prefix to the requesting worker, within the limits of a router's permit.
 
-        A cluster without a secret has no permits, and what asks is believed.
+        A cluster without a secret has no permits and trusts the requester.
         """
         pull = wire.pull_from_pb(request, max_keys=self._max_keys)
         ticket = pull.ticket

@@ -1,4 +1,4 @@
-"""This worker, as its KV transfers present it."""
+"""Identity, caches and address that this worker presents in its KV transfers."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ class LocalWorker:
 
     worker_id: str
     incarnation: str
-    """The id of this start of the process; a ticket names the incarnation that issued it."""
+    """Id of this start of the process; a ticket names the incarnation that issued it."""
     caches: Sequence[RankCache]
     """One cache per rank; block ids mean the same on all of them."""
     wire_compat: str
-    """The kind of KV; only workers of the same kind pair."""
+    """Kind of KV; only workers of the same kind connect."""
     host: str
-    """The address on which peers reach this worker's transports."""
+    """Address on which peers reach this worker's transports."""
     tls: Tls | None = None
-    """What this worker shows other members; None: all speak in plain text."""
+    """Certificates that this worker presents to other members; None: all connections are plain text."""
     keys: KeyFile | None = None
-    """The keys by which it proves to peers who it is; None: the cluster has no secret."""
+    """Keys that prove this worker's identity to peers; None: the cluster has no secret."""
     num_kv_heads: Sequence[int] = ()
-    """KV heads of the whole model, one number per layer group; needed if ranks outnumber the heads."""
+    """KV heads of the whole model, one number per layer group; required if there are more ranks than heads."""
 
     @property
     def devices(self) -> list[torch.device]:
-        """The devices of the caches, one per rank."""
+        """Devices of the caches, one per rank."""
         return [cache.device for cache in self.caches]
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest sequence that the blocks of every group hold."""
+        """Length in tokens of the longest sequence that the blocks of every group can hold."""
         cache = self.caches[0]
         return min(n * g.block_size for n, g in zip(cache.table_sizes, cache.spec.groups, strict=False))
 
     def layout(self) -> KvLayout:
-        """Returns how the KV lies in the caches."""
+        """Return the layout of the KV in the caches."""
         return layout_of(self.caches[0].spec, len(self.caches), self.num_kv_heads)

@@ -1,7 +1,7 @@
-"""Pulls: a worker fetches a prefix of a prompt from another worker's cache into its own.
+"""Prefix pulls: a worker copies a prefix of a prompt from another worker's cache into its own.
 
 A pulled prefix goes into the worker's prefix cache, where the engine finds it like any other. A pull that fails, or
-finds less than expected, therefore costs time and nothing else.
+finds less than expected, therefore costs only time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixPuller:
-    """Pulls prefixes into one worker's cache. For one event loop.
+    """Puller of prefixes into one worker's cache. For one event loop.
 
     Attributes:
         num_tokens: tokens pulled since the start.
@@ -53,14 +53,15 @@ class PrefixPuller:
         self._timeout_s = timeout_s
 
     async def fetch(self, spec: SequenceSpec, source: PrefixSource, arrived_s: float, trace: Context) -> int:
-        """Pulls the part of a prompt that another worker has in its cache.
+        """Pull the part of a prompt that another worker has in its cache.
 
         Args:
-            arrived_s: when the request came, on the monotonic clock: the pull waits for blocks in its place.
+            arrived_s: arrival time of the request, on the monotonic clock: the pull waits for blocks in the request's
+                place.
             trace: the request's trace.
 
         Returns:
-            The number of tokens that came; 0 if none did, for whatever reason: the engine computes what is missing.
+            The number of pulled tokens; 0 if the pull failed for any reason. The engine computes the rest.
         """
         if not self._engine.spec.supports_prefix_reuse or source.worker_id == self._worker_id:
             return 0
@@ -107,7 +108,7 @@ class PrefixPuller:
             return arrival.num_tokens - skip_tokens
 
     async def _pull(self, pull: Pull, source: PrefixSource) -> Arrival | None:
-        """Asks the source, and waits for the KV; returns None if the source has no more than is here already."""
+        """Ask the source, and wait for the KV; returns None if the source has no more than this worker."""
         channel = open_channel(source.address, self._receiver.tls)
         try:
             stub: Any = kv_pb2_grpc.KvControlStub(channel)

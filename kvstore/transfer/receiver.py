@@ -1,17 +1,18 @@
-"""The receiving side of the KV transfer.
+"""Receiving side of the KV transfer.
 
 The life of a transfer at the receiver:
 
 1. `expect` reserves blocks that the worker owns, and returns a ticket. The reservation holds the blocks from here on.
 2. A sender opens a connection: Hello and Welcome, and the transport's rendezvous.
-3. Offer: both sides must have the same plan. Grant is sent; from now on the sender's pings renew the lease.
-4. Each chunk that the transport brings is verified and, if the reservation still stands, written into the blocks.
-5. Commit and every chunk in, of every source: the blocks are readable, `wait_committed` returns, CommitAck is sent.
-6. `release` takes the blocks back, once: for the pool after a failure or a cancel, for the running sequence after a
+3. Offer: both sides must have the same plan. The receiver sends Grant; from now on the sender's pings renew the lease.
+4. Each received chunk is verified and, if the reservation still exists, written into the blocks.
+5. Every source has sent Commit and every chunk has been received: the blocks are readable, `wait_committed` returns,
+   CommitAck is sent.
+6. `release` returns the blocks, once: to the pool after a failure or a cancellation, to the running sequence after a
    commit.
 
 A failure at any point (Nack or Abort, lease, lost connection) ends the reservation at once. Only this process writes
-its blocks, so there is no need to wait for the other side.
+its blocks, so it need not wait for the other side.
 """
 
 from __future__ import annotations
@@ -59,16 +60,16 @@ if TYPE_CHECKING:
 ID_BYTES = 16
 """Random bytes in the id of a transfer."""
 HANG_UP_S = 1.0
-"""When a receiver closes, senders have this long to read why and to end their streams."""
+"""Time that senders have, when a receiver closes, to read the reason and to end their streams."""
 
 
 class KvReceiver:
-    """Takes KV into one worker's cache. For one event loop.
+    """Receiver of KV into one worker's cache. For one event loop.
 
     Attributes:
         kv_address: the address of the server whose `KvControl.Session` is `session`; the worker sets it before
             `expect`.
-        tls: what this worker shows other members; None: all speak in plain text.
+        tls: certificates that this worker presents to other members; None: all connections are plain text.
     """
 
     def __init__(self, worker: LocalWorker, config: TransferConfig) -> None:
@@ -84,21 +85,21 @@ class KvReceiver:
         self._connections: dict[int, IncomingConnection] = {}
         self._num_connections_ever = 0
         self._handlers: set[asyncio.Task[None]] = set()
-        """The tasks that serve control streams."""
+        """Tasks that serve control streams."""
         self._threads: set[TransportThread[ReceivingTransport]] = set()
         self._fenced = 0
-        """Dropped by connections that are gone."""
+        """Messages and chunks that closed connections have dropped."""
 
     @property
     def keys(self) -> KeyFile | None:
-        """The keys by which this worker proves to peers who it is; None: the cluster has no secret."""
+        """Keys that prove this worker's identity to peers; None: the cluster has no secret."""
         return self._worker.keys
 
     # -- what operators see ------------------------------------------------------------------------------------------
 
     @property
     def stats(self) -> TransferStats:
-        """Counts of received transfers."""
+        """Count of received transfers."""
         stats = self._reservations.stats
         fenced = stats.fenced + self._fenced + sum(c.num_fenced for c in self._connections.values())
         return dataclasses.replace(stats, fenced=fenced)
@@ -110,7 +111,7 @@ class KvReceiver:
 
     @property
     def open_kinds(self) -> list[str]:
-        """The transport of each open connection."""
+        """Transport of each open connection."""
         return [c.transport_kind for c in self._connections.values() if c.failure is None and c.is_open]
 
     @property
@@ -128,18 +129,18 @@ class KvReceiver:
         block_ids: BlockTables,
         expected: Expected = Expected.WHOLE,
     ) -> Ticket:
-        """Reserves blocks for a transfer, and returns the ticket that lets a sender fill them.
+        """Reserve blocks for a transfer, and return the ticket with which a sender fills them.
 
         Args:
-            name: what the transfer is for. Its id is this and random characters, so that no member can offer, abort or
-                fail a transfer whose ticket it was not given.
-            num_tokens: tokens of KV: of the sequence, of all of it but the last token, or of a prefix.
+            name: the purpose of the transfer. The transfer's id is this and random characters, so that no member can
+                offer, abort or fail a transfer without its ticket.
+            num_tokens: tokens of KV: the whole sequence, all of it but the last token, or a prefix.
             skip_tokens: leading tokens that are in the blocks already; a multiple of the layout's block size.
             block_ids: the sequence's block tables.
-            expected: what completes the transfer.
+            expected: the messages that complete the transfer.
 
         Raises:
-            ValueError: there are too few blocks, an empty place is to be written, or `skip_tokens` is not
+            ValueError: there are too few blocks, an empty place would be written, or `skip_tokens` is not
                 block-aligned.
         """
         for index, table in enumerate(block_ids[: len(self.layout.groups)]):
@@ -167,21 +168,21 @@ class KvReceiver:
         return self._reservations.add(ticket, block_ids, expected)
 
     async def wait_committed(self, ticket: Ticket) -> Arrival:
-        """Waits until a transfer is complete and readable.
+        """Wait until a transfer is complete and readable.
 
         Raises:
             TransferCorrupted: a chunk failed its header or checksum test.
             TransferExpired: the lease ended.
             TransferTimeout: an operation took too long.
-            TransferCancelled: the sender gave it up, or it was released.
+            TransferCancelled: the sender aborted the transfer, or it was released.
             TransferError: the transfer failed otherwise, or its connection was lost.
         """
         return await self._reservations.wait_committed(ticket)
 
     async def release(self, ticket: Ticket) -> BlockTables:
-        """Ends the reservation, in whatever phase, and hands its blocks back, once.
+        """End the reservation, in any phase, and return its blocks, once.
 
-        Waits for one scatter at most, even if cancelled meanwhile: the blocks are the caller's then too, although the
+        Waits for at most one scatter, even if cancelled in the meantime. The caller then owns the blocks, although the
         call raises CancelledError.
 
         Returns:
@@ -191,9 +192,9 @@ class KvReceiver:
         return await self._reservations.release(ticket)
 
     async def close(self) -> None:
-        """Ends all connections, their tasks and threads, and fails what is not committed.
+        """End all connections, their tasks and threads, and fail transfers that are not committed.
 
-        Blocks are still handed back by `release`.
+        `release` still returns the blocks.
         """
         down = TransferError("this worker shuts down")
         for connection in list(self._connections.values()):
@@ -206,15 +207,15 @@ class KvReceiver:
             await thread.join(self._config.op_timeout_s + 1)
 
     def check(self) -> None:
-        """Raises AssertionError if the reservations contradict each other."""
+        """Raise AssertionError if the reservations contradict each other."""
         self._reservations.check()
 
     # -- what senders call -------------------------------------------------------------------------------------------
 
     async def session(self, request_iterator: Any, context: Any) -> None:
-        """Handles one call of KvControl.Session, which is one connection.
+        """Handle one call of KvControl.Session, which is one connection.
 
-        A coroutine that writes, because gRPC leaves a cancelled generator suspended.
+        This is a coroutine that writes, because gRPC leaves a cancelled generator suspended.
         """
         handler: Any = asyncio.current_task()
         self._handlers.add(handler)
@@ -235,18 +236,18 @@ class KvReceiver:
             self._fenced += connection.num_fenced
 
     async def _turn_away(self, requests: Any, context: Any, error: TransferRefused) -> None:
-        """Sends the reason, and lets the sender hang up, as `IncomingConnection.serve` does."""
-        with contextlib.suppress(TimeoutError, grpc.aio.InternalError):  # it may be gone, or never hang up
+        """Send the reason, and let the sender hang up, as `IncomingConnection.serve` does."""
+        with contextlib.suppress(TimeoutError, grpc.aio.InternalError):  # the sender may be gone, or never hang up
             async with asyncio.timeout(self._config.op_timeout_s):
                 await context.write(wire.session_response(SessionFailed(text_of(error))))
                 async for _ in requests:
                     pass
 
     def _welcome(self, hello: FromSender | None, host: str) -> IncomingConnection:
-        """Opens a connection; raises TransferRefused if the two workers do not fit."""
+        """Open a connection; raises TransferRefused if the two workers are incompatible."""
         here = self._worker
         if not isinstance(hello, Hello):
-            raise TransferRefused("a session begins with Hello")
+            raise TransferRefused("the first message of a session must be Hello")
         if hello.protocol_version != PROTOCOL_VERSION:
             raise TransferRefused(
                 f"worker {hello.worker_id} speaks version {hello.protocol_version} of the KV transfer, "
@@ -279,7 +280,7 @@ class KvReceiver:
         return IncomingConnection(self._num_connections_ever, caller, kind, local, self._reservations)
 
     def _why_no_transport(self, hello: Hello, near: Nearness) -> str:
-        """Returns why no kind of transport that a sender offers can be used between it and this worker."""
+        """Return why none of the sender's kinds of transport can be used between it and this worker."""
         here = self._worker.worker_id
         offers = f"worker {hello.worker_id} offers the transports {', '.join(hello.links) or 'none'}"
         if plain := must_not_be_plain(hello.links, self._usable, near):
@@ -296,14 +297,14 @@ class KvReceiver:
         is_elsewhere = any(offered in self._usable for offered in hello.links)
         where = "on the same GPU" if near.is_same_gpu else "on another host"
         if near.is_same_host and not near.is_same_gpu:
-            where = "on a GPU that the one here cannot read"
+            where = "on a GPU that the receiver's GPU cannot read"
         return (
             f"{offers}{f', and is {where}; ' if is_elsewhere else ', '}worker {here} can use {', '.join(self._usable)}"
         )
 
 
 async def _known(request_iterator: Any) -> AsyncIterator[FromSender]:
-    """Yields the requests of known kinds; raises TransferRefused for one that is too long to be read."""
+    """Yield the requests of known kinds; raises TransferRefused for a request that is too long."""
     async for request in request_iterator:
         if (message := wire.session_request_from_pb(request)) is not None:
             yield message

@@ -1,16 +1,18 @@
-"""The sending side of the KV transfer.
+"""Sending side of the KV transfer.
 
 The life of a transfer at the sender:
 
-1. `transfer` takes a ticket and offers as soon as there is a connection, while the prompt still waits: opening the
-   connection and the round trip to the receiver hide in the queue, and pings renew the lease from the offer on.
-2. `extend` passes the blocks. The caller pins them until the block of `transfer` is left.
-3. `advance`, on the engine's thread, reports what is computed, in all layers or in some; a prefix that is computed
-   already needs none. The connection's transport thread gathers, checksums and sends chunk by chunk.
+1. `transfer` takes a ticket and offers as soon as there is a connection, while the prompt still waits. So the prompt's
+   queue time hides the opening of the connection and the round trip to the receiver. Pings renew the lease from the
+   offer on.
+2. `extend` passes the blocks. The caller pins them until the context of `transfer` exits.
+3. `advance`, on the engine's thread, reports which tokens are computed, in all layers or in some; a prefix that is
+   already computed needs no report. The connection's transport thread gathers, checksums and sends chunk by chunk.
 4. `finish` passes the first token, if one was drawn: Commit follows the last chunk, CommitAck ends the transfer.
 
-Leaving the block early gives the transfer up: its blocks are not read any more once it is left, and the Abort is sent
-in the background. Each pair of ranks that exchange bytes has a connection of its own, which carries its part.
+Leaving the context early aborts the transfer: its blocks are no longer read afterwards, and the Abort is sent in the
+background. Each source rank has a separate connection to each destination rank with which it exchanges bytes; that
+connection carries its part.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from kvstore.transfer.transport.select import chunk_bytes, slot_bytes, usable_tr
 from kvstore.transfer.transport.shm import host_id
 
 ROOM_POLL_S = 0.05
-"""How often `wait_for_room` looks again: transport threads send between two ends of transfers."""
+"""Poll interval of `wait_for_room`: transport threads send between two ends of transfers."""
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
 
 
 class KvSender:
-    """Sends KV out of one worker's cache. For one event loop."""
+    """Sender of KV from one worker's cache. For one event loop."""
 
     def __init__(self, worker: LocalWorker, config: TransferConfig, faults: FaultsConfig | None = None) -> None:
         self.layout = worker.layout()
@@ -83,7 +85,7 @@ class KvSender:
 
     @property
     def stats(self) -> TransferStats:
-        """Counts of sent transfers."""
+        """Count of sent transfers."""
         pool = self._connections
         return dataclasses.replace(self._stats, fenced=pool.num_fenced, resent=pool.num_resent)
 
@@ -94,7 +96,7 @@ class KvSender:
 
     @property
     def open_kinds(self) -> list[str]:
-        """The transport of each open connection."""
+        """Transport of each open connection."""
         return self._connections.open_kinds
 
     @property
@@ -109,11 +111,11 @@ class KvSender:
 
     @property
     def unsent_bytes(self) -> int:
-        """Payload of all chunks that are computed and not gathered."""
+        """Payload of all chunks that are computed but not gathered yet."""
         return sum(part.queue.unsent_bytes for part in self._live if part.queue)
 
     async def wait_for_room(self, max_waiting: float) -> None:
-        """Waits until less than `max_unsent_mib` of KV is computed and not sent: blocks that wait fill the cache.
+        """Wait until less than `max_unsent_mib` of KV is computed and unsent, because blocks that wait fill the cache.
 
         Raises:
             Overloaded: `max_waiting` callers wait already.
@@ -137,13 +139,13 @@ class KvSender:
 
     @property
     def opens_slowly(self) -> bool:
-        """Whether a connection may take seconds to be as good as it gets, so that it pays to open it ahead."""
+        """True if a connection may take seconds to reach its best kind, so that opening it ahead pays off."""
         return self._connections.opens_slowly
 
     async def open_ahead(self, peers: Sequence[Peer]) -> bool:
-        """Opens the first connection, or better one, that is missing and due, and waits until it is open or cannot be.
+        """Open the first connection, or better one, that is missing and due; wait until it is open or has failed.
 
-        No connection is closed to make room for it, and no transfer fails because of it.
+        No connection is closed in its favor, and no transfer fails because of it.
 
         Args:
             peers: the receivers to which transfers may go.
@@ -157,13 +159,13 @@ class KvSender:
 
     @contextlib.asynccontextmanager
     async def transfer(self, ticket: Ticket, num_tokens: int | None = None) -> AsyncGenerator[OutgoingTransfer]:
-        """Begins a KV transfer, which lasts until the block is left; then nothing reads the KV blocks any more.
+        """Context manager: one KV transfer. After it exits, the KV blocks are no longer read.
 
         Args:
-            num_tokens: leading tokens to send; by default all that the ticket asks for.
+            num_tokens: leading tokens to send; by default all tokens of the ticket.
 
         Raises:
-            TransferRefused: the two sides do not fit.
+            TransferRefused: the two sides are incompatible.
         """
         num_tokens = ticket.num_tokens if num_tokens is None else num_tokens
         parts = self._parts(ticket, num_tokens)
@@ -186,20 +188,20 @@ class KvSender:
                 self._connections.make_room()
 
     async def close(self) -> None:
-        """Ends all connections and their threads."""
+        """End all connections and their threads."""
         await self._connections.close()
 
     def copier(self, rank: int, part: TransferPart, block_ids: BlockTables) -> BlockCopier:
-        """Returns what gathers the chunks of a part out of a rank's cache."""
+        """Return the copier that gathers the chunks of a part out of a rank's cache."""
         return BlockCopier(self._worker.caches[rank], part.plan, self.layout, rank, block_ids)
 
     @property
     def is_checked(self) -> bool:
-        """Whether chunks carry checksums."""
+        """True if chunks carry checksums."""
         return self._config.checksum == "full"
 
     def count(self, transferred: Transferred) -> None:
-        """Counts a committed transfer."""
+        """Count a committed transfer."""
         self._stats.committed += 1
         self._stats.num_bytes += transferred.num_bytes
         self._stats.num_chunks += transferred.num_chunks
@@ -207,11 +209,11 @@ class KvSender:
         self._stats.exposed_s += transferred.exposed_s
 
     def count_failure(self, error: BatonError) -> None:
-        """Counts a failed transfer."""
+        """Count a failed transfer."""
         self._stats.count_failure(error)
 
     def _parts(self, ticket: Ticket, num_tokens: int) -> dict[tuple[int, int], TransferPart]:
-        """Plans the parts of a transfer, by sending and receiving rank."""
+        """Plan the parts of a transfer, by sending and receiving rank."""
         here, there = self.layout, ticket.layout
         if num_tokens > (most := self._worker.max_tokens):
             raise TransferRefused(f"{num_tokens} tokens are to be sent; this worker's cache holds at most {most}")
@@ -242,19 +244,19 @@ class KvSender:
         return WireOptions(size, self._config.span_tokens, wanted)
 
     async def _start(self, rank: int, part: TransferPart, peer: Peer) -> None:
-        """Offers a part as soon as its connection is open."""
+        """Offer a part as soon as its connection is open."""
         try:
             async with self._connections.open(rank, peer) as connection:
                 part.offer_on(connection)
         except BatonError as error:
             part.fail(error)
         except BaseException as error:
-            part.fail(TransferError(f"the transfer could not begin: {error!r}"))
+            part.fail(TransferError(f"the transfer could not start: {error!r}"))
             raise
 
 
 class OutgoingTransfer:
-    """One KV transfer, in all its parts; made by `KvSender.transfer`."""
+    """One KV transfer, in all its parts; created by `KvSender.transfer`."""
 
     def __init__(self, sender: KvSender, ticket: Ticket, parts: dict[tuple[int, int], TransferPart]) -> None:
         self.ticket = ticket
@@ -263,13 +265,13 @@ class OutgoingTransfer:
         self._queues: list[ChunkQueue] = []
 
     def extend(self, block_ids: BlockTables) -> None:
-        """Makes the blocks readable, as far as `advance` reports them computed.
+        """Make the blocks readable, as far as `advance` reports them computed.
 
-        It may be called again, in any thread, by an engine that gives a sequence its blocks bit by bit, before it
-        advances into them.
+        An engine that allocates a sequence's blocks bit by bit may call it again, in any thread, before it advances
+        into the new blocks.
 
         Args:
-            block_ids: all blocks of the sequence so far; those of `ticket.skip_tokens` are not sent.
+            block_ids: all blocks of the sequence so far; the blocks of `ticket.skip_tokens` are not sent.
         """
         if self._queues:
             for queue in self._queues:
@@ -282,28 +284,28 @@ class OutgoingTransfer:
             part.attach(queue)
 
     def on_progress(self, progress: KvProgress) -> None:
-        """Takes an engine's report, in any thread, after the first `extend`."""
+        """Handle an engine's progress report, in any thread, after the first `extend`."""
         if progress.block_ids is not None:
             self.extend(progress.block_ids)
         self.advance(progress.num_tokens, progress.num_layers, progress.fence)
 
     def advance(self, num_tokens: int, num_layers: int, fence: Fence | None = None) -> None:
-        """Reports that the first `num_tokens` tokens are computed in the model's first `num_layers` layers.
+        """Report that the first `num_tokens` tokens are computed in the model's first `num_layers` layers.
 
-        Called by any thread, after the first `extend`.
+        Any thread may call it, after the first `extend`.
 
         Args:
-            fence: what must have happened before these blocks are read.
+            fence: must be reached before these blocks are read.
         """
         for queue in self._queues:
             queue.advance(num_tokens, num_layers, fence)
 
     async def finish(self, first_token: int | None) -> Transferred:
-        """Reports that everything is computed, and waits until the receiver has it.
+        """Report that everything is computed, and wait until the receiver has it.
 
         Args:
-            first_token: the token from which the receiver continues; None for a prefix, and where the receiver draws
-                it itself.
+            first_token: the token from which the receiver continues; None for a prefix, and if the receiver draws it
+                itself.
 
         Raises:
             TransferError: the transfer failed; the receiver may be alive.
@@ -330,9 +332,9 @@ class OutgoingTransfer:
         return transferred
 
     async def close(self) -> None:
-        """Gives up unsettled parts, and waits until nothing reads the blocks any more, even if cancelled meanwhile."""
+        """Abort unsettled parts, and wait until the blocks are no longer read, even if cancelled in the meantime."""
         for part in self._parts.values():
-            part.give_up(TransferCancelled("the sender gave the transfer up"))
+            part.give_up(TransferCancelled("the sender aborted the transfer"))
         waiting = asyncio.gather(*(part.unpinned for part in self._parts.values()))
         await seen_through(waiting)
 

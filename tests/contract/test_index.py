@@ -668,7 +668,7 @@ async def test_redis_returns_empty_workers_republish_and_the_mirror_heals(
     assert (await backend.index.snapshot("w", worker.epoch))[1] == worker.owned
     said = [record.getMessage() for record in caplog.records if record.name == "kvstore.index.follower"]
     assert len(said) == 1, "once, however often it is tried"
-    assert said[0].startswith("the index is away, its mirror goes stale: ")
+    assert said[0].startswith("the index is unavailable, its mirror becomes stale: ")
 
 
 async def test_a_mirror_loses_nothing_while_redis_is_new(own_server: RedisServer, namespace: str) -> None:

@@ -267,7 +267,7 @@ def test_a_worker_that_waits_for_redis_to_join_ends_at_once(tmp_path: Path) -> N
             stderr=output,
         )
     try:
-        wait_until(lambda: "the lease store is away" in log.read_text(), within_s=60)
+        wait_until(lambda: "the lease store is unavailable" in log.read_text(), within_s=60)
         worker.terminate()
         assert worker.wait(10) == -signal.SIGTERM
     finally:

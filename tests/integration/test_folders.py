@@ -238,7 +238,7 @@ REFUSED = {
     "a class that reads parts of the file": (
         Case(config={"tokenizer_class": "BertTokenizerFast"}), "names BertTokenizerFast as tokenizer_class, by which",
     ),
-    "a class that is no text": (Case(config={"tokenizer_class": 7}), "names 7 as tokenizer_class; it must be a text"),
+    "a class that is no text": (Case(config={"tokenizer_class": 7}), "names 7 as tokenizer_class; it must be a string"),
     "marks that are split": (Case(config={"split_special_tokens": True}), "has split_special_tokens"),
     "a tokenizer for each version": (
         Case(config={"fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.json"]}), r"names 'tokenizer\.4\.0\.j",

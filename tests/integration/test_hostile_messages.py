@@ -513,7 +513,7 @@ def many_groups(message: Any) -> None:
         ("prefill", many_groups, "InvalidRequest", "is not read here"),
         ("pull", ticket_with(block_size=0), "TransferRefused", "a layout has blocks of 0 tokens"),
         ("pull", ticket_with(tp_size=2**32 - 1), "TransferRefused", "a layout has 4294967295 ranks"),
-        ("pull", many_keys, "TransferRefused", "block keys are asked for; this worker has at most 256"),
+        ("pull", many_keys, "TransferRefused", "block keys are requested; this worker has at most 256"),
         ("pull", many_groups, "TransferRefused", "is not read here"),
         ("session", hello_with(block_size=0), "TransferRefused", "a layout has blocks of 0 tokens"),
         ("session", hello_with(tp_size=0), "TransferRefused", "a layout has 0 ranks"),

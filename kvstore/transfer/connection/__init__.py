@@ -1,8 +1,8 @@
-"""Connections: one rank of a worker to one rank of another, each a control stream and a transport.
+"""Connections from one rank of a worker to one rank of another; each is a control stream and a transport.
 
-`outgoing` offers KV and sends it, `incoming` receives, `reservations` keeps the blocks that wait for it, `pool` finds
-or opens the connection to a peer, and `ahead` those that will be needed, with `pauses` between failures. The stream
-itself, its pings and the rendezvous are in `control_stream`.
+`outgoing` offers KV and sends it, and `incoming` receives it. `reservations` keeps the blocks that wait for it. `pool`
+finds or opens the connection to a peer, `ahead` opens connections before they are needed, and `pauses` spaces the
+retries. The stream itself, its pings and the rendezvous are in `control_stream`.
 """
 
 __all__ = ["ahead", "control_stream", "incoming", "outgoing", "pauses", "pool", "reservations"]

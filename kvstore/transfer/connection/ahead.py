@@ -1,4 +1,4 @@
-"""Opens connections before a transfer needs them: a GPU opens one nccl transport after the other, each in seconds."""
+"""Opening of connections before a transfer needs them: a GPU opens its nccl transports one by one, in seconds each."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 class OpeningsAhead:
-    """The openings ahead of one sender. For one event loop, and one at a time."""
+    """Openings ahead of one sender. For one event loop; opens one connection at a time."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._pauses: dict[Peer, Pauses] = {}
-        """The pauses of peers to which no connection could be opened at all."""
+        """Pauses of peers to which no connection could be opened at all."""
 
     async def open_next(self, peers: Sequence[Peer]) -> bool:
-        """Opens the connection of the first peer that is due; see `KvSender.open_ahead`."""
+        """Open the connection of the first peer that is due; see `KvSender.open_ahead`."""
         self._pauses = {peer: pauses for peer, pauses in self._pauses.items() if peer in peers}
         now = time.monotonic()
         due = (peer for peer in peers if peer not in self._pauses or self._pauses[peer].are_over(now))

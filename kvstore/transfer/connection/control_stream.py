@@ -1,4 +1,4 @@
-"""One side of a control stream: what leaves on it, pings and the peer's silence, and the rendezvous it carries."""
+"""One side of a control stream: outgoing messages, pings, the peer's silence, and the rendezvous on it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Peer:
 
 
 def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
-    """Opens a channel with a TCP connection of its own, so that a peer's death is seen on it at once.
+    """Open a channel with a separate TCP connection, so that a peer's death is detected at once.
 
     The control stream shows whether a peer is alive: transports notice its death late, or never.
 
@@ -53,12 +53,12 @@ def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
         TransferRefused: the address is not `host:port`.
     """
     if not is_address(address):
-        raise TransferRefused(f"{address!r:.100} is no host:port: no KV comes from there or goes there")
+        raise TransferRefused(f"{address!r:.100} is not host:port; KV cannot be transferred")
     return opened_channel(address, tls, OPTIONS)
 
 
 def caller_of(context: Any) -> str:
-    """Returns the IP address from which a call comes; "" if it comes over something else than TCP.
+    """Return the IP address of a call's client; "" if it does not use TCP.
 
     Args:
         context: the call's, whose peer is written `ipv4:10.0.0.1:5` or `ipv6:%5B::1%5D:5`.
@@ -68,10 +68,10 @@ def caller_of(context: Any) -> str:
 
 
 def open_session(channel: grpc.aio.Channel, peer: Peer, requests: AsyncIterator[Any], keys: KeyFile | None) -> Any:
-    """Opens the call of a control stream to a peer.
+    """Open the call of a control stream to a peer.
 
     Args:
-        keys: by which this worker proves who it is; None: the cluster has no secret.
+        keys: used to prove this worker's identity; None: the cluster has no secret.
     """
     stub: Any = kv_pb2_grpc.KvControlStub(channel)
     proof = member_metadata(keys, "/baton.v1.KvControl/Session", peer.incarnation)
@@ -108,15 +108,15 @@ class ControlStream(Generic[Out]):
         return self._ping_s
 
     def send(self, message: Out) -> None:
-        """Queues a message; no effect after `close`."""
+        """Queue a message; no effect after `close`."""
         self._out.put_nowait(message)
 
     def heard(self, now: float) -> None:
-        """Notes that the peer has sent something."""
+        """Record that the peer has sent something."""
         self._heard_s = now
 
     def beat(self, now: float, period_s: float) -> str:
-        """Queues a ping if one is due, and returns why the peer counts as lost, or "" while it does not.
+        """Queue a ping if one is due, and return why the peer counts as lost, or "" if it does not.
 
         Args:
             period_s: time between two calls.
@@ -129,11 +129,11 @@ class ControlStream(Generic[Out]):
         return ""
 
     async def outgoing(self) -> AsyncIterator[Out | Ping | Rendezvous]:
-        """Yields the messages to write, until `close`."""
+        """Yield the messages to write, until `close`."""
         while (message := await self._out.get()) is not None:
             yield message
 
     def close(self) -> None:
-        """Ends `outgoing` after what is queued, and fails the rendezvous if it is still under way. Idempotent."""
+        """End `outgoing` after the queued messages, and fail the rendezvous if it is still running. Idempotent."""
         self._out.put_nowait(None)
         self.rendezvous.close()

@@ -1,4 +1,4 @@
-"""The receiving end of a connection: from a rank of another worker to a rank of this one.
+"""Receiving end of a connection: from a rank of another worker to a rank of this one.
 
 A connection is a control stream (gRPC) and a transport with the thread that owns it. When the stream ends, the
 transport fails or the peer falls silent, every transfer on it fails at once.
@@ -46,23 +46,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A sender that has begun a control stream."""
+    """A sender that has opened a control stream."""
 
     hello: Hello
     host: str
-    """The IP address from which the stream comes: the transport connects to no other."""
+    """IP address of the stream's client; the transport connects to no other."""
 
 
 class IncomingConnection:
-    """The receiving end of a connection. For one event loop.
+    """Receiving end of a connection. For one event loop.
 
     Attributes:
         number: unique in this process; the connection's epoch, which every header on the transport carries.
         failure: why this side ended it; None while it is good, or if the peer left.
         transport_kind: the kind that this side chose.
         is_open: whether this side has opened the transport.
-        thread: the transport's thread. It ends soon after the connection: at the transport's timeout, to open or to
-            operate, at the latest.
+        thread: the transport's thread. It ends soon after the connection: at the latest at the transport's timeout to
+            open or to operate.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class IncomingConnection:
         return self._receive_loop.num_fenced
 
     async def serve(self, requests: AsyncIterator[FromSender], context: Any) -> None:
-        """Serves the control stream until the sender ends it; then the connection is over, whatever happened.
+        """Serve the control stream until the sender ends it; then the connection has ended in any case.
 
-        A failure on this side is sent as a message, and the sender hangs up: if the server ended the stream while the
-        client writes, gRPC would hide the status, and the messages before it.
+        A failure on this side is sent as a message, and the sender hangs up. If the server ended the stream while the
+        client writes, gRPC would hide the status and the messages before it.
 
         Raises:
-            InvalidRequest: what came is no message.
+            InvalidRequest: the sender sent something other than a message.
         """
         reading, writing, _ = tasks = [
             asyncio.create_task(self._failing_as_a_whole(work))
@@ -124,14 +124,14 @@ class IncomingConnection:
             reading.result()
 
     def break_off(self, error: TransferError) -> None:
-        """Ends the connection from this side, and sends the reason to the peer. Idempotent."""
+        """End the connection from this side, and send the reason to the peer. Idempotent."""
         if not self._ended:
             self.failure = error
             self._stream.send(SessionFailed(text_of(error)))
             self._end(error)
 
     def _end(self, error: TransferError) -> None:
-        """Fails the connection's transfers and lets go of its transport. Idempotent."""
+        """Fail the connection's transfers and release its transport. Idempotent."""
         if self._ended:
             return
         self._ended = True
@@ -157,7 +157,7 @@ class IncomingConnection:
         with contextlib.suppress(grpc.aio.BaseError):  # this server stops, and the stream with it
             async for message in requests:
                 self._stream.heard(self._loop.time())
-                if not self._ended:  # an offer accepted after the end would wait for its lease
+                if not self._ended:  # an offer accepted after the end would wait until its lease expires
                     self._on_message(message)
 
     async def _write(self, context: Any) -> None:
@@ -166,7 +166,7 @@ class IncomingConnection:
                 await context.write(wire.session_response(message))
 
     async def _beat(self) -> None:
-        """Pings, and ends the connection when the peer is silent."""
+        """Send pings, and end the connection when the peer is silent."""
         period_s = self._stream.ping_s
         while not self._ended:
             await asyncio.sleep(period_s)
@@ -186,7 +186,7 @@ class IncomingConnection:
             case Ping():
                 self._reservations.renew(self._source)
             case Hello():
-                self.break_off(TransferRefused("a session has one Hello"))
+                self.break_off(TransferRefused("duplicate Hello"))
 
     # -- the transport -----------------------------------------------------------------------------------------------
 
@@ -200,5 +200,5 @@ class IncomingConnection:
             self._stream.send(LinkReady())
             return
         if isinstance(error, TransferCorrupted):
-            logger.warning("the transport from worker %s cannot be trusted: %s", self._peer_id, error)
+            logger.warning("closing the corrupted transport from worker %s: %s", self._peer_id, error)
         self.break_off(error)

@@ -1,8 +1,8 @@
-"""The sending end of a connection: from a rank of this worker to a rank of one incarnation of another.
+"""Sending end of a connection: from a rank of this worker to a rank of one incarnation of another.
 
-A connection is a control stream (gRPC), a transport with the thread that owns it, and the state machine of what was
-offered. It opens when it is made and is never repaired: when any part of it fails, it fails as a whole with every
-transfer on it, and a new transfer makes a new connection under a new epoch.
+A connection is a control stream (gRPC), a transport with the thread that owns it, and the state machine of its offers.
+It opens when it is created and is never repaired: when any part of it fails, it fails as a whole with every transfer on
+it, and a new transfer opens a new connection under a new epoch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 REASON_WAIT_S = 0.1
-"""Seconds that the control stream has to report why, after a transport breaks."""
+"""Seconds that the control stream has to report the reason after a transport breaks."""
 
 
 class TransferPart:
@@ -62,7 +62,7 @@ class TransferPart:
 
     Attributes:
         settled: done when the receiver has everything; fails with the reason when it never will.
-        unpinned: done when nothing here reads the blocks any more, and nothing will.
+        unpinned: done when this process no longer reads the blocks, and will not do so again.
     """
 
     def __init__(self, ticket: Ticket, plan: TransferPlan) -> None:
@@ -76,28 +76,28 @@ class TransferPart:
         self.finished = False
         self.first_token: int | None = None
         self.queue: ChunkQueue | None = None
-        """The chunks, once the blocks are attached."""
+        """Chunks, once the blocks are attached."""
         self._connection: OutgoingConnection | None = None
 
     def offer_on(self, connection: OutgoingConnection) -> None:
-        """Offers the transfer on an open connection. No effect on a transfer that was given up meanwhile."""
+        """Offer the transfer on an open connection. A transfer that was aborted in the meantime is not affected."""
         if self.settled.done():
             return
         if connection.failure is not None:
             self.fail(connection.failure)
             return
         connection.offer(self)
-        # Only now: for a ticket that is in use already, `offer` raises, and the other transfer is not this one's.
+        # Set only now: if the ticket is in use already, `offer` raises, and the other transfer is not this one's.
         self._connection = connection
 
     def attach(self, queue: ChunkQueue) -> None:
-        """Makes the blocks readable, as far as the queue knows them to be computed."""
+        """Make the blocks readable, as far as the queue reports them computed."""
         self.queue = queue
         if self._connection is not None:
             self._connection.attached(self)
 
     def finish(self, first_token: int | None) -> None:
-        """Notes that everything is computed: the Commit follows the last chunk."""
+        """Record that everything is computed: the Commit follows the last chunk."""
         self.finished = True
         self.first_token = first_token
         if self.queue is not None:
@@ -106,14 +106,14 @@ class TransferPart:
             self._connection.finish(self)
 
     def give_up(self, error: BatonError) -> None:
-        """Ends the transfer early. No effect on one that has ended."""
+        """End the transfer early. A transfer that has ended is not affected."""
         if self._connection is not None:
             self._connection.abort(self, error)
         else:
             self.fail(error)
 
     def fail(self, error: BatonError) -> None:
-        """Ends a transfer that was never offered."""
+        """End a transfer that was never offered."""
         if not self.settled.done():
             self.settled.set_exception(error)
         if not self.unpinned.done():
@@ -121,14 +121,14 @@ class TransferPart:
 
 
 class OutgoingConnection:
-    """The sending end of a connection. For one event loop.
+    """Sending end of a connection. For one event loop.
 
     Attributes:
         opened: done once transfers can be offered; fails with TransferError if the two sides could not build the
-            transport or do not fit, with WorkerFailed if the peer is gone.
+            transport or are incompatible, with WorkerFailed if the peer is gone.
         failure: the error that ended the connection; None while it is good.
         transport_kind: the kind that the two sides chose; "" before they have.
-        used_s: when a transfer last ended on it, on the monotonic clock.
+        used_s: time at which a transfer last ended on it, on the monotonic clock.
         closed: the connection's task; done once stream, transport and thread are gone.
     """
 
@@ -162,12 +162,12 @@ class OutgoingConnection:
 
     @property
     def is_over(self) -> bool:
-        """Whether it takes no new transfers."""
+        """True if it takes no new transfers."""
         return self.failure is not None or self._transport_is_gone
 
     @property
     def is_idle(self) -> bool:
-        """Whether no transfer is on it."""
+        """True if no transfer is on it."""
         return not self._transfers
 
     @property
@@ -181,7 +181,7 @@ class OutgoingConnection:
         return self._state.num_resent
 
     def offer(self, transfer: TransferPart) -> None:
-        """Puts a transfer on this connection.
+        """Put a transfer on this connection.
 
         Raises:
             TransferError: another transfer uses the same ticket.
@@ -207,22 +207,22 @@ class OutgoingConnection:
             self.finish(transfer)
 
     def attached(self, transfer: TransferPart) -> None:
-        """Lets the chunks of a granted transfer leave, now that its blocks may be read."""
+        """Send the chunks of a granted transfer, now that its blocks may be read."""
         is_live = self._transfers.get(transfer.ticket.generation) is transfer and not transfer.settled.done()
         if is_live and transfer.granted and transfer.queue is not None and self._send_loop is not None:
             self._send_loop.add(transfer.queue)
 
     def finish(self, transfer: TransferPart) -> None:
-        """Notes that everything is computed: the Commit follows the last chunk."""
+        """Record that everything is computed: the Commit follows the last chunk."""
         now = time.monotonic()
         self._machine.apply(lambda state: state.finish(transfer.ticket.generation, transfer.first_token, now))
 
     def abort(self, transfer: TransferPart, error: BatonError) -> None:
-        """Gives a transfer up."""
+        """Abort a transfer."""
         self._machine.apply(lambda state: state.abort(transfer.ticket.generation, error, time.monotonic()))
 
     def lose(self, error: BatonError) -> None:
-        """Ends the connection and all its transfers. Idempotent."""
+        """End the connection and all its transfers. Idempotent."""
         if self.failure is not None:
             return
         self.failure = error
@@ -288,7 +288,7 @@ class OutgoingConnection:
                 await self._thread.join(self._config.op_timeout_s + 1)
 
     async def _beat(self) -> None:
-        """Pings, sends unanswered messages again, and ends the connection when the peer is silent."""
+        """Send pings, resend unanswered messages, and end the connection when the peer is silent."""
         period_s = min(self._stream.ping_s, self._config.resend_s)
         while self.failure is None:
             await asyncio.sleep(period_s)
@@ -303,7 +303,7 @@ class OutgoingConnection:
             yield wire.session_request(message)
 
     async def _read(self) -> FromReceiver | None:
-        """Returns the next message of a known kind; None at the end."""
+        """Return the next message of a known kind; None at the end."""
         while (message := await self._call.read()) is not grpc.aio.EOF:
             self._stream.heard(time.monotonic())
             if (known := wire.session_response_from_pb(message)) is not None:
@@ -337,12 +337,12 @@ class OutgoingConnection:
     # -- the transport -----------------------------------------------------------------------------------------------
 
     def _join(self, welcome: FromReceiver | None) -> None:
-        """Starts the transport that the receiver chose."""
+        """Start the transport that the receiver chose."""
         peer = self.peer
         if isinstance(welcome, SessionFailed):
             raise transfer_error_of(welcome.reason)
         if not isinstance(welcome, Welcome):
-            raise TransferError(f"worker {peer.worker_id} did not begin with Welcome")
+            raise TransferError(f"worker {peer.worker_id} did not start with Welcome")
         if welcome.incarnation != peer.incarnation:
             raise TransferRefused(
                 f"the ticket is from incarnation {peer.incarnation} of worker {peer.worker_id}, "
@@ -372,18 +372,18 @@ class OutgoingConnection:
         if error is None:
             self._side_opened()
             return
-        # A transport only knows that it broke; the control stream, a moment later, often knows why.
+        # A transport only knows that it broke; the control stream often reports the reason a moment later.
         self._transport_is_gone = True
         asyncio.get_running_loop().call_later(REASON_WAIT_S, self.lose, error)
 
     def _side_opened(self) -> None:
-        """Opens the connection once both sides have the transport."""
+        """Open the connection once both sides have the transport."""
         self._num_sides_open += 1
         if self._num_sides_open == 2 and not self.opened.done():
             self.opened.set_result(None)
 
 
 def _retrieve(future: asyncio.Future[None]) -> None:
-    """Retrieves a failure that nothing awaits, so that asyncio does not log it."""
+    """Retrieve a failure that no task awaits, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()

@@ -1,9 +1,8 @@
-"""The connections of one sender: opened when first needed, and closed when there are too many, those that were idle
-longest first.
+"""Connections of one sender: opened on first use, and closed when there are too many, the longest idle first.
 
-The first connection with a peer is over the best kind of transport that opens quickly. Better kinds that open slowly,
-and those that could not be opened, are tried beside it, again and again after longer and longer pauses; when one opens,
-it takes over, and the one before ends with the transfers that are on it.
+The first connection with a peer uses the best kind of transport that opens quickly. Better kinds that open slowly, and
+kinds that could not be opened, are tried in parallel, after longer and longer pauses. When one opens, it replaces the
+current connection, which ends with the transfers that are on it.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(slots=True)
 class _Route:
-    """The way from one rank here to one rank of a peer."""
+    """Route from one rank of this worker to one rank of a peer."""
 
     opening: asyncio.Future[OutgoingConnection]
     num_waiting: int = 0
@@ -50,41 +49,41 @@ class _Route:
     missed: tuple[str, ...] = ()
     """Better kinds than the connection's that were not tried yet, or could not be opened."""
     improving: asyncio.Task[None] | None = None
-    """Opens a connection of a better kind."""
+    """Task that opens a connection of a better kind."""
     pauses: Pauses = dataclasses.field(default_factory=Pauses)
-    """The pauses before a better kind is tried again."""
+    """Pauses before a better kind is tried again."""
     is_ahead: bool = False
-    """Whether it was opened before a transfer needed it."""
+    """True if it was opened before a transfer needed it."""
 
     @property
     def may_improve(self) -> bool:
-        """Whether it is time to open a connection of a better kind."""
+        """True if a connection of a better kind should be opened now."""
         is_busy = self.improving is not None and not self.improving.done()
         return bool(self.missed) and not is_busy and self.pauses.are_over(time.monotonic())
 
     @property
     def connection(self) -> OutgoingConnection | None:
-        """The connection, once it is open; None if it could not be opened."""
+        """The connection if it is open; None otherwise."""
         is_open = self.opening.done() and not self.opening.cancelled() and self.opening.exception() is None
         return self.opening.result() if is_open else None
 
     @property
     def is_over(self) -> bool:
-        """Whether it needs another connection."""
+        """True if the route needs another connection."""
         return self.opening.done() and (self.connection is None or self.connection.is_over)
 
     @property
     def is_idle(self) -> bool:
-        """Whether its connection is open and unused."""
+        """True if its connection is open and unused."""
         connection = self.connection
         return not self.is_over and not self.num_waiting and connection is not None and connection.is_idle
 
 
 class ConnectionPool:
-    """The connections of one sender. For one event loop.
+    """Connections of one sender. For one event loop.
 
     Args:
-        hello: what each connection begins with, except for the ranks.
+        hello: the first message of each connection, except for the ranks.
     """
 
     def __init__(self, worker: LocalWorker, hello: Hello, config: TransferConfig, faults: Faults) -> None:
@@ -110,13 +109,15 @@ class ConnectionPool:
         self._alive: set[OutgoingConnection] = set()
         """Connections whose stream, transport or thread has not ended yet."""
         self._improving = asyncio.Lock()
-        """Held while a better connection is opened: two at once would only wait for each other's GPU, each holding up
-        the transfers of one."""
+        """Held while a better connection is opened.
+
+        Two at once would only wait for each other's GPU, and each would delay the transfers of one.
+        """
         self._closing = False
         self._past_fenced = 0
         self._past_resent = 0
         self.num_failed_openings = 0
-        """Transports that could not be opened, since the start."""
+        """Number of transports that could not be opened, since the start."""
 
     # -- what operators see ------------------------------------------------------------------------------------------
 
@@ -127,7 +128,7 @@ class ConnectionPool:
 
     @property
     def open_kinds(self) -> list[str]:
-        """The transport of each open connection."""
+        """Transport of each open connection."""
         return [c.transport_kind for c in self._alive if c.failure is None and c.opened.done()]
 
     @property
@@ -144,7 +145,7 @@ class ConnectionPool:
 
     @contextlib.asynccontextmanager
     async def open(self, rank: int, peer: Peer) -> AsyncGenerator[OutgoingConnection]:
-        """Yields the open connection with a peer, and does not close it for being idle meanwhile.
+        """Yield the open connection with a peer, which is not closed as idle in the meantime.
 
         Raises:
             TransferError: it cannot be opened.
@@ -153,31 +154,31 @@ class ConnectionPool:
         route = self._good_route(rank, peer)
         if route.is_ahead:
             await asyncio.wait([route.opening])
-            if not self._closing:  # else it was cancelled
-                route = self._good_route(rank, peer)  # another one, where that could not be opened
+            if not self._closing:  # otherwise it was cancelled
+                route = self._good_route(rank, peer)  # another one, if that one could not be opened
         route.num_waiting += 1
         try:
             await asyncio.shield(route.opening)
             self._improve(rank, peer, route)
             self.make_room()
-            yield route.opening.result()  # the best one, of those that have opened meanwhile
+            yield route.opening.result()  # the best one that has opened in the meantime
         finally:
             route.num_waiting -= 1
 
     @property
     def opens_slowly(self) -> bool:
-        """Whether connections of this sender may take seconds to be as good as they get."""
+        """True if connections of this sender may take seconds to reach their best kind."""
         return bool(quick_and_slow(self._hello.links)[1])
 
     def lacks(self, rank: int, peer: Peer) -> bool:
-        """Returns whether a connection with a peer, or a better one, may be opened before a transfer needs it."""
+        """Return whether a connection with a peer, or a better one, may be opened before a transfer needs it."""
         route = self._routes.get((rank, peer))
         if route is None or route.is_over:
             return self.num_open < self._max_connections
         return route.opening.done() and route.may_improve
 
     async def open_ahead(self, rank: int, peer: Peer) -> None:
-        """Opens the best connection with a peer that can be opened now, and waits until it is open.
+        """Open the best connection with a peer that can be opened now, and wait until it is open.
 
         Raises:
             TransferError, WorkerFailed: none can be opened.
@@ -189,13 +190,13 @@ class ConnectionPool:
             await asyncio.wait([route.improving])
 
     def transport_kind(self, rank: int, peer: Peer) -> str:
-        """Returns the kind of a peer's open connection; if there is none, one like all that it may have, or ""."""
+        """Return the kind of a peer's open connection; if there is none, one like all possible kinds, or ""."""
         route = self._routes.get((rank, peer))
         connection = route.connection if route is not None and not route.is_over else None
         return connection.transport_kind if connection is not None else like_all(self._hello.links)
 
     def make_room(self) -> None:
-        """Closes the connections that were replaced and are idle, and those that were idle longest, if too many."""
+        """Close the replaced connections that are idle, and the longest idle ones if there are too many."""
         for connection in [connection for connection in self._replaced if connection.is_idle]:
             connection.lose(WorkerFailed("a better connection has replaced it"))
         surplus = self.num_open - self._max_connections
@@ -203,10 +204,10 @@ class ConnectionPool:
             return
         idle = [route.connection for route in self._routes.values() if route.is_idle and route.connection is not None]
         for connection in sorted(idle, key=lambda connection: connection.used_s)[:surplus]:
-            connection.lose(WorkerFailed("the connection made room for another"))
+            connection.lose(WorkerFailed("the idle connection was closed because too many were open"))
 
     async def close(self) -> None:
-        """Ends all connections and their threads."""
+        """End all connections and their threads."""
         self._closing = True
         for route in self._routes.values():
             route.opening.cancel()
@@ -218,7 +219,7 @@ class ConnectionPool:
             await asyncio.wait([connection.closed for connection in self._alive])
 
     def _good_route(self, rank: int, peer: Peer, *, is_ahead: bool = False) -> _Route:
-        """Returns the route to a peer; where there is none that is good a new one, whose connection is being opened."""
+        """Return the route to a peer. If no good one exists, return a new one whose connection is being opened."""
         route = self._routes.get((rank, peer))
         if route is None or route.is_over:
             self._routes = {key: other for key, other in self._routes.items() if not other.is_over}
@@ -234,7 +235,7 @@ class ConnectionPool:
         return route
 
     async def _open(self, rank: int, peer: Peer, links: tuple[str, ...], route: _Route) -> OutgoingConnection:
-        """Opens a connection over the best of these kinds that works between the two sides."""
+        """Open a connection over the best of these kinds that works between the two sides."""
         while True:
             local = self._ranks[rank]
             gpu_id, gpu_uuid = gpu_names(local.device)
@@ -268,12 +269,12 @@ class ConnectionPool:
                 return connection
 
     def _improve(self, rank: int, peer: Peer, route: _Route) -> None:
-        """Begins to open a better connection, if there may be one and it is time."""
+        """Start to open a better connection, if there may be one and it is time."""
         if route.may_improve and not self._closing:
             route.improving = asyncio.create_task(self._replace(rank, peer, route))
 
     async def _replace(self, rank: int, peer: Peer, route: _Route) -> None:
-        """Opens a connection of a missed kind, and lets it take over."""
+        """Open a connection of a missed kind, and let it replace the current one."""
         kinds, route.missed = route.missed, ()
         try:
             async with self._improving:

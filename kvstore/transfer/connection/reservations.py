@@ -1,7 +1,7 @@
-"""The reservations of a receiving worker: what its requests wait for, and what its connections bring.
+"""Reservations of a receiving worker, shared by its requests and its connections.
 
-Requests add reservations, await them and release them; connections check offers against them and report commits, aborts
-and losses. The state machine decides; its instructions are carried out here.
+Requests add reservations, await them and release them. Connections check offers against them and report commits, aborts
+and losses. The state machine decides; this module carries out its instructions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Expected(enum.Enum):
-    """What a sender has to commit."""
+    """What a sender must commit."""
 
     WHOLE = "whole"
     """The sender commits all tokens of the ticket; a first token may come with them."""
@@ -43,17 +43,17 @@ class Expected(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrival:
-    """What came in with a transfer."""
+    """Result of a transfer."""
 
     num_tokens: int
     """Leading tokens whose KV is readable now."""
     first_token: int | None
-    """The token from which the receiver has to continue; None: it draws the token itself."""
+    """Token from which the receiver must continue; None: it draws the token itself."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _ReservedTransfer:
-    """What the event loop knows of one reservation."""
+    """The event loop's record of one reservation."""
 
     ticket: Ticket
     block_ids: BlockTables
@@ -61,7 +61,7 @@ class _ReservedTransfer:
     settled: asyncio.Event
     freed: asyncio.Future[BlockTables]
     num_tokens: int | None = None
-    """The number of tokens that the first offer named."""
+    """Number of tokens that the first offer named."""
     plans: list[TransferPlan] = dataclasses.field(default_factory=list)
     first_token: int | None = None
     error: BatonError | None = None
@@ -70,20 +70,20 @@ class _ReservedTransfer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SourceConnection:
-    """A connection on which transfers arrive, as reservations need it."""
+    """A connection on which transfers arrive, as reservations use it."""
 
     number: int
     hello: Hello
-    """What the sender said of itself."""
+    """The sender's description of itself."""
     stream: ControlStream[FromReceiver]
     slot_bytes: int
     """Largest payload of a chunk on its transport."""
     writers: dict[int, ChunkWriter] = dataclasses.field(default_factory=dict)
-    """The transfers that may send on its transport now, by generation. The transport thread reads it."""
+    """Transfers that may send on its transport now, by generation. The transport thread reads it."""
 
 
 class Reservations:
-    """The reservations of one worker. For one event loop."""
+    """Reservations of one worker. For one event loop."""
 
     def __init__(self, worker: LocalWorker, config: TransferConfig) -> None:
         self.worker = worker
@@ -100,13 +100,13 @@ class Reservations:
 
     @property
     def stats(self) -> TransferStats:
-        """Counts of received transfers, without the messages that connections dropped."""
+        """Count of received transfers, without the messages that connections dropped."""
         return dataclasses.replace(self._stats, fenced=self._state.num_fenced)
 
     # -- the requests' side ------------------------------------------------------------------------------------------
 
     def add(self, ticket: Ticket, block_ids: BlockTables, expected: Expected) -> Ticket:
-        """Reserves blocks for a transfer, and returns its ticket with the reservation's generation."""
+        """Reserve blocks for a transfer, and return its ticket with the reservation's generation."""
         loop = asyncio.get_running_loop()
         expires_at = loop.time() + self.config.lease_s
         generation = self._machine.ask(lambda state: state.reserve(ticket.transfer_id, block_ids, expires_at))
@@ -123,7 +123,7 @@ class Reservations:
         return ticket
 
     async def wait_committed(self, ticket: Ticket) -> Arrival:
-        """Waits until the transfer is complete and readable; raises the error that ended it otherwise."""
+        """Wait until the transfer is complete and readable; raises the error that ended it otherwise."""
         reserved = self._reserved.get(ticket.generation)
         if reserved is None:
             raise TransferError(f"transfer {ticket.transfer_id} has been released")
@@ -134,9 +134,9 @@ class Reservations:
         return Arrival(reserved.num_tokens, reserved.first_token)
 
     async def release(self, ticket: Ticket) -> BlockTables:
-        """Ends a reservation and hands its blocks back, once; an empty tuple for every call but the first.
+        """End a reservation and return its blocks, once; an empty tuple for every call but the first.
 
-        Waits for one scatter at most, even if cancelled meanwhile.
+        Waits for at most one scatter, even if cancelled in the meantime.
         """
         reserved = self._reserved.get(ticket.generation)
         if reserved is None or reserved.release_began:
@@ -147,14 +147,14 @@ class Reservations:
         return reserved.freed.result()
 
     def close(self, error: TransferError) -> None:
-        """Fails every transfer that is not committed. Blocks are still handed back by `release`."""
+        """Fail every transfer that is not committed. `release` still returns the blocks."""
         for reserved in list(self._reserved.values()):
             self._fail(reserved.ticket, error)
         if self._sweep is not None:
             self._sweep.cancel()
 
     def check(self) -> None:
-        """Raises AssertionError if the reservations contradict each other."""
+        """Raise AssertionError if the reservations contradict each other."""
         self._machine.apply(lambda state: [])
         self._machine.ask(lambda state: state.check())
         assert len(self._state) == len(self._reserved)
@@ -164,15 +164,15 @@ class Reservations:
     # -- the connections' side ---------------------------------------------------------------------------------------
 
     def attach(self, source: SourceConnection) -> None:
-        """Takes in a connection that has been welcomed."""
+        """Add a connection that has been welcomed."""
         self._sources[source.number] = source
 
     def detach(self, source: SourceConnection) -> None:
-        """Lets go of a connection, after `lost`."""
+        """Remove a connection, after `lost`."""
         del self._sources[source.number]
 
     def offer(self, source: SourceConnection, offer: Offer) -> None:
-        """Takes in an Offer: grants it, or refuses it if the two sides would not plan the same transfer."""
+        """Handle an Offer: grant it, or refuse it if the two sides would not plan the same transfer."""
         reserved = self._meant(offer)
         phase = self._machine.ask(lambda state: state.state(offer.generation))
         is_open = phase in (ReceivePhase.RESERVED, ReceivePhase.RECEIVING)
@@ -190,7 +190,7 @@ class Reservations:
         self._machine.apply(lambda state: state.offer(*ids, offer.num_chunks, num_sources))
 
     def commit(self, source: SourceConnection, commit: Commit) -> None:
-        """Takes in a Commit."""
+        """Handle a Commit."""
         ids = (source.number, commit.transfer_id, commit.generation)
         reserved = self._meant(commit)
         if commit.first_token is None and reserved is not None and reserved.expected is Expected.WITH_FIRST_TOKEN:
@@ -198,29 +198,29 @@ class Reservations:
         self._machine.apply(lambda state: state.commit(*ids, commit.first_token))
 
     def abort(self, source: SourceConnection, abort: Abort) -> None:
-        """Takes in an Abort."""
+        """Handle an Abort."""
         error = transfer_error_of(abort.reason)
         ids = (source.number, abort.transfer_id, abort.generation)
         self._machine.apply(lambda state: state.abort(*ids, error))
 
     def renew(self, source: SourceConnection) -> None:
-        """Extends the leases of what was offered on a connection, because its sender has pinged."""
+        """Extend the leases of the transfers offered on a connection, because its sender has pinged."""
         expires_at = asyncio.get_running_loop().time() + self.config.lease_s
         self._machine.ask(lambda state: state.renew(source.number, expires_at))
 
     def lost(self, source: SourceConnection, error: TransferError) -> None:
-        """Fails what was offered on a connection, because it has ended."""
+        """Fail the transfers offered on a connection, because it has ended."""
         source.writers.clear()
         self._machine.apply(lambda state: state.lost(source.number, error))
 
     def _meant(self, message: Offer | Commit) -> _ReservedTransfer | None:
-        """Returns the reservation that a message is about; None: none, or the sender does not know the id."""
+        """Return the reservation that a message is about; None if there is none or the sender does not know its id."""
         reserved = self._reserved.get(message.generation)
         is_known = reserved is not None and reserved.ticket.transfer_id == message.transfer_id
         return reserved if is_known else None
 
     def _prepare(self, source: SourceConnection, offer: Offer, reserved: _ReservedTransfer) -> None:
-        """Lets the transport thread write the chunks, before they are granted. Idempotent.
+        """Let the transport thread write the chunks, before they are granted. Idempotent.
 
         Raises:
             TransferRefused: the two sides would not plan the same transfer.
@@ -237,7 +237,7 @@ class Reservations:
         reserved.plans.append(planned)
 
     def _plan(self, source: SourceConnection, offer: Offer, reserved: _ReservedTransfer) -> TransferPlan:
-        """Plans an offered transfer; raises TransferRefused if the sender has planned another one."""
+        """Plan an offered transfer; raises TransferRefused if the sender has planned another one."""
         ticket, config, hello = reserved.ticket, self.config, source.hello
         offered = ticket.num_tokens if reserved.num_tokens is None else reserved.num_tokens
         is_prefix = reserved.expected is Expected.PREFIX and reserved.num_tokens is None
@@ -245,7 +245,7 @@ class Reservations:
         if offer.num_tokens != offered and not is_less:
             raise TransferRefused(f"{offered} tokens are expected, {offer.num_tokens} were offered")
         if offer.wire_dtype not in WIRE_DTYPES:
-            raise TransferRefused(f"{offer.wire_dtype!r} is no data type that KV can have on the wire here")
+            raise TransferRefused(f"{offer.wire_dtype!r} is not a supported wire data type for KV")
         if difference := mismatch(hello.layout, self.layout, offer.wire_dtype):
             raise TransferRefused(difference)
         if offer.chunk_bytes > source.slot_bytes:
@@ -272,7 +272,7 @@ class Reservations:
         self._machine.apply(lambda state: state.fail(ticket.transfer_id, ticket.generation, error))
 
     def _expire(self) -> None:
-        """Fails expired transfers, and comes again while there is a reservation."""
+        """Fail expired transfers, and repeat while there is a reservation."""
         loop = asyncio.get_running_loop()
         self._machine.apply(lambda state: state.expire(loop.time()))
         self._sweep = loop.call_later(self.config.lease_s / 4, self._expire) if self._reserved else None
@@ -301,6 +301,6 @@ class Reservations:
                 reserved.freed.set_result(reserved.block_ids)
 
     def _drop_writers(self, generation: int) -> None:
-        """Makes the transport threads drop further chunks of a transfer that has ended."""
+        """Make the transport threads drop further chunks of a transfer that has ended."""
         for source in self._sources.values():
             source.writers.pop(generation, None)

@@ -2,22 +2,22 @@
 
     gather:  cache  ->  payload      (source)            scatter:  payload  ->  cache      (destination)
 
-A unit lies in a cache's row in a few pieces. Here two heads of three, and the second half of a block twice the unit:
+A unit occupies a few pieces of a cache's row. Here two heads of three, and the second half of a block twice the unit:
 
     row     | head 0: K K' V V' | head 1: K K' V V' | head 2: K K' V V' |
     unit                               `-    `-            `-    `-            four runs
 
-Every piece is a whole number of runs of one length, the greatest that divides all pieces and their places. So one
-index, of runs instead of blocks, moves them whatever the layouts: a whole row is one run where both sides hold the
-same, and then this is a gather of blocks. Values are converted on the way where the wire's data type is another.
+Every piece is a whole number of runs of one length, the greatest that divides all pieces and their offsets. So one
+index, of runs instead of blocks, copies them for any two layouts. A whole row is one run if both sides hold the same,
+and then this is a gather of blocks. Values are converted during the copy if the wire's data type differs.
 
-On a CPU rows of bytes move by numpy's `take` and by an assignment of numpy rows, twice as fast as `index_copy_`, and a
-layer is checked while it is in the processor's cache, which halves what the checksum costs.
+On a CPU, numpy's `take` and an assignment of numpy rows copy rows of bytes, twice as fast as `index_copy_`. A layer is
+checked while it is in the processor's cache, which halves the cost of the checksum.
 
-`gather` and `scatter` return only once the bytes have moved, on a GPU too. Between a GPU's cache and slots on the GPU,
-`begin_gather` and `begin_scatter` only put the copy into the calling thread's stream, where a kernel moves the runs of
-all layers and adds up the checksum in one pass; torch does so in several where the kernels do not run, where values are
-converted, and for states.
+`gather` and `scatter` return only once the bytes are copied, on a GPU too. Between a GPU's cache and slots on the GPU,
+`begin_gather` and `begin_scatter` only put the copy into the calling thread's stream, where a kernel copies the runs of
+all layers and computes the checksum in one pass. torch does so in several passes if the kernels do not run, if values
+are converted, and for states.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class RankCache(Protocol):
-    """One rank's KV cache, as the KV transfer reads and writes it. `KVCache` is one, and an engine may have its own."""
+    """KV cache of one rank, as the KV transfer reads and writes it. `KVCache` is one; an engine may provide another."""
 
     @property
     def spec(self) -> KVSpec: ...
@@ -64,32 +64,32 @@ class RankCache(Protocol):
 
     @property
     def groups(self) -> Sequence[torch.Tensor]:
-        """One contiguous tensor a layer group, `[layers, blocks, row_numel]`."""
+        """One contiguous tensor per layer group, `[layers, blocks, row_numel]`."""
         ...
 
     @property
     def states(self) -> Mapping[str, torch.Tensor]:
-        """One tensor a named state, its first dimension the blocks of the states' table."""
+        """One tensor per named state; its first dimension is the blocks of the states' table."""
         ...
 
     @property
     def table_sizes(self) -> tuple[int, ...]:
-        """Blocks for each block table of a sequence."""
+        """Number of blocks for each block table of a sequence."""
         ...
 
 
 def choose_copies(caches: Sequence[RankCache]) -> None:
-    """Chooses what copies chunks of these caches, which takes seconds on a GPU: before a connection waits for it."""
+    """Choose the copy implementation for these caches before a connection waits for it; takes seconds on a GPU."""
     for cache in caches:
         pages = zip(cache.spec.groups, cache.groups, strict=True)
         choose_kernels(cache.device, math.gcd(*(least_run(ours) * tensor.itemsize for ours, tensor in pages)) // 8)
 
 
 class BlockCopier:
-    """Copies the chunks of one transfer out of one rank's cache, or into it.
+    """Copier of the chunks of one transfer out of one rank's cache, or into it.
 
     Args:
-        layout: the layout of the side that `cache` belongs to: the plan's source or its destination.
+        layout: the layout of `cache`'s side: the plan's source or its destination.
         rank: the rank of that side.
         block_ids: the sequence's block tables on this side; the first block of a table holds token 0.
     """
@@ -119,7 +119,7 @@ class BlockCopier:
             for part, (group, runs, wire) in enumerate(zip(cache.groups, self._runs, plan.groups, strict=True))
             if self._gpu is None and group.dtype == torch_dtype(wire.dtype)
         }
-        """The groups that travel without conversion, as bytes, `uint8[layers, runs, bytes]`; shares memory."""
+        """Groups that travel without conversion, as bytes, `uint8[layers, runs, bytes]`; shares memory."""
         self._gpu_indices = [
             GpuIndex(self._gpu, runs, first, plan.num_units(part) + self._num_behind(part))
             for part, (runs, first) in enumerate(zip(self._runs, self._first_units, strict=True))
@@ -127,17 +127,18 @@ class BlockCopier:
         ]
 
     def extend(self, block_ids: BlockTables) -> None:
-        """Takes the sequence's block tables, which have grown. Any thread may call it.
+        """Set the sequence's block tables, which have grown. Any thread may call it.
 
         Raises:
-            ValueError: the cache has no such blocks, or another number of tables.
+            ValueError: the cache does not have these blocks, or the number of tables differs.
         """
         if len(block_ids) != self._cache.spec.num_tables:
             raise ValueError(f"a sequence has {self._cache.spec.num_tables} block tables here, got {len(block_ids)}")
         for table, num_blocks in zip(block_ids, self._cache.table_sizes, strict=True):
             if not all(block == EMPTY_PLACE or 0 <= block < num_blocks for block in table):
                 raise ValueError(f"a cache of {num_blocks} blocks does not have all of {list(table)}")
-        # What stands in an empty place is never read at the other side, but it must not be junk that spoils a sum.
+        # The contents of an empty place are never read at the other side, but they must not be garbage that spoils a
+        # sum.
         tables = ([table[-1] if block == EMPTY_PLACE else block for block in table] for table in block_ids)
         self._tables = [np.array(list(table), dtype=np.int64) for table in tables]
 
@@ -148,9 +149,9 @@ class BlockCopier:
         fence: Fence | None = None,
         checksum: Checksum | None = None,
     ) -> None:
-        """Fills `payload`, `uint8[chunk.num_bytes]`, once `fence` has been reached; updates `checksum` with it.
+        """Fill `payload`, `uint8[chunk.num_bytes]`, once `fence` has been reached; update `checksum` with it.
 
-        This is the only place where a fence is waited for.
+        This and `begin_gather` are the only places that wait for a fence.
         """
         if fence is not None:
             fence.wait(self._gpu.current_stream() if self._gpu is not None else None)
@@ -163,9 +164,9 @@ class BlockCopier:
             checksum.update(payload)
 
     def scatter(self, chunk: Chunk, payload: torch.Tensor, checksum: Checksum | None = None) -> None:
-        """Writes `payload`, `uint8[chunk.num_bytes]`, into the blocks, and updates `checksum` with it.
+        """Write `payload`, `uint8[chunk.num_bytes]`, into the blocks, and update `checksum` with it.
 
-        With the sequence's last unit, the rest of its block is zeroed: attention masks the places behind the last
+        With the sequence's last unit, the rest of its block is zeroed: attention masks the positions after the last
         token, but a masked NaN that another request left there would still spoil the sum.
         """
         if self._is_bytewise(chunk):
@@ -179,16 +180,16 @@ class BlockCopier:
     # -- on a GPU, between its cache and its slots -------------------------------------------------------------------
 
     def begin_gather(self, chunk: Chunk, payload: torch.Tensor, fence: Fence | None, checked: bool) -> Move:
-        """Begins to fill `payload`, `uint8[chunk.num_bytes]` on the cache's GPU, once `fence` has been reached."""
+        """Start to fill `payload`, `uint8[chunk.num_bytes]` on the cache's GPU, once `fence` has been reached."""
         gpu = self._on_gpu()
         if fence is not None:
             fence.wait(gpu.current_stream())
         return self._begin("gather", chunk, payload, checked)
 
     def begin_scatter(self, chunk: Chunk, payload: torch.Tensor, checked: bool) -> Move:
-        """Begins to write `payload`, `uint8[chunk.num_bytes]` on the cache's GPU, into the blocks, as `scatter` does.
+        """Start to write `payload`, `uint8[chunk.num_bytes]` on the cache's GPU, into the blocks, like `scatter`.
 
-        `payload` is what is there when the calling thread's stream has come so far.
+        The copy reads `payload` as of its position in the calling thread's stream.
         """
         return self._begin("scatter", chunk, payload, checked)
 
@@ -212,7 +213,10 @@ class BlockCopier:
         return self._gpu
 
     def _is_as_it_is(self, chunk: Chunk) -> bool:
-        """Whether it is of KV that is not converted. Its runs are of whole words then: a unit has 16 tokens or more."""
+        """Return whether a chunk is KV that is not converted.
+
+        Its runs then consist of whole words: a unit has 16 tokens or more.
+        """
         is_kv = chunk.part < len(self._runs)
         return is_kv and self._cache.groups[chunk.part].dtype == torch_dtype(self.plan.groups[chunk.part].dtype)
 
@@ -238,7 +242,7 @@ class BlockCopier:
         if sums is not None:
             sums[0].copy_(word_sum(payload), non_blocking=True)
 
-    # -- bytes as they are, on a CPU ---------------------------------------------------------------------------------
+    # -- unconverted bytes, on a CPU ---------------------------------------------------------------------------------
 
     def _is_bytewise(self, chunk: Chunk) -> bool:
         return chunk.part in self._bytes
@@ -247,7 +251,7 @@ class BlockCopier:
         index = self._index(chunk.part, chunk.unit_lo, chunk.unit_hi).numpy()
         layers = self._bytes[chunk.part][chunk.layer_lo : chunk.layer_hi]
         for layer, out in zip(layers, payload.numpy().reshape(len(layers), len(index), -1), strict=True):
-            # "clip" writes straight to `out`; there is nothing to clip, the index is of blocks that exist
+            # "clip" writes straight to `out`; nothing is clipped, since the index has only blocks that exist
             layer.take(index, axis=0, out=out, mode="clip")
             if checksum is not None:
                 checksum.update(out)
@@ -308,18 +312,18 @@ class BlockCopier:
             layers.index_fill_(1, left, 0)
 
     def _behind_the_end(self, chunk: Chunk) -> torch.Tensor | None:
-        """Returns the runs behind the sequence's end in its last block, for the chunk that has the last unit."""
+        """Return the runs after the sequence's end in its last block, for the chunk that has the last unit."""
         num_left = self._num_behind(chunk.part)
         if not num_left or chunk.unit_hi != self.plan.num_units(chunk.part):
             return None
         return self._index(chunk.part, chunk.unit_hi, chunk.unit_hi + num_left)
 
     def _num_behind(self, part: int) -> int:
-        """Returns how many units of the sequence's last block lie behind its end."""
+        """Return the number of units of the sequence's last block that lie after the sequence's end."""
         return -(self._first_units[part] + self.plan.num_units(part)) % len(self._runs[part].of_unit)
 
     def _index(self, part: int, unit_lo: int, unit_hi: int) -> torch.Tensor:
-        """Returns the runs of units in wire order, counted from the start of a layer; on the cache's device."""
+        """Return the runs of units in wire order, counted from the start of a layer; on the cache's device."""
         runs = self._runs[part]
         if self._gpu is not None:
             runs_a_unit = runs.of_unit.shape[1]
@@ -333,18 +337,18 @@ class BlockCopier:
         return self._indices[key]
 
     def _layers(self, chunk: Chunk) -> torch.Tensor:
-        """Returns the chunk's layers as runs that can be moved, `[layers, runs, numel]`; shares memory."""
+        """Return the chunk's layers as runs that can be copied, `[layers, runs, numel]`; shares memory."""
         layers = movable(self._cache.groups[chunk.part][chunk.layer_lo : chunk.layer_hi])
         return layers.view(len(layers), -1, self._runs[chunk.part].numel)
 
     def _state(self, chunk: Chunk) -> torch.Tensor:
-        """Returns the bytes of the sequence's state; shares memory."""
+        """Return the bytes of the sequence's state; shares memory."""
         name = self._cache.spec.states[chunk.part - len(self._runs)].name
         return self._cache.states[name][int(self._tables[-1][0])].view(-1).view(torch.uint8)
 
     @contextlib.contextmanager
     def _awaited(self) -> Iterator[None]:
-        """Waits, at the end of the block, for the copies that it puts into the calling thread's stream on a GPU."""
+        """Context manager: on exit, waits for the copies that it has put into the calling thread's stream on a GPU."""
         yield
         if self._gpu is not None:
             self._gpu.current_stream().synchronize()

@@ -1,6 +1,6 @@
-"""Checksums of chunks, over the bytes that travel: XXH3 of payloads in main memory, a sum of words on a GPU.
+"""Checksums of chunks over the transferred bytes: XXH3 for payloads in main memory, a sum of words on a GPU.
 
-Both sides of a transport stage on the same kind of device, so they take the same one.
+Both sides of a transport stage on the same kind of device, so they use the same checksum.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Checksum(Protocol):
     """A 64-bit checksum of a `uint8` payload, updated part by part while each is in the processor's cache."""
 
     def update(self, part: torch.Tensor | NDArray[np.uint8]) -> None:
-        """Adds the next part; the division into parts makes no difference."""
+        """Add the next part; the division into parts makes no difference."""
 
     def digest(self) -> int:
-        """Returns the checksum of all parts so far."""
+        """Return the checksum of all parts so far."""
 
 
 class Xxh3:
@@ -44,7 +44,7 @@ class Xxh3:
 
 
 def word_sum(payload: torch.Tensor) -> torch.Tensor:
-    """Adds up the words of a payload where it is, each weighted by its place: a plain sum misses permuted blocks.
+    """Add up the words of a payload in place, each weighted by its position: a plain sum misses permuted blocks.
 
     First the upper half of a word is mixed into the lower, so that changes of the same bit of two words do not cancel.
 
@@ -59,5 +59,5 @@ def word_sum(payload: torch.Tensor) -> torch.Tensor:
 
 
 def digest_of(sums: NDArray[np.int64]) -> int:
-    """Returns the checksum of a payload, of which each program of a GPU has added up a share."""
+    """Return the checksum of a payload from the partial sums of a GPU's programs."""
     return int(sums.sum()) & _64_BITS

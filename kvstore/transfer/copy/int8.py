@@ -1,4 +1,4 @@
-"""Pages of K and V as int8 with a float32 scale each, as they travel when the wire's data type is int8."""
+"""Pages of K and V as int8 with a float32 scale each: their wire format if the wire's data type is int8."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ INT8_MAX = 127
 
 
 def quantized(plan: TransferPlan, chunk: Chunk, values: torch.Tensor) -> torch.Tensor:
-    """Quantizes one layer's units, in wire order, to int8 units: `uint8`. May change `values`.
+    """Quantize one layer's units, in wire order, to int8 units: `uint8`. May change `values`.
 
-    Values behind the last token are zeroed first: they are undefined, and would widen the scale of their page without
+    Values after the last token are zeroed first: they are undefined, and would widen the scale of their page without
     limit, or make it NaN.
     """
     wire = plan.groups[chunk.part]
@@ -29,7 +29,7 @@ def quantized(plan: TransferPlan, chunk: Chunk, values: torch.Tensor) -> torch.T
     pages = torch.split(values.view(num_units, num_heads, -1).float(), widths, 2)
     for number, (page, to) in enumerate(zip(pages, torch.split(pages_out, widths, 2), strict=True)):
         page[-1].view(num_heads, wire.unit_tokens, -1)[:, num_valid:] = 0
-        # Not 0 for a page of zeros, and not subnormal: a quotient could leave the range.
+        # Neither 0 for a page of zeros, nor subnormal: a quotient could leave the range.
         scale = (page.abs().amax(2) / INT8_MAX).clamp_min_(torch.finfo(torch.float32).tiny)
         scales[:, :, number] = scale
         to.copy_((page / scale[:, :, None]).round_())
@@ -37,7 +37,7 @@ def quantized(plan: TransferPlan, chunk: Chunk, values: torch.Tensor) -> torch.T
 
 
 def dequantized(plan: TransferPlan, chunk: Chunk, payload: torch.Tensor) -> torch.Tensor:
-    """Returns the units of all layers of an int8 payload, in wire order, as `float32`."""
+    """Return the units of all layers of an int8 payload, in wire order, as `float32`."""
     scales, pages = _parts(plan, chunk, payload.view(-1, plan.groups[chunk.part].unit_bytes))
     values = pages.float()
     for number, page in enumerate(torch.split(values, _page_widths(plan, chunk), 2)):
@@ -46,7 +46,7 @@ def dequantized(plan: TransferPlan, chunk: Chunk, payload: torch.Tensor) -> torc
 
 
 def _parts(plan: TransferPlan, chunk: Chunk, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views int8 units `uint8[units, unit_bytes]` as their two parts.
+    """View int8 units `uint8[units, unit_bytes]` as their two parts.
 
     Returns:
         Scales, `float32[units, heads, pages]`, and values, `int8[units, heads, numel]`.
@@ -59,6 +59,6 @@ def _parts(plan: TransferPlan, chunk: Chunk, units: torch.Tensor) -> tuple[torch
 
 
 def _page_widths(plan: TransferPlan, chunk: Chunk) -> list[int]:
-    """Returns the number of elements of each page of a head of a unit."""
+    """Return the number of elements of each page of a head of a unit."""
     unit_tokens = plan.groups[chunk.part].unit_tokens
     return [unit_tokens * dim for dim in page_dims(plan.src.groups[chunk.part])]

@@ -1,4 +1,4 @@
-"""How chunks are copied on a GPU: by Triton kernels where they run and prove right, by torch everywhere else."""
+"""Choice of the copy implementation on a GPU: Triton kernels if they run and pass a test, torch otherwise."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 OLDEST = (8, 0)
-"""Compute capability from which on the kernels are compiled in a test."""
+"""Minimum compute capability; from this one on, a test compiles the kernels."""
 
 CHOSEN: dict[torch.device, ModuleType | None] = {}
 """`kvstore.transfer.copy.kernels` or None, by device. Tests put theirs here."""
 
 
 def kernels_of(device: torch.device) -> ModuleType | None:
-    """Returns the module with the kernels that were chosen for a cache's device; None: torch copies."""
+    """Return the module with the kernels that were chosen for a cache's device; None: torch copies."""
     return CHOSEN.get(device)
 
 
 def choose_kernels(device: torch.device, least_run_words: int) -> None:
-    """Chooses what copies chunks of a cache on a device, once, and logs what was chosen and why.
+    """Choose the copy implementation for a cache on a device, once, and log the choice and its reason.
 
-    It compiles and tries the kernels, which may take seconds, and loads them into the GPU, which must not happen while
-    a kernel there waits for another GPU. So it is for the start of a process, before there is any connection.
+    This compiles and tries the kernels, which may take seconds, and loads them into the GPU, which must not happen
+    while a kernel there waits for another GPU. So call it at the start of a process, before there is any connection.
 
     Args:
         least_run_words: words of 8 bytes of which the runs of all chunks are multiples.
@@ -51,18 +51,18 @@ def _choose(device: torch.device, least_run_words: int) -> ModuleType | None:
 
         with torch.cuda.device(device):
             is_right = are_right(kernels, device, least_run_words)
-    except Exception as error:  # a compiler's, a driver's
+    except Exception as error:  # an error of a compiler or a driver
         logger.warning("chunks are copied by torch: the kernels do not run here: %s", in_one_line(error))
         return None
     if not is_right:
-        logger.warning("chunks are copied by torch: the kernels move or add up other bytes")
+        logger.warning("chunks are copied by torch: the kernels failed their self-test")
         return None
     logger.info("chunks are copied and summed by the project's own kernels")
     return kernels
 
 
 def why_not_kernels(device: torch.device) -> str | None:
-    """Returns why the kernels cannot be used; None: they can, if they run."""
+    """Return why the kernels cannot be used; None if they can, provided that they run."""
     if not torch.cuda.is_available():
         return "the device is no NVIDIA GPU"
     if importlib.util.find_spec("triton") is None:
@@ -73,9 +73,9 @@ def why_not_kernels(device: torch.device) -> str | None:
 
 
 def are_right(kernels: Any, device: torch.device, least_run_words: int) -> bool:
-    """Returns whether the kernels copy some runs forth and back, and add up what `word_sum` does.
+    """Return whether the kernels copy some runs back and forth correctly, and compute the same sum as `word_sum`.
 
-    They are compiled anew for each power of two that divides a run, up to a tile, and tried with all that there may be.
+    They are compiled for each power of two that divides a run, up to a tile, and all of these are tested.
     """
     run_words = min(least_run_words & -least_run_words, kernels.TILE)
     lengths = []

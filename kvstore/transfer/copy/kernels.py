@@ -1,14 +1,15 @@
-"""Triton kernels that copy the runs of a chunk and add up its checksum in the same pass. Imports Triton: only
-`kernel_choice` imports this.
+"""Triton kernels that copy the runs of a chunk and compute its checksum in the same pass.
 
-A chunk's payload is cut into segments, of as many words of 8 bytes as divide a run, at most a tile. So each segment is
-read and written in one piece, and runs of any length share a few compiled kernels:
+Importing this imports Triton, so only `kernel_choice` does.
+
+A chunk's payload is cut into segments. A segment has the largest power of two of 8-byte words that divides a run, but
+at most a tile. So each segment is read and written in one piece, and runs of any length share a few compiled kernels:
 
     payload   | layer 0: run 0 | run 1 | ... | layer 1: run 0 | ...
     segment     0   1   2   3    4 ...
 
-A program takes every so many tiles of segments, and leaves one sum; the host adds them up, since a sum of words is the
-same in any order. Sums are written straight into main memory that the GPU reaches, so no copy brings them there.
+A program processes tiles of segments at a fixed stride, and writes one sum. The host adds the sums up, since a sum of
+words is the same in any order. Sums are written straight into main memory that the GPU reaches, so they need no copy.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ if TYPE_CHECKING:
     import torch
 
 TILE = 1024
-"""Words that a program moves at a time."""
+"""Words that a program copies at a time."""
 NUM_SUMS = 1024
-"""Programs at most, each with a sum of its own."""
+"""Maximum number of programs, each with a separate sum."""
 WORD_BYTES = 8
 _WEIGHT = tl.constexpr(0x1E3779B97F4A7C15)
 _LOW_33_BITS = tl.constexpr((1 << 33) - 1)
 _VARIED = ("first", "layer_lo", "layer_segments", "num_runs", "run_segments", "num_segments")
-"""Numbers that differ between chunks: kernels are not compiled again for each."""
+"""Numbers that differ between chunks; kernels are not recompiled for each value."""
 _PLACES = ("index", "sums")
 
 
 class ChunkRuns(NamedTuple):
-    """Which runs of a layer group a chunk has, for both kernels."""
+    """Runs of a layer group in a chunk, for both kernels."""
 
     pages: torch.Tensor
     """The group, `[layers, blocks, row_numel]`, contiguous."""
     run_bytes: int
     places: torch.Tensor
-    """The runs of the sequence, counted from the start of a layer, `int64`."""
+    """Runs of the sequence, counted from the start of a layer, `int64`."""
     first: int
     num_runs: int
     """Runs of the chunk in each layer: `places[first : first + num_runs]`."""
@@ -49,7 +50,7 @@ class ChunkRuns(NamedTuple):
 
 @triton.jit
 def _weighed(words, place):
-    """See `kvstore.transfer.copy.checksum.word_sum`, which gives the same numbers."""
+    """Return the weighted words, as `kvstore.transfer.copy.checksum.word_sum` weights them."""
     mixed = words ^ ((words >> 31) & _LOW_33_BITS)
     return mixed * ((place * _WEIGHT) | 1)
 
@@ -58,7 +59,7 @@ def _weighed(words, place):
 def _segments_of(
     tile, index, first, layer_lo, layer_segments, num_runs, run_segments, num_segments, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Returns the segments of a tile, which of them there are, and where each lies in the pages."""
+    """Return the segments of a tile, which of them exist, and the position of each in the pages."""
     segment = tile * ROWS + tl.arange(0, ROWS)
     is_there = segment < num_segments
     run = segment // run_segments
@@ -72,7 +73,7 @@ def gather(
     pages, payload, index, sums, first, layer_lo, layer_segments, num_runs, run_segments, num_segments,
     SEGMENT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copies runs of `pages` into `payload`, and leaves each program's share of the checksum in `sums`."""
+    """Copy runs of `pages` into `payload`, and write each program's share of the checksum to `sums`."""
     word = tl.arange(0, SEGMENT)
     total = tl.zeros((ROWS, SEGMENT), tl.int64)
     for tile in range(tl.program_id(0), tl.cdiv(num_segments, ROWS), tl.num_programs(0)):
@@ -92,7 +93,7 @@ def scatter(
     pages, payload, index, sums, first, layer_lo, layer_segments, num_runs, run_segments, num_segments,
     SEGMENT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copies `payload` into runs of `pages`, and leaves each program's share of the checksum in `sums`."""
+    """Copy `payload` into runs of `pages`, and write each program's share of the checksum to `sums`."""
     word = tl.arange(0, SEGMENT)
     total = tl.zeros((ROWS, SEGMENT), tl.int64)
     for tile in range(tl.program_id(0), tl.cdiv(num_segments, ROWS), tl.num_programs(0)):
@@ -108,15 +109,15 @@ def scatter(
 
 
 def launch(kernel: Any, span: ChunkRuns, payload: torch.Tensor, sums: torch.Tensor) -> int:
-    """Puts a kernel into the calling thread's stream.
+    """Put a kernel into the calling thread's stream.
 
     Args:
         kernel: `gather` or `scatter`.
         payload: the chunk's, `int64`, aligned to 16 bytes.
-        sums: takes the shares of the checksum, `int64[NUM_SUMS]`, in memory that the GPU reaches.
+        sums: receives the shares of the checksum, `int64[NUM_SUMS]`, in memory that the GPU reaches.
 
     Returns:
-        The number of sums that it leaves.
+        The number of sums that it writes.
     """
     run_words = span.run_bytes // WORD_BYTES
     segment = min(run_words & -run_words, TILE)

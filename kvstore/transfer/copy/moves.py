@@ -1,9 +1,9 @@
-"""Copies under way on a GPU, and what the host learns of them: that they are done, and the checksum.
+"""Copies in progress on a GPU. The host waits for their completion and reads the checksum.
 
     thread   launch copy n   launch copy n + 1   end copy n   launch copy n + 2   end copy n + 1
     stream   | fence | copy n, sums -> main memory | event | copy n + 1 ... | event |
 
-No copy waits for the host, and the host waits for one event, not for all that is in the stream.
+No copy waits for the host, and the host waits for one event, not for all work in the stream.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from kvstore.transfer.device import GpuDevice, StreamEvent
 
 MAX_SUMS = 1024
-"""Numbers in which a GPU leaves the checksum of one chunk, at most."""
+"""Maximum number of partial sums in which a GPU leaves the checksum of one chunk."""
 
 
 class Move(Protocol):
-    """A copy between blocks and a payload that has begun. `end` is called once."""
+    """A started copy between blocks and a payload. Call `end` once."""
 
     def end(self) -> int:
-        """Waits until the bytes have moved, and returns the checksum of the payload; 0 if none was asked for."""
+        """Wait until the bytes are copied, and return the checksum of the payload; 0 if none was requested."""
 
 
 class DoneMove:
-    """A copy that was done when it was asked for."""
+    """A copy that was complete when it was requested."""
 
     def __init__(self, checksum: int) -> None:
         self._checksum = checksum
@@ -41,7 +41,7 @@ class DoneMove:
 
 
 class SumBuffers:
-    """Main memory that a GPU reaches by itself, for the sums of chunks under way. Any thread may use it."""
+    """Main memory that a GPU accesses directly, for the sums of chunks in progress. Thread-safe."""
 
     def __init__(self, gpu: GpuDevice) -> None:
         self._gpu = gpu
@@ -49,14 +49,14 @@ class SumBuffers:
         self._free: list[torch.Tensor] = []
 
     def take(self) -> torch.Tensor:
-        """Returns a buffer, `int64[MAX_SUMS]`, with anything in it."""
+        """Return a buffer, `int64[MAX_SUMS]`, with undefined contents."""
         with self._lock:
             if self._free:
                 return self._free.pop()
         return self._gpu.pinned_buffer(8 * MAX_SUMS).view(torch.int64)
 
     def give(self, sums: torch.Tensor) -> None:
-        """Takes back a buffer that the GPU does not write any more."""
+        """Take back a buffer that the GPU no longer writes."""
         with self._lock:
             self._free.append(sums)
 
@@ -65,8 +65,8 @@ class GpuMove:
     """A copy that is in a stream.
 
     Args:
-        done: is recorded behind the copy and its sums.
-        sums: has `num_sums` sums then, 0 if no checksum was asked for; it goes back to `buffers`.
+        done: is recorded after the copy and its sums.
+        sums: has `num_sums` sums then, 0 if no checksum was requested; it is returned to `buffers`.
     """
 
     def __init__(self, done: StreamEvent, buffers: SumBuffers, sums: torch.Tensor, num_sums: int) -> None:
@@ -88,7 +88,7 @@ _LOCK = threading.Lock()
 
 
 def sum_buffers_of(gpu: GpuDevice) -> SumBuffers:
-    """Returns the buffers of a GPU."""
+    """Return the buffers of a GPU."""
     with _LOCK:
         if gpu not in _BUFFERS:
             _BUFFERS[gpu] = SumBuffers(gpu)

@@ -1,7 +1,7 @@
-"""Where the units of a sequence lie in the rows of a cache, as the runs that are copied: on the host and on a GPU.
+"""Index of a sequence's units in the rows of a cache, as runs to be copied: on the host and on a GPU.
 
-On a GPU the index of a whole transfer is uploaded once, as far as its block table is known; each chunk takes a slice of
-it. When the table grows, what is new is uploaded.
+On a GPU, the index of a whole transfer is uploaded once, as far as its block table is known; each chunk uses a slice of
+it. When the table grows, only the new part is uploaded.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 
 def least_run(group: LayerGroup) -> int:
-    """Returns elements of which the runs of a group are multiples, whatever heads and units a plan has."""
+    """Return a number of elements that divides every run of a group, whatever heads and units a plan has."""
     return math.gcd(HASH_BLOCK, group.block_size) * math.gcd(*group.page_dims)
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """How the units of one layer group lie in the rows of a cache."""
+    """Positions of one layer group's units in the rows of a cache."""
 
     numel: int
     """Elements of one run."""
     per_row: int
     """Runs of one row of the cache."""
     of_unit: NDArray[np.int64]
-    """The runs of each unit of a block, in wire order: `[units per block, runs per unit]`."""
+    """Runs of each unit of a block, in wire order: `[units per block, runs per unit]`."""
 
     def of_units(self, table: NDArray[np.int64], unit_lo: int, unit_hi: int) -> NDArray[np.int64]:
-        """Returns the runs of a sequence's units in wire order, counted from the start of a layer.
+        """Return the runs of a sequence's units in wire order, counted from the start of a layer.
 
         Args:
             table: the sequence's blocks.
@@ -50,7 +50,7 @@ class Runs:
 
 
 def runs_of(group: LayerGroup, unit_tokens: int, head_lo: int, head_hi: int) -> Runs:
-    """Computes the runs of the heads `head_lo:head_hi` (the cache's own numbers) in units of `unit_tokens`."""
+    """Compute the runs of the heads `head_lo:head_hi` (the cache's own numbers) in units of `unit_tokens`."""
     pieces, block_size = [], group.block_size
     for unit in range(block_size // unit_tokens):
         at: list[tuple[int, int]] = []
@@ -67,7 +67,7 @@ def runs_of(group: LayerGroup, unit_tokens: int, head_lo: int, head_hi: int) -> 
 
 
 def _joined(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Joins pieces `(start, size)` that follow each other without a gap."""
+    """Join pieces `(start, size)` that follow each other without a gap."""
     joined: list[tuple[int, int]] = []
     for start, size in pieces:
         if joined and sum(joined[-1]) == start:
@@ -78,11 +78,11 @@ def _joined(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class GpuIndex:
-    """The runs of the units of one transfer and layer group, on a GPU. One thread uses it, on its stream.
+    """Runs of the units of one transfer and layer group, on a GPU. For one thread, on its stream.
 
     Args:
-        first_unit: the unit with which the transfer begins, counted from the sequence's start.
-        num_units: units that it needs, with those behind the sequence's end in its last block.
+        first_unit: the first unit of the transfer, counted from the sequence's start.
+        num_units: number of units that it needs, including those after the sequence's end in its last block.
     """
 
     def __init__(self, gpu: GpuDevice, runs: Runs, first_unit: int, num_units: int) -> None:
@@ -92,18 +92,18 @@ class GpuIndex:
         self._num_units = num_units
         self._num_known = 0
         self._table = np.empty(0, dtype=np.int64)
-        """The table behind what was uploaded."""
+        """The table from which the index was uploaded."""
         self._index: torch.Tensor | None = None
 
     def until(self, table: NDArray[np.int64], unit_hi: int) -> torch.Tensor:
-        """Returns the index, `int64`, whose first `unit_hi` units are those of a block table.
+        """Return the index, `int64`, whose first `unit_hi` units are those of a block table.
 
-        The upload is in the calling thread's stream, before what is put into it later.
+        The upload is in the calling thread's stream, before later work.
         """
         if self._index is None:
             self._index = self._gpu.buffer(8 * self._num_units * self._runs.of_unit.shape[1]).view(torch.int64)
         if table is not self._table and not np.array_equal(table[: len(self._table)], self._table):
-            self._num_known = 0  # a window has moved on: what was a block is an empty place now
+            self._num_known = 0  # a window has advanced: a former block is an empty place now
         self._table = table
         if unit_hi > self._num_known:
             known = min(self._num_units, len(table) * len(self._runs.of_unit) - self._first_unit)

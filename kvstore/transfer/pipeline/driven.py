@@ -14,11 +14,11 @@ Instruction = TypeVar("Instruction")
 T = TypeVar("T")
 
 OnInstruction = Callable[[Instruction], None]
-"""Carries out one instruction of a machine; called on the event loop."""
+"""Executes one instruction of a machine; called on the event loop."""
 
 
 class DrivenMachine(Generic[Machine, Instruction]):
-    """Applies events one at a time, under a lock; instructions are carried out on the event loop, in their order.
+    """Driver that applies events one at a time under a lock, and executes instructions on the event loop, in order.
 
     Args:
         on_instruction: called on the event loop that constructed this object.
@@ -32,18 +32,18 @@ class DrivenMachine(Generic[Machine, Instruction]):
         self._loop = asyncio.get_running_loop()
 
     def ask(self, question: Callable[[Machine], T]) -> T:
-        """Returns the answer to a question, or applies an event that gives no instructions; called by any thread."""
+        """Return the answer to a query, or apply an event that gives no instructions; called by any thread."""
         with self._lock:
             return question(self._machine)
 
     def apply(self, event: Callable[[Machine], list[Instruction]]) -> None:
-        """Applies an event on the event loop; its instructions are carried out before this returns."""
+        """Apply an event on the event loop; its instructions are executed before this returns."""
         with self._lock:
             self._decided.extend(event(self._machine))
         self._carry_out_all()
 
     def apply_in_thread(self, event: Callable[[Machine], list[Instruction]]) -> None:
-        """Applies an event on a transport thread; the event loop carries its instructions out later."""
+        """Apply an event on a transport thread; the event loop executes its instructions later."""
         with self._lock:
             instructions = event(self._machine)
             self._decided.extend(instructions)
@@ -56,6 +56,6 @@ class DrivenMachine(Generic[Machine, Instruction]):
 
 
 def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: Any) -> None:
-    """Calls `callback` on the event loop soon; no effect once the loop is closed, and with it every waiter."""
+    """Call `callback` on the event loop soon. No effect once the loop is closed, since no task waits then."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(callback, *args)

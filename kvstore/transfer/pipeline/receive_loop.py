@@ -1,10 +1,11 @@
-"""The receiving end of a transport: announced messages are posted, verified, and written where the machine allows.
+"""Receiving end of a transport: announced messages are posted, verified, and written if the machine allows it.
 
-LOOKAHEAD messages are posted at any time. On an idle transport they are signals, 64 bytes each, which fail at once when
-the peer dies; a chunk is only posted once its sender has it ready, so its operation timeout does not begin before.
+LOOKAHEAD messages are posted at any time. On an idle transport they are signals of 64 bytes, which fail at once when
+the peer dies. A chunk is only posted once its sender has it ready, so its operation timeout does not start earlier.
 
-On a GPU the copy of a chunk into the blocks is under way while the next one is received: two are, at most, and none
-while there is nothing to receive. In main memory a chunk is in its place before the next one is looked at.
+On a GPU, the copy of a chunk into the blocks overlaps with the receipt of the next one. At most two copies are in
+progress, and none while there is nothing to receive. In main memory, a chunk is in place before the next one is
+processed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ChunkWriter:
-    """Writes the chunks of one source into the blocks of one transfer.
+    """Writer of the chunks of one source into the blocks of one transfer.
 
     Args:
         connection: the number of the source's connection.
@@ -57,10 +58,10 @@ class ChunkWriter:
         self._checked = checked
 
     def begin(self, header: h.Header, slot: Slot) -> Move | None:
-        """Begins to write a chunk into the blocks if it matches the plan and the transfer still holds them.
+        """Start to write a chunk into the blocks if it matches the plan and the transfer still holds them.
 
         Returns:
-            The copy, which `end` ends; None if the chunk is dropped.
+            The copy, to be passed to `end`; None if the chunk is dropped.
         """
         try:
             chunk = self._chunk(header)
@@ -77,9 +78,9 @@ class ChunkWriter:
             raise
 
     def end(self, header: h.Header, move: Move) -> None:
-        """Waits until the chunk that began first is in its place, and only then counts it as arrived.
+        """Wait until the earliest started chunk is in place, and only then count it as received.
 
-        Its checksum was added up while it was written: nothing reads the blocks before every chunk has passed.
+        Its checksum was computed while it was written: the blocks are not read before every chunk has passed.
         """
         try:
             checksum = move.end()
@@ -122,7 +123,7 @@ class _Posted(NamedTuple):
 
 
 class _Writing(NamedTuple):
-    """A chunk that is being written into the blocks, out of its slot."""
+    """A chunk that is being written from its slot into the blocks."""
 
     writer: ChunkWriter
     header: h.Header
@@ -131,7 +132,7 @@ class _Writing(NamedTuple):
 
 
 class ReceiveLoop:
-    """The loop of a receiver's transport thread.
+    """Loop of a receiver's transport thread.
 
     Args:
         epoch: the connection's epoch, which every header must carry.
@@ -149,11 +150,11 @@ class ReceiveLoop:
         self._stopped = False
 
     def stop(self) -> None:
-        """Ends `run` before its next message. Idempotent."""
+        """End `run` before its next message. Idempotent."""
         self._stopped = True
 
     def run(self, transport: ReceivingTransport) -> None:
-        """Receives until `stop`, or until the transport fails with TransferError."""
+        """Receive until `stop`, or until the transport fails with TransferError."""
         posted: deque[_Posted] = deque()
         writing: deque[_Writing] = deque()
         try:
@@ -163,7 +164,7 @@ class ReceiveLoop:
                 for message in posted:
                     if message.slot is not None:
                         stack.callback(transport.slots.discard, message.slot)
-                while writing:  # the last that began is put on the stack first, and ended last
+                while writing:  # the last started one is pushed first, so it ends last
                     stack.callback(_end, transport, writing.pop())
 
     def _run(self, transport: ReceivingTransport, posted: deque[_Posted], writing: deque[_Writing]) -> None:
@@ -199,7 +200,7 @@ class ReceiveLoop:
         posted: deque[_Posted],
         writing: deque[_Writing],
     ) -> None:
-        """Posts announced messages in order, as far as there are slots. Waits for a slot only while holding none."""
+        """Post announced messages in order, as far as there are slots. Waits for a slot only while it holds none."""
         while announced:
             num_bytes = announced[0]
             if num_bytes == 0:
@@ -237,7 +238,7 @@ def _end(transport: ReceivingTransport, writing: _Writing) -> None:
 
 
 def _end_all(transport: ReceivingTransport, writing: deque[_Writing]) -> None:
-    """Ends all that is under way, before the thread waits for something else."""
+    """Finish all copies in progress, before the thread waits for something else."""
     while writing:
         _end(transport, writing.popleft())
     transport.settle()

@@ -1,14 +1,15 @@
-"""The sending end of a transport: ready chunks of many transfers leave in turn, each announced LOOKAHEAD places ahead.
+"""Sending end of a transport: it alternates between ready chunks of many transfers, and announces each in advance.
 
     place       n       n+1       n+2
     message   signal   chunk a  |  decided now; announced by the message at n
                                 `-- next_bytes: its payload, 0 for a signal
 
-A place that was announced is always filled: with a VOID chunk if its transfer has been given up meanwhile. So giving up
-leaves nothing behind on the transport. An idle transport carries a signal every `heartbeat_s`.
+Each message is announced LOOKAHEAD places ahead. A place that was announced is always filled: with a VOID chunk if its
+transfer has been aborted in the meantime. So an abort leaves nothing behind on the transport. An idle transport carries
+a signal every `heartbeat_s`.
 
-On a GPU a chunk's copy into its slot begins when it is announced, and its checksum is read when its place has come. In
-main memory it is copied then, and leaves out of the processor's cache.
+On a GPU, a chunk's copy into its slot starts when it is announced, and its checksum is read when its place has come. In
+main memory, it is copied at its place, and sent out of the processor's cache.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class ReadyChunk(NamedTuple):
 
 
 class ChunkQueue:
-    """The chunks of one transfer on one connection, and how far the engine has come with them. Any thread may use it.
+    """Chunks of one transfer on one connection, and the engine's progress with them. Thread-safe.
 
     Args:
         checked: whether chunks carry checksums.
@@ -61,36 +62,36 @@ class ChunkQueue:
         self.generation = ticket.generation
         self.plan = plan
         self.send_loop: SendLoop | None = None
-        """The loop that takes the chunks, once the receiver has granted the transfer."""
+        """Loop that takes the chunks, once the receiver has granted the transfer."""
         self.began_s = 0.0
-        """When the first chunk was gathered, on the monotonic clock; 0 before that."""
+        """Time at which the first chunk was gathered, on the monotonic clock; 0 before that."""
         self._copier = copier
         self._checked = checked
         self._transfer = h.transfer_hash(ticket.transfer_id)
         self._lock = threading.Lock()
         self._spans = _spans(plan)
-        """The chunks that are not ready yet."""
+        """Chunks that are not ready yet."""
         self._ready: deque[tuple[int, Fence | None]] = deque()
-        """The chunks that may be gathered, each with the fence that made it ready."""
+        """Chunks that may be gathered, each with the fence that made it ready."""
         self._unsent_bytes = 0
         self._num_layers = 1 + max(max(group.layers) for group in plan.src.groups)
         self._tokens_in_all_layers = 0
         self._step = (0, 0)
-        """Tokens that the current step ends with, and layers that it has completed."""
+        """Number of tokens at the end of the current step, and number of layers that it has completed."""
         self._finished = False
 
     @property
     def unsent_bytes(self) -> int:
-        """Payload of the chunks that are computed and not gathered."""
+        """Payload of the chunks that are computed but not gathered yet."""
         return self._unsent_bytes
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether every chunk has been taken."""
+        """True if every chunk has been taken."""
         return not self._spans and not self._ready
 
     def advance(self, num_tokens: int, num_layers: int, fence: Fence | None) -> None:
-        """Notes that the first `num_tokens` tokens are computed in the model's first `num_layers` layers."""
+        """Record that the first `num_tokens` tokens are computed in the model's first `num_layers` layers."""
         with self._lock:
             self._step = (num_tokens, num_layers)
             if num_layers >= self._num_layers:
@@ -99,18 +100,18 @@ class ChunkQueue:
         self._wake()
 
     def finish(self) -> None:
-        """Notes that everything is computed, states included."""
+        """Record that everything is computed, states included."""
         with self._lock:
             self._finished = True
             self._find_ready(None)
         self._wake()
 
     def extend(self, block_ids: BlockTables) -> None:
-        """Takes the sequence's block tables, which have grown."""
+        """Set the sequence's block tables, which have grown."""
         self._copier.extend(block_ids)
 
     def take_ready(self) -> ReadyChunk | None:
-        """Returns the next chunk that can be gathered; None if there is none yet."""
+        """Return the next chunk that can be gathered; None if there is none yet."""
         with self._lock:
             if not self._ready:
                 return None
@@ -120,7 +121,7 @@ class ChunkQueue:
             return ReadyChunk(seq, chunk, fence)
 
     def gather(self, ready: ReadyChunk, slot: Slot) -> Move:
-        """Copies a chunk into a slot, or begins to where that is on a GPU."""
+        """Copy a chunk into a slot, or start the copy if the slot is on a GPU."""
         self.began_s = self.began_s or time.monotonic()
         payload = slot.payload(ready.chunk.num_bytes)
         if slot.is_on_gpu:
@@ -130,7 +131,7 @@ class ChunkQueue:
         return DoneMove(checksum.digest() if checksum else 0)
 
     def header(self, seq: int, chunk: Chunk, checksum: int, at: Place) -> h.Header:
-        """Returns the header of a gathered chunk."""
+        """Return the header of a gathered chunk."""
         return h.Header(
             epoch=at.epoch,
             place=at.place,
@@ -149,7 +150,7 @@ class ChunkQueue:
         )
 
     def _find_ready(self, fence: Fence | None) -> None:
-        """Moves ready chunks to the queue: spans and their chunks in order; a step may work on several spans."""
+        """Append ready chunks to the queue: spans and their chunks in order; a step may work on several spans."""
         for span in self._spans:
             while span.chunks and self._is_ready(span.num_tokens, span.chunks[0].num_layers):
                 seq = span.chunks.popleft().seq
@@ -180,7 +181,7 @@ class _PendingChunk:
 
 @dataclass(slots=True)
 class _Span:
-    """The chunks that need the same tokens."""
+    """Chunks that need the same tokens."""
 
     num_tokens: int
     chunks: deque[_PendingChunk]
@@ -188,7 +189,7 @@ class _Span:
 
 
 def _spans(plan: TransferPlan) -> deque[_Span]:
-    """Returns the spans of a plan in rising order of their tokens."""
+    """Return the spans of a plan in rising order of their tokens."""
     spans: dict[int, _Span] = {}
     for seq, chunk in enumerate(plan.chunks):
         num_tokens, num_layers = plan.ready_at(chunk)
@@ -197,7 +198,7 @@ def _spans(plan: TransferPlan) -> deque[_Span]:
 
 
 class Place(NamedTuple):
-    """A message's place on the transport, and the payload that it announces."""
+    """Position of a message on the transport, and the payload that it announces."""
 
     epoch: int
     place: int
@@ -211,15 +212,15 @@ class _Announced:
     queue: ChunkQueue
     ready: ReadyChunk
     slot: Slot
-    move: Move | None = None  # the copy into the slot, from its begin to its end
+    move: Move | None = None  # the copy into the slot, from its start to its end
 
 
 class SendLoop:
-    """The loop of a sender's transport thread. The event loop adds granted transfers.
+    """Loop of a sender's transport thread. The event loop adds granted transfers.
 
     Args:
         epoch: the connection's epoch, which every header carries.
-        faults: spoils payloads in tests.
+        faults: corrupts payloads in tests.
         heartbeat_s: longest pause between two messages.
     """
 
@@ -237,39 +238,39 @@ class SendLoop:
         self._changed = threading.Condition()
         self._queues: deque[ChunkQueue] = deque()
         self._next: tuple[ChunkQueue, ReadyChunk] | None = None
-        """A chunk that is ready, and not announced because no slot was free."""
+        """A chunk that is ready but not announced, because no slot was free."""
         self._stopped = False
 
     # -- any thread --------------------------------------------------------------------------------------------------
 
     def add(self, queue: ChunkQueue) -> None:
-        """Takes in a granted transfer."""
+        """Add a granted transfer."""
         queue.send_loop = self
         with self._changed:
             self._queues.append(queue)
             self._changed.notify()
 
     def drop(self, queue: ChunkQueue) -> None:
-        """Begins no more chunks of a transfer, because it has ended."""
+        """Start no more chunks of a transfer, because it has ended."""
         with self._changed:
             if queue in self._queues:
                 self._queues.remove(queue)
 
     def stop(self) -> None:
-        """Ends `run` before its next message. Idempotent."""
+        """End `run` before its next message. Idempotent."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
 
     def wake(self) -> None:
-        """Looks for ready chunks again: a queue has more."""
+        """Check for ready chunks again: a queue has more."""
         with self._changed:
             self._changed.notify()
 
     # -- the transport thread ----------------------------------------------------------------------------------------
 
     def run(self, transport: SendingTransport) -> None:
-        """Sends until `stop`, or until the transport fails with TransferError."""
+        """Send until `stop`, or until the transport fails with TransferError."""
         under_way = UnderWay(transport)
         try:
             self._run(transport, under_way)
@@ -301,10 +302,10 @@ class SendLoop:
                     stack.callback(self._end_gather, unsent)
 
     def _decide(self, transport: SendingTransport, under_way: UnderWay, is_idle: bool) -> _Announced | None:
-        """Returns the chunk to announce next, or None to announce a signal.
+        """Return the chunk to announce next, or None to announce a signal.
 
-        Only a chunk that has its slot is announced. The receiver takes a slot of its own for it, which must not wait
-        for a slot here: the pools of two processes could wait for each other.
+        Only a chunk that has its slot is announced. The receiver acquires a slot for it, and must not wait for a slot
+        here: the pools of two processes could wait for each other.
         """
         self._next = self._next or self._take_ready()
         if self._next is None and is_idle:
@@ -345,7 +346,7 @@ class SendLoop:
         under_way.add(transport.send_chunk(slot, chunk.num_bytes), slot)
 
     def _begin_gather(self, announced: _Announced) -> None:
-        """Begins the copy, unless the transfer was given up, so that its blocks must not be read."""
+        """Start the copy, unless the transfer was aborted and its blocks must not be read."""
         queue = announced.queue
         if not self._machine.ask(lambda state: state.gather_begins(queue.generation)):
             return
@@ -356,7 +357,7 @@ class SendLoop:
             raise
 
     def _end_gather(self, announced: _Announced) -> int | None:
-        """Waits for the copy and returns the checksum; None if none was begun."""
+        """Wait for the copy and return the checksum; None if none was started."""
         move, announced.move = announced.move, None
         if move is None:
             return None
@@ -370,12 +371,12 @@ class SendLoop:
         self._machine.apply_in_thread(lambda state: state.gather_ends(queue.generation, now))
 
     def _take_ready(self) -> tuple[ChunkQueue, ReadyChunk] | None:
-        """Returns the next ready chunk, or None; transfers take turns."""
+        """Return the next ready chunk, or None; transfers are served round robin."""
         with self._changed:
             return self._next_ready()
 
     def _wait_ready(self) -> tuple[ChunkQueue, ReadyChunk] | None:
-        """Waits for the next ready chunk; returns None when it is time for a heartbeat, or to stop."""
+        """Wait for the next ready chunk; returns None when it is time for a heartbeat, or to stop."""
         found: list[tuple[ChunkQueue, ReadyChunk]] = []
 
         def look() -> bool:

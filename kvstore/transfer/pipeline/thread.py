@@ -1,4 +1,4 @@
-"""The thread that owns one end of a transport: it opens it, runs a loop on it until that is stopped, and closes it."""
+"""Thread that owns one end of a transport: it opens the transport, runs a loop on it until stopped, and closes it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.transfer.transport.base import Transport
 from kvstore.transfer.transport.streams import own_stream
 
 OnTransport = Callable[[TransferError | None], None]
-"""Called on the event loop: with None once the transport is open, and with the error once it is over."""
+"""Called on the event loop: with None once the transport is open, and with the error once it has ended."""
 
 AnyTransport = TypeVar("AnyTransport", bound=Transport, contravariant=True)
 T = TypeVar("T", bound=Transport)
@@ -25,31 +25,32 @@ OpenTransport = Callable[[], T]
 
 
 class TransportLoop(Protocol[AnyTransport]):
-    """What the thread runs: `SendLoop` or `ReceiveLoop`."""
+    """Loop that the thread runs: `SendLoop` or `ReceiveLoop`."""
 
     def run(self, transport: AnyTransport) -> None:
-        """Moves messages until `stop`.
+        """Send or receive messages until `stop`.
 
         Raises:
             TransferError: the transport failed, and with it the connection.
         """
 
     def stop(self) -> None:
-        """Makes `run` return before its next message; called by any thread. Idempotent."""
+        """Make `run` return before its next message; called by any thread. Idempotent."""
 
 
 class TransportThread(Generic[T]):
-    """A daemon thread, and what the event loop that started it may await.
+    """Daemon thread of a transport, with futures for the event loop that started it.
 
-    An error after which a device computes nothing more goes to `LOSSES`, too.
+    An error after which a device no longer computes is also recorded in `LOSSES`.
 
     Attributes:
         opened: done once the transport is open; fails with TransferError if it cannot be opened.
-        over: done once nothing moves any more, before the transport is closed, with the error that ended it, or None.
-        ended: done once the thread has let go of the transport, which may take as long as a message; with the error.
+        over: done once no message is sent or received any more, before the transport is closed; with the error that
+            ended it, or None.
+        ended: done once the thread has released the transport, which may take as long as a message; with the error.
 
     Args:
-        device: where the thread copies to or from.
+        device: the device to or from which the thread copies.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class TransportThread(Generic[T]):
         self._thread.start()
 
     def watch(self, on_transport: OnTransport) -> None:
-        """Reports to the caller that the transport is open, and that it is over."""
+        """Report to the caller that the transport is open, and that it has ended."""
 
         def opened(future: asyncio.Future[None]) -> None:
             if not future.cancelled() and future.exception() is None:
@@ -82,7 +83,7 @@ class TransportThread(Generic[T]):
         )
 
     def stop(self) -> None:
-        """Ends the thread as soon as its transport lets it; does not wait. Idempotent."""
+        """End the thread as soon as its transport allows it; does not wait. Idempotent."""
         self._transport_loop.stop()
         with self._lock:
             self._stopped = True
@@ -91,7 +92,7 @@ class TransportThread(Generic[T]):
             transport.abort()
 
     async def join(self, timeout_s: float) -> bool:
-        """Waits for the thread's end, and returns whether it came; the thread may still be in a blocked operation."""
+        """Wait for the thread's end, and return whether it came; the thread may still be in a blocked operation."""
         await asyncio.wait([self.ended], timeout=timeout_s)
         if self.ended.done():
             self._thread.join()
@@ -101,7 +102,7 @@ class TransportThread(Generic[T]):
         try:
             with own_stream(self._device):
                 error = self._use_transport()
-        except Exception as failure:  # of a device
+        except Exception as failure:  # an error of a device
             LOSSES.note(failure)
             error = TransferError(f"the transport's thread failed: {failure!r}")
             post(self._loop, _settle, self.opened, error)
@@ -139,14 +140,14 @@ class TransportThread(Generic[T]):
 def _closed(transport: Transport) -> TransferError | None:
     try:
         transport.close()
-    except Exception as failure:  # a library may raise any kind of error, and `ended` must be settled all the same
+    except Exception as failure:  # a library may raise any kind of error, and `ended` must be settled in any case
         LOSSES.note(failure)
         return TransferError(f"the transport could not be closed: {failure!r}")
     return None
 
 
 def _without_frames(error: TransferError | None) -> TransferError | None:
-    """Drops the frames: they hold slots and the transport, which must not live as long as the error."""
+    """Drop the frames of an error: they hold slots and the transport, which must not live as long as the error."""
     if error is not None:
         error.__traceback__ = error.__cause__ = error.__context__ = None
     return error
@@ -159,7 +160,7 @@ def _settle(opened: asyncio.Future[None], error: TransferError | None) -> None:
         opened.set_result(None)
     else:
         opened.set_exception(error)
-        opened.exception()  # retrieved, even if nothing awaits it
+        opened.exception()  # retrieved, even if no task awaits it
 
 
 def _finish(ended: asyncio.Future[TransferError | None], error: TransferError | None) -> None:

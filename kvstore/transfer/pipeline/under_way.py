@@ -1,4 +1,4 @@
-"""What a sender has handed to its transport and not waited for yet."""
+"""Sends that a sender has started on its transport and not waited for yet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class UnderWay:
-    """The operations that have begun, in order, and the slots that they hold."""
+    """Started operations, in order, with the slots that they hold."""
 
     def __init__(self, transport: SendingTransport) -> None:
         self._transport = transport
@@ -21,11 +21,11 @@ class UnderWay:
         return bool(self._operations)
 
     def add(self, operation: Operation, slot: Slot | None) -> None:
-        """Takes in one that has begun, and the slot that is in use until its end."""
+        """Add a started operation, and the slot that is in use until its end."""
         self._operations.append((operation, slot))
 
     def complete_one(self) -> None:
-        """Waits for the oldest, and releases its slot."""
+        """Wait for the oldest operation, and release its slot."""
         operation, slot = self._operations[0]
         operation.wait()
         self._operations.popleft()
@@ -33,12 +33,12 @@ class UnderWay:
             self._transport.slots.release(slot)
 
     def complete_all(self) -> None:
-        """Waits for each of them."""
+        """Wait for all operations."""
         while self._operations:
             self.complete_one()
 
     def give_up(self) -> None:
-        """Discards the slots of operations under way: the transport has failed, or is about to be closed."""
+        """Discard the slots of operations in progress: the transport has failed, or is about to be closed."""
         for _, slot in self._operations:
             if slot is not None:
                 self._transport.slots.discard(slot)

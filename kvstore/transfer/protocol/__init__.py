@@ -1,7 +1,7 @@
-"""What two workers agree on, and who owns which blocks at each moment. Pure: no I/O, no threads, no clock.
+"""Transfer protocol of two workers: what both must agree on, and block ownership. Pure: no I/O, no threads, no clock.
 
-`layout` says which rank has which heads, `plan` which bytes travel in which chunk, `chunk_header` what precedes each
-message. `send_state` and `receive_state` are the two state machines, on the terms of `machine`.
+`layout` maps heads to ranks, `plan` maps bytes to chunks, `chunk_header` precedes each message. `send_state` and
+`receive_state` are the two state machines, with the shared types of `machine`.
 """
 
 __all__ = ["chunk_header", "layout", "machine", "plan", "receive_state", "send_state"]

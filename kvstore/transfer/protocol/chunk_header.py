@@ -5,11 +5,11 @@
     38         40        44        48              52         60           64
     | layer_hi | unit_lo | unit_hi | payload bytes | checksum | header sum |                    little endian
 
-`place` counts the messages of a transport, `next_bytes` is the payload of the message LOOKAHEAD places further on, so
-that a receiver always knows what to post. A message without payload is a signal; it announces, or keeps the transport
-alive.
+`place` counts the messages of a transport. `next_bytes` is the payload of the message that follows LOOKAHEAD messages
+later, so that a receiver always knows what to post. A message without payload is a signal: it announces a later
+message, or keeps the transport alive.
 
-The header contains length, sender, reservation and place in the plan, because no transport reports them: a shorter
+The header contains length, sender, reservation and position in the plan, because no transport reports them: a shorter
 message completes a receive, and a late one looks like the next.
 """
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 HEADER_BYTES = 64
 PROTOCOL_VERSION = 5
 LOOKAHEAD = 2
-"""Messages that are posted ahead on every transport; part of the protocol."""
+"""Number of messages that are posted ahead on every transport; part of the protocol."""
 MAGIC = b"BTKV"
 
 CHECKED = 1
 """Flag: `checksum` holds the payload's checksum."""
 VOID = 2
-"""Flag: the payload was announced for a transfer that has been given up since, and is undefined."""
+"""Flag: the payload was announced for a transfer that has been abandoned since, and is undefined."""
 
 _FORMAT = struct.Struct("<4sBBIIIQ4sIHHHIIIQ")
 _SUM = struct.Struct("<I")
@@ -47,7 +47,7 @@ assert _FORMAT.size + _SUM.size == HEADER_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A decoded header; the fields of a chunk are 0 in a signal."""
+    """Decoded header; the fields of a chunk are 0 in a signal."""
 
     flags: int
     epoch: int
@@ -65,7 +65,7 @@ class Header:
     checksum: int = 0
 
     def pack(self) -> bytes:
-        """Encodes the header as HEADER_BYTES."""
+        """Encode the header as HEADER_BYTES."""
         body = _FORMAT.pack(MAGIC, PROTOCOL_VERSION, *_fields(self))
         return body + _SUM.pack(xxhash.xxh32_intdigest(body))
 
@@ -74,21 +74,21 @@ _fields = attrgetter(*Header.__slots__)
 
 
 def transfer_hash(transfer_id: str) -> bytes:
-    """Returns the 4 bytes that identify a transfer in headers."""
+    """Return the 4 bytes that identify a transfer in headers."""
     return hashlib.blake2b(transfer_id.encode(), digest_size=4).digest()
 
 
 def payload_bytes(data: bytes) -> int:
-    """Returns the payload of the message that a header belongs to, before anything else of it is looked at."""
+    """Return the payload size of a header's message, before any other part of the header is checked."""
     (num_bytes,) = _NUM_BYTES.unpack_from(data, _FORMAT.size - _CHECKSUM_BYTES - _NUM_BYTES.size)
     return int(num_bytes)
 
 
 def unpack(data: bytes, epoch: int, place: int, num_bytes: int, slot_bytes: int) -> Header:
-    """Decodes the header of a message, and checks that it is the one expected at this place of the transport.
+    """Decode the header of a message, and check that it is the one expected at this place of the transport.
 
     Raises:
-        TransferCorrupted: it is not. Then nothing that follows on the transport can be trusted either.
+        TransferCorrupted: it is not. Then no later message on the transport can be trusted either.
     """
     body, total = data[: _FORMAT.size], data[_FORMAT.size : HEADER_BYTES]
     magic, version, *fields = _FORMAT.unpack(body)
@@ -104,10 +104,10 @@ def unpack(data: bytes, epoch: int, place: int, num_bytes: int, slot_bytes: int)
 
 
 def verify(header: Header, chunk: Chunk, transfer: bytes, checked: bool) -> None:
-    """Compares a chunk's header with the plan.
+    """Compare a chunk's header with the plan.
 
     Raises:
-        TransferCorrupted: naming the first thing that differs.
+        TransferCorrupted: names the first difference.
     """
     span = (chunk.part, chunk.layer_lo, chunk.layer_hi, chunk.unit_lo, chunk.unit_hi, chunk.num_bytes)
     got = (header.part, header.layer_lo, header.layer_hi, header.unit_lo, header.unit_hi, header.num_bytes)
@@ -117,7 +117,7 @@ def verify(header: Header, chunk: Chunk, transfer: bytes, checked: bool) -> None
 
 
 def verify_checksum(header: Header, checksum: int) -> None:
-    """Compares a chunk's checksum with the one computed over what arrived.
+    """Compare a chunk's checksum with the one computed over the received payload.
 
     Raises:
         TransferCorrupted: they differ.

@@ -1,13 +1,14 @@
-"""Who holds which heads, and whether KV of one layout can become KV of another: pure.
+"""Mapping of heads to ranks, and compatibility of two KV layouts: pure.
 
-The heads of a group are cut evenly over the ranks. With more ranks than heads, each head is held by several ranks:
+The heads of a group are divided evenly over the ranks. With more ranks than heads, several ranks hold each head:
 
     6 heads   tp 2   rank 0: 0 1 2   rank 1: 3 4 5
               tp 3   rank 0: 0 1     rank 1: 2 3     rank 2: 4 5
     2 heads   tp 4   ranks 0, 1: 0   ranks 2, 3: 1              (replicated)
 
-A pair of ranks exchanges the heads that both hold. If the source is replicated, one of a head's ranks sends it, and
-destinations take them in turn (the rule of vLLM's `tp_mapping`; MLA, one head for all ranks, is the same case).
+A source rank sends a destination rank the heads that both hold. If the source is replicated, one of a head's ranks
+sends it, and destinations alternate between these ranks (the rule of vLLM's `tp_mapping`; MLA, one head for all ranks,
+is the same case).
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 AUTO = "auto"
-"""The wire data type that is chosen from the two pools' types."""
+"""Wire data type that is chosen from the two pools' types."""
 CONVERTIBLE = ("float32", "bfloat16", "float16")
-"""Pool data types between which values may be converted; all others travel unchanged."""
+"""Pool data types between which values may be converted; other types travel unchanged."""
 WIRE_DTYPES = (AUTO, *CONVERTIBLE, "int8")
 MAX_BLOCK_TOKENS = 2**20
-"""An upper bound, above any real block size."""
+"""Upper bound, above any real block size."""
 MAX_RANKS = 64
-"""An upper bound, above any real tensor-parallel degree: a transfer has a connection for each receiving rank."""
+"""Upper bound, above any real tensor-parallel degree: a transfer has a connection for each receiving rank."""
 
 
 def layout_of(spec: KVSpec, tp_size: int = 1, num_kv_heads: Sequence[int] = ()) -> KvLayout:
-    """Returns the layout of a worker from the cache of one of its ranks.
+    """Return the layout of a worker from the cache of one of its ranks.
 
     Args:
-        num_kv_heads: heads of the whole model, one number per group. They do not follow from a rank's cache if ranks
-            outnumber the heads; by default no head is held twice.
+        num_kv_heads: heads of the whole model, one number per group. They cannot be derived from a rank's cache if
+            there are more ranks than heads; by default no head is replicated.
 
     Raises:
         ConfigError: KV of this shape cannot be transferred.
     """
     for group in spec.groups:
         if any(group.strides):
-            raise ConfigError(f"the KV transfer copies blocks without gaps; those of group {group.name!r} have some")
+            raise ConfigError(f"KV transfer needs blocks without gaps; the blocks of group {group.name!r} have gaps")
     totals = num_kv_heads or tuple(group.num_kv_heads * tp_size for group in spec.groups)
     is_mixed = len({group.block_size for group in spec.groups}) > 1
     return KvLayout(
@@ -70,12 +71,12 @@ def layout_of(spec: KVSpec, tp_size: int = 1, num_kv_heads: Sequence[int] = ()) 
 
 
 def block_size_of(layout: KvLayout, group: int) -> int:
-    """Returns the tokens in a block of a group."""
+    """Return the number of tokens in a block of a group."""
     return layout.groups[group].block_size or layout.block_size
 
 
 def rank_spec(layout: KvLayout, rank: int) -> KVSpec:
-    """Returns the cache specification of one rank."""
+    """Return the cache specification of one rank."""
     return KVSpec(
         tuple(
             LayerGroup(
@@ -96,13 +97,13 @@ def rank_spec(layout: KvLayout, rank: int) -> KVSpec:
 
 
 def heads_of(num_heads: int, tp_size: int, rank: int) -> range:
-    """Returns the model's heads that a rank holds; `num_heads` divides `tp_size`, or the other way round."""
+    """Return the model's heads that a rank holds; one of `num_heads` and `tp_size` divides the other."""
     first = rank * num_heads // tp_size
     return range(first, first + max(1, num_heads // tp_size))
 
 
 def shared_heads(src: KvLayout, src_rank: int, dst: KvLayout, dst_rank: int, group: int) -> range:
-    """Returns the heads of a group that `src_rank` sends to `dst_rank`; empty if another rank sends them, or none."""
+    """Return the heads of a group that `src_rank` sends to `dst_rank`; empty if another rank or no rank sends them."""
     num_heads = src.groups[group].num_kv_heads
     ours, theirs = heads_of(num_heads, src.tp_size, src_rank), heads_of(num_heads, dst.tp_size, dst_rank)
     replicas = max(1, src.tp_size // num_heads)
@@ -113,24 +114,24 @@ def shared_heads(src: KvLayout, src_rank: int, dst: KvLayout, dst_rank: int, gro
 
 
 def source_ranks(src: KvLayout, dst: KvLayout, dst_rank: int) -> tuple[int, ...]:
-    """Returns the ranks from which `dst_rank` receives, in order; each of them has something to send."""
+    """Return the ranks from which `dst_rank` receives, in order; each of them sends something."""
     return tuple(rank for rank in range(src.tp_size) if _is_pair(src, rank, dst, dst_rank))
 
 
 def destination_ranks(src: KvLayout, dst: KvLayout, src_rank: int) -> tuple[int, ...]:
-    """Returns the ranks to which `src_rank` sends, in order; none for a surplus replica."""
+    """Return the ranks to which `src_rank` sends, in order; none for a surplus replica."""
     return tuple(rank for rank in range(dst.tp_size) if _is_pair(src, src_rank, dst, rank))
 
 
 def wire_dtype(src_dtype: str, dst_dtype: str, wanted: str) -> str:
-    """Returns the data type in which a group travels.
+    """Return the data type in which a group travels.
 
     Args:
         wanted: one of WIRE_DTYPES. "auto" means the narrower of the two pools' types, so that equal pools exchange
-            their exact bits. A type that cannot be converted travels unchanged, whatever is wanted.
+            their exact bits. A type that cannot be converted travels unchanged in any case.
 
     Raises:
-        ValueError: the two differ and one of them cannot be converted.
+        ValueError: the two types differ and one of them cannot be converted.
     """
     if src_dtype not in CONVERTIBLE or dst_dtype not in CONVERTIBLE:
         if src_dtype != dst_dtype:
@@ -142,16 +143,16 @@ def wire_dtype(src_dtype: str, dst_dtype: str, wanted: str) -> str:
 
 
 def wire_dtype_of(src: GroupLayout, dst: GroupLayout, wanted: str) -> str:
-    """Returns the data type in which a group travels. Opaque blocks keep their bits, whatever is wanted.
+    """Return the data type in which a group travels. Opaque blocks always keep their bits.
 
     Raises:
-        ValueError: the two differ and one of them cannot be converted.
+        ValueError: the two types differ and one of them cannot be converted.
     """
     return src.dtype if src.page_order == PageOrder.OPAQUE else wire_dtype(src.dtype, dst.dtype, wanted)
 
 
 def mismatch(src: KvLayout, dst: KvLayout, wanted: str) -> str:
-    """Returns why KV of `src` cannot become KV of `dst`, in one sentence; "" if it can. Layouts are untrusted."""
+    """Return, in one sentence, why KV of `src` cannot become KV of `dst`; "" if it can. Layouts are untrusted."""
     if broken := _broken(src) or _broken(dst):
         return broken
     names = [[group.name for group in layout.groups] for layout in (src, dst)]
@@ -186,7 +187,7 @@ def mismatch(src: KvLayout, dst: KvLayout, wanted: str) -> str:
     if src.states != dst.states:
         return f"the states are {_describe(src)} at the source and {_describe(dst)} at the destination"
     if src.states and src.tp_size != dst.tp_size:
-        return f"states cannot move from tensor-parallel degree {src.tp_size} to {dst.tp_size}"
+        return f"states cannot be transferred from tensor-parallel degree {src.tp_size} to {dst.tp_size}"
     return ""
 
 
@@ -197,7 +198,7 @@ def _is_pair(src: KvLayout, src_rank: int, dst: KvLayout, dst_rank: int) -> bool
 
 
 def _broken(layout: KvLayout) -> str:
-    """Returns what is wrong with the numbers of a layout, in one sentence; "" if nothing is."""
+    """Return, in one sentence, what is wrong with the numbers of a layout; "" if they are valid."""
     if not 1 <= layout.tp_size <= MAX_RANKS:
         return f"a layout has {layout.tp_size} ranks, and must have 1 to {MAX_RANKS}"
     for size in (layout.block_size, *(group.block_size or layout.block_size for group in layout.groups)):
@@ -215,7 +216,7 @@ def _page_order(group: GroupLayout) -> str:
 
 
 def _opaque_block(layout: KvLayout, index: int) -> str:
-    """Returns all that two sides must share to copy blocks whole."""
+    """Return all properties that two sides must share to copy blocks whole."""
     group = layout.groups[index]
     num_heads = len(heads_of(group.num_kv_heads, layout.tp_size, 0))
     numel = num_heads * (group.k_dim + group.v_dim) * block_size_of(layout, index)

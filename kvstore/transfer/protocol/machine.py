@@ -1,4 +1,4 @@
-"""What the two state machines of a transfer share: instructions that both give, and the check of a transition."""
+"""Parts that the two state machines of a transfer share: common instructions, and the check of a transition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Send(Generic[Message]):
 
     message: Message
     connection: int = 0
-    """The connection's number; 0 where a machine has one connection only."""
+    """Number of the connection; 0 if a machine has only one connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +28,18 @@ class TransferCommitted:
 
     generation: int
     first_token: int | None = None
-    """The token after the prompt, at the receiver; None if none came, and at the sender."""
+    """First token after the prompt, at the receiver. None if none arrived, and at the sender."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """The transfer has failed, for this reason."""
+    """The transfer has failed with this error."""
 
     generation: int
     error: BatonError
 
 
 def checked_move(legal: Mapping[Phase, frozenset[Phase]], old: Phase, new: Phase) -> Phase:
-    """Returns `new`; raises AssertionError if the machine has no transition from `old` to it."""
+    """Return `new`; raises AssertionError if the machine has no transition from `old` to it."""
     assert new in legal[old], f"{old} -> {new}"
     return new

@@ -1,23 +1,23 @@
-"""Which bytes of a sequence's cache travel in which chunk: pure, and the same on both sides.
+"""Plan of a transfer: which bytes of a sequence's cache travel in which chunk. Pure, and the same on both sides.
 
-A plan describes one pair of ranks. A wire unit of a layer group is one block of the smaller of the two sides' block
-sizes, of the heads that the two ranks share, in one layer:
+A plan describes one source rank and one destination rank. A wire unit of a layer group is one block of the smaller of
+the two sides' block sizes, of the heads that the two ranks share, in one layer:
 
     sequence      | held by the destination | unit 0 | unit 1 | ...       unit u starts at token
                   0                    skip_tokens                        skip_tokens + u * unit_tokens
     unit          | head 0: K page, V page | head 1: K page, V page | ...                 in the wire data type
-    unit in int8  | float32 scale a page: head 0 K, V; head 1 K, V; ... | the pages as above |
-    by token      one page a head, of K and V of each token           opaque: a whole block, its bits as they are
+    unit in int8  | float32 scale per page: head 0 K, V; head 1 K, V; ... | the pages as above |
+    by token      one page per head, of K and V of each token         opaque: a whole block, bits unchanged
 
-Chunks are ordered so that what is computed first leaves first. The sequence is cut into spans at multiples of
-`span_tokens`, one after the other; within a span the layers come in the order of the model; the states come last,
-since they are final only with the last token:
+Chunks are ordered so that KV that is computed first is sent first. The sequence is cut into consecutive spans at
+multiples of `span_tokens`. Within a span, the layers follow the order of the model. The states come last, since they
+are final only with the last token:
 
                     span 0    span 1
     part 0  layer 0 |  0  |  |  4  |             part = index into groups + states
             layer 1 |     |  |     |             a layer fits a slot: a chunk takes as many whole layers as fit,
-            layer 2 |  1  |  |  5  |             but no more than half of what is left of its span: when the
-            layer 3 |  2  |  |  6  |             last layer is computed, only that one has still to travel
+            layer 2 |  1  |  |  5  |             but at most half of the rest of its span: when the last layer
+            layer 3 |  2  |  |  6  |             is computed, only that one remains to be sent
     part 1  layer 4 | 3 | 4| | 7 | 8             it does not fit: a chunk is a run of units of one layer
     state           |       9      |             bytes; between equal ranks only
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from baton.kv_layout import GroupLayout, KvLayout
 
 EVERY_LAYER: Final = 1 << 30
-"""A number of layers that no model has: it stands for the end of the step, after which nothing changes any more."""
+"""More layers than any model has. Stands for the end of the step, after which the cache does not change."""
 SCALE_BYTES: Final = 4
 """Size of the float32 scale of one int8 page."""
 
@@ -51,9 +51,9 @@ class WireOptions:
     """Options on which both sides must agree."""
 
     chunk_bytes: int
-    """Largest payload of a chunk; at most what a slot holds."""
+    """Largest payload of a chunk; at most the size of a slot."""
     span_tokens: int
-    """Tokens of one span, rounded down to whole units of every group, at least one."""
+    """Tokens per span, rounded down to whole units of every group, at least one unit."""
     wire_dtype: str
     """Data type on the wire, one of `layout.WIRE_DTYPES`."""
 
@@ -72,11 +72,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireGroup:
-    """How one layer group travels between the two ranks."""
+    """Wire format of one layer group between the two ranks."""
 
     head_lo: int
     head_hi: int
-    """Heads of the model, `head_lo:head_hi`; none if the two ranks share none of this group."""
+    """Heads of the model, `head_lo:head_hi`; empty if the two ranks share none of this group."""
     dtype: str
     unit_tokens: int
     """Tokens of one unit."""
@@ -86,7 +86,7 @@ class WireGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
-    """The chunks of one transfer between two ranks."""
+    """Chunks of one transfer between two ranks."""
 
     src: KvLayout
     src_rank: int
@@ -97,24 +97,24 @@ class TransferPlan:
     options: WireOptions
     groups: tuple[WireGroup, ...]
     chunks: tuple[Chunk, ...]
-    """The chunks, in the order in which they are sent."""
+    """Chunks in the order in which they are sent."""
 
     def num_units(self, part: int) -> int:
-        """Returns how many units of one layer of a group travel."""
+        """Return the number of units that are transferred for one layer of a group."""
         return -(-(self.num_tokens - self.skip_tokens) // self.groups[part].unit_tokens)
 
     @property
     def num_bytes(self) -> int:
-        """Payload of all chunks."""
+        """Total payload of all chunks, in bytes."""
         return sum(chunk.num_bytes for chunk in self.chunks)
 
     def digest(self, checksum: str) -> bytes:
-        """Identifies the plan: with equal digests on both sides, every send meets a receive of its size."""
-        text = repr(self).removeprefix("Transfer")  # the wire protocol fixes the text, whatever the class is called
+        """Return a digest of the plan: if both sides' digests are equal, every send meets a receive of its size."""
+        text = repr(self).removeprefix("Transfer")  # the wire protocol fixes this text, independent of the class name
         return hashlib.blake2b(f"{text}|{checksum}".encode(), digest_size=16).digest()
 
     def ready_at(self, chunk: Chunk) -> tuple[int, int]:
-        """Returns `(num_tokens, num_layers)`, the progress at which a chunk may be gathered.
+        """Return `(num_tokens, num_layers)`, the progress at which a chunk may be gathered.
 
         The sequence's first `num_tokens` tokens must be computed in the model's first `num_layers` layers. A state
         needs the whole step that computes the last token: its number of layers, EVERY_LAYER, is never reached within a
@@ -136,13 +136,13 @@ def plan(
     skip_tokens: int,
     options: WireOptions,
 ) -> TransferPlan:
-    """Plans the transfer of a sequence's first `num_tokens` tokens, less `skip_tokens`, from one rank to another.
+    """Plan the transfer of a sequence's first `num_tokens` tokens, less `skip_tokens`, from one rank to another.
 
-    The two layouts must fit: `layout.mismatch` finds nothing.
+    The two layouts must be compatible: `layout.mismatch` returns "".
 
     Raises:
         ConfigError: one unit of one layer is larger than a chunk may be.
-        ValueError: `skip_tokens` is no multiple of the destination's block size, or more than there are.
+        ValueError: `skip_tokens` is not a multiple of the destination's block size, or exceeds `num_tokens`.
     """
     assert not mismatch(src, dst, options.wire_dtype)
     if skip_tokens % dst.block_size or not 0 <= skip_tokens <= num_tokens:
@@ -201,7 +201,7 @@ def _wire_group(src: KvLayout, dst: KvLayout, index: int, heads: range, options:
 
 
 def require_fitting_slots(layout: KvLayout, slot_bytes: int, wanted: str = AUTO) -> None:
-    """Raises ConfigError unless one block of one layer fits a slot, so that no transfer fails for it later.
+    """Raise ConfigError unless one block of one layer fits a slot, so that no later transfer fails for this reason.
 
     Args:
         wanted: the wire data type, one of `layout.WIRE_DTYPES`.
@@ -211,19 +211,19 @@ def require_fitting_slots(layout: KvLayout, slot_bytes: int, wanted: str = AUTO)
 
 
 def least_chunk_bytes(layout: KvLayout, wanted: str) -> int:
-    """Returns the smallest `chunk_bytes` that suffices for a rank's cache, whatever the peer's layout."""
+    """Return the smallest `chunk_bytes` that suffices for a rank's cache, whatever the peer's layout."""
     return max(_largest_unit(layout, index, wanted) for index in range(len(layout.groups)))
 
 
 def _largest_unit(layout: KvLayout, index: int, wanted: str) -> int:
-    """Returns the bytes of a whole block and all heads of a rank: no peer's layout makes a unit larger."""
+    """Return the bytes of a whole block with all heads of a rank, which no peer's layout can exceed."""
     group = layout.groups[index]
     num_heads = len(heads_of(group.num_kv_heads, layout.tp_size, 0))
     return _unit_bytes(group, num_heads, block_size_of(layout, index), wire_dtype_of(group, group, wanted))
 
 
 def page_dims(group: GroupLayout) -> tuple[int, ...]:
-    """Returns the width of each page of a head: K and V, K alone where there is no V, both where they lie by token."""
+    """Return the width of each page of a head: K and V, K alone if there is no V, or their sum if they lie by token."""
     if group.page_order:
         return (group.k_dim + group.v_dim,)
     return tuple(dim for dim in (group.k_dim, group.v_dim) if dim)
@@ -245,7 +245,7 @@ def _unit_bytes(group: GroupLayout, num_heads: int, unit_tokens: int, dtype: str
 def _spans(
     num_tokens: int, skip_tokens: int, span_tokens: int, groups: Sequence[WireGroup]
 ) -> Iterator[tuple[int, int]]:
-    """Cuts the sequence's tokens behind `skip_tokens` into spans, at multiples of whole units of every group."""
+    """Cut the sequence's tokens after `skip_tokens` into spans, at multiples of whole units of every group."""
     whole_units = math.lcm(*(group.unit_tokens for group in groups))
     step = max(1, span_tokens // whole_units) * whole_units
     cuts = _cut(skip_tokens // step * step, num_tokens, step)

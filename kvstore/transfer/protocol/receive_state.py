@@ -1,20 +1,20 @@
-"""Who owns the reserved blocks of a receiving worker at each moment: a pure state machine.
+"""Ownership of a receiving worker's reserved blocks: a pure state machine.
 
     RESERVED --offer--> RECEIVING --every source committed, every chunk in--> COMMITTED
         |                   |
         |                   +--fail, while a scatter runs--> DRAINING --the last scatter ends--> FAILED
         +--fail-------------+--fail, idle------------------------------------------------------>
 
-A transfer has one source for each pair of ranks that exchange bytes; each source has a connection of its own. Success
-is counted over sets: every source has committed, and every chunk of every source is in.
+A transfer has one source for each source and destination rank that exchange bytes. Each source has its own connection.
+Success is counted over sets: every source has committed, and every chunk of every source has been received.
 
 COMMITTED and FAILED are sticky: a message that is repeated later gets the same answer, even after the reservation is
-gone. A reservation carries two references: the request's, dropped by `release`, and the transfer's, dropped when a
-terminal phase is reached. When both are gone its blocks are handed back, once, as `Free`. DRAINING lasts only while
-scatters of this process run into the blocks; it never depends on the other side.
+gone. A reservation carries two references: the request's, dropped by `release`, and the transfer's, dropped when it
+reaches a terminal phase. When both are gone, `Free` returns the blocks exactly once. DRAINING lasts only while this
+process's scatters write into the blocks; it never depends on the other side.
 
-Events come in as calls; what must happen comes out as instructions, in order. Events about an unknown id or a past
-generation are counted in `num_fenced` and change nothing. Time is an argument.
+Events are method calls; the machine returns instructions, in order. Events about an unknown id or a past generation are
+counted in `num_fenced` and have no effect. Time is an argument.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from baton.messages import AbortAck, CommitAck, Grant, Nack
 from kvstore.transfer.protocol.machine import Send, TransferCommitted, TransferFailed, checked_move
 
 MAX_REMEMBERED = 4096
-"""Outcomes kept for senders that ask again after a reservation is gone."""
+"""Number of outcomes kept for senders that ask again after a reservation is gone."""
 
 
 class ReceivePhase(enum.Enum):
-    """How far a reservation has come."""
+    """Progress of a reservation."""
 
     RESERVED = "reserved"
     RECEIVING = "receiving"
@@ -56,7 +56,10 @@ LEGAL: dict[ReceivePhase, frozenset[ReceivePhase]] = {
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """The machine does not hold these blocks any more, and nothing here writes to them. Given once a reservation."""
+    """The machine no longer holds these blocks, and this process no longer writes to them.
+
+    Given once per reservation.
+    """
 
     generation: int
     block_ids: tuple[object, ...]
@@ -73,7 +76,7 @@ class SourceProgress:
     chunks_in: set[int] = field(default_factory=set)
     committed: bool = False
     scattering: tuple[int, ...] = ()
-    """The chunks that are being written into the blocks at this moment, in the order in which that began."""
+    """Chunks that are being written into the blocks at this moment, in the order in which they started."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,36 +89,36 @@ class Reservation:
     expires_at: float
     state: ReceivePhase = ReceivePhase.RESERVED
     sources: dict[int, SourceProgress] = field(default_factory=dict)
-    """The sources that have offered, by connection."""
+    """Sources that have made an offer, by connection."""
     num_sources: int = 0
-    """The number of sources, as the first offer implied."""
+    """Number of sources, as implied by the first offer."""
     first_token: int | None = None
     error: TransferError | None = None
     released: bool = False
-    """Whether the request has dropped its reference."""
+    """True after the request has dropped its reference."""
 
     @property
     def is_scattering(self) -> bool:
-        """Whether a chunk is being written into the blocks."""
+        """True while a chunk is being written into the blocks."""
         return any(source.scattering for source in self.sources.values())
 
     @property
     def is_complete(self) -> bool:
-        """Whether every source has committed and every chunk is in."""
+        """True if every source has committed and every chunk has been received."""
         return len(self.sources) == self.num_sources > 0 and all(
             source.committed and len(source.chunks_in) == source.num_chunks for source in self.sources.values()
         )
 
 
 class ReceiveState:
-    """The reservations of one worker, by generation."""
+    """Reservations of one worker, by generation."""
 
     def __init__(self) -> None:
         self.num_fenced = 0
         self._last_generation = 0
         self._by_generation: dict[int, Reservation] = {}
         self._ended: OrderedDict[int, tuple[str, str]] = OrderedDict()
-        """Past generations: the transfer's id, and why it failed; "" if it was committed."""
+        """Past generations: the transfer's id, and its failure reason; "" if it was committed."""
 
     def __len__(self) -> int:
         return len(self._by_generation)
@@ -123,7 +126,7 @@ class ReceiveState:
     # -- the request's side ------------------------------------------------------------------------------------------
 
     def reserve(self, transfer_id: str, block_ids: tuple[object, ...], expires_at: float) -> int:
-        """Holds `block_ids` for a transfer.
+        """Hold `block_ids` for a transfer.
 
         Returns:
             The reservation's generation, unique in this machine's life.
@@ -136,12 +139,12 @@ class ReceiveState:
         return generation
 
     def state(self, generation: int) -> ReceivePhase | None:
-        """Returns the phase of a reservation, or None for one that is unknown or gone."""
+        """Return the phase of a reservation, or None for one that is unknown or gone."""
         entry = self._by_generation.get(generation)
         return entry.state if entry else None
 
     def release(self, generation: int) -> list[ReceiveInstruction]:
-        """Drops the request's reference: it was cancelled, or it owns the committed blocks from now on."""
+        """Drop the request's reference: the request was cancelled, or it owns the committed blocks from now on."""
         entry = self._by_generation.get(generation)
         if entry is None or entry.released:
             return []
@@ -154,7 +157,7 @@ class ReceiveState:
     def offer(
         self, connection: int, transfer_id: str, generation: int, num_chunks: int, num_sources: int
     ) -> list[ReceiveInstruction]:
-        """Takes in an Offer: a source will send `num_chunks`. Idempotent."""
+        """Handle an Offer: a source will send `num_chunks`. Idempotent."""
         entry = self._find(transfer_id, generation)
         if entry is None or entry.state not in (ReceivePhase.RESERVED, ReceivePhase.RECEIVING):
             return self._answer_again(connection, transfer_id, generation, entry)
@@ -173,7 +176,10 @@ class ReceiveState:
     def commit(
         self, connection: int, transfer_id: str, generation: int, first_token: int | None
     ) -> list[ReceiveInstruction]:
-        """Takes in a Commit: a source has sent everything. The transfer is committed once all have. Idempotent."""
+        """Handle a Commit: a source has sent everything.
+
+        The transfer is committed once all sources have. Idempotent.
+        """
         entry = self._find(transfer_id, generation)
         if entry is None or entry.state is not ReceivePhase.RECEIVING:
             return self._answer_again(connection, transfer_id, generation, entry)
@@ -190,20 +196,20 @@ class ReceiveState:
     def abort(
         self, connection: int, transfer_id: str, generation: int, error: TransferError
     ) -> list[ReceiveInstruction]:
-        """Takes in an Abort: a source gave the transfer up. The acknowledgement means that it has ended here."""
+        """Handle an Abort: a source has abandoned the transfer. The acknowledgement means that it has ended here."""
         entry = self._find(transfer_id, generation)
         failed = self._fail(entry, error, but_not=connection) if entry else []
         return [*failed, Send(AbortAck(transfer_id, generation), connection)]
 
     def lost(self, connection: int, error: TransferError) -> list[ReceiveInstruction]:
-        """Fails every transfer that the connection took part in, because it has ended."""
+        """Fail every transfer in which the connection took part, because the connection has ended."""
         instructions: list[ReceiveInstruction] = []
         for entry in [e for e in self._by_generation.values() if connection in e.sources]:
             instructions += self._fail(entry, error, but_not=connection)
         return instructions
 
     def renew(self, connection: int, expires_at: float) -> None:
-        """Extends the leases of all transfers that were offered on this connection: its sender is alive."""
+        """Extend the leases of all transfers that were offered on this connection: its sender is alive."""
         for entry in self._by_generation.values():
             if connection in entry.sources:
                 entry.expires_at = max(entry.expires_at, expires_at)
@@ -211,7 +217,7 @@ class ReceiveState:
     # -- the chunks --------------------------------------------------------------------------------------------------
 
     def scatter_begins(self, connection: int, generation: int, seq: int) -> bool:
-        """Asks to write chunk `seq` of a source into the blocks. Returns False if the chunk must be dropped."""
+        """Claim chunk `seq` of a source for writing into the blocks. Returns False if the chunk must be dropped."""
         entry = self._by_generation.get(generation)
         source = entry.sources.get(connection) if entry and entry.state is ReceivePhase.RECEIVING else None
         if source is None or seq in (*source.chunks_in, *source.scattering) or not 0 <= seq < source.num_chunks:
@@ -221,7 +227,7 @@ class ReceiveState:
         return True
 
     def scatter_ends(self, connection: int, generation: int) -> list[ReceiveInstruction]:
-        """Notes that the chunk which began first is verified and in place, unless the transfer has failed meanwhile."""
+        """Record that the earliest started chunk is verified and in place, unless the transfer has failed."""
         entry = self._by_generation[generation]
         source = entry.sources[connection]
         seq, *later = source.scattering
@@ -234,15 +240,15 @@ class ReceiveState:
         self._move(entry, ReceivePhase.FAILED)
         return self._settle(entry)
 
-    # -- bad news from here ------------------------------------------------------------------------------------------
+    # -- local failures ----------------------------------------------------------------------------------------------
 
     def fail(self, transfer_id: str, generation: int, error: TransferError) -> list[ReceiveInstruction]:
-        """Fails a transfer: corruption, refusal or shutdown. No effect on one that has ended."""
+        """Fail a transfer: corruption, refusal or shutdown. A transfer that has ended is not affected."""
         entry = self._find(transfer_id, generation)
         return self._fail(entry, error) if entry else []
 
     def expire(self, now: float) -> list[ReceiveInstruction]:
-        """Fails the transfers whose lease has ended."""
+        """Fail the transfers whose lease has expired."""
         instructions: list[ReceiveInstruction] = []
         for entry in list(self._by_generation.values()):
             if entry.state in (ReceivePhase.RESERVED, ReceivePhase.RECEIVING) and entry.expires_at <= now:
@@ -250,7 +256,7 @@ class ReceiveState:
         return instructions
 
     def check(self) -> None:
-        """Raises AssertionError if the machine contradicts itself."""
+        """Raise AssertionError if the machine contradicts itself."""
         for generation, entry in self._by_generation.items():
             assert entry.generation == generation <= self._last_generation
             assert not (entry.released and entry.state in TERMINAL), f"{generation} is over and not forgotten"
@@ -276,7 +282,7 @@ class ReceiveState:
     def _answer_again(
         self, connection: int, transfer_id: str, generation: int, entry: Reservation | None
     ) -> list[ReceiveInstruction]:
-        """Answers a sender whose transfer does not wait for this message."""
+        """Answer a sender whose transfer does not expect this message."""
         if entry is None:
             ended = self._ended.get(generation)
             if ended is None or ended[0] != transfer_id:

@@ -1,16 +1,15 @@
-"""What a sending worker has offered on one connection, and which blocks it may still read: a pure state machine.
+"""Offers of a sending worker on one connection, and the blocks that it may still read: a pure state machine.
 
     OFFERED --grant--> SENDING --every chunk sent, finished--> COMMITTING --ack--> COMMITTED
         |                 |                                        |
         +-----------------+----------------- nack, lost -----------+--------------------------> FAILED
         +-----------------+----------------- abort ----------------+--> ABORTING --ack, lost--> FAILED
 
-The source's blocks are pinned until `Unpin`, which is given once a transfer: when the transfer has ended here and no
-gather of it runs. An ABORTING transfer reads nothing any more; it is kept only until the receiver has acknowledged the
-Abort. An unanswered message is sent again every `resend_s`, and given up after `answer_s`: the receiver's answers are
-sticky.
+The source's blocks are pinned until `Unpin`, which is given once per transfer: when the transfer has ended here and no
+gather of it runs. An ABORTING transfer reads no blocks; it is kept only until the receiver has acknowledged the Abort.
+An unanswered message is sent again every `resend_s`, and abandoned after `answer_s`. The receiver's answers are sticky.
 
-Events come in as calls; what must happen comes out as instructions, in order. Time is an argument.
+Events are method calls; the machine returns instructions, in order. Time is an argument.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kvstore.transfer.protocol.machine import Send, TransferCommitted, TransferF
 
 
 class SendPhase(enum.Enum):
-    """What an offered transfer waits for."""
+    """State of an offered transfer: the event for which it waits."""
 
     OFFERED = "offered"
     SENDING = "sending"
@@ -51,14 +50,14 @@ LEGAL: dict[SendPhase, frozenset[SendPhase]] = {
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The transfer's chunks may leave as they become ready."""
+    """The transfer's chunks may be sent as they become ready."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Unpin:
-    """Nothing reads the source's blocks any more. Given once a transfer, with or after its end."""
+    """The source's blocks are no longer read. Given once per transfer, with its end or after it."""
 
     generation: int
 
@@ -73,26 +72,26 @@ class OfferedTransfer:
     offer: Offer
     state: SendPhase
     sent_at: float
-    """When the unanswered message was last sent."""
+    """Time at which the unanswered message was last sent."""
     asked_at: float
-    """When it was first sent, or last answered with a Grant."""
+    """Time at which it was first sent, or last answered with a Grant."""
     num_sent: int = 0
     finished: bool = False
-    """Whether everything is computed, and `first_token` is known if one was drawn."""
+    """True once everything is computed, and `first_token` is known if one was drawn."""
     first_token: int | None = None
-    """The token from which the receiver continues."""
+    """Token from which the receiver continues."""
     gathering: int = 0
-    """Gathers that read its blocks at this moment."""
+    """Number of gathers that read its blocks at this moment."""
     unpinned: bool = False
     error: BatonError | None = None
 
     @property
     def generation(self) -> int:
-        """The generation of the receiver's reservation."""
+        """Generation of the receiver's reservation."""
         return self.offer.generation
 
     def pending(self) -> Offer | Commit | Abort:
-        """Returns the message that is unanswered."""
+        """Return the message that is unanswered."""
         ids = (self.offer.transfer_id, self.generation)
         match self.state:
             case SendPhase.OFFERED:
@@ -105,7 +104,7 @@ class OfferedTransfer:
 
 
 class SendState:
-    """The transfers of one connection, by the generation of the receiver's reservation."""
+    """Transfers of one connection, by the generation of the receiver's reservation."""
 
     def __init__(self, resend_s: float, answer_s: float) -> None:
         self.num_fenced = 0
@@ -118,14 +117,14 @@ class SendState:
         return len(self._by_generation)
 
     def state(self, generation: int) -> SendPhase | None:
-        """Returns the phase of a transfer, or None for one that is unknown or forgotten."""
+        """Return the phase of a transfer, or None for one that is unknown or forgotten."""
         transfer = self._by_generation.get(generation)
         return transfer.state if transfer else None
 
     # -- this worker's side ------------------------------------------------------------------------------------------
 
     def offer(self, offer: Offer, now: float) -> list[SendInstruction]:
-        """Begins a transfer."""
+        """Start a transfer."""
         assert offer.generation not in self._by_generation, "a ticket is used once"
         self._by_generation[offer.generation] = OfferedTransfer(
             offer=offer, state=SendPhase.OFFERED, sent_at=now, asked_at=now
@@ -133,7 +132,7 @@ class SendState:
         return [Send(offer)]
 
     def finish(self, generation: int, first_token: int | None, now: float) -> list[SendInstruction]:
-        """Notes that everything is computed. The Commit follows once every chunk has been sent."""
+        """Record that everything is computed. The Commit follows once every chunk has been sent."""
         transfer = self._by_generation.get(generation)
         if transfer is None or transfer.state not in LIVE:
             return []
@@ -142,7 +141,7 @@ class SendState:
         return self._try_commit(transfer, now)
 
     def abort(self, generation: int, error: BatonError, now: float) -> list[SendInstruction]:
-        """Gives a transfer up. No effect on one that has ended."""
+        """Abort a transfer. A transfer that has ended is not affected."""
         transfer = self._by_generation.get(generation)
         if transfer is None or transfer.state not in LIVE:
             return []
@@ -152,14 +151,14 @@ class SendState:
         return [TransferFailed(generation, error), Send(transfer.pending()), *self._try_unpin(transfer)]
 
     def lost(self, error: BatonError) -> list[SendInstruction]:
-        """Ends every transfer, because the connection has ended."""
+        """End every transfer, because the connection has ended."""
         instructions: list[SendInstruction] = []
         for transfer in [t for t in self._by_generation.values() if t.state in LIVE | UNANSWERED]:
             instructions += self._end(transfer, error)
         return instructions
 
     def tick(self, now: float) -> list[SendInstruction]:
-        """Sends unanswered messages again, and gives up what stays unanswered for too long."""
+        """Send unanswered messages again, and abandon those that stay unanswered for too long."""
         instructions: list[SendInstruction] = []
         for transfer in [t for t in self._by_generation.values() if t.state in UNANSWERED]:
             if now - transfer.asked_at >= self._answer_s:
@@ -177,7 +176,7 @@ class SendState:
     # -- the chunks --------------------------------------------------------------------------------------------------
 
     def gather_begins(self, generation: int) -> bool:
-        """Asks to read the blocks for one chunk. If it returns False, they may belong to another sequence by now."""
+        """Claim the blocks for reading one chunk. If it returns False, they may belong to another sequence by now."""
         transfer = self._by_generation.get(generation)
         if transfer is None or transfer.state is not SendPhase.SENDING:
             return False
@@ -185,7 +184,7 @@ class SendState:
         return True
 
     def gather_ends(self, generation: int, now: float) -> list[SendInstruction]:
-        """Notes that the chunk is in staging and has begun to leave: the transport is first in, first out."""
+        """Record that the chunk is in staging and its sending has started: the transport is first in, first out."""
         transfer = self._by_generation[generation]
         transfer.gathering -= 1
         transfer.num_sent += 1
@@ -196,17 +195,17 @@ class SendState:
     # -- the receiver's answers --------------------------------------------------------------------------------------
 
     def on_grant(self, transfer_id: str, generation: int, now: float) -> list[SendInstruction]:
-        """Takes in a Grant: chunks may leave, or, after a Commit, not every chunk of every source is in yet."""
+        """Handle a Grant: chunks may be sent, or, after a Commit, not every chunk of every source has arrived yet."""
         transfer = self._find(transfer_id, generation)
         if transfer is not None and transfer.state is SendPhase.COMMITTING:
-            transfer.asked_at = now  # an answer: not everything is in yet
+            transfer.asked_at = now  # an answer: not everything has arrived yet
         if transfer is None or transfer.state is not SendPhase.OFFERED:
             return []
         self._move(transfer, SendPhase.SENDING)
         return [Granted(generation), *self._try_commit(transfer, now)]
 
     def on_commit_ack(self, transfer_id: str, generation: int) -> list[SendInstruction]:
-        """Takes in a CommitAck: the receiver has everything."""
+        """Handle a CommitAck: the receiver has everything."""
         transfer = self._find(transfer_id, generation)
         if transfer is None or transfer.state is not SendPhase.COMMITTING:
             return []
@@ -214,14 +213,14 @@ class SendState:
         return [TransferCommitted(generation), *self._try_unpin(transfer)]
 
     def on_nack(self, transfer_id: str, generation: int, reason: str) -> list[SendInstruction]:
-        """Takes in a Nack: the transfer has failed at the receiver, for a reason as `text_of` writes it."""
+        """Handle a Nack: the transfer has failed at the receiver, for a reason in the form of `text_of`."""
         transfer = self._find(transfer_id, generation)
         if transfer is None or transfer.state not in LIVE:
             return []
         return self._end(transfer, transfer_error_of(reason))
 
     def on_abort_ack(self, transfer_id: str, generation: int) -> list[SendInstruction]:
-        """Takes in an AbortAck: the receiver has ended the transfer, one way or another."""
+        """Handle an AbortAck: the receiver has ended the transfer, with any outcome."""
         transfer = self._find(transfer_id, generation)
         if transfer is None or transfer.state is not SendPhase.ABORTING:
             return []
@@ -229,7 +228,7 @@ class SendState:
         return self._try_unpin(transfer)
 
     def check(self) -> None:
-        """Raises AssertionError if the machine contradicts itself."""
+        """Raise AssertionError if the machine contradicts itself."""
         for generation, transfer in self._by_generation.items():
             assert transfer.generation == generation
             assert transfer.num_sent <= transfer.offer.num_chunks

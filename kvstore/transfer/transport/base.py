@@ -1,12 +1,12 @@
-"""What every transport offers, what one is opened with, and what the table of transports says of each kind.
+"""Interfaces of transports, the parameters with which one is opened, and the properties of each kind.
 
-A transport carries signals and chunks one way between two processes, in an order both agree on, and knows nothing of
+A transport carries signals and chunks one way between two processes, in an order both agree on, and is independent of
 KV:
 
     signal   exactly HEADER_BYTES: a header alone
-    chunk    a header and its payload, in a slot that comes from the transport's own `slots`
+    chunk    a header and its payload, in a slot from the transport's `slots`
 
-Transports do no framing: an earlier header announced kind and length of each message. A lost message shows up as an
+Transports do no framing: an earlier header announced kind and length of each message. A lost message appears as an
 unexpected header in the next message of its kind, or as a timeout.
 """
 
@@ -30,13 +30,13 @@ SENDER, RECEIVER = 0, 1
 
 
 class Operation(Protocol):
-    """A message under way, from the call that returned it or from `wait` at the latest.
+    """A message in progress, which starts with the call that returned it or at the latest with `wait`.
 
-    The operations of one transport are waited for in the order in which they were started.
+    The operations of one transport are awaited in the order in which they were started.
     """
 
     def wait(self) -> None:
-        """Blocks until the message has moved and the slot is the caller's again.
+        """Block until the message has been transferred and the caller owns the slot again.
 
         A message that is received into a slot on a GPU may still be on its way there, in the calling thread's stream.
 
@@ -51,69 +51,69 @@ class SignalOperation(Operation, Protocol):
 
     @property
     def header(self) -> bytes:
-        """The header that arrived; valid once `wait` has returned."""
+        """Received header; valid once `wait` has returned."""
 
 
 class Transport(Protocol):
-    """One side of a transport. One thread owns it, and alone may use it, except for `abort`.
+    """One side of a transport. Only the thread that owns it may use it, except for `abort`.
 
-    An operation that raises leaves the transport broken: the owner discards the slots of operations under way and
+    An operation that raises leaves the transport broken: the owner discards the slots of operations in progress and
     closes it.
     """
 
     slots: SlotSource
-    """The slots in which this side stages the chunks of this transport."""
+    """Slots in which this side stages the chunks of this transport."""
 
     def close(self) -> None:
-        """Closes this side; called by the owner. Operations still under way fail, or never end. Idempotent."""
+        """Close this side; called by the owner. Operations still in progress fail, or never end. Idempotent."""
 
     def abort(self) -> None:
-        """Ends what is under way as soon as the transport can; called by any thread. Idempotent."""
+        """End operations in progress as soon as the transport can; called by any thread. Idempotent."""
 
 
 class SendingTransport(Transport, Protocol):
-    """The side that sends."""
+    """Sending side."""
 
     def send_signal(self, header: bytes) -> Operation:
-        """Starts to send a header alone."""
+        """Start to send a header alone."""
 
     def send_chunk(self, slot: Slot, num_bytes: int) -> Operation:
-        """Starts to send a slot, which holds the header already; `num_bytes` of payload follow it."""
+        """Start to send a slot that already holds the header; `num_bytes` of payload follow it."""
 
 
 class ReceivingTransport(Transport, Protocol):
-    """The side that receives."""
+    """Receiving side."""
 
     def recv_signal(self) -> SignalOperation:
-        """Starts to receive a header alone."""
+        """Start to receive a header alone."""
 
     def recv_chunk(self, slot: Slot, num_bytes: int) -> Operation:
-        """Starts to receive a header and `num_bytes` of payload.
+        """Start to receive a header and `num_bytes` of payload.
 
-        `slot.buffer` may be read, not written, once `wait` has returned and until the slot is released. On a GPU that
-        holds for what comes later in the calling thread's stream, and for others after `settle`.
+        `slot.buffer` may be read, not written, after `wait` has returned and until the slot is released. On a GPU this
+        holds for later work in the calling thread's stream, and for other streams after `settle`.
         """
 
     def has_next(self) -> bool:
-        """Returns whether the next message has come; False also where the transport does not know."""
+        """Return whether the next message has arrived; False also if the transport does not know."""
 
     def settle(self) -> None:
-        """Waits until all messages whose `wait` has returned are in their slots, and the peer may use its own again.
+        """Wait until all messages whose `wait` has returned are in their slots, and the peer may reuse its slots.
 
-        The owner does so before it releases a slot that nothing has read in its stream, and before it waits for long.
+        The owner does so before it releases a slot that no work in its stream has read, and before a long wait.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class FarSide:
-    """The peer, as this side knows it from elsewhere than the rendezvous."""
+    """The peer, as this side knows it independently of the rendezvous."""
 
     rank: int
     addresses: frozenset[IpAddress]
-    """Where it is: to nothing else does this side connect."""
+    """The peer's addresses: this side connects to no others."""
 
     def is_at(self, address: str) -> bool:
-        """Whether the peer is at this IP address; False also where it is none."""
+        """Return whether the peer is at this IP address; False also if it is not an IP address."""
         try:
             return ip_address(address) in self.addresses
         except ValueError:
@@ -122,45 +122,45 @@ class FarSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportEnd:
-    """What one side of a transport is opened with."""
+    """Parameters with which one side of a transport is opened."""
 
     rendezvous: Store
-    """The keys that the two sides exchange while they open the transport."""
+    """Keys that the two sides exchange while they open the transport."""
     host: str
-    """This side's address, for the kinds that listen on it."""
+    """This side's address, for kinds that listen on it."""
     peer_host: str
-    """The peer's host: the one that its ticket, permit or lease names, or from which its control stream has come."""
+    """The peer's host: named by its ticket, permit or lease, or the origin of its control stream."""
     staging: StagingPool
-    """Slots on the kind's staging device. A sender over shm takes only their size from it and has memory of its own."""
+    """Slots on the kind's staging device. A sender over shm takes only their size from it and has separate memory."""
     max_slots: int
-    """Slots that this side may hold at a time."""
+    """Maximum number of slots that this side may hold."""
     max_ring_bytes: int
-    """The most that the rings of all ipc transports may take of this side's GPU."""
+    """Maximum bytes that the rings of all ipc transports may take of this side's GPU."""
     open_timeout_s: float
     op_timeout_s: float
     nccl_mode: str = "nonblocking-eager"
     is_sealed: bool = False
-    """Whether a kind that can encrypts its messages; the rendezvous must then be secret, since it carries the key."""
+    """True if a kind that can encrypt does so; the rendezvous must then be secret, since it carries the key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nearness:
-    """How near two ranks are to each other."""
+    """Proximity of two ranks."""
 
     is_same_host: bool = False
     is_same_gpu: bool = False
-    """Both have their caches on one GPU, as far as NCCL knows."""
+    """Both have their caches on one GPU, as far as NCCL detects it."""
     may_read_gpu: bool = False
     """The receiver may be able to read the sender's GPU."""
     must_be_sealed: bool = False
-    """What leaves a host must be encrypted."""
+    """Traffic that leaves a host must be encrypted."""
     plain_links: tuple[str, ...] = ()
-    """Kinds that both sides except from that."""
+    """Kinds that both sides exempt from encryption."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportKind:
-    """A row of the table of transports: how a kind is opened, and where it fits.
+    """Row of the table of transports: how to open a kind, and its requirements.
 
     Both `open_...` block until the peer has joined; they are for the thread that will own the transport.
     """
@@ -168,26 +168,26 @@ class TransportKind:
     open_sender: Callable[[TransportEnd], SendingTransport]
     open_receiver: Callable[[TransportEnd], ReceivingTransport]
     is_well_formed: Callable[[FarSide, str, bytes], bool]
-    """Whether the peer sets this key to this value during the rendezvous: it has the form, and names no other host."""
+    """Returns whether the peer may set this key to this value: the form is right, and it names no other host."""
     is_usable: Callable[[Sequence[torch.device]], bool]
-    """Whether a worker with caches on these devices, one a rank, can use it."""
+    """Returns whether a worker with caches on these devices, one per rank, can use it."""
     needs_one_host: bool = False
     """Both sides must have the same `host_id`."""
     needs_two_gpus: bool = False
     """The sides must not share a GPU."""
     needs_readable_gpu: bool = False
-    """The receiver reads the sender's GPU: it must not be known that its own does not reach that one."""
+    """The receiver reads the sender's GPU: its own GPU must not be known to be unable to reach it."""
     is_plain: bool = False
-    """Nothing that leaves a host over it is encrypted."""
+    """Traffic that leaves a host over it is never encrypted."""
     opens_slowly: bool = False
-    """Opening takes seconds and may have to wait: KV travels over another kind meanwhile."""
+    """Opening takes seconds and may have to wait; KV travels over another kind in the meantime."""
     stages_on_gpu: bool = False
     """Slots are on the cache's device; otherwise they are in main memory."""
     prefers_warm_chunks: bool = False
     """Chunks should fit the processor's cache: its thread copies each of them into the kernel."""
 
     def fits(self, near: Nearness) -> bool:
-        """Returns whether ranks that are so near to each other can use it, where it need not be encrypted."""
+        """Return whether ranks with this proximity can use it, apart from encryption."""
         return (
             (near.is_same_host or not self.needs_one_host)
             and (near.may_read_gpu or not self.needs_readable_gpu)

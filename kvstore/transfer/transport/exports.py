@@ -1,9 +1,9 @@
-"""The rings of a GPU's ipc transports: memory that peers read is lent again only once they have let go of it.
+"""Rings of a GPU's ipc transports: memory that peers read is lent again only after they have closed it.
 
-A peer that reads a ring holds one end of a pipe, its lifeline, for as long as it has the ring open: the end of the pipe
-says that it has closed it, or that its process is gone. Until then a ring whose transport has ended waits here, however
-long a stopped peer takes. Rings are kept for later transports, since CUDA waits for all of a GPU's work when memory
-goes, and other transports may wait for their peers in it.
+A peer that reads a ring holds one end of a pipe, its lifeline, for as long as it has the ring open. The end of the pipe
+shows that the peer has closed the ring or that its process is gone. Until then, a ring whose transport has ended waits
+here, however long a stopped peer takes. Rings are kept for later transports, since CUDA waits for all of a GPU's work
+when memory is freed, and other transports may wait for their peers in that work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LentRing:
 
     Attributes:
         memory: the slots, `uint8`.
-        handle: what the peer opens it with.
+        handle: opens the ring in the peer.
         theirs: the peer's end of the lifeline, a file descriptor to pass on; `passed_on` closes it here.
     """
 
@@ -39,19 +39,19 @@ class LentRing:
         self.lifeline, self.theirs = os.pipe()
 
     def passed_on(self) -> None:
-        """Closes the peer's end of the lifeline in this process. Idempotent."""
+        """Close the peer's end of the lifeline in this process. Idempotent."""
         if self.theirs >= 0:
             os.close(self.theirs)
             self.theirs = -1
 
     def give_back(self) -> None:
-        """Ends the use of it; called once."""
+        """End the use of the ring; called once."""
         self.passed_on()
         self._rings.take(self)
 
 
 class GpuRings:
-    """The rings of one GPU. Any thread may use them."""
+    """Rings of one GPU. Thread-safe."""
 
     def __init__(self, gpu: GpuDevice) -> None:
         self._gpu = gpu
@@ -60,14 +60,14 @@ class GpuRings:
         """Memory of all rings, lent or not."""
         self._free: list[GpuExport] = []
         self._read_still: list[LentRing] = []
-        """Rings of transports that have ended, and whose peers have not let go of them."""
+        """Rings of ended transports that their peers have not closed."""
 
     def lend(self, num_bytes: int, most_bytes: int) -> LentRing:
-        """Lends a ring of this size.
+        """Lend a ring of this size.
 
         Raises:
             TransferError: it would make the rings of this GPU, which are never freed, larger than `most_bytes`.
-            RuntimeError: the GPU has no room for it.
+            RuntimeError: the GPU is out of memory.
         """
         with self._lock:
             self._take_back()
@@ -85,14 +85,14 @@ class GpuRings:
             return ring
 
     def take(self, ring: LentRing) -> None:
-        """Takes a ring back whose transport has ended."""
+        """Take back a ring whose transport has ended."""
         with self._lock:
             self._read_still.append(ring)
             self._take_back()
 
     @property
     def num_read_still(self) -> int:
-        """Number of rings that no transport uses, and a peer may read."""
+        """Number of rings that no transport uses but a peer may still read."""
         with self._lock:
             self._take_back()
             return len(self._read_still)
@@ -118,7 +118,7 @@ _LOCK = threading.Lock()
 
 
 def rings_of(device: torch.device) -> GpuRings:
-    """Returns the rings of a GPU."""
+    """Return the rings of a GPU."""
     gpu = gpu_of(device)
     assert gpu is not None
     with _LOCK:

@@ -1,7 +1,7 @@
-"""Injected faults, for tests: to a payload after its checksum was taken, and to the transport itself.
+"""Injected faults, for tests: in a payload after its checksum was taken, and in the transport itself.
 
-`FaultInjector` spoils payloads. `FaultyTransport` wraps the sending side of any transport and spoils what it hands
-over, so the receiver sees what a fault of the wire would look like; it spares signals, except for a stall.
+`FaultInjector` corrupts payloads. `FaultyTransport` wraps the sending side of any transport and corrupts its messages,
+so the receiver sees the effect of a network fault. It spares signals, except for a stall.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """How often each fault happens: at every Nth chunk of a connection; 0 is never.
+    """Frequency of each fault: at every Nth chunk of a connection; 0 is never.
 
     The faults of the transport also take a probability between 0 and 1.
     """
@@ -38,8 +38,10 @@ class Faults:
     drop_chunk: int = 0
     """Send zeros instead."""
     swap_blocks: int = 0
-    """Exchange the first and the last block row, of different layers where a chunk has several: within one layer,
-    attention ignores the order of a sequence's blocks. Chunks of a single row do not count."""
+    """Exchange the first and the last block row, of different layers if a chunk has several.
+
+    Within one layer, attention ignores the order of a sequence's blocks. Chunks of a single row do not count.
+    """
     link_drop: float = 0
     """Do not send the chunk."""
     link_duplicate: float = 0
@@ -47,24 +49,24 @@ class Faults:
     link_reorder: float = 0
     """Send the next chunk first, if that comes before a signal and before the owner waits for this one."""
     link_truncate: float = 0
-    """Do not send the second half of its payload; the receiver finds undefined bytes there."""
+    """Omit the second half of its payload; the receiver finds undefined bytes there."""
     link_flip: float = 0
     """Change one bit of its header or its payload."""
     link_stall: float = 0
     """Send nothing from this chunk on; a wait for it lasts until the transport is aborted."""
     link_kill: float = 0
-    """Close the transport while the chunk is under way."""
+    """Close the transport while the chunk is being sent."""
     link_delay_ms: int = 0
     """Wait this long before each chunk."""
 
     @property
     def on_payload(self) -> bool:
-        """Whether a `FaultInjector` has anything to inject."""
+        """True if a `FaultInjector` has anything to inject."""
         return any(getattr(self, name) for name in self.__slots__ if not name.startswith("link_"))
 
     @property
     def on_transport(self) -> bool:
-        """Whether a `FaultyTransport` has anything to inject."""
+        """True if a `FaultyTransport` has anything to inject."""
         return any(getattr(self, name) for name in self.__slots__ if name.startswith("link_"))
 
 
@@ -72,7 +74,7 @@ _PROBABILITY = re.compile(r"0?\.\d*[1-9]\d*")
 
 
 def parse_faults(spec: str) -> Faults:
-    """Parses `FaultsConfig.spec`, such as `corrupt_chunk=3,link_drop=0.01,link_delay_ms=5`.
+    """Parse `FaultsConfig.spec`, such as `corrupt_chunk=3,link_drop=0.01,link_delay_ms=5`.
 
     Raises:
         ConfigError: an unknown fault, or a count that is not a positive number.
@@ -96,10 +98,10 @@ _MAY_BE_RANDOM = {name for name in Faults.__slots__ if name.startswith("link_")}
 
 
 class FaultInjector:
-    """Spoils the payloads of one connection.
+    """Injector of faults into the payloads of one connection.
 
     Args:
-        gpu: has the payloads, if one has.
+        gpu: the GPU that holds the payloads, if any.
     """
 
     def __init__(self, faults: Faults, gpu: GpuDevice | None = None) -> None:
@@ -109,7 +111,7 @@ class FaultInjector:
         self._num_swappable = 0
 
     def spoil(self, chunk: Chunk, payload: torch.Tensor) -> None:
-        """Spoils the next payload, `uint8[chunk.num_bytes]`, if a fault is due."""
+        """Corrupt the next payload, `uint8[chunk.num_bytes]`, if a fault is due."""
         num_rows = (chunk.layer_hi - chunk.layer_lo) * (chunk.unit_hi - chunk.unit_lo)
         self._num_chunks += 1
         if every(self._faults.corrupt_chunk, self._num_chunks):
@@ -126,12 +128,12 @@ class FaultInjector:
 
 
 def every(nth: float, count: int) -> bool:
-    """Returns whether a fault of every `nth` chunk happens at chunk `count`, counted from 1; 0 is never."""
+    """Return whether a fault of every `nth` chunk happens at chunk `count`, counted from 1; 0 is never."""
     return bool(nth) and count % nth == 0
 
 
 class FaultyTransport:
-    """Wraps the sending side of a transport.
+    """Wrapper of the sending side of a transport.
 
     Attributes:
         injected: how often each fault has happened, by its name.
@@ -169,7 +171,7 @@ class FaultyTransport:
         sent_bytes = num_bytes
         if self._inject("link_truncate"):
             sent_bytes = num_bytes // 2
-            # Where the receiver shares the slot's memory, the rest would be there without being sent.
+            # If the receiver shares the slot's memory, the rest would be there without being sent.
             slot.payload(num_bytes)[sent_bytes:] ^= 0xA5
         if self._gpu is not None:
             self._gpu.current_stream().synchronize()
@@ -206,7 +208,7 @@ class FaultyTransport:
         return operation
 
     def send_held_back(self) -> None:
-        """Sends the chunk that was held back, if there is one."""
+        """Send the chunk that was held back, if there is one."""
         held_back, self._held_back = self._held_back, None
         if held_back is not None:
             held_back.operation = self._transport.send_chunk(held_back.slot, held_back.num_bytes)

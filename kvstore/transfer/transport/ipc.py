@@ -1,23 +1,22 @@
-"""A GPU's memory between two processes of one host: the receiver copies chunks out of the sender's ring, packets name
-the slot.
+"""Transport over GPU memory of one host: the receiver copies chunks from the sender's ring, packets name the slot.
 
     sender                                            receiver
       acquire: a free slot of the ring
       gather straight into it
-      send_chunk   -- header | slot number ------->   recv_chunk: a copy into a slot of its own
+      send_chunk   -- header | slot number ------->   recv_chunk: a copy into a receiver's slot
       send_signal  -- header --------------------->   scatter
       acquire      <- slot number, after the copy -   wait
 
-The ring is on the sender's GPU. The receiver's, which is the same one or reaches it over NVLink or PCIe, reads it: only
-the receiver writes into its memory, and what a sender does later spoils no chunk that was checked. There is no kernel
-that waits for another one, so nothing can wait in a circle, and no order beside the sums of several ranks is needed.
-The host orders what the two do: a chunk is announced once it is gathered, and its slot given back once it is copied. An
-event of CUDA that both share would save the two waits, and a stream would wait for the event of a process that may be
-dead. What the receiver does with a copy is ordered by its stream: it need not wait before it goes on.
+The ring is on the sender's GPU. The receiver's GPU reads it; it is the same GPU or reaches it over NVLink or PCIe. Only
+the receiver writes into its memory, so a sender cannot corrupt a chunk after it was checked. No kernel waits for
+another one, so there are no circular waits, and no order with the collectives of several ranks is needed. The host
+orders the two sides: a chunk is announced after it is gathered, and its slot is returned after it is copied. A CUDA
+event that both share would save the two waits, but then a stream would wait for the event of a process that may be
+dead. The receiver's stream orders its further use of a copy, so it need not wait before it continues.
 
-To open, the sender lets the receiver connect as over shm, and sends what it needs to know of the ring, whose start
-holds a secret; the receiver answers with the secret. What the two cannot do, to reach each other's GPU say, is found
-out here. Header and payload of a slot are apart: the packets carry the header.
+To open, the sender lets the receiver connect as over shm, and sends a description of the ring, whose start holds a
+secret; the receiver answers with the secret. This detects, for example, that a GPU cannot reach the other one. Header
+and payload of a slot are separate: the packets carry the header.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ if TYPE_CHECKING:
 
 _IPC = "ipc"
 _RING = struct.Struct(f"<IQ{HANDLE_BYTES}s")
-"""Sent with the lifeline: the number of slots, the bytes from one to the next, and the handle of the ring."""
+"""Sent with the lifeline: the number of slots, the distance between two slots in bytes, and the handle of the ring."""
 _SECRET_BYTES = 32
 _ALIGNED = 512
-"""Slots begin at multiples of this: copies and gathers are fast from there."""
+"""Slots start at multiples of this, which keeps copies and gathers fast."""
 _MAX_SLOTS, _MAX_STRIDE = 1024, 2**32
 
 
 class IpcSender(RingSender):
-    """The sending side, which owns the ring."""
+    """Sending side, which owns the ring."""
 
     def __init__(self, end: TransportEnd) -> None:
         stride = -(-end.staging.slot_bytes // _ALIGNED) * _ALIGNED
@@ -82,7 +81,7 @@ class IpcSender(RingSender):
 
 
 class IpcReceiver(RingReceiver):
-    """The receiving side, which copies each chunk into a slot of its own."""
+    """Receiving side, which copies each chunk into one of its slots."""
 
     def __init__(self, end: TransportEnd) -> None:
         self.slots = end.staging.share(end.max_slots)
@@ -90,7 +89,7 @@ class IpcReceiver(RingReceiver):
         assert gpu is not None
         self._gpu = gpu
         self._copying: deque[tuple[StreamEvent, int]] = deque()
-        """The copies that may be under way, each with the number of the sender's slot."""
+        """Copies that may be in progress, each with the number of the sender's slot."""
         with contextlib.ExitStack() as undo:
             connection = undo.enter_context(connect(_IPC, end.rendezvous, end.open_timeout_s))
             message, lifelines, _, _ = socket.recv_fds(connection, _RING.size, 1, socket.MSG_CMSG_CLOEXEC)
@@ -110,7 +109,7 @@ class IpcReceiver(RingReceiver):
         return _IpcChunk(self, slot, num_bytes)
 
     def copy(self, slot: Slot, num_bytes: int) -> None:
-        """Waits for the next packet, which must announce a chunk, and begins to copy it into `slot`."""
+        """Wait for the next packet, which must announce a chunk, and start to copy it into `slot`."""
         header, number = self.next_chunk()
         if number >= self._num_slots or num_bytes > self._stride:
             raise TransferError("the ipc transport is broken: there is no such slot in the sender's ring")
@@ -123,7 +122,7 @@ class IpcReceiver(RingReceiver):
             self.give_back(self._copying.popleft()[1])
 
     def settle(self) -> None:
-        """See `ReceivingTransport.settle`."""
+        """Implement `ReceivingTransport.settle`."""
         while self._copying:
             copied, number = self._copying.popleft()
             copied.synchronize()
@@ -137,9 +136,9 @@ class IpcReceiver(RingReceiver):
             self._ending.close()
 
     def _checked(self, message: bytes, lifelines: Sequence[int]) -> bytes:
-        """Takes in what the sender says of its ring, and returns the handle; nothing is opened before."""
+        """Store the sender's description of its ring, and return the handle; nothing is opened before."""
         if len(message) != _RING.size or len(lifelines) != 1:
-            raise TransferError("the sender left while the transport was being opened, or says nothing of its ring")
+            raise TransferError("the sender left while the transport was being opened, or did not describe its ring")
         self._num_slots, self._stride, handle = _RING.unpack(message)
         if not (0 < self._num_slots <= _MAX_SLOTS and 0 < self._stride <= _MAX_STRIDE and self._stride % _ALIGNED == 0):
             raise TransferError(f"the sender has a ring of {self._num_slots} slots of {self._stride} bytes")
@@ -168,7 +167,7 @@ class _IpcChunk:
 
 
 def _start_of(ring: GpuImport, gpu: GpuDevice) -> bytes:
-    """Returns the secret with which the ring begins."""
+    """Return the secret at the start of the ring."""
     found, stream = gpu.buffer(_SECRET_BYTES), gpu.current_stream()
     ring.read(0, found)
     stream.synchronize()

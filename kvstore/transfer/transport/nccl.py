@@ -1,4 +1,4 @@
-"""NCCL: a communicator of two GPUs for chunks, and a TCP connection beside it for signals."""
+"""NCCL transport: a communicator of two GPUs for chunks, and a TCP connection for signals."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     from kvstore.transfer.transport.staging import Slot
 
 _TAG = 1
-"""NCCL ignores tags, but torch asks for one."""
+"""NCCL ignores tags, but torch requires one."""
 _WORK_TIMEOUTS = 10
-"""torch's own limit for an operation, in limits of the transport."""
+"""torch's own limit for an operation, as a multiple of the transport's limits."""
 _MAX_CTAS = 4
-"""NCCL channels a pair: each costs about 6.5 MB of GPU memory, and blocks of the decode kernels."""
+"""NCCL channels per communicator: each costs about 6.5 MB of GPU memory, and blocks of the decode kernels."""
 _POSTED = b"baton: posted".ljust(HEADER_BYTES, b"\0")
-"""The receiver's signal that its half of a chunk may begin. The sender's is the chunk's header."""
+"""The receiver's signal that its half of a chunk may start. The sender's is the chunk's header."""
 _LATER = b"baton: later".ljust(HEADER_BYTES, b"\0")
-"""The signal of a side that an opening keeps from giving the one that the other side waits for."""
+"""Signal of a side that cannot yet give the expected one, because an opening delays it."""
 _OUT_OF_STEP = "the nccl transport is out of step: another message came than the one announced"
 _TURNS: dict[torch.device, DeviceTurns] = {}
 
 
 def is_well_formed(peer: FarSide, key: str, value: bytes) -> bool:
-    """Whether the peer sets this key to this value while it opens.
+    """Return whether the peer may set this key to this value while it opens.
 
-    torch reads by length what it keeps in the store itself, except for the communicator's id.
+    torch parses its own entries in the store by length, except for the communicator's id.
     """
     where, _, rest = key.partition("/")
     if where == "signals":
@@ -65,20 +65,20 @@ def is_well_formed(peer: FarSide, key: str, value: bytes) -> bool:
 
 
 class NcclTransport:
-    """A communicator on a stream of its own for chunks, and a TCP connection for signals.
+    """Communicator on a separate stream for chunks, and a TCP connection for signals.
 
-    Half a transfer is a kernel that spins until the other half comes, and a GPU has few turns for them (see
-    `nccl_turns`). So a chunk begins on the connection, in its place among the signals: the sender signals that the
-    chunk is staged, by its header, which does not travel over the GPUs; the receiver, once it has its turn, that its
-    half is posted. An idle pair therefore keeps no GPU busy, the death of its peer is noticed on the connection, and
-    `abort` ends a wait for a signal at once. `send_chunk` returns when the chunk has left; a receive is posted in its
-    `wait`.
+    Half a transfer is a kernel that spins until the other half comes, and a GPU has few locks ("turns") for them (see
+    `nccl_turns`). So a chunk starts on the connection, in its place among the signals. The sender signals that the
+    chunk is staged with the chunk's header, which does not travel over the GPUs. The receiver, once it has its lock,
+    signals that its half is posted. An idle connection therefore keeps no GPU busy, the death of its peer is noticed on
+    the TCP connection, and `abort` ends a wait for a signal at once. `send_chunk` returns when the chunk has been sent;
+    a receive is posted in its `wait`.
 
-    The communicator is eager, because a lazy one is made by the first message, and nonblocking, so that another thread
-    can abort it (`TransferConfig.nccl_mode` has the other ways). `WorkNCCL.wait()` would only make the current stream
-    wait, so completion is an event on the transport's own stream that the owner thread polls.
+    The communicator is eager, because the first message would create a lazy one, and nonblocking, so that another
+    thread can abort it (`TransferConfig.nccl_mode` has the other modes). `WorkNCCL.wait()` would only make the current
+    stream wait, so completion is an event on the transport's stream that the owner thread polls.
 
-    Only the thread that aborts the communicator lets go of it: its destructor waits for torch's watchdog.
+    Only the thread that aborts the communicator drops its reference: the destructor waits for torch's watchdog.
     """
 
     def __init__(self, end: TransportEnd, rank: int) -> None:
@@ -98,16 +98,16 @@ class NcclTransport:
         """Held during a call into the communicator, which must not be aborted in the middle of it."""
         self._ender: threading.Thread | None = None
         self.carrier = UNKNOWN
-        """What moves the bytes, in NCCL's words."""
+        """NCCL's name of the path that carries the bytes."""
         self._group: Any = None
         self._is_open = False
-        """Whether a message has crossed."""
+        """True after one message has crossed."""
         beside = dataclasses.replace(end, rendezvous=PrefixStore("signals", end.rendezvous))
         self._signals = tcp.TcpSender(beside) if rank == SENDER else tcp.TcpReceiver(beside)
         self._turns = _TURNS.setdefault(self._device, DeviceTurns()).join()
         self._streams = streams_of(gpu)
         self._lent = contextlib.ExitStack()
-        """Gives the streams back, once nothing of this transport is on them."""
+        """Returns the streams, once this transport has no work on them."""
         self._stream = self._streams.launches.lend()
         self._lent.callback(self._streams.launches.give_back, self._stream)
         try:
@@ -118,7 +118,7 @@ class NcclTransport:
             raise
 
     def _open(self, end: TransportEnd, rank: int) -> None:
-        """Makes the communicator and lets one byte cross: only then it is known that the two can reach each other."""
+        """Create the communicator and send one byte across, which proves that the two sides can reach each other."""
         store, timeout_s = end.rendezvous, end.open_timeout_s
         id_of, word_of = "nccl/device/{}".format, "nccl/word/{}/{}".format
         said, number = itertools.count(), 0
@@ -139,15 +139,15 @@ class NcclTransport:
             self._make_communicator(end, rank)
 
     def _make_communicator(self, end: TransportEnd, rank: int) -> None:
-        """Makes it while this transport has both turns, for which others wait: it is aborted if that takes too long."""
+        """Create the communicator while holding both locks; abort it if that takes too long, since others wait."""
         nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009 - a CPU build of torch has no such name
         options = nccl.Options(is_high_priority_stream=True)
-        # Beyond its own timeout torch ends an operation in ways of its own; here the transport does it before.
+        # After its own timeout torch ends an operation in its own way; the transport ends it earlier.
         options._timeout = timedelta(seconds=_WORK_TIMEOUTS * max(end.open_timeout_s, self._op_timeout_s))
         options.config.blocking = int(not end.nccl_mode.startswith("nonblocking"))
         options.config.min_ctas = 1
         options.config.max_ctas = _MAX_CTAS
-        options.config.cga_cluster_size = 1  # else all its blocks wait for room side by side on a busy GPU
+        options.config.cga_cluster_size = 1  # otherwise all its blocks wait for space side by side on a busy GPU
         stream = self._streams.communicators.lend_next()
         self._lent.callback(self._streams.communicators.give_back, stream)
         log = nccl_log()
@@ -193,10 +193,10 @@ class NcclTransport:
         return False
 
     def settle(self) -> None:
-        """Has nothing to wait for: a receive has ended when its `wait` returns."""
+        """Return at once: a receive has ended when its `wait` returns."""
 
     def receive(self, slot: Slot, num_bytes: int, staged: SignalOperation) -> None:
-        """Receives a chunk whose staging the peer announces in `staged`; called by `_NcclReceive.wait`."""
+        """Receive a chunk whose staging the peer announces in `staged`; called by `_NcclReceive.wait`."""
         payload = slot.payload(num_bytes)
         header = b""
 
@@ -211,29 +211,29 @@ class NcclTransport:
         slot.write_header(header)
 
     def close(self) -> None:
-        """Waits for the end of the communicator no longer than for a message."""
+        """Close the transport; wait for the communicator's end for at most the timeout of a message."""
         self._signals.close()
         self._end().join(self._op_timeout_s)
 
     def abort(self) -> None:
-        """Aborts in a thread of its own: the communicator's abort may wait for the device, the caller must not."""
+        """Abort in a separate thread: the communicator's abort may wait for the device, and the caller must not."""
         self._aborted.set()
         self._turns.abort()
         self._signals.abort()
         self._end()
 
     def stall(self) -> None:
-        """Counts an operation that did not end in time, and aborts."""
+        """Count an operation that did not end in time, and abort."""
         self._turns.stall()
         self.abort()
 
     @property
     def is_aborted(self) -> bool:
-        """Whether `abort` was called."""
+        """True after `abort` was called."""
         return self._aborted.is_set()
 
     def _end(self) -> threading.Thread:
-        """Begins to end the communicator, once, and returns the thread that does it."""
+        """Start to end the communicator, once, and return the thread that does it."""
         with self._ending:
             if self._ender is None:
                 self._ender = threading.Thread(target=self._end_group, name="kv-nccl-abort", daemon=True)
@@ -242,8 +242,9 @@ class NcclTransport:
 
     def _end_group(self) -> None:
         with ABORTS.under_way(self._op_timeout_s):
-            # A call that does not return keeps the communicator: to abort beside it may end the process. One that
-            # still makes it, as the first of a lazy one does, may be aborted, and ends by nothing else.
+            # A call that does not return keeps the communicator: a parallel abort may end the process. A call that
+            # still creates the communicator, as the first one of a lazy communicator does, may be aborted, and nothing
+            # else ends it.
             is_free = self._launching.acquire(timeout=self._op_timeout_s)
             if not is_free and self._is_open:
                 ABORTS.abandon()
@@ -257,7 +258,7 @@ class NcclTransport:
             self._lent.close()
 
     def _awaited(self, signal: SignalOperation) -> bytes:
-        """Waits for the signal that the peer owes, as long as it is held up."""
+        """Wait for the signal that the peer owes, as long as an opening delays it."""
         signal.wait()
         while signal.header == _LATER:
             signal = self._signals.recv_signal()
@@ -271,7 +272,7 @@ class NcclTransport:
         self._signals.send_signal(word).wait()
 
     def _launch(self, move: str, message: torch.Tensor) -> _NcclOperation:
-        """Starts a `send` or `recv` of `message`; the caller has the turn."""
+        """Start a `send` or `recv` of `message`; the caller holds the lock."""
         done = self._gpu.event()
         staged = self._gpu.current_stream()  # the thread's own: it does not wait for the engine's steps
         with self._launching:
@@ -279,7 +280,7 @@ class NcclTransport:
                 raise TransferError("the nccl transport was aborted")
             try:
                 with self._streams.launcher, self._gpu.on_stream(self._stream):
-                    if move == "recv":  # a send was staged before; what is gathered for later may have to wait long
+                    if move == "recv":  # a send was staged before; later gathers may have to wait for long
                         self._stream.wait_stream(staged)
                     getattr(self._group, move)([message], self._peer, _TAG).wait()  # makes our stream wait for NCCL's
                     done.record(self._stream)
@@ -289,7 +290,7 @@ class NcclTransport:
 
 
 def num_nccl_stalls() -> int:
-    """Counts the NCCL operations of this process that did not end in time, since the start."""
+    """Return the number of NCCL operations of this process that did not end in time, since the start."""
     return sum(turns.num_stalled for turns in _TURNS.values())
 
 
@@ -313,7 +314,7 @@ class _NcclOperation:
         self._failure: TransferError | None = None
 
     def settle(self) -> None:
-        """Waits until the operation has ended, well or not: until then the slot is in use. `wait` raises the error."""
+        """Wait until the operation has ended, in any way: until then the slot is in use. `wait` raises the error."""
         try:
             self.wait()
         except TransferError as error:
@@ -329,12 +330,12 @@ class _NcclOperation:
                 self._transport.stall()
                 raise TransferTimeout(f"no bytes moved within {self._timeout_s:g} s")
             time.sleep(50e-6)
-        if self._transport.is_aborted:  # which also ends the operation, with half of its bytes moved
+        if self._transport.is_aborted:  # which also ends the operation, with half of its bytes transferred
             raise TransferError("the nccl transport was aborted")
 
 
 def _is_usable(devices: Sequence[torch.device]) -> bool:
-    """NCCL forbids transfers beside the collectives of several ranks in an order that not all agree on."""
+    """Return whether NCCL can be used: not by several ranks, whose collectives need an agreed order with transfers."""
     return devices[0].type == "cuda" and len(devices) == 1 and dist.is_nccl_available()
 
 

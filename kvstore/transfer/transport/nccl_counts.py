@@ -1,4 +1,4 @@
-"""What this process counts of its NCCL communicators: those that are open, and those that cannot be ended."""
+"""Counters of this process's NCCL communicators: open ones, and those that cannot be ended."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _SLACK_S = 1.0
 
 
 class Aborts:
-    """The ends of communicators in this process, and how many are stuck: each may keep a thread and memory for good."""
+    """Ends of communicators in this process, and the number of stuck ones; each may keep a thread and memory."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._deadlines: dict[int, float] = {}
         self._num_begun = 0
         self._num_late = 0
-        """Number of those that took too long and have ended, or were given up."""
+        """Number of ends that took too long and have finished, or were abandoned."""
 
     @property
     def num_stuck(self) -> int:
-        """Number of those that did not end in time, since the start."""
+        """Number of ends that did not finish in time, since the start."""
         now = time.monotonic()
         with self._lock:
             return self._num_late + sum(deadline < now for deadline in self._deadlines.values())
 
     @contextlib.contextmanager
     def under_way(self, timeout_s: float) -> Iterator[None]:
-        """Counts an end that takes place within the block, if it takes too long."""
+        """Context manager: counts the end that takes place inside it, if it takes too long."""
         with self._lock:
             self._num_begun += 1
             number = self._num_begun
@@ -45,7 +45,7 @@ class Aborts:
                 self._num_late += self._deadlines.pop(number) < time.monotonic()
 
     def abandon(self) -> None:
-        """Counts an end that was given up."""
+        """Count an end that was abandoned."""
         with self._lock:
             self._num_late += 1
 
@@ -54,7 +54,7 @@ ABORTS = Aborts()
 
 
 class OpenPairs:
-    """The communicators of this process, by what moves their bytes."""
+    """Communicators of this process, by the path that carries their bytes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,7 +62,7 @@ class OpenPairs:
 
     @contextlib.contextmanager
     def counted(self, carrier: str) -> Iterator[None]:
-        """Counts a communicator while the block is entered."""
+        """Context manager: counts a communicator."""
         with self._lock:
             self._num[carrier] += 1
         try:
@@ -72,7 +72,7 @@ class OpenPairs:
                 self._num[carrier] -= 1
 
     def by_carrier(self) -> dict[str, int]:
-        """Returns the number of communicators now."""
+        """Return the current number of communicators."""
         with self._lock:
             return {carrier: number for carrier, number in self._num.items() if number}
 
@@ -81,10 +81,10 @@ PAIRS = OpenPairs()
 
 
 def nccl_pairs_by_carrier() -> dict[str, int]:
-    """Counts the NCCL transports of this process that are open, by what moves their bytes."""
+    """Return the number of open NCCL transports of this process, by the path that carries their bytes."""
     return PAIRS.by_carrier()
 
 
 def num_stuck_aborts() -> int:
-    """Counts the communicators of this process that could not be ended in time, since the start."""
+    """Return the number of communicators of this process that could not be ended in time, since the start."""
     return ABORTS.num_stuck

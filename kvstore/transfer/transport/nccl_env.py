@@ -1,4 +1,4 @@
-"""What must be in a worker's environment before torch is imported, so that a broken transport ends no process."""
+"""Environment that a worker needs before torch is imported, so that a broken transport ends no process."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ PINNED: Final = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     # The flight recorder notes the Python stack of every operation.
     "TORCH_FR_BUFFER_SIZE": "0",
-    # That sends of an eager communicator queue behind each other, of which torch warns, is what a transport wants.
+    # torch warns that sends of an eager communicator queue behind each other; a transport wants exactly this.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
     "NCCL_RAS_ENABLE": "0",
     # The first launch of a kernel that is loaded lazily may wait for a receive that spins.
     "CUDA_MODULE_LOADING": "EAGER",
 }
-"""The environment of a CUDA worker, which the process that starts the worker sets: what a transport cannot do without.
+"""Environment of a CUDA worker that transports depend on; the process that starts the worker sets it.
 
 It holds for every communicator of the process, also for those of a tensor-parallel model. So a property that a
-communicator can have for itself, as whether its calls block, is not here but in the options of its group.
+communicator can have individually, such as whether its calls block, is not here but in the options of its group.
 """
 
 
 def require_environment() -> None:
-    """Raises TransferError if the process does not run in the environment of a CUDA worker."""
+    """Raise TransferError if the process does not run in the environment of a CUDA worker."""
     wrong = [name for name, value in PINNED.items() if os.environ.get(name) != value]
     if wrong:
         raise TransferError(f"this process was not started for nccl transports: {', '.join(wrong)} must be set")

@@ -1,4 +1,4 @@
-"""The id of an NCCL communicator: 128 bytes with the address at which its maker listens, and to which NCCL connects."""
+"""Id of an NCCL communicator: 128 bytes with the address at which its creator listens, and to which NCCL connects."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ INTERFACES = "NCCL_SOCKET_IFNAME"
 
 
 def is_id_of(peer: FarSide, value: bytes) -> bool:
-    """Whether a peer may have made this id: it names an address of the peer's host.
+    """Return whether a peer may have created this id: it names an address of the peer's host.
 
-    NCCL chooses the interface by itself. Between processes of one machine it is any address of the machine. An operator
-    who names interfaces (`NCCL_SOCKET_IFNAME`) may name such as Baton does not use: then any address is good.
+    NCCL chooses the interface by itself. Between processes of one machine it may be any address of the machine. An
+    operator may name interfaces (`NCCL_SOCKET_IFNAME`) that Baton does not use; then any address is accepted.
     """
     if len(value) != _ID_BYTES or not (ip := ip_in(value, _ADDRESS_AT)):
         return False
@@ -30,7 +30,7 @@ def is_id_of(peer: FarSide, value: bytes) -> bool:
 
 
 def _is_own(ip: str) -> bool:
-    """Whether an IP address is one of this machine's."""
+    """Return whether an IP address belongs to this machine."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

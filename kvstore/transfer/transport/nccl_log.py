@@ -1,6 +1,6 @@
-"""What moves the bytes of a communicator, which NCCL says only in its log: NVLink or PCIe, InfiniBand, sockets.
+"""Path that carries the bytes of a communicator, which NCCL reports only in its log: NVLink, PCIe, InfiniBand, sockets.
 
-A pair whose bytes go over sockets works, and is a tenth as fast: it shows nowhere else.
+A connection over sockets works at a tenth of the speed, and nothing else shows it.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ _MAX_BYTES = 2**20
 
 @contextlib.contextmanager
 def private_log() -> Iterator[dict[str, str]]:
-    """Yields the environment in which NCCL logs into a new folder, which nobody else may read and which is removed.
+    """Yield the environment with which NCCL logs into a new private folder, which is removed afterwards.
 
-    It has to be set before NCCL's first call. It is empty where the user has asked for a log already.
+    It must be set before NCCL's first call. It is empty if the user has already requested a log.
     """
     if "NCCL_DEBUG" in os.environ or "NCCL_DEBUG_FILE" in os.environ:
         yield {}
         return
-    with own_folder() as folder:  # one that a killed worker has left goes when the next one starts
+    with own_folder() as folder:  # a folder that a killed worker has left is removed when the next one starts
         file = folder / "nccl-%p.log"
         yield {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,P2P,SHM,NET", "NCCL_DEBUG_FILE": str(file)}
 
 
 def nccl_log() -> Path | None:
-    """Returns the file into which NCCL logs in this process; None if it is not asked to, or not known."""
+    """Return the file into which NCCL logs in this process; None if it does not log, or the file is unknown."""
     pattern = os.environ.get("NCCL_DEBUG_FILE", "")
     return Path(pattern.replace("%p", str(os.getpid()))) if pattern and "%h" not in pattern else None
 
 
 def length_of(log: Path | None) -> int:
-    """Returns how much NCCL has logged, in bytes."""
+    """Return the size of NCCL's log, in bytes."""
     try:
         return log.stat().st_size if log is not None else 0
     except OSError:
@@ -47,9 +47,10 @@ def length_of(log: Path | None) -> int:
 
 
 def carrier_since(log: Path | None, start: int) -> str:
-    """Returns what moves the bytes of the communicator that was made since the log was `start` bytes long.
+    """Return the path that carries the bytes of the communicator created since the log was `start` bytes long.
 
-    Such as `P2P`, `SHM`, `NET/IB` or `NET/Socket`; of several, the last that was logged. UNKNOWN if NCCL logged none.
+    For example `P2P`, `SHM`, `NET/IB` or `NET/Socket`; of several, the last that was logged. UNKNOWN if NCCL logged
+    none.
     """
     if log is None:
         return UNKNOWN

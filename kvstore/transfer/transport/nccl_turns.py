@@ -1,31 +1,31 @@
-"""Turns on one GPU: one NCCL transfer in each direction at a time, and none while a communicator is made.
+"""Locks on one GPU ("turns"): one NCCL transfer in each direction at a time, and none during an opening.
 
-Kernels of several communicators may wait for room on the GPU that none of them gives up, and a communicator that is
-made while another one's transfer runs can wait for it forever (nccl#1082). So a GPU has one receive turn and one send
-turn, first come first served, and a line of senders and openings: an opening waits for the senders before it, and the
-senders behind it wait for the opening. Each transport follows the same two orders:
+Kernels of several communicators may wait for GPU resources that none of them releases, and a communicator that is
+created while another one's transfer runs can wait for it forever (nccl#1082). So a GPU has one receive lock and one
+send lock, first come first served, and a queue of senders and openings: an opening waits for the senders before it, and
+the senders after it wait for the opening. Each transport follows the same two orders:
 
-    transfer   the sender, when no opening is before it in its GPU's line, signals that its chunk is staged; the
-               receiver, which holds a slot, takes its GPU's receive turn and signals that; the sender takes its GPU's
-               send turn; the bytes move
-    opening    the GPU with the lower id gets into its line, behind no other opening, and signals that; the other one
-               does so, too, and waits until it is the first in it, and signals that; the lower one waits until it is
-               the first, takes its receive turn, and signals that; the other one takes its own, and signals that; the
-               lower one confirms it; the communicator is made
+    transfer   the sender, when no opening is before it in its GPU's queue, signals that its chunk is staged; the
+               receiver, which holds a slot, takes its GPU's receive lock and signals that; the sender takes its GPU's
+               send lock; the bytes are transferred
+    opening    the GPU with the lower id enters its queue, when no other opening is in it, and signals that; the other
+               one does so, too, waits until it is the first in its queue, and signals that; the lower one waits until
+               it is the first, takes its receive lock, and signals that; the other one takes its own, and signals
+               that; the lower one confirms it; the communicator is created
 
-Why no cycle of waits is possible, for any number of processes: an announced chunk waits for a receive turn, then for a
-send turn that only announced chunks have whose other half runs. An opening that has a receive turn waits at most for
-the receive turn of a GPU with a higher id; both its lines are empty. So every receive turn ends, and with it every wait
-of an announced chunk; so every opening gets to the front of its line, unless it waits for the line of a GPU with a
-higher id. Ids increase along every chain of waits, so the chain has a last turn, and that one ends. Staging slots are
-taken before any turn, and no thread waits for a slot while it has one.
+Why no cycle of waits is possible, for any number of processes: an announced chunk waits for a receive lock, then for a
+send lock that only announced chunks hold whose other half runs. An opening that has a receive lock waits at most for
+the receive lock of a GPU with a higher id; both its queues are empty. So every receive lock is released, and with it
+every wait of an announced chunk ends; so every opening gets to the front of its queue, unless it waits for the queue of
+a GPU with a higher id. Ids increase along every chain of waits, so the chain has a last lock, and that one is released.
+Staging slots are acquired before any lock, and no thread waits for a slot while it has one.
 
-An opening may take seconds, at a peer that is slow as many as its limit has. So it waits only briefly while others wait
-for it; then both sides give everything back, and try again. A transfer does not count the time in which an opening has
-its turn, and signals to its other side that it is held up, which does not count it either. An opening comes before no
-half of a transfer that is on a GPU already: that half's limit counts everything.
+An opening may take seconds, with a slow peer as long as its limit. So it waits only briefly while others wait for it;
+then both sides release everything, and try again. A transfer does not count the time in which an opening holds its
+lock, and signals this delay to its other side, which does not count it either. An opening never delays half of a
+transfer that is on a GPU already: that half's limit counts everything.
 
-No torch here: only whose turn it is.
+This module has no torch: only the order of the locks.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HELD_SHARE = 1 / 4
-"""A wait that keeps others waiting lasts for such a part of their limit; the same part is between reports to a peer."""
+"""Share of others' limit for which a wait may keep them waiting; also the interval of reports to a peer."""
 WORDS = (_NEXT, _BACK) = ("next", "back")
-"""What the sides of an opening say: that the speaker has what it needs, or gives back what it has."""
+"""Messages between the sides of an opening: the side has what it needs, or releases what it has."""
 _MAX_TRIES = 32
-"""The most tries of an opening."""
+"""Maximum number of attempts of an opening."""
 
 
 class Direction(enum.Enum):
-    """The two turns of a GPU."""
+    """The two locks of a GPU."""
 
     SEND = "sending"
     RECEIVE = "receiving"
 
 
 class DeviceTurns:
-    """The turns of one GPU in this process. Any thread may use them.
+    """Locks of one GPU in this process. Thread-safe.
 
     Attributes:
-        id: unique among GPUs and processes; openings take their turns in the order of these ids.
+        id: unique among GPUs and processes; openings take their locks in the order of these ids.
         num_stalled: number of transfers that did not end in time, since the start.
     """
 
@@ -73,25 +73,25 @@ class DeviceTurns:
         self.num_stalled = 0
         self._changed = threading.Condition()
         self._queues: dict[Direction, deque[TransportTurns]] = {direction: deque() for direction in Direction}
-        """Per direction, the transports that have or await the turn; the first one has it."""
+        """Per direction, the transports that hold or await the lock; the first one holds it."""
         self._line: deque[TransportTurns] = deque()
         """Senders and openings, from their arrival until they have ended."""
 
     def join(self) -> TransportTurns:
-        """Returns the part of one more transport."""
+        """Return the part of one more transport."""
         return TransportTurns(self)
 
     def take(
         self, turns: TransportTurns, direction: Direction, timeout_s: float, held_up: Callable[[], None] = lambda: None
     ) -> None:
-        """Waits for a turn.
+        """Wait for a lock.
 
         Args:
-            timeout_s: the limit; for a transfer it begins anew when an opening has had the turn.
-            held_up: called again and again while an opening has the turn.
+            timeout_s: the limit; for a transfer it restarts when an opening has held the lock.
+            held_up: called repeatedly while an opening holds the lock.
 
         Raises:
-            TransferTimeout: the turn did not come in time.
+            TransferTimeout: the lock was not acquired in time.
             TransferError: the transport was aborted.
         """
         queue = self._queues[direction]
@@ -106,7 +106,7 @@ class DeviceTurns:
             while not self._until(turns, lambda: queue[0] is turns, 0.0):
                 if self._until(turns, lambda: not is_opening(), 0.0):
                     if not self._until(turns, lambda: queue[0] is turns or is_opening(), timeout_s):
-                        kept = f"other transfers kept the GPU's {direction.value} turn"
+                        kept = f"other transfers held the GPU's {direction.value} lock"
                         raise TransferTimeout(f"{kept} for {timeout_s:g} s")
                 else:
                     held_up()
@@ -117,7 +117,7 @@ class DeviceTurns:
             raise
 
     def leave(self, turns: TransportTurns, *directions: Direction) -> None:
-        """Gives up turns, or the wait for them. No effect on a transport that does neither."""
+        """Release locks, or stop waiting for them. No effect on a transport that does neither."""
         with self._changed:
             for direction in directions:
                 if turns in self._queues[direction]:
@@ -126,7 +126,7 @@ class DeviceTurns:
 
     @contextlib.contextmanager
     def in_line(self, turns: TransportTurns) -> Iterator[None]:
-        """Has a place in the line within the block."""
+        """Context manager: hold a place in the queue."""
         with self._changed:
             self._require_alive(turns)
             self._line.append(turns)
@@ -136,14 +136,14 @@ class DeviceTurns:
             self.leave_line(turns)
 
     def leave_line(self, turns: TransportTurns) -> None:
-        """Gives up the place in the line. No effect on a transport that has none."""
+        """Leave the queue. No effect on a transport that is not in it."""
         with self._changed:
             if turns in self._line:
                 self._line.remove(turns)
             self._changed.notify_all()
 
     def is_behind_no_opening(self, turns: TransportTurns, timeout_s: float) -> bool:
-        """Waits until no opening is before it in the line, and returns whether that came in time."""
+        """Wait until no opening is before it in the queue, and return whether that happened in time."""
 
         def openings_before() -> bool:
             return any(other.is_opening for other in itertools.takewhile(lambda other: other is not turns, self._line))
@@ -151,18 +151,18 @@ class DeviceTurns:
         return self._until(turns, lambda: not openings_before(), timeout_s)
 
     def is_first_in_line(self, turns: TransportTurns, timeout_s: float) -> bool:
-        """Waits until it is the first in the line, and returns whether that came in time."""
+        """Wait until it is the first in the queue, and return whether that happened in time."""
         return self._until(turns, lambda: self._line[0] is turns, timeout_s)
 
     def pause(self, turns: TransportTurns, pause_s: float) -> None:
-        """Lets time pass; raises TransferError once the transport is aborted."""
+        """Pause; raises TransferError once the transport is aborted."""
         self._until(turns, lambda: False, pause_s)
 
     def _until(self, turns: TransportTurns, is_due: Callable[[], bool], timeout_s: float) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: turns.is_aborted or is_due(), timeout_s)
             if turns.is_aborted:
-                raise TransferError("the transport was aborted while it waited for its turn")
+                raise TransferError("the transport was aborted while it waited for a GPU lock")
             return is_due()
 
     @staticmethod
@@ -171,29 +171,33 @@ class DeviceTurns:
             raise TransferError("the transport was aborted")
 
     def count_stall(self) -> None:
-        """Counts a transfer that did not end in time."""
+        """Count a transfer that did not end in time."""
         with self._changed:
             self.num_stalled += 1
 
 
 class OpeningLimits(NamedTuple):
-    """How long an opening waits, in seconds."""
+    """Limits of an opening's waits, in seconds."""
 
     in_queue_s: float
-    """The limit while nothing is kept because of it: the openings of a GPU come one after the other."""
+    """Limit while the opening blocks no others: the openings of a GPU are done one after the other."""
     with_turn_s: float
-    """The limit of a wait for the peer while others wait for this side; then it gives back what it has, and tries
-    again."""
+    """Limit of a wait for the peer while others wait for this side.
+
+    After it, the side releases what it has and retries.
+    """
 
 
 class Words(NamedTuple):
-    """What carries one word after the other to the other side of an opening, and back."""
+    """Channel that carries messages to the other side of an opening, and back."""
 
     say: Callable[[str], None]
-    """Returns at once."""
+    """Sends one message; returns at once."""
     hear: Callable[[float], str]
-    """Waits for the peer's next word, so many seconds; raises TransferTimeout if none comes, TransferError if none
-    will."""
+    """Waits this many seconds for the peer's next message.
+
+    Raises TransferTimeout if none comes, TransferError if none will.
+    """
 
 
 class TransportTurns:
@@ -201,11 +205,11 @@ class TransportTurns:
 
     `signal` and `wait` of a transfer carry one signal to the transport's other side and back. `signal` returns at once;
     `wait` raises TransferError if no signal comes in time. `held_up` is called at least four times in `timeout_s` while
-    an opening keeps the transfer waiting, so that it can report that. All three methods also raise
-    TransferTimeout when a turn does not come within their limit, and TransferError once the transport is aborted.
+    an opening delays the transfer, so that it can report that. All three methods also raise TransferTimeout when a lock
+    is not acquired within their limit, and TransferError once the transport is aborted.
 
     Attributes:
-        is_opening: whether it is an opening that has or awaits turns, not a transfer.
+        is_opening: whether it is an opening that holds or awaits locks, not a transfer.
     """
 
     def __init__(self, device: DeviceTurns) -> None:
@@ -217,7 +221,7 @@ class TransportTurns:
     def sending(
         self, signal: Callable[[], None], wait: Callable[[], None], held_up: Callable[[], None], timeout_s: float
     ) -> Iterator[None]:
-        """Waits for the send turn of a staged chunk; the caller sends the whole chunk within the block."""
+        """Context manager: wait for the send lock of a staged chunk; the caller sends the whole chunk inside it."""
         with self.device.in_line(self):
             while not self.device.is_behind_no_opening(self, timeout_s * HELD_SHARE):
                 held_up()
@@ -230,7 +234,7 @@ class TransportTurns:
     def receiving(
         self, wait: Callable[[], None], signal: Callable[[], None], held_up: Callable[[], None], timeout_s: float
     ) -> Iterator[None]:
-        """Waits for the receive turn of a chunk; the caller, which has a slot, receives it within the block."""
+        """Context manager: wait for the receive lock of a chunk; the caller, which has a slot, receives it inside."""
         wait()
         with self._turn(Direction.RECEIVE, timeout_s, held_up):
             signal()
@@ -238,9 +242,9 @@ class TransportTurns:
 
     @contextlib.contextmanager
     def opening(self, goes_first: bool, words: Words, limits: OpeningLimits) -> Iterator[None]:
-        """Takes both turns; the caller makes the communicator within the block.
+        """Context manager: take both locks; the caller creates the communicator inside it.
 
-        No transfer of this process is on the GPU meanwhile, and none begins.
+        No transfer of this process is on the GPU in the meantime, and none starts.
 
         Args:
             goes_first: whether this side's GPU has the lower id.
@@ -253,14 +257,16 @@ class TransportTurns:
                     held.close()
                     if goes_first:
                         if time.monotonic() > deadline:
-                            raise TransferTimeout(f"the turns of both GPUs did not come within {limits.in_queue_s:g} s")
+                            raise TransferTimeout(
+                                f"the locks of both GPUs were not acquired within {limits.in_queue_s:g} s"
+                            )
                         self.device.pause(self, max(limits.with_turn_s, limits.in_queue_s / _MAX_TRIES))
                 yield
         finally:
             self.is_opening = False
 
     def _lead(self, held: contextlib.ExitStack, words: Words, limits: OpeningLimits) -> bool:
-        """Tries to take both turns, as the side that goes first, and returns whether both sides have them."""
+        """Try to take both locks, as the side that goes first, and return whether both sides have them."""
         held.enter_context(self.device.in_line(self))
         if not self.device.is_behind_no_opening(self, limits.in_queue_s):
             raise TransferTimeout(f"other openings were before this one for {limits.in_queue_s:g} s")
@@ -275,7 +281,7 @@ class TransportTurns:
         return True
 
     def _follow(self, held: contextlib.ExitStack, words: Words, limits: OpeningLimits) -> bool:
-        """Does so as the other side."""
+        """Try to take both locks, as the side that goes second, and return whether both sides have them."""
         words.hear(limits.in_queue_s)
         soon_s = limits.with_turn_s * HELD_SHARE
         held.enter_context(self.device.in_line(self))
@@ -289,14 +295,14 @@ class TransportTurns:
 
     @staticmethod
     def _back(words: Words) -> bool:
-        """Reports that this side gives back what it has."""
+        """Report that this side releases what it has."""
         words.say(_BACK)
         return False
 
     def _agreed(self, held: contextlib.ExitStack, words: Words, limits: OpeningLimits) -> bool:
-        """Reports that this side has what it needs, and returns whether the peer has, too.
+        """Report that this side has what it needs, and return whether the peer has, too.
 
-        If the peer does not say so soon, this side gives back what it has before it waits on.
+        If the peer does not report so soon, this side releases what it has before it continues to wait.
         """
         words.say(_NEXT)
         try:
@@ -315,16 +321,16 @@ class TransportTurns:
         return True
 
     def abort(self) -> None:
-        """Gives up its turns and its waits for good; called by any thread. Idempotent.
+        """Release its locks and end its waits permanently; called by any thread. Idempotent.
 
-        Its kernel may stay on the GPU for a moment; it ends with its communicator, without a turn.
+        Its kernel may stay on the GPU for a moment; it ends with its communicator, without a lock.
         """
         self.is_aborted = True
         self.device.leave_line(self)
         self.device.leave(self, *Direction)
 
     def stall(self) -> None:
-        """Counts a transfer that did not end in time, and aborts."""
+        """Count a transfer that did not end in time, and abort."""
         self.device.count_stall()
         self.abort()
 

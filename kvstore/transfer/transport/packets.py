@@ -1,13 +1,13 @@
-"""Packets through a Unix socket (SOCK_SEQPACKET) that say what is in a ring of slots; two processes of a host reach it.
+"""Packets through a Unix socket (SOCK_SEQPACKET) that describe a ring of slots which two processes of a host share.
 
     sender                                            receiver
       send_signal  -- header --------------------->   next_signal
       send_chunk   -- header | slot number ------->   next_chunk
       acquire      <- slot number -----------------   release
 
-The kernel orders the packets after what was done before them, and a peer's death is an end of file at once. To open,
-the sender listens on a random abstract name and publishes it in the rendezvous. Each side requires the other to belong
-to its own user.
+The kernel orders the packets after earlier memory operations, and a peer's death is an end of file at once. To open,
+the sender listens on a random abstract name and publishes it in the rendezvous. Each side requires that the other
+belongs to its own user.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def well_formed(kind: str) -> Callable[[FarSide, str, bytes], bool]:
-    """Returns whether a peer sets a key to a value while it opens a transport of a kind."""
+    """Return a check of the keys and values that a peer sets while it opens a transport of a kind."""
     return partial(_is_well_formed, kind)
 
 
@@ -57,7 +57,7 @@ def _is_well_formed(kind: str, peer: FarSide, key: str, value: bytes) -> bool:
 
 
 class PacketEnd(SocketEnd):
-    """A nonblocking socket of packets."""
+    """Nonblocking socket of packets."""
 
     def __init__(self, kind: str, connection: socket.socket, op_timeout_s: float) -> None:
         super().__init__(kind, connection, op_timeout_s)
@@ -67,7 +67,7 @@ class PacketEnd(SocketEnd):
         self._writable.register(connection, select.POLLOUT)
 
     def send(self, packet: bytes) -> None:
-        """Hands `packet` to the kernel."""
+        """Pass `packet` to the kernel."""
         with self._errors_named():
             while True:
                 try:
@@ -78,7 +78,7 @@ class PacketEnd(SocketEnd):
                         raise TransferTimeout(f"the peer read nothing within {self._op_timeout_s:g} s") from None
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Returns the next packet, or None if none comes in time."""
+        """Return the next packet, or None if none comes in time."""
         with self._errors_named():
             while True:
                 try:
@@ -93,7 +93,7 @@ class PacketEnd(SocketEnd):
 
 
 class RingSender(PacketEnd):
-    """The sending side, which owns the ring."""
+    """Sending side, which owns the ring."""
 
     def __init__(self, kind: str, connection: socket.socket, slots: Sequence[Slot], op_timeout_s: float) -> None:
         super().__init__(kind, connection, op_timeout_s)
@@ -110,27 +110,27 @@ class RingSender(PacketEnd):
 
 
 class RingReceiver(PacketEnd):
-    """The receiving side, which reaches the sender's ring."""
+    """Receiving side, which reaches the sender's ring."""
 
     def next_signal(self) -> bytes:
-        """Waits for the next packet, which must be a signal, and returns its header."""
+        """Wait for the next packet, which must be a signal, and return its header."""
         return self._next(HEADER_BYTES)
 
     def next_chunk(self) -> tuple[bytes, int]:
-        """Waits for the next packet, which must announce a chunk, and returns its header and the number of its slot."""
+        """Wait for the next packet, which must announce a chunk, and return its header and the number of its slot."""
         header, number = _CHUNK.unpack(self._next(_CHUNK.size))
         return header, number
 
     def has_next(self) -> bool:
-        """See `ReceivingTransport.has_next`."""
+        """Implement `ReceivingTransport.has_next`."""
         with self._errors_named():
             return bool(self._readable.poll(0))
 
     def settle(self) -> None:
-        """Has nothing to wait for, unless messages are copied."""
+        """Return at once; a transport that copies messages waits for the copies."""
 
     def give_back(self, number: int) -> None:
-        """Returns a slot to the sender. If the sender is gone, the next receive raises the error."""
+        """Return a slot to the sender. If the sender is gone, the next receive raises the error."""
         with contextlib.suppress(TransferError):
             self.send(_ACK.pack(number))
 
@@ -160,7 +160,7 @@ class PacketSignal:
 
 
 class _RingSlots:
-    """The ring's slots. A slot is free again once both the owner and the receiver have released it."""
+    """Slots of the ring. A slot is free again once both the owner and the receiver have released it."""
 
     def __init__(self, end: PacketEnd, slots: Sequence[Slot], op_timeout_s: float) -> None:
         self._end = end
@@ -168,13 +168,13 @@ class _RingSlots:
         self._slots = list(slots)
         self._numbers = {id(slot): number for number, slot in enumerate(self._slots)}
         self._free = list(range(len(self._slots)))
-        """Numbers of free slots; the last one to come back is taken first, while it is warm."""
+        """Numbers of free slots; the last returned one is taken first, while it is warm."""
         self._held: set[int] = set()
         self._lent: list[tuple[int, float]] = []
         """Number and sending time of each chunk that the receiver has not released, oldest first."""
 
     def acquire(self, wait_s: float) -> Slot | None:
-        """Takes a free slot.
+        """Take a free slot.
 
         Raises:
             TransferTimeout: the receiver has kept every slot for longer than the operation timeout.
@@ -197,7 +197,7 @@ class _RingSlots:
         return self._slots[number]
 
     def lend(self, slot: Slot) -> int:
-        """Passes a slot to the receiver, and returns its number."""
+        """Pass a slot to the receiver, and return its number."""
         number = self._numbers[id(slot)]
         self._lent.append((number, time.monotonic()))
         return number
@@ -211,7 +211,7 @@ class _RingSlots:
         self._held.remove(self._numbers[id(slot)])
 
     def _take_back(self, timeout_s: float) -> bool:
-        """Frees a slot that the receiver has released, and returns whether there was one."""
+        """Free a slot that the receiver has released, and return whether there was one."""
         packet = self._end.receive(timeout_s)
         if packet is None:
             return False
@@ -229,7 +229,7 @@ class _RingSlots:
 
 
 def accept(kind: str, store: Store, timeout_s: float) -> socket.socket:
-    """Waits for the receiver, which finds the sender's name in the rendezvous."""
+    """Wait for the receiver, which finds the sender's name in the rendezvous."""
     address = "\0baton-kv-" + secrets.token_hex(16)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
@@ -243,7 +243,7 @@ def accept(kind: str, store: Store, timeout_s: float) -> socket.socket:
 
 
 def connect(kind: str, store: Store, timeout_s: float) -> socket.socket:
-    """Connects to the sender, once its name is in the rendezvous."""
+    """Connect to the sender, once its name is in the rendezvous."""
     store.wait([kind], timedelta(seconds=timeout_s))
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with contextlib.ExitStack() as undo:

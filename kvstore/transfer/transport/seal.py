@@ -1,8 +1,8 @@
 """Encryption of one direction of a connection whose two ends share a secret: AES-GCM, record by record.
 
-Both ends know how long the next message is, and cut it into the same records, so a record is its ciphertext and its
-tag, nothing else. The number of a record is its nonce: one that is changed, left out, repeated or moved is refused.
-OpenSSL's TLS does the same over sockets at half the speed, for its records are 16 KiB each.
+Both ends know the length of the next message, and cut it into the same records, so a record is only its ciphertext and
+its tag. The number of a record is its nonce: a changed, omitted, repeated or reordered record is rejected. OpenSSL's
+TLS does the same over sockets at half the speed, because its records are 16 KiB each.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RECORD_BYTES = 2**18
-"""The most of a message in one record. It and its ciphertext fit a core's second-level cache."""
+"""Maximum bytes of a message in one record. It and its ciphertext fit a core's second-level cache."""
 TAG_BYTES, NONCE_BYTES = 16, 12
 RECORDS_A_KEY = 2**16
-"""16 GiB: far below what AES-GCM may encrypt with one key."""
+"""16 GiB: far below the limit of AES-GCM for one key."""
 
 
 class RecordSeal:
-    """One direction of a connection, at one of its ends. Not for several threads.
+    """One direction of a connection, at one of its ends. Not thread-safe.
 
     Args:
-        secret: random bytes, 64 at most, that only the two ends know, and use for nothing else.
-        direction: a number below 256, the same at both ends and another one for the way back.
+        secret: at most 64 random bytes that only the two ends know, and use for nothing else.
+        direction: a number below 256, the same at both ends and different for the way back.
     """
 
     def __init__(self, secret: bytes, direction: int) -> None:
@@ -40,7 +40,7 @@ class RecordSeal:
         self._buffer = memoryview(bytearray(RECORD_BYTES + TAG_BYTES))
 
     def sealed(self, message: memoryview) -> Iterator[memoryview]:
-        """Yields the records of a message; each is valid until the next."""
+        """Yield the records of a message; each is valid until the next."""
         for part in _parts(message):
             record = self._buffer[: len(part) + TAG_BYTES]
             cipher, nonce = self._next()
@@ -48,7 +48,7 @@ class RecordSeal:
             yield record
 
     def opened(self, message: memoryview) -> Iterator[memoryview]:
-        """Yields room for each record of a message; once that is filled, the next step puts it into the message.
+        """Yield a buffer for each record of a message; after it is filled, the next step decrypts it into the message.
 
         Raises:
             TransferCorrupted: a record is not the one that the other end sealed.
@@ -60,10 +60,10 @@ class RecordSeal:
             try:
                 cipher.decrypt_into(nonce, record, None, part)
             except InvalidTag as error:
-                raise TransferCorrupted("what came over the connection is not what the peer encrypted") from error
+                raise TransferCorrupted("the received record is not the one that the peer encrypted") from error
 
     def _next(self) -> tuple[AESGCM, bytes]:
-        """Returns the key of the next record, and its nonce, which that key has not seen."""
+        """Return the key of the next record, and its nonce, which is new for that key."""
         epoch, place = divmod(self._num_records, RECORDS_A_KEY)
         if place == 0:
             about = bytes([self._direction]) + epoch.to_bytes(8, "big")

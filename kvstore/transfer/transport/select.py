@@ -1,4 +1,4 @@
-"""The table of transports, and which of them fits where. A new transport is one file and one row here."""
+"""Table of transports, and the choice between them. A new transport is one file and one row here."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ KINDS: dict[str, TransportKind] = {
 
 NO_FAULTS = Faults()
 _WARM_BYTES = 2**20
-"""Half of what a core's second-level cache holds on today's machines."""
+"""Half of a current core's second-level cache."""
 
 
 def usable_transports(devices: Sequence[torch.device], wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """Filters the wanted kinds by what a worker with caches on `devices`, one a rank, can use, keeping their order.
+    """Filter the wanted kinds by what a worker with caches on `devices`, one per rank, can use, keeping their order.
 
     Raises:
         ConfigError: none is left.
@@ -62,13 +62,13 @@ def usable_transports(devices: Sequence[torch.device], wanted: tuple[str, ...]) 
 
 
 def choose_transport(offered: Sequence[str], usable: Sequence[str], near: Nearness) -> str | None:
-    """Returns the first of the sender's kinds that the receiver can use too, or None."""
+    """Return the first of the sender's kinds that the receiver can use too, or None."""
     plain = must_not_be_plain(offered, usable, near)
     return next((k for k in offered if k in usable and KINDS[k].fits(near) and k not in plain), None)
 
 
 def must_not_be_plain(offered: Sequence[str], usable: Sequence[str], near: Nearness) -> tuple[str, ...]:
-    """Returns the kinds that fit and cannot be used for one reason alone: what leaves a host must be encrypted."""
+    """Return the kinds that cannot be used only because traffic that leaves a host must be encrypted."""
     if near.is_same_host or not near.must_be_sealed:
         return ()
     both = (kind for kind in offered if kind in usable and KINDS[kind].fits(near))
@@ -76,11 +76,11 @@ def must_not_be_plain(offered: Sequence[str], usable: Sequence[str], near: Nearn
 
 
 def nearness(hello: Hello, device: torch.device, *, is_sealed: bool, plain_links: Sequence[str]) -> Nearness:
-    """Compares what a sender says of itself with this process and the device of a cache in it.
+    """Compare a sender's description of itself with this process and the device of a cache in it.
 
     Args:
         is_sealed: whether this side has certificates.
-        plain_links: kinds that this side excepts from their encryption.
+        plain_links: kinds that this side exempts from encryption.
     """
     gpu = gpu_of(device)
     is_same_gpu = gpu is not None and hello.gpu_id != "" and hello.gpu_id == gpu.id
@@ -98,56 +98,56 @@ def nearness(hello: Hello, device: torch.device, *, is_sealed: bool, plain_links
 
 
 def quick_and_slow(kinds: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Splits kinds into those that open quickly, and those that do not."""
+    """Split kinds into those that open quickly, and those that do not."""
     slow = tuple(kind for kind in kinds if KINDS[kind].opens_slowly)
     return tuple(kind for kind in kinds if kind not in slow), slow
 
 
 def like_all(kinds: Sequence[str]) -> str:
-    """Returns the first of these kinds if all have their slots on a GPU, so that chunks are as large whichever it is.
+    """Return the first of these kinds if all have their slots on a GPU, so that all have the same chunk size.
 
-    Returns "" otherwise: it is not known how large a slot will be.
+    Returns "" otherwise, because the size of a slot is not known yet.
     """
     return kinds[0] if all(KINDS[kind].stages_on_gpu for kind in kinds) else ""
 
 
 def gpu_names(device: torch.device) -> tuple[str, str]:
-    """Returns the `GpuDevice.id` and the `GpuDevice.uuid` of a cache's device; empty for a CPU."""
+    """Return the `GpuDevice.id` and the `GpuDevice.uuid` of a cache's device; empty for a CPU."""
     gpu = gpu_of(device)
     return (gpu.id, gpu.uuid) if gpu is not None else ("", "")
 
 
 def staging_device(kind: str, cache_device: torch.device) -> torch.device:
-    """Returns the device on which a transport of this kind has its slots."""
+    """Return the device on which a transport of this kind has its slots."""
     return cache_device if KINDS[kind].stages_on_gpu else torch.device("cpu")
 
 
 def num_connections_kept(kinds: Sequence[str], num_ranks: int) -> int:
-    """Returns how many connections a sender keeps open that offers these kinds, where the settings name no number.
+    """Return the number of connections that a sender with these kinds keeps open, unless the settings set it.
 
-    One that stages on a GPU takes memory of it: with NCCL about 30 MB, with ipc a ring of slots.
+    A connection that stages on a GPU takes GPU memory: with NCCL about 30 MB, with ipc a ring of slots.
     """
     return num_ranks * (32 if any(KINDS[kind].stages_on_gpu for kind in kinds) else 64)
 
 
 def slot_bytes(kind: str, config: TransferConfig, cache_device: torch.device) -> int:
-    """Returns the largest payload of a slot of a transport of a kind; "" stands for a kind that is not chosen yet."""
+    """Return the largest payload of a slot of a transport of a kind; "" stands for a kind that is not chosen yet."""
     is_on_gpu = kind != "" and staging_device(kind, cache_device).type != "cpu"
     return config.gpu_slot_bytes if is_on_gpu else config.slot_bytes
 
 
 def chunk_bytes(kind: str, slot_bytes: int, at_least: int, cache_device: torch.device) -> int:
-    """Returns the largest payload of a chunk that suits a kind, in slots of this size; "" stands for no kind yet.
+    """Return the largest payload of a chunk that suits a kind, in slots of this size; "" stands for no kind yet.
 
-    The thread of a tcp transport gathers a chunk and copies it into the socket: twice as fast from the processor's
-    cache. For other kinds, and out of a GPU's memory, a message costs more than that saves.
+    The thread of a tcp transport gathers a chunk and copies it into the socket, which is twice as fast from the
+    processor's cache. For other kinds, and for chunks from a GPU's memory, the cost of a message exceeds that gain.
     """
     is_warm = kind != "" and KINDS[kind].prefers_warm_chunks and cache_device.type == "cpu"
     return max(at_least, min(slot_bytes, _WARM_BYTES)) if is_warm else slot_bytes
 
 
 class StagingPools:
-    """The staging of one side: a pool for each device on which its transports have slots."""
+    """Staging of one side: a pool for each device on which its transports have slots."""
 
     def __init__(self, config: TransferConfig) -> None:
         self._config = config
@@ -159,7 +159,7 @@ class StagingPools:
         return sum(pool.in_use for pool in self._pools.values())
 
     def pool(self, kind: str, cache_device: torch.device) -> StagingPool:
-        """Returns the pool for transports of a kind beside a cache, made on first use."""
+        """Return the pool for transports of a kind and a cache, created on first use."""
         at = staging_device(kind, cache_device)
         if str(at) not in self._pools:
             pinned_for = gpu_of(cache_device) if at.type == "cpu" else None
@@ -170,27 +170,27 @@ class StagingPools:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRank:
-    """One rank of this worker, as its connections and their transports need it."""
+    """One rank of this worker, as its connections and their transports use it."""
 
     host: str
-    """The address on which peers reach this worker's transports."""
+    """Address on which peers reach this worker's transports."""
     device: torch.device
-    """The device of the rank's cache."""
+    """Device of the rank's cache."""
     staging: StagingPools
     keys: KeyFile | None = None
-    """The keys by which the worker proves to a peer who it is; None: the cluster has no secret."""
+    """Keys that prove the worker's identity to a peer; None: the cluster has no secret."""
     is_sealed: bool = False
-    """Whether what leaves this host must be encrypted."""
+    """True if traffic that leaves this host must be encrypted."""
     faults: Faults = NO_FAULTS
-    """What is injected into what it sends."""
+    """Faults injected into its messages."""
 
     @property
     def gpu(self) -> GpuDevice | None:
-        """The GPU of the rank's cache; None for a CPU."""
+        """GPU of the rank's cache; None for a CPU."""
         return gpu_of(self.device)
 
     def end(self, kind: str, rendezvous: RendezvousStore, config: TransferConfig, peer_host: str) -> TransportEnd:
-        """Returns what this rank's side of a transport of a kind is opened with."""
+        """Return the parameters with which this rank's side of a transport of a kind is opened."""
         return TransportEnd(
             rendezvous=rendezvous,
             host=self.host,
@@ -206,7 +206,7 @@ class LocalRank:
 
 
 def open_sender(kind: str, end: TransportEnd) -> SendingTransport:
-    """Opens the sending side; blocks until the receiver has joined. For the thread that will own the transport.
+    """Open the sending side; blocks until the receiver has joined. For the thread that will own the transport.
 
     Raises:
         TransferTimeout: the receiver did not join.
@@ -217,16 +217,16 @@ def open_sender(kind: str, end: TransportEnd) -> SendingTransport:
 
 
 def open_receiver(kind: str, end: TransportEnd) -> ReceivingTransport:
-    """Opens the receiving side, as `open_sender` does the other one."""
+    """Open the receiving side; see `open_sender`."""
     with _opening(kind, end, SENDER):
         return KINDS[kind].open_receiver(end)
 
 
 @contextlib.contextmanager
 def _opening(kind: str, end: TransportEnd, peer: int) -> Iterator[None]:
-    """Checks what the peer sets during the rendezvous, and names the errors."""
+    """Context manager: check the entries that the peer sets during the rendezvous, and convert the errors."""
     try:
-        if isinstance(end.rendezvous, RendezvousStore):  # in benchmarks both sides share a store of torch's
+        if isinstance(end.rendezvous, RendezvousStore):  # in benchmarks both sides share one of torch's stores
             far = FarSide(peer, addresses_of(end.peer_host))
             end.rendezvous.expect(partial(KINDS[kind].is_well_formed, far))
         yield

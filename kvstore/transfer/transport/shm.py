@@ -1,4 +1,4 @@
-"""Shared memory between two processes of one host: chunks lie in memory that both map, and packets name the slot.
+"""Transport over shared memory of one host: chunks lie in memory that both processes map, and packets name the slot.
 
     sender                                            receiver
       acquire: a free slot of the ring
@@ -7,10 +7,10 @@
       send_signal  -- header --------------------->   scatter straight out of it
       acquire      <- slot number -----------------   release
 
-The ring is a memfd of the sender's. The receiver's mapping is private: its writes stay its own, and a sender that
-stalls or dies can spoil nothing but its own ring. The memfd is sealed, since who reads a page of a file that has become
-shorter gets a signal that ends the process. It goes over the connection of the packets (see `packets`).
-Nothing gets a name in a file system, and each side keeps one file descriptor.
+The ring is a memfd of the sender. The receiver's mapping is private, so its writes stay local, and a sender that stalls
+or dies can corrupt nothing but its own ring. The memfd is sealed, because a process that reads a page of a truncated
+file gets a signal that ends it. It is passed over the connection of the packets (see `packets`). Nothing gets a name in
+a file system, and each side keeps one file descriptor.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 
 _SHM = "shm"
 _RING = struct.Struct("<IQ")
-"""Sent with the memfd: the number of slots, and the bytes from one to the next."""
+"""Sent with the memfd: the number of slots, and the distance between two slots in bytes."""
 
 
 def host_id() -> str:
-    """Identifies kernel, network namespace and user: processes with the same id can open an shm transport."""
+    """Return an id of kernel, network namespace and user: processes with equal ids can open an shm transport."""
     return f"{boot_id()}/{Path('/proc/self/ns/net').stat().st_ino}/{os.getuid()}"
 
 
 class ShmSender(RingSender):
-    """The sending side, which owns the ring."""
+    """Sending side, which owns the ring."""
 
     def __init__(self, end: TransportEnd) -> None:
         slot_bytes = end.staging.slot_bytes
@@ -69,7 +69,7 @@ class ShmSender(RingSender):
 
 
 class ShmReceiver(RingReceiver):
-    """The receiving side, which maps the sender's ring; it stages nothing."""
+    """Receiving side, which maps the sender's ring; it stages nothing."""
 
     def __init__(self, end: TransportEnd) -> None:
         with contextlib.ExitStack() as undo:
@@ -96,7 +96,7 @@ class ShmReceiver(RingReceiver):
         return _ShmChunk(self, slot)
 
     def next_slot(self) -> Slot:
-        """Waits for the next packet, which must announce a chunk, and returns its slot in the sender's ring."""
+        """Wait for the next packet, which must announce a chunk, and return its slot in the sender's ring."""
         header, number = self.next_chunk()
         slot: Slot | None = self._ring[number] if number < len(self._ring) else None
         if slot is None or slot.read_header() != header:
@@ -123,7 +123,7 @@ class _ShmChunk:
 
 
 class _ReceiverSlots:
-    """Places for slots of the sender's ring, without a limit of their own: the ring is limited."""
+    """Slots of the sender's ring at the receiver; they have no separate limit, because the ring is limited."""
 
     def __init__(self, end: ShmReceiver, stride: int) -> None:
         self._end = end
@@ -144,12 +144,12 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def _require_lasting(memory: int) -> None:
-    """Raises TransferError if its owner could make the memory shorter. torch maps none that is too short already."""
+    """Raise TransferError if the memory's owner could truncate it. torch maps no memory that is too short already."""
     if not fcntl.fcntl(memory, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise TransferError("the shm transport is broken: the sender's ring may become shorter")
 
 
 def _map(memory: int, num_slots: int, stride: int, shared: bool) -> torch.Tensor:
-    """Maps the memfd as slots, `uint8` [num_slots, stride], by its path: Python's mmap would keep a descriptor open."""
+    """Map the memfd as slots, `uint8` [num_slots, stride], by its path: Python's mmap would keep a descriptor open."""
     size = num_slots * stride
     return torch.from_file(f"/proc/self/fd/{memory}", shared=shared, size=size, dtype=torch.uint8).view(num_slots, -1)

@@ -1,4 +1,4 @@
-"""What the transports over a connected socket share: one end of it, which any thread may abort."""
+"""One end of a connected socket, which any thread may abort; shared by the transports over sockets."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from collections.abc import Iterator
 from baton.errors import TransferError, TransferTimeout
 
 _SOCKADDR = struct.Struct("@H2s4s16s")
-"""The family, the port, and where an IPv4 address is, and an IPv6 one, in a sockaddr of the kernel."""
+"""Family, port, and the positions of an IPv4 and an IPv6 address in a sockaddr of the kernel."""
 
 
 def ip_in(value: bytes, offset: int) -> str:
-    """Returns the IP address in a sockaddr that lies in `value` from `offset` on; "" if it is none, or has no port."""
+    """Return the IP address in a sockaddr at `offset` in `value`; "" if it is none, or has no port."""
     family, port, ipv4, ipv6 = _SOCKADDR.unpack_from(value, offset)
     packed = {socket.AF_INET: ipv4, socket.AF_INET6: ipv6}.get(family)
     return socket.inet_ntop(family, packed) if packed is not None and port != bytes(2) else ""
 
 
 class SocketEnd:
-    """One end of a connected socket. One thread owns it, and alone may use it, except for `abort`.
+    """One end of a connected socket. Only the thread that owns it may use it, except for `abort`.
 
     Args:
         kind: the transport's kind, named in its errors.
@@ -35,12 +35,12 @@ class SocketEnd:
         self._closing = threading.Lock()
 
     def close(self) -> None:
-        """Closes the socket. Idempotent."""
+        """Close the socket. Idempotent."""
         with self._closing:
             self._socket.close()
 
     def abort(self) -> None:
-        """Ends what the owner waits for, at once. Idempotent, and harmless on a closed socket."""
+        """End the owner's waits at once. Idempotent, and harmless on a closed socket."""
         with self._closing, contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -49,7 +49,7 @@ class SocketEnd:
 
     @contextlib.contextmanager
     def _errors_named(self) -> Iterator[None]:
-        """Raises what the socket reports as TransferTimeout or TransferError."""
+        """Context manager: raise the socket's errors as TransferTimeout or TransferError."""
         try:
             yield
         except TimeoutError as error:
@@ -60,8 +60,8 @@ class SocketEnd:
 
 class _Sent:
     def wait(self) -> None:
-        """Returns at once: the kernel has the message."""
+        """Return at once: the kernel has the message."""
 
 
 SENT = _Sent()
-"""The operation of a message that was handed to the kernel before the call returned."""
+"""Operation of a message that was passed to the kernel before the call returned."""

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Slot:
-    """A buffer, `uint8`, for the header and the payload of one chunk; or for the payload, and the header beside it.
+    """Buffer, `uint8`, for the header and the payload of one chunk; or for the payload, with a separate header.
 
     Args:
-        header: takes the header of a slot on a GPU, which the host reads and writes: HEADER_BYTES of main memory.
+        header: holds the header of a slot on a GPU, which the host reads and writes: HEADER_BYTES of main memory.
     """
 
     __slots__ = ("_header", "_start", "buffer", "is_on_gpu")
@@ -33,30 +33,30 @@ class Slot:
         self._header = memoryview(header if header is not None else buffer.numpy().data)[:HEADER_BYTES]
         self._start = HEADER_BYTES if header is None else 0
         self.is_on_gpu = header is not None
-        """Whether the payload is in a GPU's memory."""
+        """True if the payload is in a GPU's memory."""
 
     def show(self, other: Slot) -> None:
-        """Makes this slot a view of `other`'s memory: for a transport that moves no bytes itself."""
+        """Make this slot a view of `other`'s memory: for a transport that copies no bytes itself."""
         self.buffer, self._header, self._start = other.buffer, other._header, other._start
 
     def write_header(self, header: bytes) -> None:
-        """Keeps `header` for the payload."""
+        """Store the payload's header."""
         self._header[:] = header
 
     def read_header(self) -> bytes:
-        """Returns the payload's header."""
+        """Return the payload's header."""
         return bytes(self._header)
 
     def payload(self, num_bytes: int) -> torch.Tensor:
-        """Returns the first `num_bytes` of payload, `uint8`; shares memory."""
+        """Return the first `num_bytes` of payload, `uint8`; shares memory."""
         return self.buffer[self._start : self._start + num_bytes]
 
     def message(self, num_bytes: int) -> torch.Tensor:
-        """Returns the header and `num_bytes` of payload, `uint8`, of a slot in main memory; shares memory."""
+        """Return the header and `num_bytes` of payload, `uint8`, of a slot in main memory; shares memory."""
         return self.buffer[: self._start + num_bytes]
 
     def flip(self, bit: int) -> None:
-        """Spoils a bit of header and payload on purpose."""
+        """Corrupt a bit of header and payload on purpose."""
         place, mask = bit // 8, 1 << bit % 8
         if place < HEADER_BYTES:
             self._header[place] ^= mask
@@ -65,10 +65,10 @@ class Slot:
 
 
 class SlotSource(Protocol):
-    """The slots of one transport on one side, for the thread that owns it."""
+    """Slots of one transport on one side, for the thread that owns it."""
 
     def acquire(self, wait_s: float) -> Slot | None:
-        """Takes a slot, or returns None when none came free in time.
+        """Take a slot, or return None when none became free in time.
 
         With `wait_s` 0 it takes only a slot that is free and that no other transport waits for.
 
@@ -78,17 +78,17 @@ class SlotSource(Protocol):
         """
 
     def release(self, slot: Slot) -> None:
-        """Returns a slot, whether or not a message moved with it."""
+        """Return a slot, whether or not a message was transferred with it."""
 
     def discard(self, slot: Slot) -> None:
-        """Gives up a slot whose operation has not ended: it is never used again, and lives as long as the operation."""
+        """Abandon a slot whose operation has not ended: it is never used again, and lives as long as the operation."""
 
 
 class StagingPool:
-    """The slots of one device, made when first needed. Any thread may use it.
+    """Slots of one device, created on first use. Thread-safe.
 
-    Waiters are served in the order in which they began to wait, and before any caller that does not wait; together with
-    the limit of each share this keeps a busy transport from starving the others.
+    Waiters are served in the order in which they started to wait, and before any caller that does not wait. Together
+    with the limit of each share this keeps a busy transport from starving the others.
 
     Args:
         pinned_for: the GPU that copies by itself between slots in main memory and its own.
@@ -102,7 +102,7 @@ class StagingPool:
         """Largest payload of a slot."""
         self.device = device
         self.num_discarded = 0
-        """Slots given up with operations that never ended, since the start. New ones replaced them."""
+        """Number of slots abandoned with operations that never ended, since the start. New ones replaced them."""
         self._pinned_for = pinned_for
         self._lock = threading.Lock()
         self._num_made = 0
@@ -122,17 +122,17 @@ class StagingPool:
             return len(self._waiting)
 
     def share(self, max_slots: int) -> SlotSource:
-        """Returns one transport's view of the pool, which holds `max_slots` at most.
+        """Return one transport's view of the pool, which holds `max_slots` at most.
 
-        At its limit `acquire` returns None at once: only the transport's own thread could release a slot.
+        At its limit, `acquire` returns None at once: only the transport's own thread could release a slot.
         """
         return _PoolShare(self, max_slots)
 
     def take(self, wait_s: float) -> Slot | None:
-        """Takes a slot as `SlotSource.acquire` does, without a share's limit."""
+        """Take a slot like `SlotSource.acquire`, without a share's limit."""
         with self._lock:
             if slot := self._take_free():
-                return slot  # no transport waits: a slot that comes back while one waits is never free
+                return slot  # no transport waits: a slot that is returned while one waits is never free
             if wait_s <= 0:
                 return None
             waiter = _Waiter(self._lock)
@@ -143,13 +143,13 @@ class StagingPool:
             return waiter.slot
 
     def give(self, slot: Slot) -> None:
-        """Takes a slot back."""
+        """Take a slot back."""
         with self._lock:
             self._free.append(slot)
             self._serve()
 
     def lose(self) -> None:
-        """Counts a discarded slot, so that a new one may replace it."""
+        """Count a discarded slot, so that a new one may replace it."""
         with self._lock:
             self._num_made -= 1
             self.num_discarded += 1

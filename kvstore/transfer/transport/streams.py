@@ -1,14 +1,15 @@
-"""The streams of one GPU: which threads copy on which, and on which each communicator runs.
+"""Streams of one GPU: the assignment of copy streams to threads, and of streams to communicators.
 
-torch has few streams of each priority (32), and gives them out in turn: the thirty-third is the first again. Two that
-are the same wait for each other. If one of them has the receive of a transport, which spins until its peer sends, and
-the other the gather or the send of another transport, the peer may wait for just that: turns (see `nccl_turns`) order
-kernels, and prove nothing about streams. So the streams of a GPU are taken once and lent:
+torch has few streams of each priority (32), and returns them round robin: the thirty-third is the first again. Work of
+two users of the same stream waits for each other. Suppose that one of them has the receive of a transport, which spins
+until its peer sends, and the other the gather or the send of another transport: the peer may wait for just that. The
+locks of `nccl_turns` order kernels, and guarantee nothing about streams. So the streams of a GPU are taken once and
+lent:
 
     priority       to
     0              the thread of each transport, for its copies; two threads may have the same one
     next           each NCCL transport, for the waits of its operations
-    highest        NCCL, which takes one itself for each communicator: the next in turn, so the turn is moved first
+    highest        NCCL, which takes one itself for each communicator: the next in order, which is advanced first
 
 A communicator never has a stream of another one, and there are only as many communicators as there are streams.
 """
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class StreamPool:
-    """The streams of one priority of a GPU. Any thread may use it."""
+    """Streams of one priority of a GPU. Thread-safe."""
 
     def __init__(self, gpu: GpuDevice, priority: int) -> None:
         self._gpu = gpu
@@ -42,21 +43,21 @@ class StreamPool:
         self._lock = threading.Lock()
         first = gpu.stream(priority)
         self.streams = [first]
-        """The streams, as torch gives them out in turn."""
+        """Streams in the order in which torch returns them."""
         while (stream := gpu.stream(priority)).cuda_stream != first.cuda_stream:
             self.streams.append(stream)
         self._handles = [stream.cuda_stream for stream in self.streams]
         self._num_users = [0] * len(self.streams)
 
     def lend(self) -> Stream:
-        """Lends the stream that has the fewest users."""
+        """Lend the stream that has the fewest users."""
         with self._lock:
             place = self._num_users.index(min(self._num_users))
             self._num_users[place] += 1
             return self.streams[place]
 
     def lend_next(self) -> Stream:
-        """Lends a stream without users, and sees to it that torch gives it out next.
+        """Lend a stream without users, and make torch return it next.
 
         Raises:
             TransferError: every stream has a user.
@@ -71,26 +72,26 @@ class StreamPool:
             return self.streams[place]
 
     def was_next(self, stream: Stream) -> bool:
-        """Returns whether torch has given out this stream since `lend_next`, and none after it."""
+        """Return whether this stream is the only one that torch has returned since `lend_next`."""
         with self._lock:
             return self._next() == (self._handles.index(stream.cuda_stream) + 2) % len(self.streams)
 
     def give_back(self, stream: Stream) -> None:
-        """Takes a stream back that was lent once."""
+        """Take back a stream that was lent once."""
         with self._lock:
             self._num_users[self._handles.index(stream.cuda_stream)] -= 1
 
     def _next(self) -> int:
-        """Takes a stream, and returns the place of the one after it."""
+        """Take a stream, and return the index of the one after it."""
         return (self._handles.index(self._gpu.stream(self._priority).cuda_stream) + 1) % len(self.streams)
 
 
 class GpuStreams:
-    """The streams of a GPU.
+    """Streams of a GPU.
 
     Attributes:
-        launcher: held by the one that puts an operation of a communicator into a stream; NCCL forbids to do that for
-            several communicators of one device in parallel.
+        launcher: held while an operation of a communicator is put into a stream; NCCL forbids to do that for several
+            communicators of one device in parallel.
         num_shared: communicators that may have the stream of another one, since the start.
     """
 
@@ -104,7 +105,7 @@ class GpuStreams:
 
     @contextlib.contextmanager
     def making_communicator(self, stream: Stream) -> Iterator[None]:
-        """Makes sure that the communicator which is made within the block runs on the stream that was lent for it."""
+        """Context manager: the communicator created inside it runs on the stream that was lent for it."""
         yield
         if not self.communicators.was_next(stream):
             self.num_shared += 1
@@ -116,7 +117,7 @@ _LOCK = threading.Lock()
 
 
 def streams_of(gpu: GpuDevice) -> GpuStreams:
-    """Returns the streams of a GPU, taken at the first call."""
+    """Return the streams of a GPU, taken at the first call."""
     with _LOCK:
         if gpu not in _STREAMS:
             _STREAMS[gpu] = GpuStreams(gpu)
@@ -124,13 +125,13 @@ def streams_of(gpu: GpuDevice) -> GpuStreams:
 
 
 def num_shared_streams() -> int:
-    """Counts the communicators of this process that may have the stream of another one, since the start."""
+    """Return the number of communicators of this process that may have the stream of another one, since the start."""
     return sum(streams.num_shared for streams in _STREAMS.values())
 
 
 @contextlib.contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Gives the calling thread a stream on a GPU within a block: its copies do not queue behind the engine's steps."""
+    """Context manager: give the calling thread a GPU stream, so its copies do not queue behind the engine's steps."""
     gpu = gpu_of(device)
     if gpu is None:
         yield

@@ -6,12 +6,12 @@ The kernel's buffer lies between the sides: a send is complete when the kernel h
 sender, and a receiver that stops is noticed once the buffer is full, or by the control stream.
 
 To open, the sender listens on a free port of its host, publishes it, and takes the first connection that sends the
-random token published with it. The receiver connects to nothing but an IP address of the sender's host, which it knows
-from elsewhere. Any process may find the port: its connections are held until they have said something else, or until
-there are too many, and none of them keeps the receiver waiting.
+random token published with it. The receiver connects only to an IP address of the sender's host, which it knows
+independently. Any process may find the port: its connections are kept until they have sent something else, or until
+there are too many, and none of them delays the receiver.
 
-Where the control stream is encrypted, the messages are, too (`seal`): the sender draws a secret for the connection and
-publishes it there, so the process at the other end of that stream, and no other, can read and write them.
+If the control stream is encrypted, the messages are encrypted, too (`seal`): the sender draws a secret for the
+connection and publishes it there, so only the process at the other end of that stream can read and write them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ if TYPE_CHECKING:
     from kvstore.transfer.transport.staging import Slot
 
 _ADDRESS, _JOINED, _SECRET = "tcp", "tcp/joined", "tcp/secret"
-"""Keys of the rendezvous: `token address port` of the sender, that the receiver has connected to it, and the sender's
-secret for both."""
+"""Keys of the rendezvous.
+
+They are `token address port` of the sender, the receiver's note that it has connected, and the sender's secret for
+both.
+"""
 SECRET_BYTES = 32
 _SECRET_FORM = re.compile(rb"[0-9a-f]{%d}" % (2 * SECRET_BYTES))
 _ADDRESS_FORM = re.compile(rb"[0-9a-f]{32} ([0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,15})?) ([1-9][0-9]{0,4})")
@@ -48,13 +51,13 @@ _TIMEVAL = struct.Struct("@ll")
 _SLACK_S = 0.05
 _TOKEN_BYTES = 16
 _LOOK_S = 0.1
-"""How often a sender that listens looks whether its control stream has ended."""
+"""Interval at which a listening sender checks whether its control stream has ended."""
 _MAX_CALLERS = 64
-"""Connections that have said nothing yet; the oldest makes room. The receiver's speaks at once."""
+"""Maximum number of silent connections; the oldest is closed. The receiver's connection sends its token at once."""
 
 
 def is_well_formed(peer: FarSide, key: str, value: bytes) -> bool:
-    """Whether the peer sets this key to this value while it opens."""
+    """Return whether the peer may set this key to this value while it opens."""
     if (peer.rank, key) == (SENDER, _ADDRESS):
         address = _ADDRESS_FORM.fullmatch(value)
         return address is not None and peer.is_at(address[1].decode()) and int(address[2]) <= MAX_PORT
@@ -64,13 +67,13 @@ def is_well_formed(peer: FarSide, key: str, value: bytes) -> bool:
 
 
 class _TcpEnd(SocketEnd):
-    """A blocking socket with the kernel's own timeouts: a message moves in one call, where Python would poll first.
+    """Blocking socket with the kernel's timeouts: a message is one call, while Python's timeouts would poll first.
 
     Signals go both ways, though only NCCL's go to the sender.
 
     Args:
         rank: this side's.
-        secret: what both sides encrypt with; empty: they do not.
+        secret: encrypts both directions; empty: no encryption.
     """
 
     def __init__(self, connection: socket.socket, op_timeout_s: float, rank: int, secret: bytes) -> None:
@@ -78,7 +81,7 @@ class _TcpEnd(SocketEnd):
         self._out: RecordSeal | None = None
         self._in: RecordSeal | None = None
         if secret:
-            from kvstore.transfer.transport.seal import RecordSeal  # and cryptography, for sealed connections alone
+            from kvstore.transfer.transport.seal import RecordSeal  # imports cryptography, for sealed connections only
 
             self._out, self._in = RecordSeal(secret, rank), RecordSeal(secret, 1 - rank)
         connection.settimeout(None)
@@ -95,7 +98,7 @@ class _TcpEnd(SocketEnd):
         return _TcpSignal(self)
 
     def send(self, message: memoryview) -> None:
-        """Hands all of `message` to the kernel."""
+        """Pass all of `message` to the kernel."""
         deadline = time.monotonic() + self._op_timeout_s
         with self._errors_named():
             for record in (message,) if self._out is None else self._out.sealed(message):
@@ -108,7 +111,7 @@ class _TcpEnd(SocketEnd):
             self._require_in_time(message, deadline)
 
     def receive(self, message: memoryview) -> None:
-        """Fills all of `message`. Raises TransferCorrupted where it was encrypted and is not what the peer sent."""
+        """Fill all of `message`. Raises TransferCorrupted if an encrypted message is not what the peer sent."""
         deadline = time.monotonic() + self._op_timeout_s
         with self._errors_named():
             for record in (message,) if self._in is None else self._in.opened(message):
@@ -125,17 +128,17 @@ class _TcpEnd(SocketEnd):
 
     @staticmethod
     def _require_in_time(rest: memoryview, deadline: float) -> None:
-        """Raises TimeoutError if the deadline is near: the kernel's timeout begins anew with each call.
+        """Raise TimeoutError if the deadline is near: the kernel's timeout restarts with each call.
 
-        The kernel's timeout may also come early: it counts ticks, and a virtual processor that was held up gets all of
-        them at once. Then the whole may take nearly twice as long.
+        The kernel's timeout may also expire early: it counts ticks, and a virtual processor that was stalled gets all
+        of them at once. Then the whole call may take nearly twice as long.
         """
         if rest and time.monotonic() > deadline - _SLACK_S:
             raise TimeoutError
 
 
 class TcpSender(_TcpEnd):
-    """The sending side."""
+    """Sending side."""
 
     def __init__(self, end: TransportEnd) -> None:
         self.slots = end.staging.share(end.max_slots)
@@ -149,7 +152,7 @@ class TcpSender(_TcpEnd):
 
 
 class TcpReceiver(_TcpEnd):
-    """The receiving side."""
+    """Receiving side."""
 
     def __init__(self, end: TransportEnd) -> None:
         self.slots = end.staging.share(end.max_slots)
@@ -160,7 +163,7 @@ class TcpReceiver(_TcpEnd):
         return False
 
     def settle(self) -> None:
-        """Has nothing to wait for."""
+        """Return at once."""
 
     def recv_chunk(self, slot: Slot, num_bytes: int) -> Operation:
         return _TcpChunk(self, slot.message(num_bytes).numpy().data)
@@ -209,7 +212,7 @@ def _published_secret(store: Store, timeout_s: float) -> bytes:
 
 
 def _accept(store: Store, host: str, timeout_s: float) -> socket.socket:
-    """Waits for the connection of the receiver."""
+    """Wait for the connection of the receiver."""
     token = secrets.token_bytes(_TOKEN_BYTES)
     family, *_, address = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
     deadline = time.monotonic() + timeout_s
@@ -228,13 +231,13 @@ def _accept(store: Store, host: str, timeout_s: float) -> socket.socket:
 
 
 class _Callers:
-    """The connections to a listener, until one of them knows the token. The others are hung up on."""
+    """Connections to a listener, until one of them sends the token. The others are closed."""
 
     def __init__(self, listener: socket.socket, token: bytes) -> None:
         self._listener = listener
         self._token = token
         self._waiting: list[socket.socket] = []
-        """The connections that have said nothing yet, the oldest first."""
+        """Connections that have sent nothing yet, the oldest first."""
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -248,9 +251,9 @@ class _Callers:
             caller.close()
 
     def next(self, timeout_s: float) -> socket.socket | None:
-        """Waits for something to happen, and returns the connection that knows the token, if it has come."""
+        """Wait for an event, and return the connection that has sent the token, if it has come."""
         ready: list[Any] = [key.fileobj for key, _ in self._selector.select(timeout_s)]
-        ready.sort(key=lambda each: each is self._listener)  # last: it may hang up on another one
+        ready.sort(key=lambda each: each is self._listener)  # last: it may close another one
         for caller in ready:
             if caller is self._listener:
                 self._take()
@@ -265,7 +268,7 @@ class _Callers:
 
     def _take(self) -> None:
         with contextlib.suppress(BlockingIOError, ConnectionError):
-            for _ in range(_MAX_CALLERS):  # as many as there are, mostly one
+            for _ in range(_MAX_CALLERS):  # usually one, at most as many as may wait
                 caller, _ = self._listener.accept()
                 caller.setblocking(False)
                 self._selector.register(caller, selectors.EVENT_READ)
@@ -276,7 +279,7 @@ class _Callers:
             oldest.close()
 
     def _knows_token(self, caller: socket.socket) -> bool:
-        """The token comes in one segment."""
+        """Return whether a connection has sent the token, which comes in one segment."""
         try:
             return secrets.compare_digest(caller.recv(_TOKEN_BYTES), self._token)
         except OSError:

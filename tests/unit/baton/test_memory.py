@@ -43,13 +43,13 @@ def test_a_pool_leaves_what_transfers_may_take() -> None:
     assert small.pool_gib(2.0) == 2.0
     with pytest.raises(ConfigError, match=r"leave 5\.0, of which 3\.0 for transfers .* auto or at most 2$"):
         small.pool_gib(2.1)
-    with pytest.raises(ConfigError, match=r"want 13\.0, of which 3\.0 for transfers \(transfer\.num_slots, "):
+    with pytest.raises(ConfigError, match=r"need 13\.0, of which 3\.0 for transfers \(transfer\.num_slots, "):
         Room(free=13 * GIB, num_pools=1, needed=10 * GIB, on_gpu=True, set_aside=3 * GIB).pool_gib("auto")
 
 
 @pytest.mark.parametrize("asked", ["auto", 0.001])
 def test_a_model_that_leaves_no_room_is_refused(asked: float) -> None:
-    with pytest.raises(ConfigError, match=r"no room for KV: of the 8\.0 GiB that are free, .* 3 ranks want 16\.0"):
+    with pytest.raises(ConfigError, match=r"no room for KV: of the 8\.0 GiB that are free, .* 3 ranks need 16\.0"):
         Room(free=8 * GIB, num_pools=3, needed=5 * GIB, others=GIB).pool_gib(asked)
 
 

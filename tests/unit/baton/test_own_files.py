@@ -34,7 +34,7 @@ def test_a_file_that_others_may_have_written_is_not_opened(
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for name in ("pipe", "."):
-        with pytest.raises(ForeignFile, match="no regular file"), open_own(tmp_path / name):
+        with pytest.raises(ForeignFile, match="not a regular file"), open_own(tmp_path / name):
             pass
     with pytest.raises(FileNotFoundError), open_own(tmp_path / "none"):
         pass

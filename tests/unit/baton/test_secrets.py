@@ -66,7 +66,7 @@ def test_a_password_is_taken_out_and_put_in(url: str, password: str) -> None:
 
 
 def test_a_url_that_is_none_is_refused_without_a_word_of_it() -> None:
-    with pytest.raises(ConfigError, match="is not a URL of Redis") as caught:
+    with pytest.raises(ConfigError, match="is not a Redis URL") as caught:
         RedisConnection(f"redis://:{PLANTED}/x@h:1/0")
     assert PLANTED not in f"{caught.value!r}{caught.value.__cause__!r}"
 

@@ -443,7 +443,7 @@ def test_a_shape_that_an_engine_or_the_kv_transfer_cannot_do_is_refused_by_name_
     gaps = KVSpec((group(strides=(4096, 128)),))
     with pytest.raises(ValueError, match="without gaps"):
         KVCache(gaps, 4, 1)
-    with pytest.raises(ConfigError, match="copies blocks without gaps; those of group 'all' have some"):
+    with pytest.raises(ConfigError, match="needs blocks without gaps; the blocks of group 'all' have gaps"):
         layout_of(gaps)
 
 

@@ -267,17 +267,17 @@ INVALID = {
     "a million ids": (asked(token_ids=ids(*[5] * 1_000_000)), "the prompt has 1000000 tokens"),
     "many messages": (
         asked(chat=chat(*[("user", "a")] * 3000)),
-        "messages must hold 1 to 1024 messages; it holds 3000",
+        "messages must have 1 to 1024 elements, got 3000",
     ),
-    "very many messages": (asked(chat=chat(*[("user", "a")] * 5000)), "messages holds 5000 items; send at most 4096"),
+    "very many messages": (asked(chat=chat(*[("user", "a")] * 5000)), "messages has 5000 items; send at most 4096"),
     "many bad words": (
         asked(text="a", sampling={"bad_word_ids": [ids(*[5] * 100)] * 50}),
-        "bad_word_ids holds 5000 items; send at most 4096",
+        "bad_word_ids has 5000 items; send at most 4096",
     ),
-    "many stop ids": (asked(text="a", sampling={"stop_token_ids": [5] * 5000}), "stop_token_ids holds 5000 items"),
+    "many stop ids": (asked(text="a", sampling={"stop_token_ids": [5] * 5000}), "stop_token_ids has 5000 items"),
     "many choices to resume": (
         asked(text="a", request_id="r", resume_from=dict.fromkeys(range(5000), 1)),
-        "resume_from holds 5000 items",
+        "resume_from has 5000 items",
     ),
     "nothing to resume": (asked(text="a", resume_from={0: 3}), "resume_from continues the request of a request_id"),
 }

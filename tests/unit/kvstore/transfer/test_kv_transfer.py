@@ -622,7 +622,7 @@ async def test_a_lost_abort_is_said_again_and_nobody_waits_for_it(kind: str) -> 
             await until(lambda: decode.endpoint.messages["<grant"] == 1, SOON_S)
             started = time.monotonic()
         assert time.monotonic() - started < 0.1
-        with pytest.raises(TransferError, match="gave the transfer up"):
+        with pytest.raises(TransferError, match="aborted the transfer"):
             await decode.receiver.wait_committed(ticket)
         await until(lambda: prefill.sender.stats.resent == 1 and decode.endpoint.messages["<abort_ack"] >= 1, SOON_S)
         assert (await decode.receiver.release(ticket))[0] == (0,)
@@ -757,10 +757,10 @@ async def test_giving_up_at_any_stage_leaves_the_link_for_the_next_transfer(
         decode.endpoint.lose("", times=0)
         if who == "sender":
             if finishing is not None:
-                with pytest.raises(TransferError, match="gave the transfer up"):
+                with pytest.raises(TransferError, match="aborted the transfer"):
                     await finishing
             if stage != "opening":  # the receiver has not heard of it yet
-                with pytest.raises(TransferError, match="gave the transfer up"):
+                with pytest.raises(TransferError, match="aborted the transfer"):
                     await decode.receiver.wait_committed(ticket)
             assert (await decode.receiver.release(ticket))[0] == tuple(target)
             decode.cache.clear_blocks([target] * 2)

@@ -237,7 +237,7 @@ async def test_a_ticket_that_names_no_host_and_port_leads_nowhere(secret: Path) 
             if address == "unix:7":  # a host of that name
                 assert kind == "WorkerFailed"
             else:
-                assert (kind, "no host:port" in text) == ("TransferRefused", True)
+                assert (kind, "is not host:port" in text) == ("TransferRefused", True)
 
 
 async def ticket_of(worker: Worker) -> Ticket:

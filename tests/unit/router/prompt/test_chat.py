@@ -167,7 +167,7 @@ def test_templates_render_as_in_transformers(name: str, tools: list[dict[str, An
         ({"template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot set 'messages'"),
         ({"documents": ({"text": "x"},)}, "documents", "does not read 'documents'"),
         ({"continue_final_message": True}, "messages", "omits the end of the last message"),
-        ({"messages": (ChatMessage(role="user", content="x"),) * 1025}, "messages", "1 to 1024 messages"),
+        ({"messages": (ChatMessage(role="user", content="x"),) * 1025}, "messages", "1 to 1024 elements"),
         ({"documents": (DEEP,)}, "documents", "deeper than 64 levels"),
         ({"template_kwargs": DEEP}, "chat_template_kwargs", "deeper than 64 levels"),
         ({"tools": (Tool(name="f", parameters=DEEP),)}, "tools", "deeper than 64 levels"),
@@ -205,7 +205,7 @@ def test_messages_of_openai_clients_become_what_templates_expect() -> None:
 @pytest.mark.parametrize(
     ("messages", "sentence"),
     [
-        ([], "messages must hold 1 to 1024 messages; it holds 0"),
+        ([], "messages must have 1 to 1024 elements, got 0"),
         ([{"role": "wizard", "content": "x"}], r"messages\[0\].role must be one of system, .*; got 'wizard'"),
         ([{"content": "x"}], r"messages\[0\].role must be a string"),
         (["x"], r"messages\[0\] must be an object"),

@@ -265,7 +265,7 @@ def test_the_layout_of_groups_that_are_not_alike() -> None:
         (mixed(16, 40, 80), layout(), "a layout has blocks of 40 tokens, and must have multiples of 16"),
         (layout(), mixed(16, 64, 32), "a layout has blocks of 64 tokens, of which 32 are no multiple"),
         (STATEFUL, layout(), "states are conv[3, 5] float32 at the source and none at the destination"),
-        (STATEFUL, replace(STATEFUL, tp_size=2), "states cannot move from tensor-parallel degree 1 to 2"),
+        (STATEFUL, replace(STATEFUL, tp_size=2), "states cannot be transferred from tensor-parallel degree 1 to 2"),
     ],
 )
 def test_layouts_that_do_not_fit_are_told_apart_in_a_sentence(src: KvLayout, dst: KvLayout, words: str) -> None:

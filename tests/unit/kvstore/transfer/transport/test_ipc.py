@@ -83,7 +83,7 @@ def test_nothing_is_opened_before_what_the_sender_says_of_it_was_checked(what: s
     connection.close()
     os.close(lifeline)
     assert isinstance(failure, TransferError)
-    assert "says nothing of its ring" in str(failure) or "has a ring of" in str(failure)
+    assert "did not describe its ring" in str(failure) or "has a ring of" in str(failure)
     assert is_let_go
     assert gpus[1].num_ever_open == 0
 

@@ -95,7 +95,7 @@ def test_a_turn_that_does_not_come_in_time_is_a_timeout_and_is_not_kept() -> Non
     second = Holder(traffic, Direction.SEND, timeout_s=0.2)
     assert second.waits
     third = Holder(traffic, Direction.SEND)
-    with pytest.raises(TransferTimeout, match=r"sending turn for 0\.2 s"):
+    with pytest.raises(TransferTimeout, match=r"sending lock for 0\.2 s"):
         second.done.result(LONG_S)
     end(first)
     assert third.got_it.wait(LONG_S)

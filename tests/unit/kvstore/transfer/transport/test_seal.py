@@ -73,7 +73,7 @@ def test_a_record_that_is_not_the_next_one_is_refused(harm: str) -> None:
         "sent back": _second_record(RecordSeal(SECRET, 1)),
         "of another connection": _second_record(RecordSeal(secrets.token_bytes(32), 0)),
     }[harm]
-    with pytest.raises(TransferCorrupted, match="not what the peer encrypted"):
+    with pytest.raises(TransferCorrupted, match="not the one that the peer encrypted"):
         _message(receiver, [wrong], 100)
 
 
