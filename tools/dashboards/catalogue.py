@@ -24,11 +24,11 @@ process's monotonic clock.
 
 The largest bounds of histograms are {TTFT_BOUNDS[-1]:,g} s for the first token, {TOKEN_BOUNDS[-1]:,g} s between tokens
 and {DURATION_BOUNDS[-1]:,g} s for stages and requests. For larger values `histogram_quantile` returns that bound; the
-page, `baton status --watch` and the dashboards show `> {TTFT_BOUNDS[-1]:,g} s`. The smallest bound is {FIRST_BOUND *
-1e3:g} ms; for smaller values the dashboards and `--watch` show `<`. In between, each bound is at most 1.2 times the
-previous one, so a quantile is within 20 % of the true value. The objectives of the classes (`router.slo_classes`) are
-also bounds: of the time to the first token, of the time between tokens, and of the request duration. All routers of a
-cluster need the same objectives, so that their buckets can be summed.
+page, `baton status --watch` and the dashboards show `> {TTFT_BOUNDS[-1]:,g} s`. The smallest bound is
+{FIRST_BOUND * 1e3:g} ms; for smaller values the dashboards and `--watch` show `<`. In between, each bound is at most
+1.2 times the previous one, so a quantile is within 20 % of the true value. The objectives of the classes
+(`router.slo_classes`) are also bounds: of the time to the first token, of the time between tokens, and of the request
+duration. All routers of a cluster need the same objectives, so that their buckets can be summed.
 
 The hardware dashboard, and the last alerts below, need other exporters: NVIDIA's dcgm-exporter (the GPU Operator's list
 of counters, plus `DCGM_FI_PROF_NVLINK_TX_BYTES` and `DCGM_FI_PROF_NVLINK_RX_BYTES` for NVLink), the kubelet's cAdvisor,
