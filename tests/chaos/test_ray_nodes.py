@@ -256,7 +256,7 @@ def test_workers_of_a_lost_node_come_back_on_another(
         try:
             again.wait_for(has(1, 3))
             assert not any(worker.is_running() for worker in left)
-            assert "which a cluster before this one had left in Ray" in again.log
+            assert "left in Ray by a previous cluster" in again.log
         finally:
             started = again.processes()
             again.stop(signal.SIGKILL)

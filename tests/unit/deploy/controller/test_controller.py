@@ -596,7 +596,7 @@ async def test_orders_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         await it.orders.drain("worker-0")
         await it.orders.scale("decode", 2)
     assert "worker-0 (decode) is to leave" in caplog.text
-    assert "decode: 2 workers are wanted" in caplog.text
+    assert "decode: 2 workers are desired" in caplog.text
 
 
 async def test_a_start_that_takes_too_long_is_given_up(
