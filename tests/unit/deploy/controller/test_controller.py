@@ -671,7 +671,7 @@ async def test_actors_say_for_which_pool_they_are_and_one_that_does_not_is_ended
     ids = ["worker-0", "worker-1", "worker-2", "worker-3"]
     assert await RayActors(Config(), "", 0.0).pools(ids) == {"worker-0": Role.PREFILL, "worker-1": Role.DECODE}
     assert ray.names.keys() == {"worker-0", "worker-1"}
-    assert "worker-2 is ended: nothing says for which pool it is" in caplog.text
+    assert "worker-2 is ended: its pool is unknown" in caplog.text
 
 
 async def test_a_name_that_stays_taken_is_made_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -681,7 +681,7 @@ async def test_a_name_that_stays_taken_is_made_free(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ray_actors, "ray", ray)
     monkeypatch.setattr(ray_actors, "NAME_TAKEN_S", 0.1)
     actors = RayActors(Config(), "", 0.0)
-    with pytest.raises(WorkerFailed, match=r"has not made the actor worker-0: its name is still taken after 0.1 s"):
+    with pytest.raises(WorkerFailed, match=r"has not created the actor worker-0: its name is still taken after 0.1 s"):
         await actors.create("worker-0", Role.DECODE, Role.DECODE)
     assert await actors.create("worker-0", Role.DECODE, Role.DECODE) is ray.names["worker-0"]
 
