@@ -55,7 +55,7 @@ class Facts:
     limit_bytes: int
     """0: no limit."""
     appends: bool
-    """It appends every change to a file."""
+    """Redis appends every change to a file."""
     saves: str
     """Snapshot rules, as in `CONFIG GET save`; empty: none, or unknown."""
     round_trip_s: float

@@ -26,13 +26,13 @@ class NodePod:
     deployment: str
     """Deployment that created it."""
     cost: int = 0
-    """Its deletion cost in Kubernetes."""
+    """Deletion cost in Kubernetes."""
     is_leaving: bool = False
-    """It is being deleted, so its Deployment no longer counts it."""
+    """The pod is being deleted, so its Deployment no longer counts it."""
     is_current: bool = True
-    """It has its Deployment's current version."""
+    """The pod has its Deployment's current version."""
     is_running: bool = True
-    """Its container runs."""
+    """The pod's container runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class PlacedWorker:
     pod: str
     """Pod of the worker's node; empty: it waits for a node."""
     is_staying: bool
-    """It does not have to leave."""
+    """The worker does not have to leave."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,7 +248,9 @@ async def test_what_does_not_fit_is_refused_unless_it_is_forced(tmp_path: Path) 
     async with bench(tmp_path, decode=2) as it:
         await until(lambda: num_ready(it) == 2)
         orders = Orders(it.controller, room=room)
-        with pytest.raises(Conflict, match=r"decode cannot have 3 workers: they are too many; --force orders them"):
+        with pytest.raises(
+            Conflict, match=r"decode cannot have 3 workers: they are too many; use --force to scale anyway"
+        ):
             await orders.scale("decode", 3)
         assert it.controller.pool(Role.DECODE).desired == 2
         assert (await orders.scale("decode", 1)).desired == 1
@@ -579,7 +581,7 @@ async def test_a_change_of_role_that_fails_is_told_of_when_nobody_waits_for_it(
         await cancel_and_wait((caller,))
         nobody_waits.set()
         await until(lambda: it.controller.state.role_change is None)
-        await until(lambda: "a change of role was given up" in caplog.text)
+        await until(lambda: "a change of role failed" in caplog.text)
     assert "worker-0 (decode) is to become a prefill worker" in caplog.text
 
 
