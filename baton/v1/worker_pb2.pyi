@@ -202,7 +202,7 @@ class Command(_message.Message):
 
     @_builtins.property
     def decode(self) -> Global___DecodeRequest:
-        """With `await_kv`: reserves blocks, answers with a ticket, waits for the KV transfer, then sends tokens. Otherwise:
+        """If `await_kv`: reserves blocks, answers with a ticket, waits for the KV transfer, then sends tokens. Otherwise:
         computes the prompt itself (aggregated mode). The reservation lasts as long as the call.
         """
 
